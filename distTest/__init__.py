@@ -1,0 +1,1 @@
+"""What proves that machines can train together."""

@@ -1,0 +1,1 @@
+"""The library that train_fsdp.py is built from."""

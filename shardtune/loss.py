@@ -1,0 +1,49 @@
+"""The loss: a sum over trained tokens, divided once by their number in the whole global batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from .errors import Refused
+from .packing import Batch
+
+
+def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """The sum of the negative log-likelihoods (nats, float32, a scalar) of the batch's trained tokens.
+
+    A sum, because a mean over a micro-batch or a rank weights tokens by where they happen to lie, and is NaN where
+    nothing is trained. Here such a batch gives zero, with a graph, so that its backward joins the collectives.
+    """
+    inputs = {name: value for name in ("position_ids", "attention_mask") if (value := getattr(batch, name)) is not None}
+    logits = model(input_ids=batch.input_ids, **inputs).logits
+    predicting = logits.flatten(0, 1).index_select(0, batch.predicting)
+    return F.cross_entropy(predicting.float(), batch.targets, reduction="sum")
+
+
+@torch.no_grad()
+def require_separate_documents(model: PreTrainedModel, device: torch.device) -> None:
+    """Check on the model itself that a packed document is not changed by the one before it in its row.
+
+    Raises:
+        Refused: it is; the architecture cannot be packed.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    length = 16
+    first = torch.arange(2 * length, device=device).view(1, -1) % vocabulary
+    other = first.clone()
+    other[0, :length] = other[0, :length].flip(0) + vocabulary // 2
+    positions = torch.arange(length, device=device).repeat(2).view(1, -1)
+    training = model.training
+    model.eval()
+    seen = [model(input_ids=ids % vocabulary, position_ids=positions).logits[0, length:].float()
+            for ids in (first, other)]
+    alone = model(input_ids=first[:, length:] % vocabulary, position_ids=positions[:, length:]).logits[0].float()
+    model.train(training)
+    rounding = 1e-4 if next(model.parameters()).dtype == torch.float32 and seen[0].dtype == torch.float32 else 5e-2
+    scale = alone.std().item()
+    difference = max((logits - alone).abs().max().item() for logits in seen)
+    if not difference <= rounding * scale:
+        raise Refused(f"{model.config.model_type} lets a packed document see the one before it (its logits change by "
+                      f"{difference / scale:.1%} of their spread) - use data.packing=false")

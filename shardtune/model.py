@@ -1,0 +1,179 @@
+"""Build the model sharded: every rank reads or draws its own slices and never holds the whole.
+
+FSDP2 does the sharding and transformers the reading; this module only joins them. The parameters of each decoder
+layer form one FSDP group; embeddings, final norm and head stay in the root's group, where tied weights stay tied
+(in a group of its own, a tied embedding is untied at its first forward).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig as NoParallelism
+
+from .config import Config
+from .errors import Refused
+from .world import World
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward; `auto` is bfloat16 where the device multiplies it natively."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        native = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return torch.bfloat16 if native else torch.float32
+
+
+def build_model(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
+    """The model sharded over `world.mesh`, in training mode, with its master weights on `world.device`.
+
+    Raises:
+        Refused: the attention implementation is not the architecture's, or the files lack tensors of the model.
+    """
+    master = DTYPES[config.model.master_dtype]
+    skeleton = _on_meta(model_config, config.model.attention, master)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype(config.model.compute_dtype, world.device),
+        reduce_dtype=DTYPES[config.model.reduce_dtype],
+    )
+    if config.model.init == "random":
+        model = skeleton
+        shard(model, world, policy)
+        draw_weights(model, config.run.seed, world.device)
+    else:
+        model = _load_sharded(type(skeleton), config.model.path, skeleton.config, master, world, policy)
+    if config.model.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    return model.train()
+
+
+def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The architecture without storage. `auto` is sdpa, or eager for an architecture that has no sdpa."""
+    refusals = []
+    for implementation in ("sdpa", "eager") if attention == "auto" else (attention,):
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(model_config, attn_implementation=implementation, dtype=dtype)
+        except ValueError as error:
+            refusals.append(str(error).splitlines()[0])
+    raise Refused(f"model.attention={attention} is not for {model_config.model_type} ({refusals[0]}) - "
+                  "use model.attention=auto")
+
+
+def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
+    """Apply FSDP2: one group per decoder layer, and the root's for what is left.
+
+    Raises:
+        Refused: stacked experts that neither their number nor their width spreads over the ranks.
+    """
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        """FSDP2's own choice, the first dimension, unless stacked experts would leave a rank without any."""
+        experts = parameter.shape[0]
+        if parameter.dim() < 3 or -(-experts // world.size) * (world.size - 1) < experts:
+            return Shard(0)
+        # The last dimension: the second is where the files' gate and up projections are joined.
+        if parameter.shape[-1] % world.size == 0:
+            return Shard(parameter.dim() - 1)
+        raise Refused(f"{experts} experts of width {parameter.shape[-1]} do not spread over {world.size} ranks, one of "
+                      "them would hold none - use a number of ranks that divides the experts or their width")
+
+    layer_classes = set(model._no_split_modules or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in layer_classes:
+            fully_shard(module, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+
+
+def _load_sharded(
+    model_class: type[PreTrainedModel], path: str, model_config: PreTrainedConfig, master: torch.dtype, world: World,
+    policy: MixedPrecisionPolicy,
+) -> PreTrainedModel:
+    """`from_pretrained`, with FSDP2 applied between construction on meta and reading.
+
+    transformers reads slices for whatever parameters are DTensors at that point, and calls these two methods to make
+    them so; its own default groups would untie tied embeddings and know neither a world of one nor our dtypes.
+    """
+
+    def prepare_distribute_model(cls: type, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return distributed_config, world.device, None
+
+    def maybe_distribute_model(cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
+        model.tie_weights()  # from_pretrained ties only after reading; FSDP2 must know tied weights as one parameter
+        shard(model, world, policy)
+        return model
+
+    sharded_class = type(model_class.__name__, (model_class,), {
+        "__module__": model_class.__module__,
+        "prepare_distribute_model": classmethod(prepare_distribute_model),
+        "maybe_distribute_model": classmethod(maybe_distribute_model),
+    })
+    model, info = sharded_class.from_pretrained(
+        path, config=model_config, dtype=master, attn_implementation=model_config._attn_implementation,
+        distributed_config=NoParallelism(), output_loading_info=True,
+    )
+    del model.config.distributed_config
+    problems = [f"{path}: {kind} {names[0]} ({len(names)} in all) - fetch the model again, or correct its config.json"
+                for kind, names in (("the files lack the model's tensor", sorted(info["missing_keys"])),
+                                    ("another shape than the model's has", sorted(map(str, info["mismatched_keys"]))))
+                if names]
+    if problems:
+        raise Refused(*problems)
+    if unexpected := sorted(info["unexpected_keys"]):
+        world.say(f"Not in the model, left unread: {unexpected[0]} ({len(unexpected)} tensors in all)")
+    return model
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> None:
+    """Give a sharded model on meta the architecture's own random initialisation.
+
+    The parameters of each module are drawn whole on the CPU, from (seed, the module's name) alone, and each rank
+    keeps its slices: the same model on any number of ranks, and at most one module's parameters in memory.
+    """
+    model.to_empty(device=device)
+    model.tie_weights()
+    drawn: set[int] = set()
+    for name, module in model.named_modules():
+        sharded = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in drawn}
+        if not sharded and (not any(True for _ in module.buffers(recurse=False)) or any(module.parameters(False))):
+            continue
+        drawn |= {id(parameter) for parameter in sharded.values()}
+        for key, parameter in sharded.items():
+            module.register_parameter(key, nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype)))
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            _owner(model, name)._init_weights(module)
+        for key, parameter in sharded.items():
+            whole = module.get_parameter(key)
+            module.register_parameter(key, parameter)
+            assert isinstance(parameter, DTensor)
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements)
+            index = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+            parameter.to_local().copy_(whole[index])
+
+
+def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The innermost transformers model around the module: its `_init_weights` is the module's."""
+    while name:
+        module = model.get_submodule(name)
+        if isinstance(module, PreTrainedModel):
+            return module
+        name = name.rpartition(".")[0]
+    return model

@@ -1,0 +1,63 @@
+"""The optimizer, its schedule, and the norm that gradients are clipped by."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel
+
+from .config import OptimizerConfig, SchedulerConfig
+
+
+def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the sharded master weights; weight decay reaches matrices and not biases or norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas,
+                             eps=config.eps, fused=True)
+
+
+def learning_rate(step: int, total_steps: int, peak: float, config: SchedulerConfig) -> float:
+    """The learning rate of step `step` (from 1).
+
+    It rises as step / warmup over the first ceil(warmup_ratio x total) steps, then falls to min_lr_ratio x peak,
+    reached at the last step: half a cosine, a line, or not at all.
+    """
+    warmup = math.ceil(config.warmup_ratio * total_steps)
+    if step <= warmup:
+        return peak * step / warmup
+    if config.name == "constant":
+        return peak
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    left = 1 - progress if config.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def global_gradient_norm(model: PreTrainedModel) -> torch.Tensor:
+    """The L2 norm (float32, a scalar) over all parameters of the whole model, the same on every rank."""
+    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def clip_gradients(model: PreTrainedModel, max_norm: float, norm: torch.Tensor) -> None:
+    """Scale all gradients by max_norm / norm where the global norm exceeds it."""
+    clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], max_norm, norm)
+
+
+def non_finite_gradients(model: PreTrainedModel) -> list[str]:
+    """The names of the parameters of which this rank's slice of the gradient has a NaN or an infinity."""
+    return [name for name, p in model.named_parameters()
+            if p.grad is not None and not torch.isfinite(_local(p.grad)).all()]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,214 @@
+"""The processes of one run: who they are, how they agree, and how they end."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .config import DistributedConfig
+from .errors import Refused, Stopped
+
+T = TypeVar("T")
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Tokenising or reading a large input may take hours on one node while the others wait for it. A process that dies
+# meanwhile is noticed by its launcher, not by this wait.
+_AGREE_TIMEOUT = datetime.timedelta(days=2)
+_FIRST_RANK_SPEAKS_S = 20
+
+
+@dataclass(frozen=True)
+class World:
+    """One process's place in the run. `mesh` is one-dimensional, named `shard`, and holds every rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    store: dist.Store
+    _round: count[int] = field(default_factory=count)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_node_main(self) -> bool:
+        return self.local_rank == 0
+
+    def say(self, line: str) -> None:
+        """Print one line on node 0's standard output."""
+        if self.is_main:
+            print(line, flush=True)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able `value`, in rank order, on every rank.
+
+        It goes through the store, not through a collective: a rank may arrive hours after another.
+        """
+        tag = f"gather/{next(self._round)}"
+        self.store.set(f"{tag}/{self.rank}", json.dumps(value))
+        keys = [f"{tag}/{rank}" for rank in range(self.size)]
+        self.store.wait(keys, _AGREE_TIMEOUT)
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; its own result on each.
+
+        Raises:
+            Refused: on every rank, with the problems of all of them, each once, if `work` refused on any.
+        """
+        problems: list[str] = []
+        try:
+            result = work()
+        except Refused as refused:
+            problems = refused.problems
+        found = dict.fromkeys(problem for reported in self.gather(problems) for problem in reported)
+        if found:
+            raise Refused(*found)
+        return result
+
+    def from_main(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0; its JSON-able result on every rank. Raises as `agree` does."""
+        result = self.agree(lambda: work() if self.is_main else None)
+        return cast(T, self.gather(result)[0])
+
+    def on_each_node(self, work: Callable[[], T]) -> T:
+        """Run `work` in one process of each node; its JSON-able result on all ranks of it. Raises as `agree` does."""
+        result = self.agree(lambda: work() if self.is_node_main else None)
+        reports = self.gather([self.node_rank, self.is_node_main, result])
+        return cast(T, next(value for node, is_node_main, value in reports if is_node_main and node == self.node_rank))
+
+
+def join_world(config: DistributedConfig) -> World:
+    """Meet the other processes that torchrun or accelerate started; without a launcher, a world of one.
+
+    Raises:
+        Refused: the launcher's environment is incomplete, the GPUs do not suffice, or not everyone came in time.
+    """
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if 0 < len(missing) < len(_LAUNCHER_VARIABLES) and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
+        raise Refused(f"the environment sets only some of a launcher's variables, {', '.join(missing)} not - "
+                      "start with torchrun, or unset RANK and WORLD_SIZE for one process")
+    alone = bool(missing)
+    environ = {name: int(os.environ.get(name, default)) for name, default in
+               (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))} if not alone else {}
+    rank, size, local_rank = environ.get("RANK", 0), environ.get("WORLD_SIZE", 1), environ.get("LOCAL_RANK", 0)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if not alone else 1
+    node_rank = int(os.environ.get("GROUP_RANK", rank // local_size)) if not alone else 0
+    device, backend = _device_and_backend(config.backend, local_rank)
+    timeout = datetime.timedelta(seconds=config.join_timeout_s)
+    store: dist.Store
+    try:
+        if alone:
+            store = dist.HashStore()
+        else:
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=size,
+            timeout=datetime.timedelta(seconds=max(config.join_timeout_s, config.step_timeout_s)),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise Refused(f"rank {rank} of {size} did not meet the others at {address} within {config.join_timeout_s} s "
+                      f"({str(error).splitlines()[0]}) - start every node within that time, with one MASTER_ADDR and "
+                      "MASTER_PORT that all of them reach") from error
+    mesh = dist.init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return World(rank, size, local_rank, local_size, node_rank, device, mesh, dist.PrefixStore("shardtune", store))
+
+
+def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, str]:
+    """gloo always serves CPU tensors; nccl serves the GPUs' when there are any."""
+    has_gpu = torch.cuda.is_available()
+    if backend == "nccl" and not has_gpu:
+        raise Refused("distributed.backend is nccl and this node has no GPU - use distributed.backend=auto")
+    if backend == "gloo" or not has_gpu:
+        return torch.device("cpu"), "gloo"
+    if local_rank >= torch.cuda.device_count():
+        raise Refused(f"local rank {local_rank} has no GPU, this node has {torch.cuda.device_count()} - "
+                      "start at most one process per GPU (--nproc_per_node, GPUS_PER_NODE)")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device, "cpu:gloo,cuda:nccl"
+
+
+def describe(world: World) -> str:
+    """The `Training Configuration:` block of this node."""
+    master = f"{os.environ.get('MASTER_ADDR', 'none')}:{os.environ.get('MASTER_PORT', 'none')}"
+    nodes = -(-world.size // world.local_size) if "GROUP_WORLD_SIZE" not in os.environ \
+        else int(os.environ["GROUP_WORLD_SIZE"])
+    return "\n".join((
+        "",
+        "Training Configuration:",
+        f"  Hostname: {socket.gethostname()}",
+        f"  World Size: {world.size}",
+        f"  Number of Nodes: {nodes}",
+        f"  GPUs per Node: {world.local_size}",
+        f"  Master: {master}",
+        "",
+    ))
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run `main` and end the process with the exit code that the outcome has: 0, 2 (refused) or 1.
+
+    The last line on stderr of a failure is `ERROR: ...`; what all ranks share is printed once a node. The launch
+    scripts, from which torchrun hides the code, name a file for it in SHARDTUNE_EXIT_FILE.
+    """
+    is_shared = True
+    try:
+        main()
+    except Refused as refused:
+        code, lines = 2, refused.problems
+    except Stopped as stopped:
+        code, lines = 1, [str(stopped)]
+    except KeyboardInterrupt:
+        code, lines = 1, ["interrupted from the keyboard - run the same command again to resume"]
+    except Exception as error:
+        traceback.print_exc()
+        first_line = (str(error).splitlines() or [""])[0]
+        code, lines, is_shared = 1, [
+            f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}: {type(error).__name__}: {first_line} - "
+            "see the traceback above; the same command resumes from the last checkpoint"], False
+    else:
+        code, lines = 0, []
+    if lines and is_shared and os.environ.get("LOCAL_RANK", "0") != "0":
+        # The node's first rank says it. Ending before it would have torchrun end it before it does.
+        time.sleep(_FIRST_RANK_SPEAKS_S)
+    for line in lines:
+        print(f"ERROR: {line}", file=sys.stderr, flush=True)
+    _report_exit(code, lines)
+    if dist.is_initialized() and code in (0, 2):
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    # A failed rank must not wait in interpreter shutdown for collectives that will never complete.
+    os._exit(code)
+
+
+def _report_exit(code: int, lines: list[str]) -> None:
+    path = os.environ.get("SHARDTUNE_EXIT_FILE")
+    if not path or not lines:
+        return
+    try:
+        # Exclusive: the first process of the node to fail names the cause.
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(f"{code}\n{lines[-1]}\n")
+    except OSError:
+        return

@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""Fine-tune a HuggingFace causal language model with PyTorch FSDP.
+
+    torchrun --nproc_per_node=N train_fsdp.py [--config FILE] [section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardtune import checkpoint
+from shardtune.config import Config, changed_keys, load_config, remarks, to_dict, write_config
+from shardtune.console import quiet_libraries
+from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data
+from shardtune.errors import Refused, Stopped
+from shardtune.evaluate import evaluate
+from shardtune.export import export_model
+from shardtune.loss import require_separate_documents, summed_loss
+from shardtune.metrics import Metrics, peak_memory_bytes, step_line
+from shardtune.model import build_model, compute_dtype
+from shardtune.optim import (
+    build_optimizer, clip_gradients, global_gradient_norm, learning_rate, non_finite_gradients, set_learning_rate,
+)
+from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
+from shardtune.source import read_model_config
+from shardtune.world import World, describe, join_world, run
+
+
+def main() -> None:
+    config = read_arguments()
+    world = join_world(config.distributed)
+    quiet_libraries(world.is_main)
+    if world.is_node_main:
+        print(describe(world), flush=True)
+    for remark in remarks(config):
+        world.say(remark)
+
+    run_dir = Path(config.run.dir)
+    world.from_main(lambda: prepare_run_dir(run_dir))
+    resumed = choose_checkpoint(config, world)
+    date = world.from_main(lambda: resumed.state["date"] if resumed else datetime.date.today().isoformat())
+    model_config = world.agree(lambda: read_model_config(config.model, config.data.max_length))
+    encoder = world.agree(lambda: build_encoder(config.model.path, config.data, datetime.date.fromisoformat(date)))
+    data = open_prepared(Path(world.on_each_node(lambda: str(prepare_data(config.data, encoder, world.say)))))
+    schedule = plan_steps(config, data, resumed, world)
+
+    final_model = run_dir / "model"
+    if resumed and resumed.step >= schedule.total_steps and (final_model.is_dir() or not config.export.final):
+        world.say(f"Finished: {resumed.path.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
+        return
+    world.from_main(lambda: write_config(config, run_dir / "config.yaml"))
+
+    model = build_model(config, model_config, world)
+    optimizer = build_optimizer(model, config.optimizer)
+    torch.manual_seed(config.run.seed + world.rank)
+    if config.data.packing:
+        require_separate_documents(model, world.device)
+    if resumed:
+        checkpoint.load_checkpoint(resumed, model, optimizer, world)
+        world.say(f"Resumed from {resumed.path.name}")
+    metrics = Metrics(run_dir / "metrics.jsonl", world, resumed.step if resumed else None)
+
+    train(config, schedule, data, date, model, optimizer, metrics, world, resumed)
+    if config.export.final:
+        export_model(model, model_config, config.model.path, encoder.tokenizer, config.export.dtype, final_model, world)
+        world.say(f"Saved the final model in {final_model}")
+
+
+def train(
+    config: Config, schedule: Schedule, data: PreparedData, date: str, model: Any, optimizer: torch.optim.Optimizer,
+    metrics: Metrics, world: World, resumed: checkpoint.Checkpoint | None,
+) -> None:
+    """All the steps that are left, with their evaluations and checkpoints."""
+
+    def evaluate_at(step: int) -> None:
+        if data.eval is None:
+            return
+        found = evaluate(model, data.eval, world, max_length=config.data.max_length, packing=config.data.packing,
+                         rows_per_micro_batch=config.train.micro_batch_size)
+        label, tail = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
+        world.say(f"{label} Perplexity: {found.perplexity:.4f} | Loss: {found.loss:.4f} | Tokens: {found.tokens}{tail}")
+        metrics.write("eval", step=step, loss=found.loss, perplexity=found.perplexity, tokens=found.tokens)
+
+    def save_after(step: Step) -> None:
+        state = vars(step.end) | {"date": date, "data": data.key, "config": to_dict(config)}
+        saved = checkpoint.save_checkpoint(Path(config.run.dir) / "checkpoints", config.checkpoint.keep, model,
+                                           optimizer, state, world)
+        world.say(f"Saved {saved.name}")
+
+    if config.eval.baseline and not resumed:
+        evaluate_at(0)
+    unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
+    step_ended = time.perf_counter()
+    for step in schedule.steps():
+        lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
+        set_learning_rate(optimizer, lr)
+        loss, grad_norm = train_step(config, step, data, model, optimizer, world)
+
+        seconds = time.perf_counter() - step_ended
+        metrics.write("step", step=step.number, epoch=step.epoch, loss=loss, grad_norm=grad_norm, lr=lr,
+                      tokens=step.tokens, trained_tokens=step.trained_tokens, seconds=seconds)
+        unsaid_steps, unsaid_seconds, unsaid_tokens = (
+            unsaid_steps + 1, unsaid_seconds + seconds, unsaid_tokens + step.tokens)
+        is_last = step.number == schedule.total_steps
+        if step.number % config.logging.every_steps == 0 or is_last:
+            world.say(step_line(step.number, schedule.total_steps, loss=loss, grad_norm=grad_norm, lr=lr,
+                                seconds=unsaid_seconds / unsaid_steps, tokens=unsaid_tokens / unsaid_steps,
+                                memory_bytes=peak_memory_bytes(world.device)))
+            unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
+        if is_last or is_due(step.number, config.checkpoint.every_steps):
+            save_after(step)
+        if is_last or is_due(step.number, config.eval.every_steps):
+            evaluate_at(step.number)
+        step_ended = time.perf_counter()
+
+
+def train_step(
+    config: Config, step: Step, data: PreparedData, model: Any, optimizer: torch.optim.Optimizer, world: World
+) -> tuple[float, float]:
+    """One optimizer step over its global batch; the exact loss per trained token and the global gradient norm.
+
+    Raises:
+        Stopped: on every rank and before the update, if either is not finite.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    for sequences in step.micro_batches(world.rank, world.size, config.train.micro_batch_size):
+        batch = build_batch(data.train, sequences, config.data.packing).to(world.device)
+        micro_batch_sum = summed_loss(model, batch)
+        # FSDP2 averages gradients over ranks; the factor turns that into the sum over ranks per trained token.
+        (micro_batch_sum * (world.size / max(1, step.trained_tokens))).backward()
+        loss_sum += micro_batch_sum.detach()
+    dist.all_reduce(loss_sum)
+    norm = global_gradient_norm(model)
+    loss, grad_norm = loss_sum.item() / max(1, step.trained_tokens), norm.item()
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        stop_non_finite(step.number, loss, grad_norm, model, world)
+    if config.train.max_grad_norm is not None:
+        clip_gradients(model, config.train.max_grad_norm, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, grad_norm
+
+
+def stop_non_finite(step: int, loss: float, grad_norm: float, model: Any, world: World) -> None:
+    tensors = [name for names in world.gather(non_finite_gradients(model)) for name in names]
+    blamed = f"first in the gradient of {tensors[0]}" if tensors else "in no single gradient"
+    raise Stopped(f"step {step} was not taken: its loss is {loss} and its gradient norm {grad_norm}, {blamed} - "
+                  "lower optimizer.lr or look at this step's data; the same command resumes from the last checkpoint")
+
+
+def read_arguments() -> Config:
+    parser = argparse.ArgumentParser(description="Fine-tune a causal language model with FSDP.", allow_abbrev=False)
+    parser.add_argument("--config", type=Path, default=Path(__file__).resolve().parent / "config.yaml", metavar="FILE",
+                        help="YAML file with the run's configuration (default: the config.yaml beside this script)")
+    parser.add_argument("assignments", nargs="*", metavar="section.key=value", help="values that override the file's")
+    arguments = parser.parse_args()
+    return load_config(arguments.config, arguments.assignments, os.environ)
+
+
+def prepare_run_dir(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise Refused(f"run.dir={run_dir} cannot be written: {error.strerror} - name a directory that can be") from error
+
+
+def choose_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | None:
+    """The checkpoint to resume from, on which all ranks agree; what changed since is said, or refused."""
+    run_dir = Path(config.run.dir)
+    found = checkpoint.agree_on_checkpoint(run_dir / "checkpoints", config.run.resume, world)
+    if found is None:
+        for replaced in world.from_main(lambda: checkpoint.set_earlier_run_aside(run_dir)):
+            world.say(f"Set aside, because this run starts anew: {replaced}")
+        return None
+    allowed, forbidden = changed_keys(found.state["config"], config)
+    if forbidden:
+        raise Refused(*(f"{key} is {new} and was {old} in {found.path.name} - set it back, or start anew with another "
+                        "run.dir" for key, old, new in forbidden))
+    for key, old, new in allowed:
+        world.say(f"Changed since {found.path.name}: {key} was {old}, is {new}")
+    return found
+
+
+def plan_steps(config: Config, data: PreparedData, resumed: checkpoint.Checkpoint | None, world: World) -> Schedule:
+    """The schedule, with every derived number said."""
+    train, section = data.train, config.train
+    rows_per_step = section.micro_batch_size * section.gradient_accumulation_steps * world.size
+    schedule = make_schedule(
+        train, max_length=config.data.max_length, packing=config.data.packing, seed=config.run.seed,
+        rows_per_step=rows_per_step, epochs=section.epochs, max_steps=section.max_steps,
+        start=Position(*(resumed.state[key] for key in ("step", "epoch", "row"))) if resumed else Position())
+    rows = schedule.rows_per_epoch
+    if rows < world.size:
+        raise Refused(f"an epoch has {rows} rows and the run {world.size} ranks - add data, lower data.max_length, "
+                      "set data.packing=false, or use fewer ranks")
+    keys = world.gather(data.key)
+    if len(set(keys)) > 1:
+        other = next(rank for rank, key in enumerate(keys) if key != keys[0])
+        raise Refused(f"the data of rank {other} (digest {keys[other]}) is not that of rank 0 ({keys[0]}) - "
+                      "copy the same data, model and code to every node")
+    if resumed and resumed.state["data"] != data.key:
+        raise Refused(f"the data (digest {data.key}) is not that of {resumed.path.name} ({resumed.state['data']}) - "
+                      "bring the same data, tokenizer and code back, or start anew with another run.dir")
+    for line in data.lines():
+        world.say(line)
+    dtype = str(compute_dtype(config.model.compute_dtype, world.device)).removeprefix("torch.")
+    world.say(f"Forward and backward in {dtype} (model.compute_dtype={config.model.compute_dtype}), weights and "
+              f"updates in {config.model.master_dtype}, gradients reduced in {config.model.reduce_dtype}")
+    if data.eval is None:
+        world.say("Evaluation is skipped: neither data.eval nor data.eval_fraction names evaluation data")
+    if config.checkpoint.mode == "async":
+        world.say("checkpoint.mode=async: checkpoints are written while training waits, as with sync")
+    share = train.lengths.sum(dtype="int64") / (rows * config.data.max_length)
+    world.say(f"Rows per epoch: {rows} of at most {config.data.max_length} tokens, {share:.1%} full "
+              f"(data.packing={str(config.data.packing).lower()})")
+    world.say(f"Effective batch size: {section.micro_batch_size} (micro-batch) x "
+              f"{section.gradient_accumulation_steps} (accumulation) x {world.size} (ranks) = {rows_per_step}")
+    world.say(f"Steps per epoch: {schedule.steps_per_epoch} | Total steps: {schedule.total_steps} | "
+              f"Records: {data.train_summary.records} | Trained tokens: {train.trained_counts.sum(dtype='int64')}")
+    return schedule
+
+
+def is_due(step: int, every_steps: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
+
+
+if __name__ == "__main__":
+    run(main)
