@@ -26,6 +26,7 @@ from transformers import AutoConfig, GenerationConfig
 from shardtune.errors import Refused
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
 Text = str | list[Message]
 Offsets = list[tuple[int, int]]
 
@@ -139,7 +140,7 @@ class ChatEncoder:
         self._bos_ids: list[int] = next((full[:k] for k in range(len(full)) if full[k : k + len(plain)] == plain), [])
 
     def encode_messages(
-        self, messages: list[Message], tools: list | None = None, *, with_roles: bool = False, first: int = 0
+        self, messages: list[Message], tools: Tools = None, *, with_roles: bool = False, first: int = 0
     ) -> EncodedRecord:
         """Encode a conversation, in which assistant turns before index `first` are context.
 
@@ -169,7 +170,7 @@ class ChatEncoder:
         return EncodedRecord(sequences, added, last.appended, tuple(dict.fromkeys(notes)))
 
     def encode_prompt_completion(
-        self, prompt: Text, completion: Text, tools: list | None = None, *, with_roles: bool = False
+        self, prompt: Text, completion: Text, tools: Tools = None, *, with_roles: bool = False
     ) -> EncodedRecord:
         """Encode a prompt and its completion, of which the completion and one end token are trained.
 
@@ -259,7 +260,7 @@ class ChatEncoder:
         return position
 
     def _tokenize_apart(self, prompt: str, rest: str) -> tuple[list[int], Offsets, int]:
-        """The tokens of the prompt alone and those of `rest` behind it, as generation has them; how many are the prompt's.
+        """The prompt's tokens as inference has them, those of `rest` behind them, and how many are the prompt's.
 
         Only where the two would merge do they differ from the tokens of the whole text.
         """
@@ -278,7 +279,7 @@ class ChatEncoder:
 class _Conversation:
     """One conversation as text: what inference is given for a turn, and what it must generate."""
 
-    def __init__(self, encoder: ChatEncoder, messages: list[Message], tools: list | None, with_roles: bool) -> None:
+    def __init__(self, encoder: ChatEncoder, messages: list[Message], tools: Tools, with_roles: bool) -> None:
         self.encoder, self.messages, self.tools, self.with_roles = encoder, messages, tools, with_roles
         self.name = encoder.template_name
         try:

@@ -30,12 +30,12 @@ class Must(NamedTuple):
 
 
 Text = Annotated[str, Must("text that is not empty", bool)]
-Count = Annotated[int, Must("an integer, 1 or more", lambda n: n >= 1)]
-CountOrZero = Annotated[int, Must("an integer, 0 or more", lambda n: n >= 0)]
-Length = Annotated[int, Must("an integer, 2 or more", lambda n: n >= 2)]
+Count = Annotated[int, Must("an integer of at least 1", lambda n: n >= 1)]
+CountOrZero = Annotated[int, Must("an integer of at least 0", lambda n: n >= 0)]
+Length = Annotated[int, Must("an integer of at least 2", lambda n: n >= 2)]
 Seed = Annotated[int, Must("an integer from 0 to 2**63 - 1", lambda n: 0 <= n < 2**63)]
 Positive = Annotated[float, Must("a number above 0", lambda x: x > 0)]
-NotNegative = Annotated[float, Must("a number, 0 or more", lambda x: x >= 0)]
+NotNegative = Annotated[float, Must("a number of at least 0", lambda x: x >= 0)]
 Fraction = Annotated[float, Must("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 FractionBelowOne = Annotated[float, Must("a number from 0 to below 1", lambda x: 0 <= x < 1)]
 Seconds = Annotated[float, Must("a number of seconds, above 0 and at most 1e9", lambda x: 0 < x <= 1e9)]
@@ -178,7 +178,8 @@ _BUILT: dict[str, tuple[Any, ...]] = {
 }
 
 _RESUME_MAY_CHANGE = re.compile(
-    r"run\.(dir|resume|ignore_plan)|(parallel|eval|checkpoint|export|logging|distributed)\..+|train\.(?!max_grad_norm$).+"
+    r"run\.(dir|resume|ignore_plan)|train\.(?!max_grad_norm$).+"
+    r"|(parallel|eval|checkpoint|export|logging|distributed)\..+"
 )
 
 _SECTIONS: dict[str, type] = {name: hint for name, hint in get_type_hints(Config).items() if name != "origins"}
@@ -251,15 +252,13 @@ def remarks(config: Config) -> list[str]:
     """A line for each value that the user set and that another setting switches off."""
     data, lora, export = config.data, config.lora, config.export
     no_lora = "lora.rank is null, so every weight is trained"
-    no_data = "neither data.eval nor data.eval_fraction is given"
     without_data = data.eval is None and data.eval_fraction == 0
     switched_off = [
         ("data.eval_fraction", data.eval_fraction > 0 and data.eval is not None, "data.eval is given"),
         ("lora.alpha", lora.rank is None and lora.alpha is not None, no_lora),
         ("lora.targets", lora.rank is None and lora.targets != "all-linear", no_lora),
         ("scheduler.min_lr_ratio", config.scheduler.name == "constant", "scheduler.name is constant"),
-        ("eval.baseline", without_data and config.eval.baseline, no_data),
-        ("eval.every_steps", without_data and config.eval.every_steps > 0, no_data),
+        ("eval.every_steps", without_data and config.eval.every_steps > 0, "no evaluation data is given"),
         ("export.dtype", not export.final and export.dtype != "source", "export.final is false"),
     ]
     values = _flat(to_dict(config))

@@ -10,7 +10,11 @@ import transformers
 
 
 def quiet_libraries(is_main: bool) -> None:
-    """Progress bars only on a terminal, where a carriage return redraws them; other ranks report nothing but errors."""
+    """Progress bars only on a terminal, where a carriage return redraws them; other ranks report nothing but errors.
+
+    Neither do they ask: a model or tokenizer that needs code of its own is refused, on a terminal too.
+    """
+    transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     if not (is_main and sys.stderr.isatty()):
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()

@@ -338,8 +338,10 @@ def _write(name: str, results: Iterator[EncodedChunk], writers: dict[str, _Write
 
 
 def _nothing_to_train(summary: DataSummary) -> list[str]:
-    if summary.sequences or not summary.records:
+    if summary.sequences:
         return []
+    if not summary.records:
+        return [f"{summary.name}: data.eval_fraction leaves no record to it - change the fraction or name data.eval"]
     return [
         f"{summary.name}: no token to train in {_many(summary.records, 'record')} ({summary.untrained_records} have"
         f" none, {summary.lost_records} lost all of them to data.max_length={summary.max_length} with"

