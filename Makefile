@@ -7,7 +7,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL := models/SmolLM2-135M-Instruct
-# More settings for the demo's run, such as train.max_steps=2.
+# Where the demo writes, and more settings for it, such as train.max_steps=2.
+RUN ?= runs/demo
 DEMO_ARGS ?=
 
 help:
@@ -40,8 +41,8 @@ setup: .venv/.installed
 demo: $(MODEL)/config.json
 	processes=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)'); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$$processes \
-	    train_fsdp.py --config examples/demo.yaml $(DEMO_ARGS)
-	$(BIN)/python examples/ask.py --before $(MODEL) --run runs/demo --questions examples/chats/eval.jsonl
+	    train_fsdp.py --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
+	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 17 --questions examples/chats/eval.jsonl
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

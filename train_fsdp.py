@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import math
 import os
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from shardtune import checkpoint
 from shardtune.config import Config, changed_keys, load_config, remarks, to_dict, write_config
-from shardtune.console import quiet_libraries
+from shardtune.console import Parser, quiet_libraries
 from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data
 from shardtune.errors import Refused, Stopped
 from shardtune.evaluate import evaluate
@@ -28,7 +27,12 @@ from shardtune.loss import require_separate_documents, summed_loss
 from shardtune.metrics import Metrics, peak_memory_bytes, step_line
 from shardtune.model import build_model, compute_dtype
 from shardtune.optim import (
-    build_optimizer, clip_gradients, global_gradient_norm, learning_rate, non_finite_gradients, set_learning_rate,
+    build_optimizer,
+    clip_gradients,
+    global_gradient_norm,
+    learning_rate,
+    non_finite_gradients,
+    set_learning_rate,
 )
 from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
 from shardtune.source import read_model_config
@@ -57,6 +61,8 @@ def main() -> None:
     if resumed and resumed.step >= schedule.total_steps and (final_model.is_dir() or not config.export.final):
         world.say(f"Finished: {resumed.path.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
+    for moved in world.from_main(lambda: checkpoint.set_aside(run_dir, resumed)):
+        world.say(f"Set aside, not being part of this run: {moved}")
     world.from_main(lambda: write_config(config, run_dir / "config.yaml"))
 
     model = build_model(config, model_config, world)
@@ -116,10 +122,11 @@ def train(
                                 seconds=unsaid_seconds / unsaid_steps, tokens=unsaid_tokens / unsaid_steps,
                                 memory_bytes=peak_memory_bytes(world.device)))
             unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
-        if is_last or is_due(step.number, config.checkpoint.every_steps):
-            save_after(step)
+        # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
         if is_last or is_due(step.number, config.eval.every_steps):
             evaluate_at(step.number)
+        if is_last or is_due(step.number, config.checkpoint.every_steps):
+            save_after(step)
         step_ended = time.perf_counter()
 
 
@@ -158,11 +165,11 @@ def stop_non_finite(step: int, loss: float, grad_norm: float, model: Any, world:
 
 
 def read_arguments() -> Config:
-    parser = argparse.ArgumentParser(description="Fine-tune a causal language model with FSDP.", allow_abbrev=False)
+    parser = Parser(description="Fine-tune a causal language model with FSDP.", allow_abbrev=False)
     parser.add_argument("--config", type=Path, default=Path(__file__).resolve().parent / "config.yaml", metavar="FILE",
                         help="YAML file with the run's configuration (default: the config.yaml beside this script)")
     parser.add_argument("assignments", nargs="*", metavar="section.key=value", help="values that override the file's")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # an assignment may stand behind an option
     return load_config(arguments.config, arguments.assignments, os.environ)
 
 
@@ -173,16 +180,13 @@ def prepare_run_dir(run_dir: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise Refused(f"run.dir={run_dir} cannot be written: {error.strerror} - name a directory that can be") from error
+        raise Refused(f"run.dir={run_dir} cannot be written: {error.strerror} - name one that can be") from error
 
 
 def choose_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | None:
     """The checkpoint to resume from, on which all ranks agree; what changed since is said, or refused."""
-    run_dir = Path(config.run.dir)
-    found = checkpoint.agree_on_checkpoint(run_dir / "checkpoints", config.run.resume, world)
+    found = checkpoint.agree_on_checkpoint(Path(config.run.dir) / "checkpoints", config.run.resume, world)
     if found is None:
-        for replaced in world.from_main(lambda: checkpoint.set_earlier_run_aside(run_dir)):
-            world.say(f"Set aside, because this run starts anew: {replaced}")
         return None
     allowed, forbidden = changed_keys(found.state["config"], config)
     if forbidden:

@@ -12,13 +12,19 @@ export GLOO_SOCKET_IFNAME=$NCCL_SOCKET_IFNAME
 # One thread per process is torchrun's own default; naming it spares its warning.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-refuse() { echo "ERROR: $1" >&2; exit 2; }
-for name in MASTER_PORT NNODES GPUS_PER_NODE NODE_RANK; do
-    [[ ${!name} =~ ^[0-9]+$ ]] || refuse "$name is '${!name}', which is no number - set it to one"
+problems=()
+for name in MASTER_PORT NNODES GPUS_PER_NODE ${JOIN_TIMEOUT:+JOIN_TIMEOUT}; do
+    [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || problems+=("$name is '${!name}' - set it to a whole number above 0")
 done
-(( NODE_RANK < NNODES )) || refuse "NODE_RANK is $NODE_RANK and NNODES $NNODES - node ranks run from 0 to NNODES - 1"
+if ! [[ $NODE_RANK =~ ^(0|[1-9][0-9]{0,8})$ ]] || { (( ! ${#problems[@]} )) && (( NODE_RANK >= NNODES )); }; then
+    problems+=("NODE_RANK is '$NODE_RANK' and NNODES '$NNODES' - node ranks run from 0 to NNODES - 1")
+fi
 if [[ -d /sys/class/net && ! -e /sys/class/net/$NCCL_SOCKET_IFNAME ]]; then
-    refuse "NCCL_SOCKET_IFNAME is '$NCCL_SOCKET_IFNAME' and this node has $(echo $(ls /sys/class/net)) - name one of them"
+    problems+=("NCCL_SOCKET_IFNAME is '$NCCL_SOCKET_IFNAME' and this node has $(echo $(ls /sys/class/net)) - name one of them")
+fi
+if (( ${#problems[@]} )); then
+    printf 'ERROR: %s\n' "${problems[@]}" >&2
+    exit 2
 fi
 
 if [[ -n ${VIRTUAL_ENV:-} ]]; then python=$VIRTUAL_ENV/bin/python
@@ -36,21 +42,28 @@ GPUs per Node: $GPUS_PER_NODE
 ========================================
 BANNER
 
-# torchrun's own exit code is always 1; the processes leave theirs, with their last line, in this file.
-outcome=$(mktemp)
-rm "$outcome"
-export SHARDTUNE_EXIT_FILE=$outcome
-trap 'rm -f "$outcome"' EXIT
+# torchrun's own exit code is always 1. The processes create this file when they start, and leave theirs and their last
+# line in it.
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+export SHARDTUNE_EXIT_FILE=$folder/outcome
+# torchrun waits for the other nodes before a process can read its configuration.
+timeout_s=${JOIN_TIMEOUT:-300}
 
 "$python" -m torch.distributed.run \
     --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
-    --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" \
+    --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=$timeout_s" \
     "$here/train_fsdp.py" "$@"
 code=$?
-if (( code != 0 )) && [[ -s $outcome ]]; then
-    { read -r code; read -r line; } < "$outcome"
-    echo "ERROR: $line" >&2
-elif (( code != 0 )); then
-    echo "ERROR: torchrun on node $NODE_RANK ended with $code and no process said why - see above, and the other nodes' logs" >&2
+(( code == 0 )) && exit 0
+if [[ -s $SHARDTUNE_EXIT_FILE ]]; then
+    { read -r code; read -r line; } < "$SHARDTUNE_EXIT_FILE"
+elif [[ -e $SHARDTUNE_EXIT_FILE ]]; then
+    code=1 line="a process of node $NODE_RANK ended without a word - see above, the other nodes' logs, and the kernel's \
+log for processes killed for memory"
+else
+    code=2 line="node $NODE_RANK started no process - see above; start all $NNODES nodes within $timeout_s s (JOIN_TIMEOUT) \
+with one MASTER_ADDR that they reach and a MASTER_PORT that is free there"
 fi
+echo "ERROR: $line" >&2
 exit "$code"

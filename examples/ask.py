@@ -38,8 +38,8 @@ def main() -> None:
 
 def answer(path: Path, messages: list[dict[str, Any]]) -> str:
     """The model's most likely answer, of at most 100 tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     generated = model.generate(**prompt, max_new_tokens=100, do_sample=False)
     return str(tokenizer.decode(generated[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True)).strip()

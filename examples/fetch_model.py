@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -31,16 +30,16 @@ def main(out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=FILE, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True))
     # The weights are plain numbers now; a mark of how they were stored would make every reader refuse or re-quantise.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
+    for owner, mark in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, mark):
+            delattr(owner, mark)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     temporary = out.with_name(f".{out.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    os.rename(temporary, out)
+    temporary.rename(out)
 
 
 if __name__ == "__main__":

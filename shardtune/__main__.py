@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
 
 from shardtune import inspect_data
+from shardtune.console import Parser
 from shardtune.errors import Refused
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        raise Refused(f"{message} - see {self.prog} --help")
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run one command. Raises Refused when it cannot be done."""
-    parser = _Parser(prog="python -m shardtune", description="Tools around a run of train_fsdp.py.")
+    parser = Parser(prog="python -m shardtune", description="Tools around a run of train_fsdp.py.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     what = "show which tokens of the data are trained; needs a tokenizer and no weights"
     inspecting = commands.add_parser("inspect-data", help=what, description=what)

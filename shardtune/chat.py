@@ -7,8 +7,8 @@ where it does not (the template rewrites earlier turns), each turn is a sequence
 
 Contents are never searched for: they may be trimmed, repeated, or hold template markup. T is found because the
 rendering begins with P, its end because nothing but stop tokens follows. Where that does not hold, the conversation is
-rendered again with marks behind a message's texts, which count only if the rendering is otherwise the same.
-What cannot be shown is refused with a `ChatError`.
+rendered again with marks behind a message's texts, which count only if the rendering is otherwise the same. What cannot
+be shown is refused with a `ChatError`.
 """
 
 from __future__ import annotations
@@ -221,7 +221,6 @@ class ChatEncoder:
         return [f"the {{% generation %}} marks of {self.template_name} train other tokens; they are not used"]
 
     def _tokenize(self, text: str) -> tuple[list[int], Offsets]:
-        # verbose: a text longer than the model's context is no concern here, rows are cut later.
         out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return out["input_ids"], out["offset_mapping"]
 
@@ -239,11 +238,8 @@ class ChatEncoder:
         return [Encoded(ids, trained, chat.roles(text, offsets, turns))]
 
     def _prompt_length(self, text: str, ids: list[int], offsets: Offsets, begin: int) -> int | None:
-        """How many of `ids` are the prompt text[:begin] as inference tokenizes it; None where they are not.
-
-        Added tokens (a template's markup) cut the text before anything else looks at it: it is enough to tokenize the
-        prompt from its last one on.
-        """
+        """How many of `ids` are the prompt text[:begin] as inference tokenizes it; None where they are not."""
+        # Added tokens (markup) cut the text before all else: the prompt from its last one on is enough to look at.
         last = bisect_left(offsets, (begin, -1)) - 1
         while last > 0 and ids[last] not in self._added_ids:
             last -= 1
@@ -479,27 +475,20 @@ def _lost(message: Message, squeezed: str) -> str | None:
 
 
 def _marked(value: Any, everything: bool = False) -> Any:
-    """A message with a mark at the end of each of its texts; roles, names and types stay what they are.
-
-    A mark stands before trailing whitespace (a trim stays a trim), and never in an empty text, for which templates
-    often write nothing.
-    """
+    """A message with a mark at the end of each of its texts; roles, names and types stay what they are."""
     if isinstance(value, dict):
         marked = {key: _marked(inner, everything or key == "arguments") for key, inner in value.items()}
         return marked if everything else {key: marked[key] if key in _TEXT_KEYS else value[key] for key in value}
     if isinstance(value, list):
         return [_marked(inner, everything) for inner in value]
     if not isinstance(value, str) or not value.strip():
-        return value
-    body = value.rstrip()
+        return value  # for an empty text templates often write nothing
+    body = value.rstrip()  # a trim stays a trim
     return body + _MARK + value[len(body) :]
 
 
 def _date_macro(date: datetime.date) -> str:
-    """Template code that defines `strftime_now` for a fixed date.
-
-    transformers gives a template no functions, only plain data: the date cannot be fixed by an argument.
-    """
+    """Template code that fixes `strftime_now`: as arguments transformers gives a template plain data, no functions."""
     values = {directive: date.strftime(directive) for directive in _DATE_DIRECTIVES}
     values |= {"%-d": str(date.day), "%-m": str(date.month), "%e": f"{date.day:2}"}
     replaced = "".join(f"|replace({directive!r}, {value!r})" for directive, value in values.items())

@@ -389,9 +389,12 @@ def _read_assignments(assignments: Sequence[str], problems: list[str]) -> dict[s
 
 
 def _read_value(text: str, where: str, origin: str) -> _Given:
-    """Text that is not YAML has the error for its value, which no key's type accepts."""
+    """Text that is not YAML, or that YAML would cut at a `#`, has the error for its value, which no type accepts."""
     try:
-        return _Given(_value(yaml.compose(text, Loader=yaml.BaseLoader)), text, where, origin)
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+        if text[node.end_mark.index if node else 0 :].strip():
+            raise yaml.YAMLError("a comment")
+        return _Given(_value(node), text, where, origin)
     except yaml.YAMLError as error:
         return _Given(error, text, where, origin)
 

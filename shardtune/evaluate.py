@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from .dataset import TokenDataset
 from .loss import summed_loss
+from .model import forward_only
 from .packing import build_batch, deal, plan_rows
 from .world import World
 
@@ -26,7 +27,6 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
 
-@torch.no_grad()
 def evaluate(
     model: PreTrainedModel, dataset: TokenDataset, world: World, *, max_length: int, packing: bool,
     rows_per_micro_batch: int,
@@ -34,10 +34,10 @@ def evaluate(
     """The loss over `dataset`, summed in float64 over micro-batches and ranks."""
     rows = plan_rows(dataset.lengths, max_length, packing, seed=0, epoch=0)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    model.eval()
-    for sequences in deal([rows[row].tolist() for row in range(len(rows))], world.rank, world.size, rows_per_micro_batch):
-        total += summed_loss(model, build_batch(dataset, sequences, packing).to(world.device))
-    model.train()
+    sequences_of_rows = [rows[row].tolist() for row in range(len(rows))]
+    with forward_only(model):
+        for sequences in deal(sequences_of_rows, world.rank, world.size, rows_per_micro_batch):
+            total += summed_loss(model, build_batch(dataset, sequences, packing).to(world.device))
     dist.all_reduce(total)
     tokens = int(dataset.trained_counts.sum())
     return Evaluation(total.item() / tokens, tokens)

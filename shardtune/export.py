@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -33,7 +33,8 @@ def export_model(
     if world.is_main:
         try:
             _write(model, weights, source_config, source, tokenizer, target, out)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(_unfinished(out), ignore_errors=True)
             problem = f"the final model was not written to {out}: {error} - make room and run the same command again"
     problem = world.gather(problem)[0]
     if problem is not None:
@@ -66,7 +67,7 @@ def _write(
     tokenizer: Any, dtype: torch.dtype, out: Path,
 ) -> None:
     """Everything goes to a hidden sibling that takes the name `out` when it is whole."""
-    temporary = out.with_name(f".{out.name}.writing")
+    temporary = _unfinished(out)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     own_generation, model.generation_config = model.generation_config, GenerationConfig()
@@ -79,11 +80,15 @@ def _write(
     if out.exists():
         replaced = out.with_name(f".{out.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(out, replaced)
-        os.rename(temporary, out)
+        out.rename(replaced)
+        temporary.rename(out)
         shutil.rmtree(replaced)
     else:
-        os.rename(temporary, out)
+        temporary.rename(out)
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(f".{out.name}.writing")
 
 
 def _write_generation_config(source: str, out: Path) -> None:

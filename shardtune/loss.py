@@ -22,7 +22,6 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(predicting.float(), batch.targets, reduction="sum")
 
 
-@torch.no_grad()
 def require_separate_documents(model: PreTrainedModel, device: torch.device) -> None:
     """Check on the model itself that a packed document is not changed by the one before it in its row.
 
@@ -37,13 +36,14 @@ def require_separate_documents(model: PreTrainedModel, device: torch.device) -> 
     positions = torch.arange(length, device=device).repeat(2).view(1, -1)
     training = model.training
     model.eval()
-    seen = [model(input_ids=ids % vocabulary, position_ids=positions).logits[0, length:].float()
-            for ids in (first, other)]
-    alone = model(input_ids=first[:, length:] % vocabulary, position_ids=positions[:, length:]).logits[0].float()
+    runs = ((first, positions), (other, positions), (first[:, length:], positions[:, length:]))
+    *packed, alone = (model(input_ids=ids % vocabulary, position_ids=at).logits[0, -length:] for ids, at in runs)
     model.train(training)
-    rounding = 1e-4 if next(model.parameters()).dtype == torch.float32 and seen[0].dtype == torch.float32 else 5e-2
-    scale = alone.std().item()
-    difference = max((logits - alone).abs().max().item() for logits in seen)
-    if not difference <= rounding * scale:
+    # Kernels round differently for other shapes: through 30 layers of bfloat16 a token's logits move by 5%.
+    rounding = 2e-5 if alone.dtype == torch.float32 else 0.25
+    moved = torch.stack([(logits.float() - alone.float()).square().mean(-1).sqrt().max() for logits in packed])
+    share = (moved.max() / alone.float().std()).item()
+    # A model that is not finite by itself is for the first step to name.
+    if alone.isfinite().all() and not share <= rounding:
         raise Refused(f"{model.config.model_type} lets a packed document see the one before it (its logits change by "
-                      f"{difference / scale:.1%} of their spread) - use data.packing=false")
+                      f"{share:.1%} of their spread) - use data.packing=false")

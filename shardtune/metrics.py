@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ class Metrics:
         kept = _lines_up_to(self._path, resumed_step) if resumed_step is not None else []
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, self._path)
+        temporary.replace(self._path)
 
     def write(self, kind: str, **values: Any) -> None:
         if self._path is not None:
@@ -52,7 +51,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def step_line(
-    step: int, total_steps: int, *, loss: float, grad_norm: float, lr: float, seconds: float, tokens: int,
+    step: int, total_steps: int, *, loss: float, grad_norm: float, lr: float, seconds: float, tokens: float,
     memory_bytes: int,
 ) -> str:
     """The line of one step, or the mean speed of the steps since the last line (`seconds` and `tokens` per step)."""

@@ -8,11 +8,13 @@ layer form one FSDP group; embeddings, final norm and head stay in the root's gr
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -93,7 +95,7 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
                       "them would hold none - use a number of ranks that divides the experts or their width")
 
     layer_classes = set(model._no_split_modules or ())
-    for module in list(model.modules()):
+    for module in reversed(list(model.modules())):  # inner layers before those around them
         if type(module).__name__ in layer_classes:
             fully_shard(module, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
@@ -122,7 +124,8 @@ def _load_sharded(
         "prepare_distribute_model": classmethod(prepare_distribute_model),
         "maybe_distribute_model": classmethod(maybe_distribute_model),
     })
-    model, info = sharded_class.from_pretrained(
+    loader: Any = sharded_class
+    model, info = loader.from_pretrained(
         path, config=model_config, dtype=master, attn_implementation=model_config._attn_implementation,
         distributed_config=NoParallelism(), output_loading_info=True,
     )
@@ -135,7 +138,22 @@ def _load_sharded(
         raise Refused(*problems)
     if unexpected := sorted(info["unexpected_keys"]):
         world.say(f"Not in the model, left unread: {unexpected[0]} ({len(unexpected)} tensors in all)")
-    return model
+    return cast(PreTrainedModel, model)
+
+
+@contextmanager
+def forward_only(model: PreTrainedModel) -> Iterator[None]:
+    """Forwards without dropout, gradients or trace: afterwards every parameter is sharded again.
+
+    FSDP2 keeps the root's parameters gathered until a backward comes, and their shards out of reach meanwhile.
+    """
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+        cast(FSDPModule, model).reshard()
 
 
 @torch.no_grad()

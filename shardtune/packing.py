@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,8 +83,10 @@ class Batch:
     targets: torch.Tensor  # (n,) the token that each of them is to predict
 
     def to(self, device: torch.device) -> Batch:
-        moved = (t if t is None else t.to(device, non_blocking=True) for t in vars(self).values())
-        return Batch(*moved)
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
+        }
+        return Batch(**moved)
 
 
 def build_batch(dataset: TokenDataset, sequences: list[int], packing: bool) -> Batch:

@@ -29,7 +29,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         raise Refused(f"model.path={model.path}: no model configuration that transformers can read "
                       f"({_first_line(error)}) - name a hub id or a directory with a config.json") from error
     problems = []
-    if type(config) not in AutoModelForCausalLM._model_mapping.keys():
+    if type(config) not in AutoModelForCausalLM._model_mapping:
         problems.append(f"model.path={model.path}: model type '{config.model_type}' is no causal language model that "
                         "transformers knows - use one that AutoModelForCausalLM opens")
     if getattr(config, "quantization_config", None) is not None:

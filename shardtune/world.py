@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -107,11 +109,9 @@ def join_world(config: DistributedConfig) -> World:
         raise Refused(f"the environment sets only some of a launcher's variables, {', '.join(missing)} not - "
                       "start with torchrun, or unset RANK and WORLD_SIZE for one process")
     alone = bool(missing)
-    environ = {name: int(os.environ.get(name, default)) for name, default in
-               (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))} if not alone else {}
-    rank, size, local_rank = environ.get("RANK", 0), environ.get("WORLD_SIZE", 1), environ.get("LOCAL_RANK", 0)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if not alone else 1
-    node_rank = int(os.environ.get("GROUP_RANK", rank // local_size)) if not alone else 0
+    rank, size, local_rank = (0, 1, 0) if alone else map(_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    local_size = 1 if alone else _variable("LOCAL_WORLD_SIZE", size)
+    node_rank = 0 if alone else _variable("GROUP_RANK", rank // local_size)
     device, backend = _device_and_backend(config.backend, local_rank)
     timeout = datetime.timedelta(seconds=config.join_timeout_s)
     store: dist.Store
@@ -125,13 +125,21 @@ def join_world(config: DistributedConfig) -> World:
             timeout=datetime.timedelta(seconds=max(config.join_timeout_s, config.step_timeout_s)),
             device_id=device if device.type == "cuda" else None,
         )
-    except dist.DistError as error:
+    except RuntimeError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise Refused(f"rank {rank} of {size} did not meet the others at {address} within {config.join_timeout_s} s "
                       f"({str(error).splitlines()[0]}) - start every node within that time, with one MASTER_ADDR and "
                       "MASTER_PORT that all of them reach") from error
     mesh = dist.init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return World(rank, size, local_rank, local_size, node_rank, device, mesh, dist.PrefixStore("shardtune", store))
+
+
+def _variable(name: str, default: int | None = None) -> int:
+    value = os.environ.get(name, default)
+    try:
+        return int(str(value))
+    except ValueError as error:
+        raise Refused(f"the environment has {name}={value}, which is no number - start with torchrun") from error
 
 
 def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, str]:
@@ -151,7 +159,8 @@ def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, st
 
 def describe(world: World) -> str:
     """The `Training Configuration:` block of this node."""
-    master = f"{os.environ.get('MASTER_ADDR', 'none')}:{os.environ.get('MASTER_PORT', 'none')}"
+    launched = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if launched else "none, a single process"
     nodes = -(-world.size // world.local_size) if "GROUP_WORLD_SIZE" not in os.environ \
         else int(os.environ["GROUP_WORLD_SIZE"])
     return "\n".join((
@@ -170,9 +179,10 @@ def run(main: Callable[[], None]) -> None:
     """Run `main` and end the process with the exit code that the outcome has: 0, 2 (refused) or 1.
 
     The last line on stderr of a failure is `ERROR: ...`; what all ranks share is printed once a node. The launch
-    scripts, from which torchrun hides the code, name a file for it in SHARDTUNE_EXIT_FILE.
+    scripts, from which torchrun hides the code, name a file for it in SHARDTUNE_EXIT_FILE; it exists from the start.
     """
     is_shared = True
+    _report_exit("")
     try:
         main()
     except Refused as refused:
@@ -194,7 +204,8 @@ def run(main: Callable[[], None]) -> None:
         time.sleep(_FIRST_RANK_SPEAKS_S)
     for line in lines:
         print(f"ERROR: {line}", file=sys.stderr, flush=True)
-    _report_exit(code, lines)
+    if lines:
+        _report_exit(f"{code}\n{lines[-1]}\n")
     if dist.is_initialized() and code in (0, 2):
         dist.destroy_process_group()
     sys.stdout.flush()
@@ -202,13 +213,8 @@ def run(main: Callable[[], None]) -> None:
     os._exit(code)
 
 
-def _report_exit(code: int, lines: list[str]) -> None:
-    path = os.environ.get("SHARDTUNE_EXIT_FILE")
-    if not path or not lines:
-        return
-    try:
-        # Exclusive: the first process of the node to fail names the cause.
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(f"{code}\n{lines[-1]}\n")
-    except OSError:
-        return
+def _report_exit(text: str) -> None:
+    """Append to the launch script's file; the first process of the node to fail has the first word there."""
+    if path := os.environ.get("SHARDTUNE_EXIT_FILE"):
+        with contextlib.suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
+            file.write(text)

@@ -16,12 +16,17 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import (
-    Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-WORDS = "rank node shard mesh step token loss norm gloo store port epoch batch layer expert router".split()
+WORDS = ["rank", "node", "shard", "mesh", "step", "token", "loss", "norm", "gloo", "store", "port", "epoch", "batch", "layer", "expert", "router"]
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

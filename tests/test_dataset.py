@@ -146,9 +146,9 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
     train = tmp_path / "renamed.jsonl"
     elsewhere = save_model(tmp_path / "copy")
     assert Run(elsewhere, train).entry == first.entry
-    dated = save_model(tmp_path / "dated", TEMPLATE.replace("<|im_start|>", "{{ strftime_now('%d') }}<|im_start|>", 1))
+    dated = save_model(tmp_path / "dated", "{{ strftime_now('%d') }}" + TEMPLATE)
     changed = [
-        Run(model, train, max_length=20),
+        Run(model, train, max_length=int(first.prepared.train.lengths.max()) - 2),
         Run(model, train, overflow="split"),
         Run(model, train, loss_on="all"),
         Run(model, train, eval=str(train)),

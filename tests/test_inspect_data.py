@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from data_run import chat, save_model, write
+
+from shardtune.__main__ import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,22 +81,42 @@ def test_json_holds_every_sequence_and_nothing_else(folder: Path) -> None:
     ("arguments", "what"),
     [
         ((), "--config"),
-        (("--config", "{}/run.yaml", "--nothing"), "unknown option --nothing"),
+        (("--config", "{}/run.yaml", "a=1", "--nothing", "b=2"), "unknown option --nothing"),
         (("--config", "{}/run.yaml", "--records", "-1"), "less than 0"),
         (("--config", "{}/absent.yaml"), "absent.yaml"),
         (("--config", "{}/run.yaml", "data.max_len=4"), "data.max_length"),
         (("--config", "{}/run.yaml", "model.path={}"), "no tokenizer"),
-        (("--config", "{}/run.yaml", "data.train=org/name:config"), "data.train=org/name:config: neither a file"),
     ],
 )
-def test_what_is_refused(folder: Path, arguments: tuple[str, ...], what: str) -> None:
-    done = inspect(folder, *(argument.format(folder) for argument in arguments))
+def test_what_is_refused(
+    folder: Path, arguments: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["inspect-data", *(argument.format(folder) for argument in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert last_line(err).startswith("ERROR: ")
+    assert what in last_line(err)
+    assert " - " in last_line(err)
+    assert "Traceback" not in err
+
+
+def test_a_refused_command_exits_with_2(folder: Path) -> None:
+    write(folder / "broken.jsonl", [chat("q"), {"id": 1}])
+    done = inspect(folder, "--config", f"{folder}/run.yaml", f"data.train={folder}/broken.jsonl")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert last_line(done.stderr).startswith("ERROR: ")
-    assert what in last_line(done.stderr)
-    assert " - " in last_line(done.stderr)
-    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines() == [
+        f"ERROR: {folder}/broken.jsonl:2: has none of messages, tools, prompt, completion, text, but id"
+        " - write messages, prompt and completion, or text",
+        "ERROR: data.train: 1 of 2 records broken - repair or remove them",
+    ]
+
+
+def test_a_hub_out_of_reach_is_one_line(folder: Path) -> None:
+    done = inspect(folder, "--config", f"{folder}/run.yaml", "data.train=org/name:config:split")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ERROR: data.train=org/name:config:split: neither a file or directory here nor a dataset of")
 
 
 def test_a_reader_that_leaves_ends_it_quietly(folder: Path) -> None:
@@ -123,11 +146,9 @@ def test_a_terminal_gets_colour_unless_told_not_to(folder: Path, no_color: str) 
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=terminal, stderr=subprocess.DEVNULL)
     os.close(terminal)
     shown = b""
-    try:
+    with contextlib.suppress(OSError):  # so ends a terminal whose other side is closed
         while block := os.read(main, 65536):
             shown += block
-    except OSError:
-        pass  # so ends a terminal whose other side is closed
     assert process.wait(timeout=60) == 0
     assert (b"\x1b[1;32mf" in shown) == (not no_color)
     assert ("⟦".encode() in shown) == bool(no_color)

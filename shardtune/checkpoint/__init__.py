@@ -6,8 +6,8 @@
       COMPLETE                 written last; holds the manifest's digest
 """
 
-from .choose import agree_on_checkpoint, set_earlier_run_aside
+from .choose import agree_on_checkpoint, set_aside
 from .files import Checkpoint
 from .training_state import load_checkpoint, save_checkpoint
 
-__all__ = ["Checkpoint", "agree_on_checkpoint", "load_checkpoint", "save_checkpoint", "set_earlier_run_aside"]
+__all__ = ["Checkpoint", "agree_on_checkpoint", "load_checkpoint", "save_checkpoint", "set_aside"]

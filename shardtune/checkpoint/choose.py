@@ -12,44 +12,52 @@ from .files import Checkpoint, check_rank_file, find_checkpoints, move_aside, op
 def agree_on_checkpoint(directory: Path, resume: str, world: World) -> Checkpoint | None:
     """`auto`: the newest in `directory` whose digests hold on every rank; `never`: None; else that directory.
 
-    Newer ones that do not hold are moved aside, said with the reason.
+    Of newer ones that do not hold the reason is said.
 
     Raises:
-        Refused: on every rank, if there are checkpoints and none holds, or if they are of another number of ranks.
+        Refused: on every rank, if there are checkpoints and none holds, or if it is of another number of ranks.
     """
     if resume == "never":
         return None
     if resume != "auto":
-        return _accept(Path(resume), world)
-    candidates = [Path(path) for path in world.from_main(lambda: [str(p) for p in find_checkpoints(directory)])]
-    rejected: list[tuple[Path, str]] = []
-    for path in candidates:
+        return _require_same_size(_require_intact(Path(resume), world), world)
+    rejected: list[str] = []
+    for path in world.from_main(lambda: [str(path) for path in find_checkpoints(directory)]):
         try:
-            accepted = _accept(path, world)
+            intact = _require_intact(Path(path), world)
         except Refused as refused:
-            rejected.append((path, refused.problems[0]))
+            rejected.append(refused.problems[0])
             continue
-        for bad, reason in rejected:
-            aside = world.from_main(lambda bad=bad: str(move_aside(bad)))
-            world.say(f"{bad.name} is not accepted and now lies in {aside}: {reason}")
-        return accepted
+        for reason in rejected:
+            world.say(f"Not accepted: {reason}")
+        return _require_same_size(intact, world)
     if rejected:
-        raise Refused(*(reason for _, reason in rejected),
-                      f"no checkpoint in {directory} can be resumed from - mend one, or start anew with run.resume=never")
+        raise Refused(*rejected, f"no checkpoint in {directory} can be resumed from - mend one, or start anew with "
+                                 "run.resume=never")
     return None
 
 
-def set_earlier_run_aside(run_dir: Path) -> list[str]:
-    """Rename what an earlier run left where a new one will write; the new names."""
-    in_the_way = [path for name in ("checkpoints", "metrics.jsonl", "model") if (path := run_dir / name).exists()]
+def set_aside(run_dir: Path, resumed: Checkpoint | None) -> list[str]:
+    """Rename what would be mistaken for this run's: checkpoints newer than the one it resumes from, or, when it comes
+    from elsewhere, all that an earlier run left in `run_dir`. Returns the new names."""
+    checkpoints = find_checkpoints(run_dir / "checkpoints")
+    mine = [path for path in checkpoints if resumed and path.samefile(resumed.path)]
+    if mine:
+        in_the_way = checkpoints[:checkpoints.index(mine[0])]
+    else:
+        in_the_way = [path for name in ("checkpoints", "metrics.jsonl", "model") if (path := run_dir / name).exists()]
     return [str(move_aside(path)) for path in in_the_way]
 
 
-def _accept(path: Path, world: World) -> Checkpoint:
+def _require_intact(path: Path, world: World) -> Checkpoint:
     checkpoint = world.agree(lambda: open_checkpoint(path))
-    size = checkpoint.manifest["world"]["size"]
-    if size != world.size:
-        raise Refused(f"{path} was written by {size} ranks and this run has {world.size}; resuming on another number "
-                      f"of ranks is not built yet - start {size} ranks")
-    world.agree(lambda: check_rank_file(checkpoint, world.rank))
+    if checkpoint.world_size == world.size:
+        world.agree(lambda: check_rank_file(checkpoint, world.rank))
+    return checkpoint
+
+
+def _require_same_size(checkpoint: Checkpoint, world: World) -> Checkpoint:
+    if checkpoint.world_size != world.size:
+        raise Refused(f"{checkpoint.path} was written by {checkpoint.world_size} ranks and this run has {world.size}; "
+                      f"resuming on another number of ranks is not built yet - start {checkpoint.world_size} ranks")
     return checkpoint

@@ -37,6 +37,10 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.state["step"])
 
+    @property
+    def world_size(self) -> int:
+        return int(self.manifest["world"]["size"])
+
 
 def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step:07d}"
@@ -67,22 +71,27 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Read the manifest.
 
     Raises:
-        Refused: COMPLETE is missing, or does not hold the manifest's digest.
+        Refused: COMPLETE is missing, or does not hold the manifest's digest; or another version wrote it.
     """
     try:
-        complete = (path / "COMPLETE").read_text(encoding="utf-8").strip()
+        complete = (path / "COMPLETE").read_bytes().strip()
         raw = (path / "manifest.json").read_bytes()
     except OSError as error:
         raise Refused(f"{path}: not a complete checkpoint ({error}) - resume from another one") from error
-    if xxhash.xxh3_128(raw).hexdigest() != complete:
+    if xxhash.xxh3_128(raw).hexdigest().encode() != complete:
         raise Refused(f"{path / 'manifest.json'}: is not what COMPLETE vouches for - resume from another checkpoint")
-    return Checkpoint(path, json.loads(raw))
+    manifest = json.loads(raw)
+    if manifest["format"] != _FORMAT:
+        raise Refused(f"{path}: has format {manifest['format']} and this version reads {_FORMAT} - resume with the "
+                      "version that wrote it")
+    return Checkpoint(path, manifest)
 
 
 def prepare_directory(checkpoints: Path, step: int) -> Path:
-    """The hidden sibling that a save is written to; what an earlier, interrupted save left there is gone."""
+    """The hidden sibling that a save is written to; what interrupted saves and deletions left there is gone."""
+    for abandoned in checkpoints.glob(".checkpoint_*"):
+        shutil.rmtree(abandoned)
     temporary = checkpoints / f".{checkpoint_name(step)}.writing"
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     return temporary
 
@@ -121,7 +130,7 @@ def commit(temporary: Path, checkpoints: Path, manifest: Mapping[str, Any]) -> P
     final = checkpoints / checkpoint_name(manifest["state"]["step"])
     if final.exists():
         move_aside(final)
-    os.rename(temporary, final)
+    temporary.rename(final)
     sync(checkpoints)
     return final
 
@@ -131,13 +140,16 @@ def move_aside(path: Path) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.name}.aside{number}")).exists():
         number += 1
-    os.rename(path, aside)
+    path.rename(aside)
     return aside
 
 
 def keep_newest(checkpoints: Path, keep: int) -> None:
+    """Delete the others; each loses its name first, so that none is ever seen in part."""
     for old in find_checkpoints(checkpoints)[keep:]:
-        shutil.rmtree(old)
+        nameless = old.with_name(f".{old.name}.deleting")
+        os.rename(old, nameless)
+        shutil.rmtree(nameless)
 
 
 def sync(path: Path) -> None:

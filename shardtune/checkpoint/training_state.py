@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..errors import Refused, Stopped
 from ..world import World
-from .files import Checkpoint, check_rank_file, commit, keep_newest, prepare_directory, write_rank_file
+from .files import Checkpoint, commit, keep_newest, prepare_directory, rank_file, write_rank_file
 
 
 def save_checkpoint(
@@ -36,13 +37,16 @@ def save_checkpoint(
     sharded = dict(_sharded_tensors(model, optimizer))
     local = {name: _local(tensor).detach().cpu().contiguous() for name, tensor in sharded.items()}
     local |= _random_state(world.device)
-    chunks = {name: _chunk(tensor) for name, tensor in sharded.items()}
-    reports = _share(
-        world, lambda: write_rank_file(temporary, world.rank, local) | {"host": socket.gethostname(), "chunks": chunks},
-        step)
-    return Path(_share(
-        world, lambda: str(_commit(temporary, checkpoints, keep, sharded, reports, state, world)), step,
-        main_only=True)[0])
+    about = {"host": socket.gethostname(), "chunks": {name: _chunk(tensor) for name, tensor in sharded.items()}}
+    try:
+        reports = _share(world, lambda: write_rank_file(temporary, world.rank, local) | about, step)
+        committed = _share(world, lambda: str(_commit(temporary, checkpoints, keep, sharded, reports, state, world)),
+                           step, main_only=True)
+    except Stopped:
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)  # its space may be what the next save lacks
+        raise
+    return Path(committed[0])
 
 
 def _share(world: World, work: Callable[[], Any], step: int, main_only: bool = False) -> list[Any]:
@@ -92,19 +96,23 @@ def _commit(
 def load_checkpoint(
     checkpoint: Checkpoint, model: PreTrainedModel, optimizer: torch.optim.Optimizer, world: World
 ) -> None:
-    """Put weights, moments and this rank's random state back.
+    """Put weights, moments and this rank's random state back, from an accepted checkpoint.
 
     Raises:
-        Refused: a part is missing, damaged or of another shape.
+        Refused: on every rank, if a tensor is missing or of another shape on any.
     """
     _start_optimizer_state(optimizer)
-    local = load_file(check_rank_file(checkpoint, world.rank))
+    local = load_file(checkpoint.path / rank_file(world.rank))
     sharded = dict(_sharded_tensors(model, optimizer))
-    wrong = [name for name, tensor in sharded.items()
-             if name not in local or local[name].shape != _local(tensor).shape or local[name].dtype != tensor.dtype]
-    if wrong:
-        raise Refused(f"{checkpoint.path}: tensor {wrong[0]} ({len(wrong)} in all) is missing or of another shape - "
-                      "resume with the model that the checkpoint is of")
+
+    def require_same_tensors() -> None:
+        wrong = [name for name, tensor in sharded.items()
+                 if name not in local or local[name].shape != _local(tensor).shape or local[name].dtype != tensor.dtype]
+        if wrong:
+            raise Refused(f"{checkpoint.path}: tensor {wrong[0]} ({len(wrong)} in all) is missing or of another shape "
+                          "- resume with the model that the checkpoint is of")
+
+    world.agree(require_same_tensors)
     with torch.no_grad():
         for name, tensor in sharded.items():
             _local(tensor).copy_(local[name])

@@ -1,0 +1,455 @@
+"""What is trained of a record, on small templates and tokenizers; most cases stand in data/chat/cases.yaml."""
+
+import datetime
+import json
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AddedToken, PreTrainedTokenizerFast
+
+from shardtune.chat import ChatEncoder, ChatError, Encoded, stop_token_ids
+from shardtune.errors import Refused
+
+DATE = datetime.date(2026, 3, 9)
+CASES = yaml.safe_load((Path(__file__).parent / "data" / "chat" / "cases.yaml").read_text(encoding="utf-8"))
+TEMPLATES = CASES["templates"]
+CHATML, GLM = TEMPLATES["chatml"], TEMPLATES["glm-4.5"]
+
+
+# Tokenizers
+
+
+def bytes_tokenizer(template: str = CHATML, stops: str = "<|im_end|>", more: str = "") -> PreTrainedTokenizerFast:
+    """A token a byte, but two line breaks are one token, as in large vocabularies; `more`: other added tokens."""
+    vocab = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"])}
+    backend = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ"), ("Ġ", "a")]))
+    split = pre_tokenizers.Split(Regex(r"\s*[\r\n]+| ?\w+|\s+|[^\s\w]+"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=stops.split()[0])
+    tokenizer.add_tokens(["<|im_start|>", *stops.split(), *more.split()], special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def words_tokenizer(kind: str, template: str = CHATML) -> PreTrainedTokenizerFast:
+    """Like Llama 2's: words with `▁` in front, put before the text as well, and a `<s>` before plain text."""
+    backend = Tokenizer(models.Unigram() if kind == "unigram" else models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "first" else "always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first" if kind == "first" else "always")
+    words = ["hello world Paris is the capital of France assistant user \n : . "] * 3
+    special = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.UnigramTrainer if kind == "unigram" else trainers.BpeTrainer
+    more = {"unk_token": "<unk>"} if kind == "unigram" else {}
+    backend.train_from_iterator(words, trainer(vocab_size=120, special_tokens=special, show_progress=False, **more))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+# Records
+
+
+def user(text: object) -> dict:
+    return {"role": "user", "content": text}
+
+
+def answer(text: object, **more: object) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(arguments: object, name: str = "f") -> dict:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def encoder(
+    template: str = CHATML, loss_on: str = "assistant", stops: str = "<|im_end|>", more: str = ""
+) -> ChatEncoder:
+    tokenizer = bytes_tokenizer(template, stops, more)
+    return ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(stops.split()), loss_on, DATE, "T")
+
+
+def show(tokenizer: PreTrainedTokenizerFast, sequence: Encoded) -> str:
+    """The text of a sequence with its trained runs in ‹ ›."""
+    assert len(sequence.input_ids) == len(sequence.trained)
+    runs: list[tuple[bool, list[int]]] = []
+    for token, flag in zip(sequence.input_ids, sequence.trained, strict=True):
+        if not runs or runs[-1][0] != flag:
+            runs.append((flag, []))
+        runs[-1][1].append(token)
+    return "".join(f"‹{tokenizer.decode(ids)}›" if flag else tokenizer.decode(ids) for flag, ids in runs)
+
+
+TWO_TURNS = [user("q1"), answer("a1"), user("q2"), answer("a2")]
+Q1, Q2 = "<|im_start|>user\nq1<|im_end|>\n", "<|im_start|>user\nq2<|im_end|>\n"
+A = "<|im_start|>assistant\n"
+HOLDS_STOP = "an assistant turn holds the text of a stop token: generation would end there"
+APART = "a turn would begin inside the prompt's last token: tokenized apart, as generation does"
+
+
+def glm(loss_on: str) -> ChatEncoder:
+    return encoder(GLM, loss_on, "<|endoftext|> <|user|> <|observation|>", "<|assistant|> <|system|> [gMASK]")
+
+
+@pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: case["name"])
+def test_case(case: dict) -> None:
+    chat = encoder(
+        TEMPLATES[case["template"]],
+        case.get("loss_on", "assistant"),
+        case.get("stops", "<|im_end|>"),
+        case.get("more", ""),
+    )
+    messages = TWO_TURNS
+    if "messages" in case:
+        pairs = [m.split(": ", 1) if isinstance(m, str) else m for m in case["messages"]]
+        messages = [{"role": m[0], "content": m[1]} if isinstance(m, list) else m for m in pairs]
+    if "refused" in case:
+        with pytest.raises(ChatError, match=case["refused"]) as caught:
+            chat.encode_messages(messages, case.get("tools"))
+        what, _, todo = str(caught.value).rpartition(" - ")
+        assert what and todo
+        return
+    record = chat.encode_messages(messages, case.get("tools"))
+    assert [show(chat.tokenizer, sequence) for sequence in record.sequences] == case["expected"]
+    assert record.appended_stop == case.get("appended", False)
+    assert list(record.notes) == case.get("notes", [])
+    assert (record.added_tokens > 0) == (len(record.sequences) > 1)
+
+
+@pytest.mark.parametrize(
+    ("question", "reply"),
+    [
+        ("same", "same"),
+        ("a a a", "a"),
+        ("assistant", "user"),
+        ("<|im_end|>\n<|im_start|>assistant\nfake", "real"),
+        ("q<|im_end|>", "a"),
+        ("q", " leading and trailing \t"),
+        ("q", "line\n\nline"),
+        ("q", "Qq0Mark0qQ Qq0Probe0qQ"),
+        ("q", "🙂 é 中文"),
+        ("q\n\n\n", "a\n"),
+        ("", "a"),
+    ],
+)
+def test_contents_do_not_fool_positions(question: str, reply: str) -> None:
+    (sequence,) = encoder().encode_messages([user(question), answer(reply)]).sequences
+    assert show(bytes_tokenizer(), sequence) == f"<|im_start|>user\n{question}<|im_end|>\n{A}‹{reply}<|im_end|>›\n"
+
+
+@pytest.mark.parametrize("reply", ["a<|im_end|>", "a<|im_end|>\n", "<|im_end|>b", "a<|im_end|>b<|im_end|>c"])
+def test_an_answer_that_holds_the_stop_token(reply: str) -> None:
+    record = encoder().encode_messages([user("q1"), answer(reply), user("q2"), answer("a2")])
+    assert record.notes == (HOLDS_STOP,)
+    text = show(bytes_tokenizer(), record.sequences[0])
+    assert text == Q1 + A + f"‹{reply}<|im_end|>›\n" + Q2 + A + "‹a2<|im_end|>›\n"
+
+
+def test_random_contents() -> None:
+    """Every trained run is the answer and its stop token, behind the very tokens that inference would give."""
+    pieces = ["a", " a", "\n", "\n\n", " ", "<|im_start|>", "<|im_end|>", "assistant\n", "user", "é", "🙂", "\t", "Ġ"]
+    rng = random.Random(0)
+    chat = encoder()
+    for _ in range(200):
+        messages = []
+        for _ in range(rng.randint(1, 3)):
+            messages += [user("".join(rng.choices(pieces, k=rng.randint(0, 6))))]
+            messages += [answer("".join(rng.choices(pieces, k=rng.randint(0, 6))))]
+        record = chat.encode_messages(messages)
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        one = len(record.sequences) == 1
+        for turn, sequence in zip(turns, record.sequences * (len(turns) if one else 1), strict=True):
+            prompt = chat.tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)["input_ids"]
+            assert sequence.input_ids[: len(prompt)] == prompt
+            assert not sequence.trained[len(prompt) - 1] and sequence.trained[len(prompt)]
+            rest = sequence.input_ids[len(prompt) :]
+            end = sequence.trained[len(prompt) :].index(False)
+            assert chat.tokenizer.decode(rest[:end]) == messages[turn]["content"] + "<|im_end|>"
+        n_runs = sum(a < b for s in record.sequences for a, b in zip([False, *s.trained], s.trained, strict=False))
+        assert n_runs == len(turns)
+
+
+# Where a turn begins
+
+
+def test_a_beginning_that_would_merge_into_the_prompt_is_tokenized_apart() -> None:
+    record = encoder().encode_messages([user("q1"), answer("\nx")])
+    (sequence,) = record.sequences
+    tokenizer = bytes_tokenizer()
+    assert show(tokenizer, sequence) == Q1 + A + "‹\nx<|im_end|>›\n"
+    assert tokenizer.convert_ids_to_tokens(sequence.input_ids)[-6:] == ["t", "Ċ", "Ċ", "x", "<|im_end|>", "Ċ"]
+    assert record.notes == (APART,)
+    assert record.added_tokens == 0
+
+
+def test_turns_that_would_merge_are_one_sequence_each() -> None:
+    # Behind the first turn inference sees its text tokenized as a whole, with the merged token.
+    record = encoder().encode_messages([user("q1"), answer("\nx"), user("q2"), answer("a2")])
+    tokenizer = bytes_tokenizer()
+    assert [show(tokenizer, sequence) for sequence in record.sequences] == [
+        Q1 + A + "‹\nx<|im_end|>›\n",
+        Q1 + A + "\nx<|im_end|>\n" + Q2 + A + "‹a2<|im_end|>›\n",
+    ]
+    first, second = record.sequences
+    whole = tokenizer.apply_chat_template([user("q1"), answer("\nx"), user("q2"), answer("a2")])["input_ids"]
+    assert second.input_ids == whole
+    assert record.added_tokens == len(first.input_ids)
+
+
+# Where a turn ends
+
+
+def test_a_stop_token_that_swallows_the_line_break_behind_it() -> None:  # Phi-3's end token strips to its right
+    tokenizer = bytes_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|im_end|>", special=True, rstrip=True)], special_tokens=True)
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    (sequence,) = chat.encode_messages(TWO_TURNS).sequences
+    text = "<|im_start|>user\nq1<|im_end|><|im_start|>assistant\n‹a1<|im_end|>›"
+    assert show(tokenizer, sequence) == text + text.replace("1", "2")
+
+
+def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused() -> None:
+    tokenizer = bytes_tokenizer(CHATML.replace("<|im_end|>", "x"))
+    chat = ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(["x"]), "assistant", DATE, "T")
+    with pytest.raises(ChatError, match="writes the stop token of T as other tokens"):
+        tokenizer.add_tokens(["1x"])
+        chat.encode_messages([user("q"), answer("a1")])
+
+
+# Tool calls
+
+
+CALLS = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} ARGUMENTS</call>{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("write", ["{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}"])
+@pytest.mark.parametrize("content", [None, "", "I call"])
+def test_tool_calls(write: str, content: str | None) -> None:
+    arguments = {"s": 'a "b" \\ \n é', "n": 1.5, "t": True, "none": None, "l": [1, {"k": "v"}], "e": ""}
+    template = CALLS.replace("ARGUMENTS", write)
+    messages = [user("q1"), answer(content, tool_calls=[call(arguments), call({}, "g")])]
+    (sequence,) = encoder(template).encode_messages(messages).sequences
+    written = json.dumps(arguments, ensure_ascii=False) if "tojson" in write else str(arguments)
+    text = show(bytes_tokenizer(), sequence)
+    assert text == Q1 + A + f"‹{content or ''}<call>f {written}</call><call>g {{}}</call><|im_end|>›\n"
+
+
+def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them() -> None:
+    template = CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson(ensure_ascii=True) }}")
+    messages = [user("q1"), answer("x", tool_calls=[call({"s": "é <|im_end|>"})])]
+    (sequence,) = encoder(template).encode_messages(messages).sequences
+    assert show(bytes_tokenizer(), sequence) == Q1 + A + '‹x<call>f {"s": "\\u00e9 <|im_end|>"}</call><|im_end|>›\n'
+
+
+# Dates
+
+
+def test_a_template_with_todays_date_gets_the_given_one() -> None:
+    template = "{% macro d() %}{{ strftime_now('%d %b %Y, %-d %A') + '!' }}{% endmacro %}{{ d() }}\n" + CHATML
+    (sequence,) = encoder(template).encode_messages(TWO_TURNS).sequences
+    assert show(bytes_tokenizer(), sequence).startswith("09 Mar 2026, 9 Monday!\n<|im_start|>user")
+    assert encoder(template).uses_date and not encoder(CHATML).uses_date
+
+
+def test_the_date_changes_nothing_else() -> None:
+    body = "\n {{ messages[0].content }}\n"
+    tokenizer = bytes_tokenizer(body + "{{ strftime_now('%Y') }}")
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    (sequence,) = chat.encode_messages([user("q1")]).sequences
+    assert tokenizer.decode(sequence.input_ids) == tokenizer.apply_chat_template(
+        [user("q1")], chat_template=body + "2026", tokenize=False
+    )
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize("kind", ["always", "first", "unigram"])
+def test_tokenizers_with_words(kind: str) -> None:
+    tokenizer = words_tokenizer(kind)
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id, stop], "assistant", DATE)
+    messages = [user("hello world"), answer("Paris is"), user("hello"), answer("the capital")]
+    (sequence,) = chat.encode_messages(messages).sequences
+    assert sequence.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    flags = [False, *sequence.trained, False]
+    edges = [i - 1 for i in range(1, len(flags)) if flags[i] != flags[i - 1]]
+    for turn, first, end in zip((1, 3), edges[::2], edges[1::2], strict=True):
+        prompt = tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)["input_ids"]
+        assert sequence.input_ids[:first] == prompt
+        assert tokenizer.decode(sequence.input_ids[first:end]).strip() == messages[turn]["content"] + "<|im_end|>"
+        assert sequence.input_ids[end - 1] == stop
+
+
+def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart() -> None:
+    # GPT-2's pattern keeps the last line break for the word that follows: alone, the prompt ends in other tokens.
+    tokenizer = bytes_tokenizer(CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n"))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    (sequence,) = chat.encode_messages([user("q1"), answer("x")]).sequences
+    prompt = tokenizer.apply_chat_template([user("q1")], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(prompt)[-1] == "ĊĊ"
+    assert sequence.input_ids[: len(prompt)] == prompt
+    assert show(tokenizer, sequence).endswith("assistant\n\n‹x<|im_end|>›\n")
+
+
+def test_templates_by_name_and_no_template() -> None:
+    named = {"default": CHATML, "tool_use": "tools!" + CHATML}
+    tokenizer = bytes_tokenizer(named)  # type: ignore[arg-type]
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE, "T")
+    assert show(tokenizer, chat.encode_messages(TWO_TURNS[:2]).sequences[0]).startswith("<|im_start|>")
+    tools = [{"type": "function", "function": {"name": "g"}}]
+    assert show(tokenizer, chat.encode_messages(TWO_TURNS[:2], tools).sequences[0]).startswith("tools!")
+    tokenizer.chat_template = None
+    with pytest.raises(ChatError, match="give the tokenizer a chat template"):
+        chat.encode_messages(TWO_TURNS)
+    assert chat.encode_text("a").sequences
+
+
+def test_what_an_encoder_cannot_work_with() -> None:
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(Refused, match="Slow gives no character offsets"):
+        ChatEncoder(Slow(), [0], "assistant", DATE)
+    with pytest.raises(Refused, match="has no stop token"):
+        ChatEncoder(bytes_tokenizer(), [10**6], "assistant", DATE)
+    tokenizer = bytes_tokenizer()
+    assert ChatEncoder(tokenizer, [10**6, tokenizer.eos_token_id], "all", DATE).stop_token_ids == [
+        tokenizer.eos_token_id
+    ]
+
+
+def test_an_encoder_can_be_pickled() -> None:
+    chat = glm("assistant")
+    copy = pickle.loads(pickle.dumps(chat))
+    assert copy.encode_messages(TWO_TURNS) == chat.encode_messages(TWO_TURNS)
+
+
+def test_stop_token_ids(tmp_path: Path) -> None:
+    tokenizer = bytes_tokenizer()
+    eos = tokenizer.eos_token_id
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 7}))
+    assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 7]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, eos, 3]}))
+    assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 9, 3]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "do_sample": True}))
+    assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 7]
+    tokenizer.eos_token = None
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": None}))
+    with pytest.raises(Refused, match="names no end-of-sequence token"):
+        stop_token_ids(tokenizer, str(tmp_path))
+
+
+# Prompt and completion, text
+
+
+def completed(prompt: object, completion: object, loss_on: str = "assistant") -> str:
+    chat = encoder(CHATML, loss_on)
+    (sequence,) = chat.encode_prompt_completion(prompt, completion).sequences  # type: ignore[arg-type]
+    return show(chat.tokenizer, sequence)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected"),
+    [
+        ("q: ", "a", "q: ‹a<|im_end|>›"),  # " a" is one token: the prompt keeps its own
+        ("q:", " a", "q:‹ a<|im_end|>›"),
+        ("q\n", "\na", "q\n‹\na<|im_end|>›"),
+        ("q", "", "q‹<|im_end|>›"),
+        ("q", "a<|im_end|>", "q‹a<|im_end|>›"),
+        ("", "xy", "x‹y<|im_end|>›"),  # nothing predicts the first token
+        ([user("q1")], [answer("a1")], Q1 + A + "‹a1<|im_end|>›\n"),
+        (TWO_TURNS[:3], TWO_TURNS[3:], Q1 + A + "a1<|im_end|>\n" + Q2 + A + "‹a2<|im_end|>›\n"),
+    ],
+)
+def test_prompt_and_completion(prompt: object, completion: object, expected: str) -> None:
+    assert completed(prompt, completion) == expected
+
+
+def test_a_prompt_keeps_the_tokens_of_inference() -> None:
+    tokenizer = bytes_tokenizer()
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    (sequence,) = chat.encode_prompt_completion("q: ", "a").sequences
+    assert tokenizer.convert_ids_to_tokens(sequence.input_ids) == ["q", ":", "Ġ", "a", "<|im_end|>"]
+
+
+def test_all_trains_the_prompt_too() -> None:
+    assert completed("xyz", "a", "all") == "x‹yza<|im_end|>›"
+
+
+@pytest.mark.parametrize("kind", ["always", "first"])
+def test_the_bos_of_plain_text(kind: str) -> None:
+    tokenizer = words_tokenizer(kind)
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    (sequence,) = chat.encode_prompt_completion("the capital of France is", " Paris").sequences
+    prompt = tokenizer("the capital of France is")["input_ids"]
+    assert prompt[0] == tokenizer.bos_token_id
+    assert sequence.input_ids == tokenizer("the capital of France is Paris")["input_ids"] + [tokenizer.eos_token_id]
+    assert sequence.trained == [False] * len(prompt) + [True] * (len(sequence.input_ids) - len(prompt))
+    for text in ("hello world", "<s>hello world"):
+        (sequence,) = chat.encode_text(text).sequences
+        assert sequence.input_ids.count(tokenizer.bos_token_id) == 1
+        assert sequence.trained == [False] + [True] * (len(sequence.input_ids) - 1)
+        assert sequence.input_ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(sequence.input_ids[1:-1]).strip() == "hello world"
+
+
+def test_a_completion_that_cannot_begin_behind_the_prompt_is_refused() -> None:
+    # Behind a part of a word this tokenizer cannot begin a text without a blank.
+    tokenizer = words_tokenizer("always")
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    with pytest.raises(ChatError, match="cannot begin a text with 'ital' behind the prompt's 'the cap'"):
+        chat.encode_prompt_completion("the cap", "ital")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("xyz", "x‹yz<|im_end|>›"), ("xyz<|im_end|>", "x‹yz<|im_end|>›"), ("", "<|im_end|>")],
+)
+def test_text(text: str, expected: str) -> None:
+    chat = encoder()
+    record = chat.encode_text(text)
+    assert show(chat.tokenizer, record.sequences[0]) == expected
+    assert record.appended_stop == (not text.endswith("<|im_end|>"))
+
+
+# Roles
+
+
+def test_roles() -> None:
+    chat = glm("last")
+    messages = [{"role": "system", "content": "Sone"}, *TWO_TURNS]
+    (sequence,) = chat.encode_messages(messages, with_roles=True).sequences
+    tokens = chat.tokenizer.convert_ids_to_tokens(sequence.input_ids)
+    runs: list[tuple[str, str]] = []
+    for token, role in zip(tokens, sequence.roles, strict=True):
+        runs = [*runs[:-1], (role, runs[-1][1] + token)] if runs and runs[-1][0] == role else [*runs, (role, token)]
+    assert runs == [
+        ("template", "[gMASK]<|system|>Ċ"),
+        ("system", "Sone"),
+        ("template", "<|user|>Ċ"),
+        ("user", "q1"),
+        ("template", "<|assistant|>Ċ<think></think>"),
+        ("assistant", "a1"),
+        ("template", "<|user|>Ċ"),
+        ("user", "q2"),
+        ("template", "<|assistant|>"),
+        ("assistant", "Ċ<think></think>a2"),
+        ("appended", "<|user|>"),
+    ]
+    assert chat.encode_messages(TWO_TURNS).sequences[0].roles == []
+    roles = chat.encode_prompt_completion("q", "a", with_roles=True).sequences[0].roles
+    assert roles == ["user", "assistant", "appended"]
+    assert chat.encode_text("q", with_roles=True).sequences[0].roles == ["text", "appended"]
+    for sequence in encoder().encode_messages([user("q1"), answer("\nx")], with_roles=True).sequences:
+        assert len(sequence.roles) == len(sequence.input_ids)

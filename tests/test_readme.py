@@ -1,0 +1,117 @@
+"""Every command and every YAML of README.md, run as it stands there, in a copy of the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import REPOSITORY, chats, write_jsonl
+
+from shardtune.config import load_config, write_config
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [text.strip() for language, text in BLOCKS if language == "bash"]
+NODES = [command for command in COMMANDS if command.startswith("./launch_node")]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """What a clone holds, with a tiny model and tiny data in the places that the configurations name."""
+    copy = tmp_path_factory.mktemp("clone") / "shardtune"
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "models", "__pycache__", ".*_cache")
+    shutil.copytree(REPOSITORY, copy, ignore=ignored)
+    shutil.copytree(models["llama"], copy / "models" / "SmolLM2-135M-Instruct")
+    for name, count in (("train", 40), ("eval", 5)):
+        (copy / "data").mkdir(exist_ok=True)
+        write_jsonl(copy / "data" / f"{name}.jsonl", chats(count, seed=count))
+    production = load_config(
+        copy / "config.yaml",
+        [f"model.path={models['glm']}", "data.max_length=256", "train.epochs=1", "model.compute_dtype=float32"], {})
+    write_config(production, copy / "config.yaml")
+    return copy
+
+
+def environment(**more: str) -> dict[str, str]:
+    binaries = str(Path(sys.executable).parent)
+    return os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}", "VIRTUAL_ENV": str(Path(sys.executable).parents[1])
+                         } | more
+
+
+def run(command: str, cwd: Path) -> str:
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=cwd, env=environment(), capture_output=True,
+                          text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def test_the_two_nodes_and_then_their_log(repository: Path) -> None:
+    here = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), NCCL_SOCKET_IFNAME="lo", GPUS_PER_NODE="1")
+    worker = repository.parent / "worker"
+    worker.mkdir()
+    for entry in repository.iterdir():
+        (worker / entry.name).symlink_to(entry)
+    (repository / "runs").mkdir(exist_ok=True)
+    (worker / "runs").symlink_to(repository / "runs")
+    assert len(NODES) == 2
+    processes = [
+        subprocess.Popen(["bash", "-o", "pipefail", "-c", command], cwd=cwd, env=here, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for command, cwd in zip(NODES, (repository, worker), strict=True)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    (greps,) = [command for command in COMMANDS if command.startswith("grep")]
+    found = run(greps, repository)
+    assert re.search(r"^Baseline Perplexity: \d", found, re.MULTILINE)
+    assert re.search(r"^Step \d+/\d+ \| Loss: \d", found, re.MULTILINE)
+    assert re.search(r"^Eval Perplexity: \d", found, re.MULTILINE)
+
+
+def test_the_configuration_and_the_commands_on_one_machine(repository: Path) -> None:
+    (text,) = [text for language, text in BLOCKS if language == "yaml"]
+    (repository / "mine.yaml").write_text(text, encoding="utf-8")
+    load_config(repository / "mine.yaml", [], {})
+    assert set(yaml.safe_load(text)) <= {"model", "data", "train", "optimizer"}
+    ran = [command for command in COMMANDS if command.startswith(("torchrun", "python"))]
+    outputs = [run(command, repository) for command in ran]
+    assert len(outputs) == 2
+    assert any("Step 1/1 | Loss:" in output for output in outputs)
+
+
+def test_the_record(tmp_path: Path) -> None:
+    (text,) = [text for language, text in BLOCKS if language == "json"]
+    assert [message["role"] for message in json.loads(text)["messages"]] == ["user", "assistant"]
+
+
+def test_make_demo(tmp_path: Path) -> None:
+    """The target as it stands, for two steps, with the real weights that `make test` has fetched."""
+    run_dir = tmp_path / "demo"
+    assert "make demo" in COMMANDS
+    done = subprocess.run(
+        ["make", "demo", f"RUN={run_dir}", "DEMO_ARGS=train.max_steps=2 data.max_length=256 eval.baseline=false"],
+        cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "\r" not in done.stdout + done.stderr
+    for said in ("Step 2/2 | Loss:", "Question (held out):", "Before:", "After:", str(run_dir / "model")):
+        assert said in done.stdout
+
+
+def test_every_command_is_run() -> None:
+    """A new command in the README needs a test here."""
+    known = ("make demo", "./launch_node", "grep", "torchrun", "python -m shardtune")
+    assert all(command.startswith(known) for command in COMMANDS)
