@@ -235,7 +235,7 @@ class ChatEncoder:
                 return []
             end = self._stop_position(ids, offsets, first, turn.stop)
             trained[first : end + 1] = [True] * (end + 1 - first)
-        return [Encoded(ids, trained, chat.roles(text, offsets, turns))]
+        return [Encoded(ids, [False, *trained[1:]], chat.roles(text, offsets, turns))]
 
     def _prompt_length(self, text: str, ids: list[int], offsets: Offsets, begin: int) -> int | None:
         """How many of `ids` are the prompt text[:begin] as inference tokenizes it; None where they are not."""

@@ -24,7 +24,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinity where that is beyond a float."""
-        return math.exp(self.loss) if self.loss < 709 else math.inf
+        return math.inf if self.loss >= 709 else math.exp(self.loss)
 
 
 def evaluate(

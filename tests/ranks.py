@@ -58,10 +58,10 @@ def train(ranks: int, *assignments: Any, cwd: Path) -> subprocess.CompletedProce
     """Run train_fsdp.py on forked ranks, with these `section.key=value` and the defaults for the rest."""
     config = cwd / "config.yaml"
     config.touch()
-    return on_ranks(ranks, _run_script, ["--config", str(config), *map(str, assignments)], cwd=cwd)
+    return on_ranks(ranks, run_script, ["--config", str(config), *map(str, assignments)], cwd=cwd)
 
 
-def _run_script(arguments: list[str]) -> None:
+def run_script(arguments: list[str]) -> None:
     sys.argv = [str(REPOSITORY / "train_fsdp.py"), *arguments]
     sys.path.insert(0, str(REPOSITORY))
     runpy.run_path(sys.argv[0], run_name="__main__")

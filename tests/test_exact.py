@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import chats, launch, read_metrics, sentence, write_jsonl
-from ranks import on_ranks, train
+from ranks import train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
@@ -206,3 +206,214 @@ def check_equality(
 def test_losses_norms_and_weights_equal_plain_pytorch(family, ranks, accumulation, packed, sharp, plain, tokenizer,
                                                       tmp_path):
     check_equality(family, ranks, accumulation, packed, sharp, plain, tokenizer, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_world_and_shape_equals_plain_pytorch(family, ranks, accumulation, packed, sharp, plain, tokenizer,
+                                                    tmp_path):
+    check_equality(family, ranks, accumulation, packed, sharp, plain, tokenizer, tmp_path)
+
+
+def test_clipping_schedule_and_weight_decay_equal_plain_pytorch(sharp, plain, tmp_path):
+    data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
+    finish(train(2, *settings(
+        sharp["qwen3"], data, run_dir, "train.epochs=5", "train.gradient_accumulation_steps=4",
+        "train.max_grad_norm=0.5", "optimizer.weight_decay=0.1", "scheduler.name=cosine", "scheduler.warmup_ratio=0.2",
+    ), cwd=tmp_path))
+    steps = read_metrics(run_dir, "step")
+    rates = tuple(step["lr"] for step in steps)
+    assert len(set(rates)) == 5
+    expected = plain("qwen3", rates, 0.5, 0.1)
+    assert min(expected.norms) > 0.5
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+    assert_same_weights(run_dir, expected)
+
+
+def test_steps_are_the_same_on_any_ranks_and_the_last_of_an_epoch_is_smaller(sharp, tokenizer, tmp_path):
+    records = chats(10, seed=3)
+    data, encoded, seen = write_jsonl(tmp_path / "train.jsonl", records), [encode(tokenizer, r) for r in records], {}
+    for ranks, accumulation in (1, 4), (2, 2), (4, 1):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        said = finish(train(ranks, *settings(
+            sharp["llama"], data, folder, "data.packing=false", "train.epochs=2", "export.final=false",
+            f"train.gradient_accumulation_steps={accumulation}"), cwd=folder))
+        assert "Steps per epoch: 3 | Total steps: 6 | Records: 10" in said
+        seen[ranks] = read_metrics(folder, "step")
+    for steps in seen.values():
+        for key in "loss", "grad_norm":
+            assert [step[key] for step in steps] == pytest.approx([step[key] for step in seen[1]], rel=1e-5)
+        assert [step["epoch"] for step in steps] == [0, 0, 0, 1, 1, 1]
+        for epoch in steps[:3], steps[3:]:
+            assert sum(step["trained_tokens"] for step in epoch) == sum(sum(trained) for _, trained in encoded)
+            assert sum(step["tokens"] for step in epoch) == sum(len(ids) for ids, _ in encoded)
+
+
+@torch.no_grad()
+def test_an_epoch_holds_every_piece_once_where_long_records_are_split(sharp, tokenizer, tmp_path):
+    records, length = [*chats(9, seed=4), *uneven_chats()[:2]], 60
+    data, run_dir = write_jsonl(tmp_path / "train.jsonl", records), tmp_path / "run"
+    finish(train(3, *settings(
+        sharp["llama"], data, run_dir, f"data.max_length={length}", "data.overflow=split", "train.epochs=1",
+        "optimizer.lr=0", "export.final=false", "train.micro_batch_size=2"), cwd=tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(sharp["llama"], dtype=torch.float32)
+    encoded = [encode(tokenizer, record) for record in records]
+    pieces = [(ids[i : i + length], trained[i : i + length])
+              for ids, trained in encoded for i in range(0, len(ids) - 1, length - 1)]
+    assert any(not any(trained[1:]) for _, trained in pieces)
+    steps = read_metrics(run_dir, "step")
+    assert len(steps) > 1
+    assert sum(step["trained_tokens"] for step in steps) == sum(sum(trained) for _, trained in encoded)
+    assert sum(step["loss"] * step["trained_tokens"] for step in steps) == pytest.approx(
+        sum(summed_nll(model, *piece).item() for piece in pieces), rel=1e-6)
+
+
+def check_perplexity(ranks: int, count: int, sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast, folder: Path,
+                     ) -> None:
+    held_out = chats(count, seed=count)
+    finish(train(ranks, *settings(
+        sharp["qwen3"], write_jsonl(folder / "train.jsonl", chats(4)), folder / "run", "train.max_steps=1",
+        f"data.eval={write_jsonl(folder / 'eval.jsonl', held_out)}", f"data.packing={str(count != 7).lower()}",
+        "data.max_length=200", "data.overflow=error", "train.micro_batch_size=2", "export.final=false",
+        "optimizer.lr=0"), cwd=folder))
+    baseline, last = read_metrics(folder / "run", "eval")
+    encoded = [encode(tokenizer, record) for record in held_out]
+    assert (baseline["step"], last["step"]) == (0, 1)
+    assert baseline["tokens"] == last["tokens"] == sum(sum(trained) for _, trained in encoded)
+    expected = plain_perplexity(sharp["qwen3"], encoded)
+    assert baseline["perplexity"] == pytest.approx(expected, rel=1e-6)
+    assert baseline["loss"] == pytest.approx(math.log(expected), rel=1e-6)
+    assert last["perplexity"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (3, 7), (4, 101)])
+def test_perplexity_equals_one_record_at_a_time(ranks, count, sharp, tokenizer, tmp_path):
+    check_perplexity(ranks, count, sharp, tokenizer, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 3, 7, 101])
+def test_perplexity_on_any_ranks_and_records(ranks, count, sharp, tokenizer, tmp_path):
+    check_perplexity(ranks, count, sharp, tokenizer, tmp_path)
+
+
+def test_a_loss_that_is_not_finite_stops_torchrun_before_the_update(sharp, tmp_path):
+    data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
+    (tmp_path / "config.yaml").touch()
+    stopped = launch(2, "--config", tmp_path / "config.yaml", *settings(
+        sharp["qwen3"], data, run_dir, "optimizer.lr=1e30", "checkpoint.every_steps=1"), cwd=tmp_path)
+    assert stopped.returncode == 1
+    (error,) = [line for line in stopped.stderr.splitlines() if line.startswith("ERROR: ")]
+    assert "step 2 was not taken" in error
+    assert "in the gradient of model." in error or "in the gradient of lm_head." in error
+    assert [step["step"] for step in read_metrics(run_dir, "step")] == [1]
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_0000001"]
+    assert (run_dir / "checkpoints" / "checkpoint_0000001" / "COMPLETE").is_file()
+    assert not (run_dir / "model").exists()
+
+
+def with_weights(source: Path, folder: Path, change: Callable[[Any], None]) -> Path:
+    """A copy of a model's directory with changed weights."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    return with_tokenizer(source, folder)
+
+
+def with_tokenizer(source: Path, folder: Path) -> Path:
+    for pattern in "*token*", "chat_template*":
+        for file in source.glob(pattern):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def plant_infinity(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight[3, 4] = math.inf
+
+
+def hide_huge_head(model: Any) -> None:
+    """Logits and losses as before, and a gradient of the last norm whose square is beyond float32."""
+    model.model.norm.weight[0] = 0
+    model.lm_head.weight[:, 0] = 1e25
+    model.lm_head.weight[::2, 0] = -1e25
+
+
+@pytest.mark.parametrize(("change", "found"), [(plant_infinity, "its loss is nan"),
+                                               (hide_huge_head, "its gradient norm inf, in no single gradient")])
+def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(change, found, sharp, tmp_path):
+    model, run_dir = with_weights(sharp["qwen3"], tmp_path / "model", change), tmp_path / "run"
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    stopped = train(2, *settings(model, data, run_dir, "checkpoint.every_steps=1"), cwd=tmp_path)
+    assert stopped.returncode == 1, stopped.stderr
+    error = stopped.stderr.splitlines()[-1]
+    assert error.startswith("ERROR: step 1 was not taken: ")
+    assert found in error
+    assert read_metrics(run_dir, "step") == []
+    assert not (run_dir / "checkpoints").exists()
+    assert not (run_dir / "model").exists()
+
+
+def test_a_model_that_leaks_between_documents_trains_unpacked_alone(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    MambaForCausalLM(MambaConfig(vocab_size=331, hidden_size=32, num_hidden_layers=2, state_size=4, eos_token_id=1,
+                                 pad_token_id=2, bos_token_id=0)).save_pretrained(tmp_path / "mamba")
+    tokenizer.save_pretrained(tmp_path / "mamba")
+    records = uneven_chats()[:8]
+    given = settings(tmp_path / "mamba", write_jsonl(tmp_path / "train.jsonl", records), tmp_path / "run",
+                     "train.gradient_accumulation_steps=4", "train.epochs=2")
+    refused = train(2, *given, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].startswith("ERROR: mamba lets a packed document see the one before it")
+    assert refused.stderr.splitlines()[-1].endswith(" - use data.packing=false")
+    finish(train(2, *given, "data.packing=false", cwd=tmp_path))
+    expected = plain_training(tmp_path / "mamba", [encode(tokenizer, record) for record in records], [3e-3] * 2)
+    assert step_losses(tmp_path / "run") == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_bfloat16_compute_keeps_float32_masters(sharp, plain, tmp_path):
+    data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
+    said = finish(train(2, *settings(
+        sharp["llama"], data, run_dir, "model.compute_dtype=bfloat16", "train.epochs=4",
+        "train.gradient_accumulation_steps=4"), cwd=tmp_path))
+    assert "Forward and backward in bfloat16" in said
+    expected = plain("llama", (3e-3,) * 4).losses
+    assert step_losses(run_dir) == pytest.approx(expected, rel=1e-2)
+    assert step_losses(run_dir) != pytest.approx(expected, rel=1e-5)
+    weights = load_file(run_dir / "model" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert not any(torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
+
+
+def test_activation_checkpointing_changes_no_number(sharp, plain, tmp_path):
+    data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
+    finish(train(2, *settings(
+        sharp["glm"], data, run_dir, "model.activation_checkpointing=full", "train.epochs=4",
+        "train.micro_batch_size=2", "train.gradient_accumulation_steps=2"), cwd=tmp_path))
+    expected, steps = plain("glm", (3e-3,) * 4), read_metrics(run_dir, "step")
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+
+
+def test_dropout_follows_the_seed_and_the_rank_and_spares_evaluation(sharp, tokenizer, tmp_path):
+    model = with_weights(sharp["llama"], tmp_path / "model", lambda model: setattr(model.config, "attention_dropout", 0.5))
+    record = uneven_chats()[4]
+    once = write_jsonl(tmp_path / "once.jsonl", [record])
+    twice = write_jsonl(tmp_path / "twice.jsonl", [record, record])
+    losses = {}
+    for name, ranks, data, seed in (("a", 1, once, 7), ("same", 1, once, 7), ("other", 1, once, 8), ("two", 2, twice, 7)):
+        folder = tmp_path / name
+        folder.mkdir()
+        finish(train(ranks, *settings(model, data, folder, f"run.seed={seed}", f"data.eval={once}", "train.epochs=3",
+                                      "optimizer.lr=0", "data.packing=false", "export.final=false"), cwd=folder))
+        losses[name] = step_losses(folder)
+        undisturbed = math.log(plain_perplexity(model, [encode(tokenizer, record)]))
+        assert [entry["loss"] for entry in read_metrics(folder, "eval")] == pytest.approx([undisturbed] * 2, rel=1e-6)
+    every = [*losses["a"], undisturbed, losses["other"][0], losses["two"][0]]
+    assert losses["a"] == losses["same"]
+    assert all(abs(one / other - 1) > 1e-4 for i, one in enumerate(every) for other in every[:i])

@@ -1,0 +1,216 @@
+"""Which sequences share a row, and which rows a step, a rank and a micro-batch sees."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import chats, write_jsonl
+from transformers import AutoModelForCausalLM
+
+from shardtune.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
+from shardtune.config import load_config
+from shardtune.loss import summed_loss
+from shardtune.packing import Position, build_batch, deal, make_schedule, plan_rows
+
+
+def random_lengths(count: int, longest: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, longest + 1, count).astype(np.int32)
+
+
+def naive_best_fit(lengths: list[int], max_length: int) -> list[int]:
+    """The tokens in each row, by trying every row for every sequence."""
+    filled: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row, tokens in enumerate(filled) if tokens + length <= max_length]
+        if fitting:
+            filled[max(fitting, key=lambda row: filled[row])] += length
+        else:
+            filled.append(length)
+    return filled
+
+
+def write_dataset(folder: Path, sequences: list[tuple[list[int], list[bool]]]) -> TokenDataset:
+    """The columns of a data cache, written by hand."""
+    lengths = [len(ids) for ids, _ in sequences]
+    columns = {
+        "tokens": np.array([i for ids, _ in sequences for i in ids], np.uint32),
+        "trained": np.array([flag for _, flags in sequences for flag in flags], np.bool_),
+        "lengths": np.array(lengths, np.int32),
+        "trained_counts": np.array([sum(flags) for _, flags in sequences], np.int32),
+        "record": np.arange(len(sequences), dtype=np.int64),
+        "starts": np.cumsum([0, *lengths[:-1]], dtype=np.int64),
+    }
+    for name, column in columns.items():
+        (folder / f"train.{name}").write_bytes(column.tobytes())
+    return TokenDataset(folder, "train")
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> TokenDataset:
+    """97 sequences of 1 to 40 tokens, of which the odd ones are trained."""
+    return write_dataset(tmp_path, [
+        ([100 * i % 7 + 1] * length, [False] + [bool(at % 2) for at in range(1, length)])
+        for i, length in enumerate(random_lengths(97, 40, 0).tolist())])
+
+
+@pytest.mark.parametrize(("count", "longest", "max_length"), [
+    (1, 5, 5), (400, 64, 64), (700, 30, 256), (300, 100, 101), (500, 3, 7), (200, 4096, 4096)])
+def test_rows_are_those_of_a_naive_best_fit(count, longest, max_length):
+    lengths = random_lengths(count, longest, count)
+    rows = plan_rows(lengths, max_length, True, 1, 0)
+    filled = [int(lengths[rows[row]].sum()) for row in range(len(rows))]
+    assert sorted(filled) == sorted(naive_best_fit(lengths.tolist(), max_length))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_sequence_is_in_one_row_that_is_not_too_long(packing):
+    lengths = random_lengths(500, 90, 3)
+    rows = plan_rows(lengths, 100, packing, 1, 0)
+    members = [rows[row].tolist() for row in range(len(rows))]
+    assert sorted(sequence for row in members for sequence in row) == list(range(500))
+    assert all(row and lengths[row].sum() <= 100 for row in members)
+    assert packing or len(rows) == 500
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_are_a_function_of_seed_and_epoch(packing):
+    lengths = random_lengths(300, 90, 3)
+
+    def planned(seed: int, epoch: int) -> list[list[int]]:
+        rows = plan_rows(lengths, 100, packing, seed, epoch)
+        return [rows[row].tolist() for row in range(len(rows))]
+
+    first = planned(1, 0)
+    assert planned(1, 0) == first
+    others = [planned(seed, epoch) for seed, epoch in ((1, 1), (2, 0), (2, 1), (0, 1))]
+    assert all(other != first and sorted(map(sorted, other)) != first for other in others)
+    assert len({str(other) for other in others}) == len(others)
+    assert {len(other) for other in others} == {len(first)}
+    # Neither the longest rows nor the first records come first.
+    assert abs(np.corrcoef(range(len(first)), [lengths[row].sum() for row in first])[0, 1]) < 0.3
+    assert abs(np.corrcoef(range(len(first)), [row[0] for row in first])[0, 1]) < 0.3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
+def test_each_row_is_dealt_to_one_rank_and_all_ranks_have_as_many_micro_batches(ranks):
+    for count, rows_per_micro_batch in product((1, 2, 3, 7, 16, 61), (1, 2, 5)):
+        rows = [[row, 1000 + row] for row in range(count)]
+        dealt = [deal(rows, rank, ranks, rows_per_micro_batch) for rank in range(ranks)]
+        assert len({len(micro_batches) for micro_batches in dealt}) == 1
+        assert len(dealt[0]) == -(-count // (ranks * rows_per_micro_batch))
+        flat = [sequence for micro_batches in dealt for batch in micro_batches for sequence in batch]
+        assert Counter(flat) == Counter(sequence for row in rows for sequence in row)
+        assert all(len(batch) <= 2 * rows_per_micro_batch for micro_batches in dealt for batch in micro_batches)
+        loads = [sum(map(len, batches)) // 2 for batches in zip(*dealt, strict=True) for batches in batches]
+        assert max(loads) <= rows_per_micro_batch
+
+
+def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset):
+    def batches(ranks: int, rows_per_micro_batch: int) -> list[list[int]]:
+        schedule = make_schedule(dataset, max_length=50, packing=True, seed=1, rows_per_step=8, epochs=2,
+                                 max_steps=None, start=Position())
+        return [sorted(sequence for rank in range(ranks)
+                       for batch in step.micro_batches(rank, ranks, rows_per_micro_batch) for sequence in batch)
+                for step in schedule.steps()]
+
+    expected = batches(1, 1)
+    assert all(batches(ranks, rows) == expected for ranks, rows in ((1, 8), (2, 2), (4, 1), (8, 1), (3, 1)))
+
+
+def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset):
+    schedule = make_schedule(dataset, max_length=50, packing=False, seed=1, rows_per_step=10, epochs=3, max_steps=None,
+                             start=Position())
+    steps = list(schedule.steps())
+    assert (schedule.rows_per_epoch, schedule.steps_per_epoch, schedule.total_steps) == (97, 10, 30)
+    assert [step.number for step in steps] == list(range(1, 31))
+    assert [len(step.sequences) for step in steps] == ([10] * 9 + [7]) * 3
+    assert [step.end for step in steps[8:11]] == [Position(9, 0, 90), Position(10, 1, 0), Position(11, 1, 10)]
+    for step in steps:
+        members = [sequence for row in step.sequences for sequence in row]
+        assert step.tokens == sum(len(dataset[i][0]) for i in members)
+        assert step.trained_tokens == sum(int(dataset[i][1].sum()) for i in members)
+
+
+@pytest.mark.parametrize("before", [1, 3, 9, 10, 14])
+@pytest.mark.parametrize("rows_per_step", [1, 7, 10, 64, 1000])
+def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(dataset, before, rows_per_step):
+    given = {"max_length": 50, "packing": False, "seed": 5, "epochs": 3, "max_steps": None}
+    first = [step for step, _ in zip(
+        make_schedule(dataset, rows_per_step=10, start=Position(), **given).steps(), range(before), strict=False)]
+    resumed = make_schedule(dataset, rows_per_step=rows_per_step, start=first[-1].end, **given)
+    rest = list(resumed.steps())
+    seen = Counter((step.epoch, sequence) for step in first + rest for row in step.sequences for sequence in row)
+    assert seen == Counter(product(range(3), range(97)))
+    assert [step.number for step in rest] == list(range(before + 1, resumed.total_steps + 1))
+
+
+@pytest.mark.parametrize(("start", "max_steps", "total"), [
+    (Position(), 5, 5), (Position(), 500, 30), (Position(7, 0, 70), 5, 7), (Position(7, 0, 70), 9, 9),
+    (Position(30, 3, 0), None, 30)])
+def test_max_steps_ends_the_run_first(dataset, start, max_steps, total):
+    schedule = make_schedule(dataset, max_length=50, packing=False, seed=5, rows_per_step=10, epochs=3,
+                             max_steps=max_steps, start=start)
+    assert schedule.total_steps == total
+    assert [step.number for step in schedule.steps()] == list(range(start.step + 1, total + 1))
+
+
+def written_by_hand(folder: Path) -> TokenDataset:
+    return write_dataset(folder, [
+        ([11, 12, 13], [False, True, True]), ([21, 22], [False, True]), ([31, 32, 33, 34], [False, False, True, False])])
+
+
+def listed(batch) -> dict[str, object]:
+    return {name: tensor if tensor is None else tensor.tolist() for name, tensor in vars(batch).items()}
+
+
+def test_a_packed_batch_is_one_row_whose_positions_restart(tmp_path):
+    assert listed(build_batch(written_by_hand(tmp_path), [2, 0, 1], packing=True)) == {
+        "input_ids": [[31, 32, 33, 34, 11, 12, 13, 21, 22]],
+        "position_ids": [[0, 1, 2, 3, 0, 1, 2, 0, 1]],
+        "attention_mask": None,
+        "predicting": [1, 4, 5, 7],
+        "targets": [33, 12, 13, 22],
+    }
+
+
+def test_a_padded_batch_has_a_row_for_each_sequence(tmp_path):
+    assert listed(build_batch(written_by_hand(tmp_path), [2, 0, 1], packing=False)) == {
+        "input_ids": [[31, 32, 33, 34], [11, 12, 13, 0], [21, 22, 0, 0]],
+        "position_ids": None,
+        "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]],
+        "predicting": [1, 4, 5, 8],
+        "targets": [33, 12, 13, 22],
+    }
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_batch_of_a_rank_without_rows_trains_nothing(packing, tmp_path):
+    batch = build_batch(written_by_hand(tmp_path), [], packing)
+    assert batch.input_ids.shape == (1, 1)
+    assert batch.predicting.shape == batch.targets.shape == (0,)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm"])
+def test_packed_and_padded_batches_have_the_same_loss_and_an_empty_one_none(family, models, tmp_path):
+    (tmp_path / "config.yaml").touch()
+    data = load_config(tmp_path / "config.yaml", [
+        f"model.path={models[family]}", f"data.train={write_jsonl(tmp_path / 'train.jsonl', chats(12))}",
+        "data.max_length=250"], {}).data
+    train = open_prepared(prepare_data(data, build_encoder(str(models[family]), data, datetime.date.today()), print)).train
+    model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
+    model.config.use_cache = False
+    alone = sum(summed_loss(model, build_batch(train, [i], packing=False)).item() for i in range(12))
+    for packing in True, False:
+        assert summed_loss(model, build_batch(train, list(range(12)), packing)).item() == pytest.approx(alone, rel=1e-6)
+        nothing = summed_loss(model, build_batch(train, [], packing))
+        assert nothing.item() == 0
+        nothing.backward()
+        assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+        assert any(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()

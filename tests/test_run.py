@@ -1,0 +1,472 @@
+"""One run as its user sees it: its lines, its files and its end, and how the same command goes on after an end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from conftest import REPOSITORY, chats, launch, read_metrics, write_jsonl
+from ranks import on_ranks, run_script, train
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from shardtune.config import load_config, to_dict
+
+CONFIG = """
+model: {{path: {model}, compute_dtype: float32}}
+data: {{train: train.jsonl, eval: eval.jsonl, max_length: 128}}
+train: {{epochs: 2, gradient_accumulation_steps: 2}}
+optimizer: {{lr: 1e-3}}
+checkpoint: {{every_steps: 3, mode: sync}}
+eval: {{every_steps: 5}}
+"""
+NUMBER = r"(\d+\.\d{4}|inf)"
+EFFECTIVE = r"Effective batch size: 1 \(micro-batch\) x 2 \(accumulation\) x 2 \(ranks\) = 4"
+PLAN = r"Steps per epoch: (\d+) \| Total steps: (\d+) \| Records: (\d+) \| Trained tokens: (\d+)"
+BASELINE = rf"Baseline Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+)"
+STEP = (rf"Step (\d+)/(\d+) \| Loss: {NUMBER} \| Grad Norm: (\d+\.\d{{3}}) \| LR: (\d\.\d\de[-+]\d\d) \| "
+        r"\d+\.\d\d it/s \| \d+ tok/s \| \d+\.\d GB \| ETA (?:\d+h\d\dm|\d+m\d\ds)")
+EVAL = rf"Eval Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+) \| Step: (\d+)"
+SAVED = r"Saved checkpoint_(\d{7})"
+RESUMED = r"Resumed from checkpoint_(\d{7})"
+KINDS = {"effective": EFFECTIVE, "plan": PLAN, "baseline": BASELINE, "step": STEP, "eval": EVAL, "saved": SAVED,
+         "resumed": RESUMED}
+Completed = subprocess.CompletedProcess[str]
+
+
+def said(output: str) -> list[tuple[str, re.Match[str]]]:
+    """The lines of the shapes above, in their order."""
+    return [(kind, match) for line in output.splitlines() for kind, shape in KINDS.items()
+            if (match := re.fullmatch(shape, line))]
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): xxhash.xxh3_128(path.read_bytes()).hexdigest()
+            for path in folder.rglob("*") if path.is_file()}
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What `metrics.jsonl` says of the steps, but for how long they took."""
+    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in read_metrics(run_dir, "step")]
+
+
+def write_inputs(folder: Path, model: Path) -> Path:
+    write_jsonl(folder / "train.jsonl", chats(37))
+    write_jsonl(folder / "eval.jsonl", chats(5, seed=1))
+    (folder / "config.yaml").write_text(CONFIG.format(model=model), encoding="utf-8")
+    return folder
+
+
+def with_dropout(folder: Path, model: Path) -> Path:
+    copied = Path(shutil.copytree(model, folder / "model"))
+    config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
+    (copied / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}), encoding="utf-8")
+    return copied
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    return write_inputs(folder, with_dropout(folder, models["llama"]))
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path) -> Completed:
+    """A run of two ranks, from its beginning to its end; it leaves `runs/config`."""
+    started = time.monotonic()
+    done = launch(2, "--config", "config.yaml", "logging.every_steps=1", cwd=inputs)
+    assert done.returncode == 0, done.stderr
+    steps = read_metrics(inputs / "runs/config", "step")
+    assert 0 < sum(step["seconds"] for step in steps) < time.monotonic() - started
+    return done
+
+
+def test_every_line_has_its_shape_and_its_place(inputs: Path, whole: Completed) -> None:
+    lines = said(whole.stdout)
+    total = int(dict(lines)["plan"][2])
+    assert total == 2 * int(dict(lines)["plan"][1])
+    expected = ["effective", "plan", "baseline"]
+    for step in range(1, total + 1):
+        is_last = step == total
+        expected += ["step", *["eval"] * (step % 5 == 0 or is_last), *["saved"] * (step % 3 == 0 or is_last)]
+    assert [kind for kind, _ in lines] == expected
+    assert [int(match[1]) for kind, match in lines if kind == "step"] == list(range(1, total + 1))
+    assert [int(match[4]) for kind, match in lines if kind == "eval"] == [*range(5, total, 5), total]
+
+    every_line = (whole.stdout + whole.stderr).splitlines()
+    assert sum("Step" in line and "Loss" in line.split("Step", 1)[1] for line in every_line) == total
+    assert sum("baseline perplexity" in line.lower() for line in every_line) == 1
+    assert whole.stdout.count("Training Configuration:") == 1
+    assert not re.search("\r", whole.stdout + whole.stderr)
+
+
+def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> None:
+    lines, run_dir = said(whole.stdout), inputs / "runs/config"
+    steps, evals = read_metrics(run_dir, "step"), read_metrics(run_dir, "eval")
+    assert [match.groups()[2:] for kind, match in lines if kind == "step"] == [
+        (f"{step['loss']:.4f}", f"{step['grad_norm']:.3f}", f"{step['lr']:.2e}") for step in steps]
+    assert [match.groups()[:3] for kind, match in lines if kind in ("baseline", "eval")] == [
+        (f"{entry['perplexity']:.4f}", f"{entry['loss']:.4f}", str(entry["tokens"])) for entry in evals]
+    _, total, records, trained_tokens = map(int, dict(lines)["plan"].groups())
+    assert records == 37
+    assert [step["step"] for step in steps] == list(range(1, total + 1))
+    assert [step["epoch"] for step in steps] == [0] * (total // 2) + [1] * (total // 2)
+    assert sum(step["trained_tokens"] for step in steps) == 2 * trained_tokens
+    assert [entry["step"] for entry in evals] == [0, *range(5, total, 5), total]
+    assert all(set(step) == {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "seconds"}
+               for step in steps)
+    assert all(entry["perplexity"] == math.exp(entry["loss"]) for entry in evals)
+    assert all(step["loss"] != round(step["loss"], 7) for step in steps), "a float has 17 digits"
+    assert all(0 < step["trained_tokens"] < step["tokens"] <= 4 * 128 and step["seconds"] > 0 for step in steps)
+
+
+def test_the_written_configuration_is_the_one_that_ran(inputs: Path, whole: Completed) -> None:
+    written = inputs / "runs/config/config.yaml"
+    given = load_config(inputs / "config.yaml", ["logging.every_steps=1"], {})
+    assert to_dict(load_config(written, [], {})) == to_dict(given)
+    origins = dict(re.findall(r"^  (\w+): .*  # (.+)$", written.read_text(encoding="utf-8"), re.MULTILINE))
+    assert origins["lr"] == "file" and origins["seed"] == "default" and "command line" in written.read_text(encoding="utf-8")
+
+
+def test_checkpoints_are_readable_by_safetensors_alone(inputs: Path, whole: Completed) -> None:
+    checkpoints = sorted((inputs / "runs/config/checkpoints").iterdir())
+    saved = [match[1] for kind, match in said(whole.stdout) if kind == "saved"]
+    assert [path.name for path in checkpoints] == [f"checkpoint_{step}" for step in saved[-2:]]
+    newest = checkpoints[-1]
+    assert {path.name for path in newest.iterdir()} == {
+        "manifest.json", "COMPLETE", "rank_00000.safetensors", "rank_00001.safetensors"}
+    raw = (newest / "manifest.json").read_bytes()
+    assert (newest / "COMPLETE").read_text(encoding="utf-8").strip() == xxhash.xxh3_128(raw).hexdigest()
+
+    manifest = json.loads(raw)
+    for entry in manifest["files"]:
+        content = (newest / entry["file"]).read_bytes()
+        assert (entry["bytes"], entry["xxh3_128"]) == (len(content), xxhash.xxh3_128(content).hexdigest())
+    parts = [load_file(newest / f"rank_0000{rank}.safetensors") for rank in range(2)]
+    final = load_file(inputs / "runs/config/model/model.safetensors")
+    assert "lm_head.weight" not in final, "the tied head is stored once"
+    for name, tensor in final.items():
+        described = manifest["tensors"][f"model.{name}"]
+        joined = torch.full(described["shape"], math.nan)
+        for chunk in described["chunks"]:
+            index = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
+            joined[index] = parts[chunk["rank"]][f"model.{name}"]
+        assert torch.equal(joined, tensor), name
+        assert {f"optimizer.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq")} <= manifest["tensors"].keys()
+
+
+def kill(run: subprocess.Popen[str]) -> None:
+    """End torchrun and its ranks so that none of them can do anything about it."""
+    ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text(encoding="utf-8").split()]
+    assert len(ranks) >= 2
+    for pid in (run.pid, *ranks):
+        os.kill(pid, signal.SIGKILL)
+    run.communicate()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        time.sleep(0.01)
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(inputs: Path, whole: Completed) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               str(REPOSITORY / "train_fsdp.py"), "--config", "config.yaml", "run.dir=runs/killed"]
+    killed = subprocess.Popen(command, cwd=inputs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert killed.stdout is not None
+    before = []
+    for line in killed.stdout:
+        before.append(line)
+        if line.startswith("Step 11/"):  # mid-epoch, two steps behind checkpoint 9
+            break
+    kill(killed)
+    assert "Saved checkpoint_0000009\n" in before
+
+    again = subprocess.run(command, cwd=inputs, capture_output=True, text=True, timeout=240, check=False)
+    assert again.returncode == 0, again.stderr
+    kinds = [kind for kind, _ in said(again.stdout)]
+    assert kinds.count("resumed") == 1 and "baseline" not in kinds
+    assert "Resumed from checkpoint_0000009\n" in again.stdout
+    one, other = inputs / "runs/config", inputs / "runs/killed"
+    assert steps_of(one) == steps_of(other)
+    assert read_metrics(one, "eval") == read_metrics(other, "eval")
+    newest = max((one / "checkpoints").iterdir()).name
+    for name in (f"checkpoints/{newest}/rank_00000.safetensors", f"checkpoints/{newest}/rank_00001.safetensors",
+                 "model/model.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [entry["loss"] for kind in ("step", "eval") for entry in read_metrics(run_dir, kind)]
+
+
+def test_every_launcher_gives_the_same_run(tmp_path: Path, models: dict[str, Path]) -> None:
+    write_inputs(tmp_path, models["llama"])
+    assert train(2, "run.dir=runs/torchrun", "train.max_steps=3", cwd=tmp_path).returncode == 0
+
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1", "--cpu",
+                  "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    script = [str(REPOSITORY / "train_fsdp.py"), "--config", "config.yaml", "train.max_steps=3"]
+    by_accelerate = subprocess.run([*accelerate, *script, "run.dir=runs/accelerate"], cwd=tmp_path, capture_output=True,
+                                   text=True, timeout=240, check=False)
+    assert by_accelerate.returncode == 0, by_accelerate.stderr
+    assert "x 2 (ranks) = 4" in by_accelerate.stdout
+
+    # And by no launcher, on a terminal.
+    terminal, stream = pty.openpty()
+    alone = subprocess.Popen([sys.executable, *script, "run.dir=runs/alone", "train.gradient_accumulation_steps=4"],
+                             cwd=tmp_path, stdin=stream, stdout=stream, stderr=stream)
+    os.close(stream)
+    screen = b""
+    while True:
+        try:
+            screen += os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+    os.close(terminal)
+    assert alone.wait(timeout=240) == 0, screen.decode()
+    assert b"x 1 (ranks) = 4" in screen and b"Saved the final model" in screen
+
+    expected = losses(tmp_path / "runs/torchrun")
+    for name in ("accelerate", "alone"):
+        assert losses(tmp_path / "runs" / name) == pytest.approx(expected, abs=1e-5), name
+
+
+RESUMABLE = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "checkpoint.every_steps=1", "checkpoint.keep=3")
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """A folder with a finished run of one rank and three steps, each with its checkpoint."""
+    folder = tmp_path_factory.mktemp("earlier")
+    done = train(1, *RESUMABLE, "train.max_steps=3", cwd=write_inputs(folder, with_dropout(folder, models["llama"])))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def run_again(earlier: Path, tmp_path: Path) -> Callable[..., Completed]:
+    """Continue a copy of the earlier run, in `tmp_path`, with these assignments."""
+    shutil.copytree(earlier, tmp_path, dirs_exist_ok=True)
+    return lambda *assignments, ranks=1: train(ranks, *RESUMABLE, *assignments, cwd=tmp_path)
+
+
+def test_a_finished_run_says_so(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    before = files_of(tmp_path / "runs")
+    for lower in (3, 2):
+        done = run_again(f"train.max_steps={lower}")
+        assert done.returncode == 0 and "Finished: checkpoint_0000003" in done.stdout
+        assert "Step " not in done.stdout and files_of(tmp_path / "runs") == before
+
+
+def test_what_may_change_is_said(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    done = run_again("train.max_steps=5", "checkpoint.keep=2", "logging.every_steps=2")
+    assert done.returncode == 0, done.stderr
+    for change in ("train.max_steps was 3, is 5", "checkpoint.keep was 3, is 2", "logging.every_steps was 1, is 2"):
+        assert f"Changed since checkpoint_0000003: {change}\n" in done.stdout
+    assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "step")] == [1, 2, 3, 4, 5]
+    assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "eval")] == [0, 3, 5]
+    assert [(kind, match[1]) for kind, match in said(done.stdout) if kind == "step"] == [("step", "4"), ("step", "5")]
+
+    other = tmp_path / "uninterrupted"
+    shutil.copytree(tmp_path, other, ignore=shutil.ignore_patterns("runs", "uninterrupted"))
+    assert train(1, *RESUMABLE, "train.max_steps=5", cwd=other).returncode == 0
+    assert steps_of(other / "runs/config") == steps_of(tmp_path / "runs/config")
+
+
+def test_what_may_not_change_is_refused(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    before = files_of(tmp_path / "runs")
+    done = run_again("train.max_steps=5", "optimizer.lr=2e-3", "run.seed=7", "train.max_grad_norm=null")
+    assert done.returncode == 2
+    errors = done.stderr.splitlines()
+    assert len(errors) == 3 and all(error.startswith("ERROR: ") for error in errors)
+    for change in ("optimizer.lr is 0.002 and was 0.001", "run.seed is 7 and was 1234",
+                   "train.max_grad_norm is None and was 1.0"):
+        assert change in done.stderr
+    assert files_of(tmp_path / "runs") == before
+
+    write_jsonl(tmp_path / "train.jsonl", chats(36))
+    done = run_again("train.max_steps=5")
+    assert done.returncode == 2 and "the data" in done.stderr and files_of(tmp_path / "runs") == before
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    before = files_of(tmp_path / "runs")
+    done = run_again("train.max_steps=5", ranks=2)
+    assert done.returncode == 2 and files_of(tmp_path / "runs") == before
+    assert re.fullmatch(r"ERROR: .*checkpoint_0000003 was written by 1 ranks and this run has 2.* - .*\n", done.stderr)
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    with (checkpoint / "rank_00000.safetensors").open("r+b") as file:
+        file.seek(-20, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-20, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+def truncate_manifest(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "manifest.json", 1000)
+
+
+def remove_complete(checkpoint: Path) -> None:
+    (checkpoint / "COMPLETE").unlink()
+
+
+def garble_complete(checkpoint: Path) -> None:
+    (checkpoint / "COMPLETE").write_bytes(b"\xff\xfe")
+
+
+def remove_rank_file(checkpoint: Path) -> None:
+    (checkpoint / "rank_00000.safetensors").unlink()
+
+
+@pytest.mark.parametrize(("damage", "named"), [
+    (flip_a_byte, "rank_00000.safetensors"), (truncate_manifest, "manifest.json"), (remove_complete, "COMPLETE"),
+    (garble_complete, "manifest.json"), (remove_rank_file, "rank_00000.safetensors"),
+])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    damage: Callable[[Path], None], named: str, tmp_path: Path, run_again: Callable[..., Completed],
+) -> None:
+    checkpoints = tmp_path / "runs/config/checkpoints"
+    undisturbed = steps_of(tmp_path / "runs/config")
+    damage(checkpoints / "checkpoint_0000003")
+    left = files_of(checkpoints / "checkpoint_0000003")
+    done = run_again("train.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    reason = next(line for line in done.stdout.splitlines() if line.startswith("Not accepted: "))
+    assert "checkpoint_0000003" in reason and named in reason
+    assert "Resumed from checkpoint_0000002\n" in done.stdout
+    assert "checkpoint_0000003.aside1" in done.stdout
+    assert files_of(checkpoints / "checkpoint_0000003.aside1") == left
+    assert steps_of(tmp_path / "runs/config") == undisturbed
+
+
+def test_without_an_intact_checkpoint_nothing_is_touched(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    for checkpoint, damage in zip(sorted((tmp_path / "runs/config/checkpoints").iterdir()),
+                                  (flip_a_byte, truncate_manifest, remove_complete), strict=True):
+        damage(checkpoint)
+    before = files_of(tmp_path / "runs")
+    done = run_again("train.max_steps=5")
+    assert done.returncode == 2 and files_of(tmp_path / "runs") == before
+    errors = done.stderr.splitlines()
+    assert [name for name in ("COMPLETE", "manifest.json", "rank_00000") for line in errors if name in line.split(" - ")[0]]
+    assert len(errors) == 4 and "run.resume=never" in errors[-1]
+
+
+def test_starting_anew_sets_the_earlier_run_aside(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    before = files_of(tmp_path / "runs/config")
+    refused = run_again("run.resume=never", "train.max_steps=1", "data.train=missing.jsonl")
+    assert refused.returncode == 2 and files_of(tmp_path / "runs/config") == before
+
+    done = run_again("run.resume=never", "train.max_steps=1")
+    assert done.returncode == 0, done.stderr
+    after = files_of(tmp_path / "runs/config")
+    for name in ("checkpoints", "metrics.jsonl", "model"):
+        assert f"runs/config/{name}.aside1\n" in done.stdout
+        kept = {file.replace(f"{name}.aside1", name, 1): digest for file, digest in after.items()
+                if file.startswith(f"{name}.aside1")}
+        assert kept == {file: digest for file, digest in before.items() if file.startswith(name)}
+    assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "eval")] == [0, 1]
+    assert [path.name for path in (tmp_path / "runs/config/checkpoints").iterdir()] == ["checkpoint_0000001"]
+
+
+def test_resuming_from_a_named_checkpoint_leaves_what_came_after_it(
+    tmp_path: Path, run_again: Callable[..., Completed],
+) -> None:
+    run_dir = tmp_path / "runs/config"
+    undisturbed = steps_of(run_dir)
+    done = run_again("run.resume=runs/config/checkpoints/checkpoint_0000001", "train.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    assert "Resumed from checkpoint_0000001\n" in done.stdout
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
+        "checkpoint_0000001", "checkpoint_0000002", "checkpoint_0000002.aside1", "checkpoint_0000003",
+        "checkpoint_0000003.aside1"]
+    assert steps_of(run_dir) == undisturbed
+
+
+def test_resuming_from_another_runs_checkpoint(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    """The other run keeps its files, and what lay in this run's folder is not mixed with its own."""
+    undisturbed = steps_of(tmp_path / "runs/config")
+    before = files_of(tmp_path / "runs/config")
+    assert run_again("run.dir=runs/other", "run.seed=7", "train.max_steps=3").returncode == 0
+    done = run_again("run.dir=runs/other", "run.resume=runs/config/checkpoints/checkpoint_0000001", "train.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    assert "Changed since checkpoint_0000001: run.dir was runs/config, is runs/other\n" in done.stdout
+    assert steps_of(tmp_path / "runs/other") == undisturbed[1:]
+    assert files_of(tmp_path / "runs/config") == before
+    assert sorted(path.name for path in (tmp_path / "runs/other").iterdir()) == [
+        "checkpoints", "checkpoints.aside1", "config.yaml", "metrics.jsonl", "metrics.jsonl.aside1", "model",
+        "model.aside1"]
+
+    done = run_again("run.resume=runs/config/checkpoints/checkpoint_0000009")
+    assert done.returncode == 2 and "checkpoint_0000009: not a complete checkpoint" in done.stderr
+
+
+def run_with_small_files(arguments: list[str], bytes_per_file: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_per_file, resource.RLIM_INFINITY))
+    run_script(arguments)
+
+
+@pytest.mark.parametrize(("bytes_per_file", "what"), [(60_000, "the checkpoint of step 4"), (110_000, "the final model")])
+def test_a_disk_that_takes_no_more(bytes_per_file: int, what: str, tmp_path: Path, models: dict[str, Path]) -> None:
+    """Four ranks, so that a rank's part of the checkpoint is smaller than the model."""
+    write_inputs(tmp_path, models["llama"])
+    assert train(4, *RESUMABLE, "train.max_steps=3", "export.final=false", cwd=tmp_path).returncode == 0
+    before = files_of(tmp_path / "runs/config/checkpoints")
+    assert max((tmp_path / "runs/config/checkpoints").rglob("rank_*"), key=lambda f: f.stat().st_size).stat().st_size < 110_000
+
+    more = ["--config", "config.yaml", *RESUMABLE, "train.max_steps=4"]
+    full = on_ranks(4, run_with_small_files, more, bytes_per_file, cwd=tmp_path)
+    assert full.returncode == 1
+    errors = full.stderr.splitlines()
+    assert errors[-1].startswith(f"ERROR: {what} was not ") and "too large" in errors[-1], full.stderr
+    assert full.stderr.count("ERROR") == 1
+    assert not [path for path in (tmp_path / "runs/config").rglob(".*")], "what was half written is gone"
+    if "checkpoint" in what:
+        assert files_of(tmp_path / "runs/config/checkpoints") == before
+
+    again = train(4, *RESUMABLE, "train.max_steps=4", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "step")] == [1, 2, 3, 4]
+    assert (tmp_path / "runs/config/model/model.safetensors").is_file()
+
+
+def test_an_interrupted_save_leaves_nothing_behind(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    checkpoints = tmp_path / "runs/config/checkpoints"
+    for abandoned in (".checkpoint_0000009.writing", ".checkpoint_0000001.deleting"):
+        (checkpoints / abandoned).mkdir()
+        (checkpoints / abandoned / "rank_00000.safetensors").write_bytes(b"half")
+    with (tmp_path / "runs/config/metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"kind": "step", "step": 4, "loss": 1.0}\n{"kind": "st')
+    assert run_again("train.max_steps=4").returncode == 0
+    assert not list(checkpoints.glob(".*"))
+    assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "step")] == [1, 2, 3, 4]
+    assert read_metrics(tmp_path / "runs/config", "step")[-1]["loss"] != 1.0
+
+
+def test_what_is_switched_off_is_said(tmp_path: Path, models: dict[str, Path]) -> None:
+    write_inputs(tmp_path, models["llama"])
+    done = train(1, "data.eval=null", "train.max_steps=5", "logging.every_steps=2", "checkpoint.every_steps=0",
+                 "eval.every_steps=2", "export.final=false", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = said(done.stdout)
+    assert [match[1] for kind, match in lines if kind == "step"] == ["2", "4", "5"]
+    assert [match[1] for kind, match in lines if kind == "saved"] == ["0000005"]
+    assert not {"baseline", "eval"} & set(dict(lines))
+    assert done.stdout.count("Evaluation is skipped") == 1 and "eval.every_steps = 2" in done.stdout
+    assert not (tmp_path / "runs/config/model").exists()
+    with safe_open(tmp_path / "runs/config/checkpoints/checkpoint_0000005/rank_00000.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
