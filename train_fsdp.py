@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
 import os
 import time
@@ -65,13 +66,13 @@ def main() -> None:
         world.say(f"Set aside, not being part of this run: {moved}")
     world.from_main(lambda: write_config(config, run_dir / "config.yaml"))
 
-    model = build_model(config, model_config, world)
+    model = world.agree(lambda: build_model(config, model_config, world))
     optimizer = build_optimizer(model, config.optimizer)
     torch.manual_seed(config.run.seed + world.rank)
     if config.data.packing:
         require_separate_documents(model, world.device)
     if resumed:
-        checkpoint.load_checkpoint(resumed, model, optimizer, world)
+        world.agree(lambda: checkpoint.load_checkpoint(resumed, model, optimizer, world))
         world.say(f"Resumed from {resumed.path.name}")
     metrics = Metrics(run_dir / "metrics.jsonl", world, resumed.step if resumed else None)
 
@@ -190,10 +191,10 @@ def choose_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | N
         return None
     allowed, forbidden = changed_keys(found.state["config"], config)
     if forbidden:
-        raise Refused(*(f"{key} is {new} and was {old} in {found.path.name} - set it back, or start anew with another "
-                        "run.dir" for key, old, new in forbidden))
+        raise Refused(*(f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {found.path.name} - set it back, or "
+                        "start anew with another run.dir" for key, old, new in forbidden))
     for key, old, new in allowed:
-        world.say(f"Changed since {found.path.name}: {key} was {old}, is {new}")
+        world.say(f"Changed since {found.path.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}")
     return found
 
 

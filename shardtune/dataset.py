@@ -35,9 +35,10 @@ from shardtune.chat import ChatEncoder, stop_token_ids
 from shardtune.config import DataConfig
 from shardtune.errors import Refused
 from shardtune.records import Source, find_source, first_line
-from shardtune.tokenise import COLUMNS, NAMED_PROBLEMS, EncodedChunk, Part, Tokeniser, encode_chunks
+from shardtune.tokenise import COLUMNS, EncodedChunk, Part, Tokeniser, encode_chunks
 
 _FILES: dict[str, type[np.generic]] = {**COLUMNS, "starts": np.int64}
+_NAMED_PROBLEMS = 10
 _SAY_EVERY_S = 10.0
 _ABANDONED_AFTER_S = 24 * 3600.0
 
@@ -325,8 +326,8 @@ def _write(name: str, results: Iterator[EncodedChunk], writers: dict[str, _Write
     problems: list[str] = []
     for result in results:
         n_records += result.n_records
-        n_broken += result.n_broken
-        problems += result.problems[: NAMED_PROBLEMS - len(problems)]
+        n_broken += len(result.problems)
+        problems += result.problems[: _NAMED_PROBLEMS - len(problems)]
         writers[name].unread_fields += result.unread_fields
         for set_name, part in result.parts.items():
             writers[set_name].add(part)

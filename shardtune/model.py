@@ -8,6 +8,7 @@ layer form one FSDP group; embeddings, final norm and head stay in the root's gr
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -47,6 +48,9 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     """
     master = DTYPES[config.model.master_dtype]
     skeleton = _on_meta(model_config, config.model.attention, master)
+    if config.data.packing and not _can_be_packed(type(skeleton)):
+        raise Refused(f"{model_config.model_type} keeps a state or takes no positions, so documents in one row would "
+                      "not be apart - use data.packing=false")
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config.model.compute_dtype, world.device),
         reduce_dtype=DTYPES[config.model.reduce_dtype],
@@ -76,6 +80,11 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
                   "use model.attention=auto")
 
 
+def _can_be_packed(model_class: type[PreTrainedModel]) -> bool:
+    """Whether restarting positions can tell it documents apart; `require_separate_documents` sees whether they do."""
+    return "position_ids" in inspect.signature(model_class.forward).parameters and not model_class._is_stateful
+
+
 def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
     """Apply FSDP2: one group per decoder layer, and the root's for what is left.
 
@@ -95,9 +104,11 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
                       "them would hold none - use a number of ranks that divides the experts or their width")
 
     layer_classes = set(model._no_split_modules or ())
-    for module in reversed(list(model.modules())):  # inner layers before those around them
-        if type(module).__name__ in layer_classes:
-            fully_shard(module, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    if not layers:
+        world.say(f"{type(model).__name__} names no layers to shard by: every forward gathers the whole model at once")
+    for layer in reversed(layers):  # inner layers before those around them
+        fully_shard(layer, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
 
 

@@ -31,7 +31,6 @@ COLUMNS: dict[str, type[np.generic]] = {
     "trained_counts": np.int32,
     "record": np.int64,
 }
-NAMED_PROBLEMS = 10
 _ALONE_S = 5.0  # about what starting the workers takes
 _CHUNKS_PER_WORKER = 4
 
@@ -139,13 +138,12 @@ class Part:
 
 @dataclass
 class EncodedChunk:
-    """What became of a chunk: the parts by the name of their set, and the first problems of its broken records."""
+    """What became of a chunk: the parts by the name of their set, and a problem for each broken record."""
 
     n_records: int
     n_bytes: int
     parts: dict[str, Part] = field(default_factory=dict)
     unread_fields: Counter[str] = field(default_factory=Counter)
-    n_broken: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -168,9 +166,7 @@ class Tokeniser:
                 part.add(chunk.first_record + i, encoded, self.data.max_length, self.data.overflow)
                 result.unread_fields.update(unread)
             except (RecordError, ChatError) as error:
-                result.n_broken += 1
-                if len(result.problems) < NAMED_PROBLEMS:
-                    result.problems.append(f"{chunk.place(i)}: {error}")
+                result.problems.append(f"{chunk.place(i)}: {error}")
         for part in result.parts.values():
             part.finish()
         return result

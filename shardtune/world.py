@@ -159,7 +159,7 @@ def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, st
 
 def describe(world: World) -> str:
     """The `Training Configuration:` block of this node."""
-    launched = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    launched = "RANK" in os.environ  # without a launcher an address may be set all the same, and is not used
     master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if launched else "none, a single process"
     nodes = -(-world.size // world.local_size) if "GROUP_WORLD_SIZE" not in os.environ \
         else int(os.environ["GROUP_WORLD_SIZE"])

@@ -17,6 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from conftest import REPOSITORY
 
+from shardtune.config import Config, load_config
+
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([
     "torch.distributed.fsdp", "torch.distributed.tensor", "datasets", "transformers.integrations.moe", "pytest",
@@ -59,6 +61,13 @@ def train(ranks: int, *assignments: Any, cwd: Path) -> subprocess.CompletedProce
     config = cwd / "config.yaml"
     config.touch()
     return on_ranks(ranks, run_script, ["--config", str(config), *map(str, assignments)], cwd=cwd)
+
+
+def config_for(model: Path, folder: Path, *assignments: str) -> Config:
+    """The configuration of a run in `folder`, with its `train.jsonl`."""
+    (folder / "config.yaml").touch()
+    required = [f"model.path={model}", f"data.train={folder / 'train.jsonl'}"]
+    return load_config(folder / "config.yaml", [*required, *assignments], {})
 
 
 def run_script(arguments: list[str]) -> None:

@@ -108,9 +108,8 @@ def test_overflow_is_counted(model: Path, tmp_path: Path) -> None:
 
 def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -> None:
     texts = [f"record number {i % 150}" for i in range(300)]  # each one twice
-    run = Run(
-        model, write(tmp_path / "a.jsonl", [{"text": text, "id": i} for i, text in enumerate(texts)]), eval_fraction=0.3
-    )
+    records = [{"prompt": text, "completion": "fine", "id": i} for i, text in enumerate(texts)]
+    run = Run(model, write(tmp_path / "a.jsonl", records), eval_fraction=0.3)
     train, held_out = run.prepared.train, run.prepared.eval
     assert held_out is not None
     assert sorted([*train.record.tolist(), *held_out.record.tolist()]) == list(range(300))
@@ -119,7 +118,8 @@ def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -
     assert 25 <= len(chosen) <= 65
 
     random.Random(1).shuffle(texts)
-    pq.write_table(pa.table({"text": texts}), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"completion": ["fine"] * 300, "prompt": texts}), tmp_path / "b.parquet")
+    assert pq.read_schema(tmp_path / "b.parquet").names != list(records[0])
     other = Run(model, tmp_path / "b.parquet", eval_fraction=0.3).prepared.eval
     assert other is not None
     assert {texts[i] for i in other.record} == chosen

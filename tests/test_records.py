@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from data_run import Run, chat, problems_of, save_model, write
 
-from shardtune.errors import Refused
 from shardtune.records import RecordError, Source, check_record
 
 
@@ -56,26 +55,19 @@ def test_json_reaches_the_template_as_it_is_written(model: Path, tmp_path: Path)
 
 
 def test_only_newlines_end_a_line(model: Path, tmp_path: Path) -> None:
-    odd = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
-    lines = [
-        json.dumps(chat(odd), ensure_ascii=False).replace("\\u000b", "\x0b"),
-        "",
-        "  \t",
-        json.dumps({"text": "hello you"}),
-    ]
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode("utf-8"))
-    assert "\x0b" not in odd.replace("\x0b", "")  # the raw control character is no JSON; its escape is
-    with pytest.raises(Refused, match=r"a\.jsonl:1: invalid JSON at column \d+: Invalid control character"):
-        Run(model, tmp_path / "a.jsonl")
-    lines[0] = json.dumps(chat(odd), ensure_ascii=False)
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode("utf-8"))
+    odd = "a\u2028b\u2029c\x85d"
+    lines = [json.dumps(chat(odd), ensure_ascii=False), "", "  \t", '{"text":\r"hello you"}', '{"text": "a\x0bb"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines[:4]).encode("utf-8"))
     texts = Run(model, tmp_path / "a.jsonl").texts()
     assert len(texts) == 2
     assert odd in texts[0][0]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8", newline="")
+    problem = problems_of(model, tmp_path / "a.jsonl")[0]
+    assert problem.startswith(f"{tmp_path}/a.jsonl:5: invalid JSON at column 12: Invalid control character")
 
 
 def test_broken_records_are_named_with_place_and_number(model: Path, tmp_path: Path) -> None:
-    lines = [json.dumps(chat("q")), "", "{oops", *['{"messages": []}'] * 11, '"text"', '{"text": "\\ud800"}']
+    lines = [json.dumps(chat("q")), "", "{oops", *['{"messages": []}'] * 1001, '"text"', '{"text": "\\ud800"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     problems = problems_of(model, tmp_path / "a.jsonl")
     assert len(problems) == 11
@@ -84,7 +76,7 @@ def test_broken_records_are_named_with_place_and_number(model: Path, tmp_path: P
         " - repair this line"
     )
     assert problems[1].startswith(f"{tmp_path}/a.jsonl:4: messages is an empty list - ")
-    assert problems[10] == "data.train: 14 of 15 records broken - repair or remove them"
+    assert problems[10] == "data.train: 1004 of 1005 records broken - repair or remove them"
     assert all(" - " in problem for problem in problems)
 
 
@@ -192,7 +184,8 @@ def test_json_files_that_end_or_break(model: Path, tmp_path: Path, text: str, in
 
 
 def test_parquet_gives_the_same_tokens_as_json(model: Path, tmp_path: Path) -> None:
-    call = {"role": "assistant", "tool_calls": [{"id": "1", "name": "f"}], "content": ""}
+    calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": {"z": "2"}}}]
+    call = {"role": "assistant", "tool_calls": calls, "content": ""}
     records = [
         chat("how are you", tools='[{"name": "f", "default": null}]', id=1),
         {"messages": [{"role": "user", "content": "call"}, call, {"role": "tool", "content": "4"}], "id": 2},

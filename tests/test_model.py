@@ -1,0 +1,254 @@
+"""The sharded model against plain transformers: what it loads, what it draws, what it holds."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCABULARY, chats, write_jsonl
+from ranks import config_for, on_ranks, train
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from shardtune.config import Config
+from shardtune.errors import Refused
+from shardtune.loss import require_separate_documents
+from shardtune.model import build_model, shard
+from shardtune.world import join_world
+
+Tensors = dict[str, torch.Tensor]
+
+
+def every_tensor(model: Any) -> Tensors:
+    """Parameters under all of their names, and buffers, those that no file holds included; none shares storage."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().contiguous()
+            for name, tensor in named}
+
+
+def report_models(configs: dict[str, Config], out: Path) -> None:
+    """On a rank: build each model, and write its whole tensors and what is left of it on this rank."""
+    world = join_world(next(iter(configs.values())).distributed)
+    for name, config in configs.items():
+        model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
+        parameters = list(model.parameters())
+        report = {
+            "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+            "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
+            "held": sum(parameter.to_local().numel() for parameter in parameters),
+            "empty_experts": [n for n, p in model.named_parameters() if p.dim() == 3 and not p.to_local().numel()],
+            "training": model.training,
+            "use_cache": model.config.use_cache,
+        }
+        (out / f"{name}.{world.rank}.json").write_text(json.dumps(report), encoding="utf-8")
+        save_file(every_tensor(model), out / f"{name}.{world.rank}.safetensors")
+
+
+def built(configs: dict[str, Config], ranks: int, folder: Path) -> dict[str, list[tuple[Tensors, dict[str, Any]]]]:
+    """Of each configuration, what `report_models` wrote on each rank."""
+    folder.mkdir()
+    finished = on_ranks(ranks, report_models, configs, folder, cwd=folder)
+    assert finished.returncode == 0, finished.stderr
+    return {
+        name: [(load_file(folder / f"{name}.{rank}.safetensors"),
+                json.loads((folder / f"{name}.{rank}.json").read_text(encoding="utf-8"))) for rank in range(ranks)]
+        for name in configs
+    }
+
+
+def assert_identical(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def sources(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models, and `narrow`: the mixture of experts in files of bfloat16."""
+    narrow = tmp_path_factory.mktemp("narrow")
+    AutoModelForCausalLM.from_pretrained(models["glm"], dtype=torch.bfloat16).save_pretrained(narrow)
+    stored = load_file(narrow / "model.safetensors")
+    assert stored["model.layers.1.mlp.experts.5.gate_proj.weight"].dtype == torch.bfloat16
+    return {**models, "narrow": narrow}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_loading_gives_every_bit_of_plain_from_pretrained(ranks, sources, tmp_path):
+    configs = {name: config_for(path, tmp_path) for name, path in sources.items()}
+    for name, reports in built(configs, ranks, tmp_path / "out").items():
+        plain = AutoModelForCausalLM.from_pretrained(sources[name], dtype=torch.float32)
+        total = sum(parameter.numel() for parameter in plain.parameters())
+        for found, report in reports:
+            assert_identical(found, every_tensor(plain))
+            assert report["tied"] == (name == "llama")
+            assert report["sharded"]
+            assert report["training"]
+            assert not report["use_cache"]
+            assert not report["empty_experts"]
+            assert report["held"] < 1.15 * total / ranks
+        assert sum(report["held"] for _, report in reports) == total
+
+
+def test_random_weights_are_the_same_on_any_ranks_and_drawn_as_the_architecture_draws_them(models, tmp_path):
+    configs = {f"{name}{seed}": config_for(models[name], tmp_path, "model.init=random", f"run.seed={seed}")
+               for name in ("llama", "glm") for seed in (1, 2)}
+    alone = {name: reports[0][0] for name, reports in built(configs, 1, tmp_path / "1").items()}
+    for ranks in 3, 4:
+        for name, reports in built(configs, ranks, tmp_path / str(ranks)).items():
+            for found, report in reports:
+                assert_identical(found, alone[name])
+                assert report["tied"] == name.startswith("llama")
+    for family in "llama", "glm":
+        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models[family]), dtype=torch.float32)
+        one, other = alone[f"{family}1"], alone[f"{family}2"]
+        expected = every_tensor(plain)
+        assert one.keys() == expected.keys()
+        is_drawn = {name: bool(tensor.std() > 0) and name in dict(plain.named_parameters(remove_duplicate=False))
+                    for name, tensor in expected.items()}
+        for name, tensor in expected.items():
+            if is_drawn[name]:
+                assert not torch.equal(one[name], other[name]), name
+                assert one[name].std() == pytest.approx(tensor.std().item(), rel=0.15), name
+                assert one[name].mean().abs() < 5 * tensor.std() / tensor.numel() ** 0.5, name
+            else:
+                assert torch.equal(one[name], tensor), name
+                assert torch.equal(other[name], tensor), name
+        assert sum(is_drawn.values()) > 10
+        assert not torch.equal(one["model.layers.1.self_attn.q_proj.weight"], one["model.layers.0.self_attn.q_proj.weight"])
+        assert one["model.rotary_emb.inv_freq"].std() > 0
+
+
+def test_experts_that_cannot_be_spread_are_refused_by_name(models, tmp_path):
+    data = write_jsonl(tmp_path / "train.jsonl", chats(12))
+    refused = train(5, f"model.path={models['glm']}", f"data.train={data}", f"run.dir={tmp_path / 'run'}",
+                    "data.max_length=256", "data.packing=false", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == (
+        "ERROR: 6 experts of width 32 do not spread over 5 ranks, one of them would hold none - use a number of ranks "
+        "that divides the experts or their width")
+
+
+def test_files_that_lack_a_tensor_are_refused_by_its_name(models, tmp_path):
+    source, data = tmp_path / "model", write_jsonl(tmp_path / "train.jsonl", chats(4))
+    source.mkdir()
+    for file in models["qwen3"].iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    refused = train(2, f"model.path={source}", f"data.train={data}", f"run.dir={tmp_path / 'run'}",
+                    "data.max_length=256", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "the files lack the model's tensor model.layers.1.mlp.up_proj.weight (1 in all)" in refused.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    before, peak, done = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.0005):
+            peak = max(peak, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    kept = work()
+    done.set()
+    watcher.join()
+    assert kept is not None
+    return peak - before
+
+
+def report_memory(configs: list[Config], out: Path) -> None:
+    """On a rank: the most memory that building each model took, the first to warm up."""
+    world = join_world(configs[0].distributed)
+    grown = [peak_growth(lambda config=config: build_model(config, AutoConfig.from_pretrained(config.model.path), world))
+             for config in configs]
+    (out / f"{world.rank}.json").write_text(json.dumps(grown), encoding="utf-8")
+
+
+def test_no_rank_holds_the_whole_model_while_building(models, tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=4001, hidden_size=512, intermediate_size=1408, num_hidden_layers=12, num_attention_heads=8,
+        tie_word_embeddings=True))
+    total_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    # In bfloat16, because tensors that need no cast stay in the file until somebody writes to them.
+    model.bfloat16().save_pretrained(tmp_path / "large")
+    configs = [config_for(models["llama"], tmp_path), config_for(tmp_path / "large", tmp_path),
+               config_for(tmp_path / "large", tmp_path, "model.init=random")]
+    finished = on_ranks(4, report_memory, configs, tmp_path, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    for rank in range(4):
+        _, loaded, drawn = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert 0.2 * total_bytes < loaded < 0.5 * total_bytes
+        assert 0.2 * total_bytes < drawn < 0.5 * total_bytes
+
+
+def count_forwards(configs: list[Config], out: Path) -> None:
+    """On a rank: how often a layer computes in one step."""
+    world = join_world(configs[0].distributed)
+    counts = []
+    for config in configs:
+        model, calls = build_model(config, AutoConfig.from_pretrained(config.model.path), world), []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
+        model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+        counts.append(len(calls))
+    (out / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
+
+
+def test_full_activation_checkpointing_computes_a_layer_again(models, tmp_path):
+    configs = [config_for(models["llama"], tmp_path, f"model.activation_checkpointing={how}") for how in ("none", "full")]
+    assert on_ranks(1, count_forwards, configs, tmp_path, cwd=tmp_path).returncode == 0
+    assert json.loads((tmp_path / "counts.json").read_text(encoding="utf-8")) == [1, 2]
+
+
+def check_documents(models: dict[str, Path], config: Config) -> None:
+    """On a rank: models that can be packed pass, also where their kernels round differently, and others do not."""
+    world = join_world(config.distributed)
+    for dtype in torch.float32, torch.bfloat16:
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        for path in models.values():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            model.config.use_cache = False
+            shard(model, world, policy)
+            require_separate_documents(model, world.device)
+            assert model.training
+        leaking = OPTForCausalLM(OPTConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, ffn_dim=64,
+                                           num_attention_heads=4, word_embed_proj_dim=32, use_cache=False))
+        shard(leaking, world, policy)
+        with pytest.raises(Refused, match=r"opt lets a packed document see the one before it .* use data\.packing=false"):
+            require_separate_documents(leaking, world.device)
+
+    deep = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(
+        models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False), dtype=torch.float32)
+    shard(deep, world, policy)
+    outputs = []
+
+    def choose_kernel(module: Any, arguments: Any, options: dict[str, Any]) -> None:
+        """As on a GPU, where a row without a mask takes another kernel."""
+        module.set_attn_implementation("eager" if options["input_ids"].shape[1] == 16 else "sdpa")
+
+    deep.register_forward_pre_hook(choose_kernel, with_kwargs=True)
+    deep.register_forward_hook(lambda module, arguments, output: outputs.append(output.logits[0, -16:].float()))
+    require_separate_documents(deep, world.device)
+    assert (outputs[0] - outputs[-1]).std() > 0.01 * outputs[0].std()
+
+
+def test_documents_are_separate_or_packing_is_refused(models, tmp_path):
+    checked = on_ranks(1, check_documents, models, config_for(models["llama"], tmp_path), cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr

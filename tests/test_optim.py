@@ -1,0 +1,107 @@
+"""The optimizer's groups, the schedule's values and the gradient norm over ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import config_for, on_ranks
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardtune.config import Config, OptimizerConfig, SchedulerConfig
+from shardtune.model import build_model
+from shardtune.optim import (
+    build_optimizer,
+    clip_gradients,
+    global_gradient_norm,
+    learning_rate,
+    non_finite_gradients,
+    set_learning_rate,
+)
+from shardtune.world import join_world
+
+# 12 steps, of which ceil(0.3 x 12) = 4 warm up, then 8 fall from 8e-4 to a tenth of that.
+HALF_COSINE = [(1 + math.cos(math.pi * eighths / 8)) / 2 for eighths in range(1, 9)]
+FALLING = {
+    "constant": [8e-4] * 8,
+    "linear": [7.1e-4, 6.2e-4, 5.3e-4, 4.4e-4, 3.5e-4, 2.6e-4, 1.7e-4, 8e-5],
+    "cosine": [8e-5 + 7.2e-4 * share for share in HALF_COSINE],
+}
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_the_rate_warms_up_and_falls_to_its_minimum_at_the_last_step(name):
+    config = SchedulerConfig(name=name, warmup_ratio=0.3, min_lr_ratio=0.1)
+    rates = [learning_rate(step, 12, 8e-4, config) for step in range(1, 13)]
+    assert rates == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, *FALLING[name]], rel=1e-12)
+
+
+def test_cosine_is_half_way_in_the_middle():
+    config = SchedulerConfig(name="cosine", warmup_ratio=0, min_lr_ratio=0.5)
+    assert learning_rate(5, 10, 1.0, config) == pytest.approx(0.75)
+    assert learning_rate(1, 10, 1.0, config) == pytest.approx(0.5 + 0.5 * 0.9755282581475768)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "total", "first", "last"), [
+    (0.0, 1, {"constant": 1.0}, {"constant": 1.0}), (1.0, 4, {}, {"constant": 1.0, "linear": 1.0, "cosine": 1.0}),
+    (0.03, 1, {"constant": 1.0, "linear": 1.0, "cosine": 1.0}, {"constant": 1.0, "linear": 1.0, "cosine": 1.0})])
+def test_runs_of_few_steps(name, warmup, total, first, last):
+    config = SchedulerConfig(name=name, warmup_ratio=warmup, min_lr_ratio=0.1)
+    assert learning_rate(1, total, 1.0, config) == pytest.approx(first.get(name, 0.25 if warmup else 0.1))
+    assert learning_rate(total, total, 1.0, config) == pytest.approx(last.get(name, 0.1))
+
+
+def test_decay_reaches_matrices_and_neither_norms_nor_biases(models):
+    model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.2))
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    kept = {id(p) for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+    assert {name for name, p in model.named_parameters() if id(p) in kept} == {
+        name for name, _ in model.named_parameters() if "norm" in name}
+    assert decayed | kept == {id(p) for p in model.parameters()}
+    assert not decayed & kept
+    assert {(group["betas"], group["eps"], group["lr"]) for group in optimizer.param_groups} == {
+        ((0.5, 0.75), 1e-3, 1e-3)}
+    set_learning_rate(optimizer, 0.125)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+
+
+def measure_norm(config: Config, gradients: Path, out: Path) -> None:
+    """On a rank: give the sharded model these gradients, then norm, clip and norm, and look for an infinity."""
+    world = join_world(config.distributed)
+    model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
+    given = load_file(gradients)
+    for name, parameter in model.named_parameters():
+        parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)
+    norm = global_gradient_norm(model)
+    clip_gradients(model, 1.0, norm)
+    clipped = global_gradient_norm(model)
+    clip_gradients(model, 2.0, clipped)
+    unchanged = global_gradient_norm(model)
+    if world.rank == 1:
+        model.get_parameter("model.norm.weight").grad.to_local()[3] = math.inf
+    seen = [norm.item(), clipped.item(), unchanged.item(), non_finite_gradients(model)]
+    out.with_suffix(f".{world.rank}").write_text(json.dumps(seen), encoding="utf-8")
+
+
+def test_the_norm_over_ranks_is_that_of_one_process(models, tmp_path):
+    plain = AutoModelForCausalLM.from_pretrained(models["llama"])
+    torch.manual_seed(1)
+    for parameter in plain.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    save_file({name: p.grad for name, p in plain.named_parameters()}, tmp_path / "gradients.safetensors")
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), math.inf).item()
+    finished = on_ranks(3, measure_norm, config_for(models["llama"], tmp_path), tmp_path / "gradients.safetensors",
+                        tmp_path / "seen", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    for rank in range(3):
+        norm, clipped, unchanged, non_finite = json.loads((tmp_path / f"seen.{rank}").read_text(encoding="utf-8"))
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert clipped == unchanged == pytest.approx(1.0, rel=1e-5)
+        assert non_finite == (["model.norm.weight"] if rank == 1 else [])
