@@ -138,12 +138,14 @@ def _load_sharded(
     loader: Any = sharded_class
     model, info = loader.from_pretrained(
         path, config=model_config, dtype=master, attn_implementation=model_config._attn_implementation,
-        distributed_config=NoParallelism(), output_loading_info=True,
+        distributed_config=NoParallelism(), output_loading_info=True, ignore_mismatched_sizes=True,
     )
     del model.config.distributed_config
+    missing = sorted(info["missing_keys"])
+    misshapen = sorted(f"{name} {list(stored)}, not {list(built)}" for name, stored, built in info["mismatched_keys"])
     problems = [f"{path}: {kind} {names[0]} ({len(names)} in all) - fetch the model again, or correct its config.json"
-                for kind, names in (("the files lack the model's tensor", sorted(info["missing_keys"])),
-                                    ("another shape than the model's has", sorted(map(str, info["mismatched_keys"]))))
+                for kind, names in (("the files lack the model's tensor", missing),
+                                    ("another shape than the model's has", misshapen))
                 if names]
     if problems:
         raise Refused(*problems)

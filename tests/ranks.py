@@ -38,21 +38,20 @@ def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any, cwd: Path, t
         _FORKS.Process(target=_be_rank, args=(rank, ranks, store.port, str(cwd), str(log), work, arguments))
         for rank, log in enumerate(logs)
     ]
-    for process in started:
+    for log, process in zip(logs, started, strict=True):
+        log.with_suffix(".err").touch()
         process.start()
     deadline = time.monotonic() + timeout_s
-    code = 0
     while running := [process for process in started if process.exitcode is None]:
         wait([process.sentinel for process in running], max(0, deadline - time.monotonic()))
-        code = next((process.exitcode for process in started if process.exitcode), 0)
-        if code or time.monotonic() > deadline:
-            code = code or -1
-            for process in running:
-                process.terminate()
-                process.join()
+        if any(process.exitcode for process in started) or time.monotonic() > deadline:
             break
-    code = code or next((process.exitcode for process in started if process.exitcode), 0)
-    errors = "".join(log.with_suffix(".err").read_text(encoding="utf-8") for log in logs if log.with_suffix(".err").exists())
+    code = next((process.exitcode for process in started if process.exitcode), 0)
+    for process in running:
+        process.kill()
+        process.join()
+    errors = "".join(log.with_suffix(".err").read_text(encoding="utf-8") for log in logs)
+    assert code or not running, f"the ranks did not end within {timeout_s} s: {errors}"
     return subprocess.CompletedProcess([], code, logs[0].with_suffix(".out").read_text(encoding="utf-8"), errors)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from conftest import chats, launch, read_metrics, sentence, write_jsonl
 from ranks import train
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
 from shardtune.packing import deal, plan_rows
 
@@ -107,22 +107,27 @@ def plain_perplexity(path: Path, records: list[Encoded]) -> float:
                     / sum(sum(trained[1:]) for _, trained in records))
 
 
+def with_weights(source: Path, folder: Path, change: Callable[[Any], None]) -> Path:
+    """A copy of a model's directory, in float32, whose weights or configuration `change` has changed."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def sharpen(model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(8)
+
+
 @pytest.fixture(scope="session")
 def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The models with weights eight times as large: losses that differ from token to token, as after pretraining."""
+    """The models with matrices eight times as large: losses that differ from token to token, as after pretraining."""
     root = tmp_path_factory.mktemp("sharp")
-    for name, path in models.items():
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.mul_(8)
-        model.save_pretrained(root / name)
-        for file in path.glob("*token*"):
-            (root / name / file.name).write_bytes(file.read_bytes())
-        for file in path.glob("chat_template*"):
-            (root / name / file.name).write_bytes(file.read_bytes())
-    return {name: root / name for name in models}
+    return {name: with_weights(path, root / name, sharpen) for name, path in models.items()}
 
 
 def settings(model: Path, data: Path, run_dir: Path, *more: str) -> list[str]:
@@ -276,7 +281,7 @@ def check_perplexity(ranks: int, count: int, sharp: dict[str, Path], tokenizer: 
                      ) -> None:
     held_out = chats(count, seed=count)
     finish(train(ranks, *settings(
-        sharp["qwen3"], write_jsonl(folder / "train.jsonl", chats(4)), folder / "run", "train.max_steps=1",
+        sharp["qwen3"], write_jsonl(folder / "train.jsonl", chats(12)), folder / "run", "train.max_steps=1",
         f"data.eval={write_jsonl(folder / 'eval.jsonl', held_out)}", f"data.packing={str(count != 7).lower()}",
         "data.max_length=200", "data.overflow=error", "train.micro_batch_size=2", "export.final=false",
         "optimizer.lr=0"), cwd=folder))
@@ -315,22 +320,6 @@ def test_a_loss_that_is_not_finite_stops_torchrun_before_the_update(sharp, tmp_p
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_0000001"]
     assert (run_dir / "checkpoints" / "checkpoint_0000001" / "COMPLETE").is_file()
     assert not (run_dir / "model").exists()
-
-
-def with_weights(source: Path, folder: Path, change: Callable[[Any], None]) -> Path:
-    """A copy of a model's directory with changed weights."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    with torch.no_grad():
-        change(model)
-    model.save_pretrained(folder)
-    return with_tokenizer(source, folder)
-
-
-def with_tokenizer(source: Path, folder: Path) -> Path:
-    for pattern in "*token*", "chat_template*":
-        for file in source.glob(pattern):
-            (folder / file.name).write_bytes(file.read_bytes())
-    return folder
 
 
 def plant_infinity(model: Any) -> None:
@@ -400,13 +389,18 @@ def test_activation_checkpointing_changes_no_number(sharp, plain, tmp_path):
     assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
 
 
+def add_dropout(model: Any) -> None:
+    model.config.attention_dropout = 0.5
+
+
 def test_dropout_follows_the_seed_and_the_rank_and_spares_evaluation(sharp, tokenizer, tmp_path):
-    model = with_weights(sharp["llama"], tmp_path / "model", lambda model: setattr(model.config, "attention_dropout", 0.5))
+    model = with_weights(sharp["llama"], tmp_path / "model", add_dropout)
     record = uneven_chats()[4]
     once = write_jsonl(tmp_path / "once.jsonl", [record])
     twice = write_jsonl(tmp_path / "twice.jsonl", [record, record])
     losses = {}
-    for name, ranks, data, seed in (("a", 1, once, 7), ("same", 1, once, 7), ("other", 1, once, 8), ("two", 2, twice, 7)):
+    for name, ranks, data, seed in (
+            ("a", 1, once, 7), ("same", 1, once, 7), ("other", 1, once, 8), ("two", 2, twice, 7)):
         folder = tmp_path / name
         folder.mkdir()
         finish(train(ranks, *settings(model, data, folder, f"run.seed={seed}", f"data.eval={once}", "train.epochs=3",

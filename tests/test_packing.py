@@ -163,7 +163,8 @@ def test_max_steps_ends_the_run_first(dataset, start, max_steps, total):
 
 def written_by_hand(folder: Path) -> TokenDataset:
     return write_dataset(folder, [
-        ([11, 12, 13], [False, True, True]), ([21, 22], [False, True]), ([31, 32, 33, 34], [False, False, True, False])])
+        ([11, 12, 13], [False, True, True]), ([21, 22], [False, True]),
+        ([31, 32, 33, 34], [False, False, True, False])])
 
 
 def listed(batch) -> dict[str, object]:
@@ -201,7 +202,8 @@ def test_the_batch_of_a_rank_without_rows_trains_nothing(packing, tmp_path):
 def test_packed_and_padded_batches_have_the_same_loss_and_an_empty_one_none(family, models, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", chats(12))
     data = config_for(models[family], tmp_path, "data.max_length=250").data
-    train = open_prepared(prepare_data(data, build_encoder(str(models[family]), data, datetime.date.today()), print)).train
+    encoder = build_encoder(str(models[family]), data, datetime.date(2025, 1, 1))
+    train = open_prepared(prepare_data(data, encoder, print)).train
     model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
     model.config.use_cache = False
     alone = sum(summed_loss(model, build_batch(train, [i], packing=False)).item() for i in range(12))

@@ -1,0 +1,238 @@
+"""Everything that is wrong with a run's input is refused at once: exit code 2, a line a problem, no weight read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import chats, launch, write_jsonl
+from ranks import on_ranks, run_script, train
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+                      "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+TENSOR = "model.norm.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
+    """A configuration, data, and a model of which one tensor is missing: whoever reads the weights will say that."""
+    write_jsonl(tmp_path / "train.jsonl", chats(6))
+    model = Path(shutil.copytree(models["llama"], tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    weights.pop(TENSOR)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.yaml").write_text(
+        "model: {path: model, compute_dtype: float32}\ndata: {train: train.jsonl, max_length: 128}\n", encoding="utf-8")
+    return tmp_path
+
+
+def refusal(folder: Path, *assignments: str, ranks: int = 1) -> list[str]:
+    """What the run says is wrong, a problem an item."""
+    started = time.monotonic()
+    done = train(ranks, *assignments, cwd=folder)
+    assert done.returncode == 2, done.stderr
+    assert time.monotonic() - started < 15
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    assert lines == done.stderr.splitlines()[-len(lines):] and all(" - " in line for line in lines), done.stderr
+    assert not re.search(r"Step|Baseline", done.stdout.replace("Steps per epoch", ""))
+    return lines
+
+
+def edit(file: Path, **changes: Any) -> None:
+    content = json.loads(file.read_text(encoding="utf-8")) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}), encoding="utf-8")
+
+
+def write_index(model: Path, *, missing: str = "", unlisted: bool = False) -> None:
+    """Spread the weights over two shards with an index."""
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(weights)
+    weight_map = {}
+    for number, part in enumerate((names[:5], names[5:]), start=1):
+        shard = f"model-{number:05d}-of-00002.safetensors"
+        weight_map |= dict.fromkeys(part, shard)
+        if shard != missing:
+            save_file({name: weights[name] for name in part}, model / shard, metadata={"format": "pt"})
+    if unlisted:
+        weight_map["model.lost.weight"] = shard
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+
+
+def cut(file: Path, bytes_left: int) -> None:
+    os.truncate(file, bytes_left)
+
+
+def test_the_missing_tensor_is_found_by_reading(folder: Path) -> None:
+    (problem,) = refusal(folder)
+    assert TENSOR in problem and "model:" in problem
+
+
+BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, "model.path=model"),
+    "no config.json": (lambda model: (model / "config.json").unlink(), "model.path=model: no model configuration"),
+    "config.json cut": (lambda model: cut(model / "config.json", 40), "model.path=model: no model configuration"),
+    "unknown type": (lambda model: edit(model / "config.json", model_type="strange"), "`strange`"),
+    "own code": (lambda model: edit(model / "config.json", model_type="strange", auto_map={"AutoConfig": "cfg.Own"}),
+                 "custom code"),
+    "no causal model": (lambda model: edit(model / "config.json", model_type="vit"), "model type 'vit'"),
+    "quantised": (lambda model: edit(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+                  "quantised"),
+    "few positions": (lambda model: edit(model / "config.json", max_position_embeddings=64),
+                      "data.max_length=128 is beyond the 64 positions"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), "model: no model.safetensors"),
+    "weights cut": (lambda model: cut(model / "model.safetensors", 9000), "model/model.safetensors: truncated"),
+    "header cut": (lambda model: cut(model / "model.safetensors", 100), "model/model.safetensors: truncated"),
+    "weights empty": (lambda model: cut(model / "model.safetensors", 0), "model/model.safetensors: truncated"),
+    "no shard": (lambda model: write_index(model, missing="model-00002-of-00002.safetensors"),
+                 "model/model-00002-of-00002.safetensors: this shard of the model is missing"),
+    "tensor in no shard": (lambda model: write_index(model, unlisted=True), "tensor model.lost.weight (1 in all)"),
+    "index cut": (lambda model: (write_index(model), cut(model / "model.safetensors.index.json", 50)),
+                  "model/model.safetensors.index.json: not a readable index"),
+    "no tokenizer": (lambda model: [file.unlink() for file in model.glob("token*")], "model.path=model: no tokenizer"),
+    "no chat template": (lambda model: (model / "chat_template.jinja").unlink(), "no chat template"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_a_bad_model(case: str, folder: Path) -> None:
+    damage, named = BAD_MODELS[case]
+    damage(folder / "model")
+    (problem,) = refusal(folder)
+    assert named in problem
+
+
+def test_weights_of_other_shapes(folder: Path, models: dict[str, Path]) -> None:
+    shutil.copy(models["llama"] / "model.safetensors", folder / "model")
+    edit(folder / "model/config.json", intermediate_size=48)
+    (problem,) = refusal(folder)
+    assert "another shape" in problem and "mlp.down_proj.weight" in problem and "6 in all" in problem
+
+
+def test_a_tokenizer_that_needs_code_of_its_own(folder: Path) -> None:
+    edit(folder / "model/tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    (folder / "model/own.py").write_text("raise SystemExit('this code ran')", encoding="utf-8")
+    done = train(1, cwd=folder)
+    assert "this code ran" not in done.stderr and "[y/N]" not in done.stdout
+    assert done.returncode == 2
+
+
+BAD_DATA: dict[str, tuple[str, bytes | None, str]] = {
+    "no file": ("missing.jsonl", None, "missing.jsonl"),
+    "no hub dataset": ("data/chats/train", None, "data.train=data/chats/train: no such file"),
+    "another kind of file": ("train.csv", b"a,b\n", ".csv"),
+    "no parquet": ("train.parquet", b"PAR0", "train.parquet[0]: cannot be read"),
+    "empty": ("empty.jsonl", b"", "data.train: no record"),
+    "not UTF-8": ("latin.jsonl", b'{"text": "\xe9"}\n', "latin.jsonl:1: "),
+    "nothing to train": ("asked.jsonl", b'{"messages": [{"role": "user", "content": "Hi"}]}\n' * 4, "no token to"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data(case: str, folder: Path) -> None:
+    name, content, named = BAD_DATA[case]
+    if content is not None:
+        (folder / name).write_bytes(content)
+    problems = refusal(folder, f"data.train={name}")
+    assert named in problems[0]
+
+
+def test_every_broken_record_is_counted_and_ten_are_named(folder: Path) -> None:
+    records = [json.dumps(record) for record in chats(20)]
+    records[2] = records[2][:-5]
+    records[3] = '{"messages": [{"role": "user"}]}'
+    records[5:16] = ['{"question": "?"}'] * 11
+    (folder / "train.jsonl").write_text("\n".join(records), encoding="utf-8")
+    problems = refusal(folder)
+    assert "train.jsonl:3: invalid JSON" in problems[0]
+    assert "train.jsonl:4: messages[0] (user) has neither" in problems[1]
+    assert [re.search(r"train.jsonl:(\d+): has none of messages", line)[1] for line in problems[2:-1]] == [
+        str(n) for n in range(6, 14)]
+    assert "13 of 20 records broken" in problems[-1]
+
+
+def test_problems_that_are_known_together_are_said_together(folder: Path) -> None:
+    problems = refusal(folder, "data.train=one.jsonl", "data.eval=other.jsonl")
+    assert len(problems) == 2 and "one.jsonl" in problems[0] and "other.jsonl" in problems[1]
+
+    cut(folder / "model/model.safetensors", 9000)
+    problems = refusal(folder, "data.max_length=1024")
+    assert len(problems) == 2 and "512 positions" in problems[0] and "truncated" in problems[1]
+
+    problems = refusal(folder, "train.epoch=2", "optimizer.lr=fast", "parallel.expert=2", "data.overflow=wrap")
+    assert len(problems) == 4
+    for word in ("train.epochs", "optimizer.lr", "not built yet", "truncate"):
+        assert word in " ".join(problems)
+
+
+def test_fewer_rows_than_ranks(folder: Path) -> None:
+    write_jsonl(folder / "train.jsonl", chats(1, longest_answer=3))
+    (problem,) = refusal(folder, ranks=2)
+    assert "1 rows" in problem and "2 ranks" in problem
+
+
+def test_a_run_dir_that_cannot_be_written(folder: Path) -> None:
+    (folder / "taken").write_text("", encoding="utf-8")
+    for run_dir in ("taken", "taken/below"):
+        (problem,) = refusal(folder, f"run.dir={run_dir}")
+        assert f"run.dir={run_dir} cannot be written" in problem
+
+
+def run_in_environment(environment: dict[str, str], arguments: list[str]) -> None:
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    run_script(arguments)
+
+
+NOBODY = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+          "JOIN_TIMEOUT": "3"}
+
+
+@pytest.mark.parametrize(("environment", "arguments", "named"), [
+    ({"RANK": "0"}, [], "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+    (NOBODY | {"WORLD_SIZE": "two"}, [], "WORLD_SIZE=two"),
+    (NOBODY, [], "rank 1 of 2 did not meet the others at 127.0.0.1:1 within 3.0 s"),
+    ({"CUDA_VISIBLE_DEVICES": ""}, ["distributed.backend=nccl"], "distributed.backend is nccl"),
+    ({}, ["--config", "none.yaml"], "none.yaml"),
+    ({}, ["--optimizer.lr", "1e-3"], "unrecognized arguments: --optimizer.lr"),
+    ({}, ["train.epochs"], "train.epochs"),
+    ({"JOIN_TIMEOUT": "soon"}, ["--config", "config.yaml"], "JOIN_TIMEOUT"),
+], ids=["half a launcher", "no number", "nobody there", "no GPU", "no configuration", "unknown option", "no value",
+        "no time"])
+def test_a_bad_command(environment: dict[str, str], arguments: list[str], named: str, folder: Path) -> None:
+    arguments = arguments if arguments[:1] == ["--config"] else ["--config", "config.yaml", *arguments]
+    started = time.monotonic()
+    done = on_ranks(1, run_in_environment, environment, arguments, cwd=folder)
+    assert done.returncode == 2, done.stderr
+    assert time.monotonic() - started < 15
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(r"ERROR: .+ - .+", last) and named in last and done.stderr.count("ERROR: ") == 1
+
+
+def test_an_option_may_stand_between_assignments(folder: Path) -> None:
+    done = on_ranks(1, run_script, ["data.train=a.jsonl", "--config", "config.yaml", "data.eval=b.jsonl"], cwd=folder)
+    assert done.returncode == 2 and "a.jsonl" in done.stderr and "b.jsonl" in done.stderr
+
+
+def test_under_torchrun_each_problem_is_said_once(folder: Path) -> None:
+    (folder / "train.jsonl").write_text("no JSON\n{}\n", encoding="utf-8")
+    done = launch(2, "--config", "config.yaml", cwd=folder)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    assert len(errors) == 3 and "train.jsonl:1" in errors[0] and "train.jsonl:2" in errors[1]
+    assert "2 of 2 records" in errors[2]
+
+
+def test_the_tokenizer_of_these_tests_has_a_template(models: dict[str, Path]) -> None:
+    """So that its absence above is what is refused."""
+    assert AutoTokenizer.from_pretrained(models["llama"]).chat_template
