@@ -17,6 +17,7 @@ import datetime
 import json
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +72,7 @@ class EncodedRecord:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Assistant turn `index`, in characters: text[:begin] is given, text[begin:end] generated, the stop token last.
-
-    text[stop:end] is that token; behind it stands what the template writes there, which is not trained.
-    """
+    """Assistant turn `index`: text[:begin] is given, text[begin:end] generated, text[stop:end] is its stop token."""
 
     index: int
     text: str
@@ -180,7 +178,7 @@ class ChatEncoder:
         """
         if not isinstance(prompt, str) or not isinstance(completion, str):
             return self.encode_messages([*prompt, *completion], tools, with_roles=with_roles, first=len(prompt))
-        ids, _, length = self._tokenize_apart(prompt, completion)
+        ids, _, length = self._tokenize_apart(prompt + completion, len(prompt))
         left = self._with_bos(ids[:length])
         roles = ["user"] * len(left) + ["assistant"] * (len(ids) - length)
         trained = [role == "assistant" or self.loss_on == "all" for role in roles]
@@ -226,8 +224,7 @@ class ChatEncoder:
 
     def _encode(self, chat: _Conversation, text: str, turns: list[_Turn], apart: bool = False) -> list[Encoded]:
         """One sequence that trains the turns, or none where a prompt's tokens are not those of inference."""
-        begin = turns[0].begin
-        ids, offsets = self._tokenize_apart(text[:begin], text[begin:])[:2] if apart else self._tokenize(text)
+        ids, offsets = self._tokenize_apart(text, turns[0].begin)[:2] if apart else self._tokenize(text)
         trained = [False] * len(ids)
         for turn in turns:
             first = self._prompt_length(text, ids, offsets, turn.begin)
@@ -255,21 +252,21 @@ class ChatEncoder:
             raise ChatError(f"{what} - check the model's eos_token_id against the template")
         return position
 
-    def _tokenize_apart(self, prompt: str, rest: str) -> tuple[list[int], Offsets, int]:
-        """The prompt's tokens as inference has them, those of `rest` behind them, and how many are the prompt's.
+    def _tokenize_apart(self, text: str, begin: int) -> tuple[list[int], Offsets, int]:
+        """The tokens of text[:begin] as inference has them, those of the rest, and how many are the prompt's.
 
         Only where the two would merge do they differ from the tokens of the whole text.
         """
-        left, left_offsets = self._tokenize(prompt)
-        joint, offsets = self._tokenize(prompt + rest)
+        left, left_offsets = self._tokenize(text[:begin])
+        joint, offsets = self._tokenize(text)
         if joint[: len(left)] == left:
             return joint, offsets, len(left)
-        right, right_offsets = self._tokenize(rest)
+        right, right_offsets = self._tokenize(text[begin:])
         texts = [self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (joint, left + right)]
         if texts[0] != texts[1]:
-            what = f"the tokenizer cannot begin a text with {rest[:20]!r} behind the prompt's {prompt[-20:]!r}"
+            what = f"the tokenizer cannot begin a text with {text[begin:][:20]!r} behind {text[:begin][-20:]!r}"
             raise ChatError(f"{what} - move the whitespace between them from one to the other")
-        return left + right, left_offsets + [(a + len(prompt), b + len(prompt)) for a, b in right_offsets], len(left)
+        return left + right, left_offsets + [(a + begin, b + begin) for a, b in right_offsets], len(left)
 
 
 class _Conversation:
@@ -462,16 +459,22 @@ def _squeeze(text: str) -> str:
     return "".join(text.split()).replace("\\", "").replace('"', "").replace("'", "")
 
 
-def _holds(squeezed: str, value: Any) -> bool:
-    """Whether a squeezed text holds a value, as it is or in one of the ways to write it as JSON."""
-    if value is None or _squeeze(str(value)) in squeezed:
+def _holds(squeezed: str, value: Any, times: int = 1) -> bool:
+    """Whether a squeezed text holds a value so many times, as it is or in one of the ways to write it as JSON."""
+    if value is None or squeezed.count(_squeeze(str(value))) >= times:
         return True
-    return any(_squeeze(json.dumps(value, ensure_ascii=ascii_only)) in squeezed for ascii_only in (False, True))
+    forms = (_squeeze(json.dumps(value, ensure_ascii=ascii_only)) for ascii_only in (False, True))
+    return any(squeezed.count(form) >= times for form in forms)
 
 
 def _lost(message: Message, squeezed: str) -> str | None:
     """What the first thing of a message is that a squeezed text does not hold."""
-    return next((what for what, value in _texts(message) if not _holds(squeezed, value)), None)
+    seen: Counter[tuple[type, Any]] = Counter()  # two calls alike must be there twice
+    for what, value in _texts(message):
+        seen[type(value), value] += 1
+        if not _holds(squeezed, value, seen[type(value), value]):
+            return what
+    return None
 
 
 def _marked(value: Any, everything: bool = False) -> Any:

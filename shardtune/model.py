@@ -7,6 +7,7 @@ layer form one FSDP group; embeddings, final norm and head stay in the root's gr
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Iterator
@@ -69,6 +70,7 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
 
 def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """The architecture without storage. `auto` is sdpa, or eager for an architecture that has no sdpa."""
+    model_config = copy.deepcopy(model_config)  # its own would be changed, which the export writes as the source's
     refusals = []
     for implementation in ("sdpa", "eager") if attention == "auto" else (attention,):
         try:

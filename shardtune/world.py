@@ -75,15 +75,21 @@ class World:
 
         Raises:
             Refused: on every rank, with the problems of all of them, each once, if `work` refused on any.
+        Stopped: on every rank, if `work` failed in another way on any.
         """
-        problems: list[str] = []
+        report: dict[str, list[str]] = {"problems": [], "failures": []}
         try:
             result = work()
         except Refused as refused:
-            problems = refused.problems
-        found = dict.fromkeys(problem for reported in self.gather(problems) for problem in reported)
-        if found:
-            raise Refused(*found)
+            report["problems"] = refused.problems
+        except Exception as error:  # the others would wait for this rank
+            traceback.print_exc()
+            report["failures"] = [_failure(error)]
+        reports = self.gather(report)
+        if failures := [failure for reported in reports for failure in reported["failures"]]:
+            raise Stopped(failures[0])
+        if problems := dict.fromkeys(problem for reported in reports for problem in reported["problems"]):
+            raise Refused(*problems)
         return result
 
     def from_main(self, work: Callable[[], T]) -> T:
@@ -193,10 +199,7 @@ def run(main: Callable[[], None]) -> None:
         code, lines = 1, ["interrupted from the keyboard - run the same command again to resume"]
     except Exception as error:
         traceback.print_exc()
-        first_line = (str(error).splitlines() or [""])[0]
-        code, lines, is_shared = 1, [
-            f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}: {type(error).__name__}: {first_line} - "
-            "see the traceback above; the same command resumes from the last checkpoint"], False
+        code, lines, is_shared = 1, [_failure(error)], False
     else:
         code, lines = 0, []
     if lines and is_shared and os.environ.get("LOCAL_RANK", "0") != "0":
@@ -211,6 +214,12 @@ def run(main: Callable[[], None]) -> None:
     sys.stdout.flush()
     # A failed rank must not wait in interpreter shutdown for collectives that will never complete.
     os._exit(code)
+
+
+def _failure(error: Exception) -> str:
+    first_line = (str(error).splitlines() or [""])[0]
+    return (f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}: {type(error).__name__}: {first_line} - "
+            "see the traceback there; the same command resumes from the last checkpoint")
 
 
 def _report_exit(text: str) -> None:

@@ -1,0 +1,216 @@
+"""The launch scripts: two nodes on this machine's loopback, their banners, their choices and their exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, chats, read_metrics, write_jsonl
+
+BANNER = """========================================
+Launching {role} NODE (Node {node})
+Master: 127.0.0.1:{port}
+Total Nodes: {nodes}
+GPUs per Node: {gpus}
+========================================
+"""
+BLOCK = """
+Training Configuration:
+  Hostname: {host}
+  World Size: {world}
+  Number of Nodes: {nodes}
+  GPUs per Node: {gpus}
+  Master: 127.0.0.1:{port}
+"""
+LINES = re.compile(r"^(Effective|Steps per epoch|Baseline|Step |Eval|Saved|Resumed)", re.MULTILINE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
+    write_jsonl(tmp_path / "train.jsonl", chats(12))
+    (tmp_path / "config.yaml").write_text(
+        f"model: {{path: {models['llama']}, compute_dtype: float32}}\ntrain: {{max_steps: 2}}\n"
+        "data: {train: train.jsonl, eval: train.jsonl, max_length: 128}\n", encoding="utf-8")
+    return tmp_path
+
+
+def a_free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """This one's, without what would choose another Python; everything goes to and from 127.0.0.1."""
+    inherited = {name: value for name, value in os.environ.items()
+                 if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "NODE_RANK", "JOIN_TIMEOUT")}
+    inherited["VIRTUAL_ENV"] = sys.prefix
+    return inherited | {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "1"} | settings
+
+
+def start(script: Path | str, *arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([str(REPOSITORY / script), *arguments], cwd=cwd, env=environment(**settings), text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, errors = node.communicate(timeout=240)
+    return node.returncode, output, errors
+
+
+def test_one_node(folder: Path) -> None:
+    """Through a symbolic link, from another directory."""
+    (folder / "elsewhere").mkdir()
+    script = folder / "elsewhere/train"
+    script.symlink_to(REPOSITORY / "launch_node0.sh")
+    port = a_free_port()
+    code, output, errors = end(start(script, "--config", "../config.yaml", "data.train=../train.jsonl",
+                                     "data.eval=../train.jsonl", cwd=folder / "elsewhere", NNODES="1",
+                                     GPUS_PER_NODE="2", MASTER_PORT=port))
+    assert code == 0, errors
+    assert output.startswith(BANNER.format(role="MASTER", node=0, port=port, nodes=1, gpus=2))
+    assert BLOCK.format(host=socket.gethostname(), world=2, nodes=1, gpus=2, port=port) in output
+    assert [step["step"] for step in read_metrics(folder / "elsewhere/runs/config", "step")] == [1, 2]
+
+
+def test_two_nodes_of_different_size(folder: Path) -> None:
+    """The worker comes first; only node 0 tells the run, and one process a node where it runs."""
+    port = a_free_port()
+    worker = start("launch_node1.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port)
+    time.sleep(1)
+    master = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port, GPUS_PER_NODE="2")
+    (code0, output0, errors0), (code1, output1, errors1) = end(master), end(worker)
+    assert (code0, code1) == (0, 0), errors0 + errors1
+    host = socket.gethostname()
+    for output, role, node, gpus in ((output0, "MASTER", 0, 2), (output1, "WORKER", 1, 1)):
+        assert output.startswith(BANNER.format(role=role, node=node, port=port, nodes=2, gpus=gpus))
+        assert output.count(BLOCK.format(host=host, world=3, nodes=2, gpus=gpus, port=port)) == 1
+    assert "x 3 (ranks) = 3" in output0 and "Saved the final model" in output0
+    assert {match[1] for match in LINES.finditer(output0)} == {
+        "Effective", "Steps per epoch", "Baseline", "Step ", "Eval", "Saved"}
+    assert not LINES.search(output1 + errors0 + errors1)
+
+
+def test_a_refusal_ends_both_nodes_with_its_code(folder: Path) -> None:
+    """The master comes first; the data is broken, which is known when both have met."""
+    (folder / "train.jsonl").write_text("{}\n", encoding="utf-8")
+    port = a_free_port()
+    master = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port)
+    time.sleep(1)
+    worker = start("launch_node1.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port)
+    for code, output, errors in (end(master), end(worker)):
+        assert code == 2, errors
+        assert "Training Configuration:" in output
+        assert re.search(r"^ERROR: .*train.jsonl:1: has no field", errors, re.MULTILINE)
+        assert re.fullmatch(r"ERROR: data.eval: 1 of 1 record broken - .*", errors.splitlines()[-1])
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
+
+
+def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
+    """It can say nothing itself, as when memory ran out: the launch script of its node does, and node 0 tells of it."""
+    port, endless = a_free_port(), ("--config", "config.yaml", "train.max_steps=9999", "train.epochs=9999")
+    master = start("launch_node0.sh", *endless, cwd=folder, MASTER_PORT=port)
+    worker = start("launch_node1.sh", *endless, cwd=folder, MASTER_PORT=port)
+    assert master.stdout is not None
+    for line in master.stdout:
+        if line.startswith("Step 2/"):
+            break
+    (torchrun,) = children(worker.pid)
+    (rank,) = children(torchrun)
+    os.kill(rank, signal.SIGKILL)
+    code, _, errors = end(worker)
+    assert code == 1 and "ERROR: a process of node 1 ended without a word - " in errors.splitlines()[-1]
+    code, _, errors = end(master)
+    assert code == 1 and re.fullmatch(r"ERROR: rank 0 on .+: RuntimeError: .+ - .+", errors.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("script", "node"), [("launch_node0.sh", 0), ("launch_node1.sh", 1)])
+def test_a_node_that_waits_in_vain(script: str, node: int, folder: Path) -> None:
+    started = time.monotonic()
+    code, _, errors = end(start(script, "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port(),
+                                JOIN_TIMEOUT="2"))
+    assert code == 2 and time.monotonic() - started < 40
+    last = errors.splitlines()[-1]
+    assert re.fullmatch(rf"ERROR: node {node} started no process - see above; .* within 2 s .*", last)
+
+
+def refused(cwd: Path, **settings: str) -> list[str]:
+    code, output, errors = end(start("launch_node0.sh", cwd=cwd, **settings))
+    lines = errors.splitlines()
+    assert code == 2 and "torchrun" not in output and all(re.fullmatch(r"ERROR: .+ - .+", line) for line in lines)
+    return lines
+
+
+def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
+    lines = refused(tmp_path, NNODES="two", GPUS_PER_NODE="0", MASTER_PORT="29600x", JOIN_TIMEOUT="soon")
+    assert [line.split()[1] for line in lines] == ["MASTER_PORT", "NNODES", "GPUS_PER_NODE", "JOIN_TIMEOUT"]
+    assert "NODE_RANK is '2' and NNODES '2'" in refused(tmp_path, NODE_RANK="2")[0]
+    assert "NODE_RANK is 'one'" in refused(tmp_path, NODE_RANK="one")[0]
+
+
+def test_an_interface_that_this_node_lacks(tmp_path: Path) -> None:
+    (line,) = refused(tmp_path, NCCL_SOCKET_IFNAME="eth77")
+    assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
+    assert all(name in line for _, name in socket.if_nameindex())
+
+
+def a_python(path: Path, name: str) -> Path:
+    """A Python that says which one it is and what it was asked to do, and ends with 0."""
+    path.mkdir(parents=True)
+    file = path / name
+    file.write_text('#!/bin/sh\necho "$0 $*"\n', encoding="utf-8")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return file
+
+
+def test_the_choice_of_python(tmp_path: Path) -> None:
+    """The active environment's, else .venv beside the script, else python3; and what torchrun is told."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("launch_node0.sh", "distTest/launch.sh"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, copy / name)
+    active = a_python(tmp_path / "active/bin", "python")
+    conda = a_python(tmp_path / "conda/bin", "python")
+    beside = a_python(copy / ".venv/bin", "python")
+    found = a_python(tmp_path / "path", "python3")
+
+    def said(**settings: str) -> str:
+        without = {name: value for name, value in environment(**settings).items() if value}
+        without["PATH"] = f"{found.parent}:{without['PATH']}"
+        done = subprocess.run([copy / "launch_node0.sh", "--config", "my own.yaml", "train.epochs=1"], env=without,
+                              capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.splitlines()[-1]
+
+    assert said(VIRTUAL_ENV=str(tmp_path / "active"), CONDA_PREFIX=str(tmp_path / "conda")).startswith(f"{active} ")
+    assert said(VIRTUAL_ENV="", CONDA_PREFIX=str(tmp_path / "conda")).startswith(f"{conda} ")
+    command = said(VIRTUAL_ENV="", JOIN_TIMEOUT="7", MASTER_PORT="29601", GPUS_PER_NODE="4", NNODES="3", NODE_RANK="2")
+    assert command == (
+        f"{beside} -m torch.distributed.run --nnodes=3 --node_rank=2 --nproc_per_node=4 --master_addr=127.0.0.1 "
+        f"--master_port=29601 --rdzv_conf=timeout=7 {copy}/train_fsdp.py --config my own.yaml train.epochs=1")
+    beside.unlink()
+    assert said(VIRTUAL_ENV="").startswith(f"{found} ")
+
+
+def test_the_defaults_are_the_guides(tmp_path: Path) -> None:
+    """Nothing is sent anywhere: the Python that is found only prints its arguments."""
+    a_python(tmp_path / "bin", "python")
+    known = {name: value for name, value in environment(VIRTUAL_ENV=str(tmp_path)).items()
+             if name not in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE")}
+    done = subprocess.run([REPOSITORY / "launch_node1.sh"], env=known, capture_output=True, text=True, check=True,
+                          timeout=60)
+    assert done.stdout.startswith(BANNER.format(role="WORKER", node=1, port=29600, nodes=2, gpus=8).replace(
+        "127.0.0.1", "10.11.7.50"))
+    assert "--nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=10.11.7.50 --master_port=29600" in done.stdout

@@ -1,0 +1,60 @@
+"""How ranks agree, and that none is left waiting when another cannot go on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import on_ranks
+
+from shardtune.config import DistributedConfig
+from shardtune.errors import Refused
+from shardtune.world import World, join_world, run
+
+
+def fail_differently(world: World) -> None:
+    def work() -> None:
+        raise Refused("all see this - do that", f"only rank {world.rank} sees this - do that")
+
+    world.agree(work)
+
+
+def fail_on_one(world: World) -> None:
+    world.agree(lambda: {}["lost"] if world.rank == 2 else None)
+
+
+def refuse_on_main(world: World) -> None:
+    def work() -> None:
+        assert world.is_main
+        raise Refused("rank 0 alone looked - mend it")
+
+    world.from_main(work)
+
+
+def agree(world: World) -> None:
+    assert world.gather(world.rank * 10) == [0, 10, 20]
+    assert world.agree(lambda: world.rank) == world.rank
+    assert world.from_main(lambda: ["of", world.rank]) == ["of", 0]
+    assert world.on_each_node(lambda: world.rank) == 0
+    world.say(f"said by {world.rank}")
+
+
+def take_part(work: Any) -> None:
+    run(lambda: work(join_world(DistributedConfig())))
+
+
+@pytest.mark.parametrize(("work", "code", "errors"), [
+    (fail_differently, 2, ["all see this - do that", *(f"only rank {rank} sees this - do that" for rank in range(3))]),
+    (fail_on_one, 1, [r"rank 2 on \S+: KeyError: 'lost' - see the traceback there; .*"]),
+    (refuse_on_main, 2, ["rank 0 alone looked - mend it"]),
+    (agree, 0, []),
+])
+def test_all_ranks_end_together(work: Any, code: int, errors: list[str], tmp_path: Path) -> None:
+    done = on_ranks(3, take_part, work, cwd=tmp_path, timeout_s=15)
+    assert done.returncode == code, done.stderr
+    found = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    assert len(found) == len(errors)
+    assert all(re.fullmatch(f"ERROR: {error}", line) for error, line in zip(errors, found, strict=True)), found
+    assert done.stdout == ("said by 0\n" if work is agree else "")
