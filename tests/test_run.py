@@ -457,6 +457,20 @@ def test_an_interrupted_save_leaves_nothing_behind(tmp_path: Path, run_again: Ca
     assert read_metrics(tmp_path / "runs/config", "step")[-1]["loss"] != 1.0
 
 
+def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path: Path, models: dict[str, Path]) -> None:
+    """One that is some ten times the work of a step, behind each step but the last."""
+    write_inputs(tmp_path, models["llama"])
+    write_jsonl(tmp_path / "eval.jsonl", chats(50, seed=1))
+    seconds = []
+    for every_steps in (0, 1):
+        settings = ("eval.baseline=false", f"eval.every_steps={every_steps}", f"run.dir=runs/{every_steps}")
+        done = train(1, *settings, "train.max_steps=3", "export.final=false", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        seconds.append([step["seconds"] for step in read_metrics(tmp_path / f"runs/{every_steps}", "step")[1:]])
+    without, with_evaluations = seconds
+    assert min(with_evaluations) < 3 * max(without)
+
+
 def test_what_is_switched_off_is_said(tmp_path: Path, models: dict[str, Path]) -> None:
     write_inputs(tmp_path, models["llama"])
     done = train(1, "data.eval=null", "train.max_steps=5", "logging.every_steps=2", "checkpoint.every_steps=0",

@@ -22,7 +22,7 @@ def agree_on_checkpoint(directory: Path, resume: str, world: World) -> Checkpoin
     if resume != "auto":
         return _require_same_size(_require_intact(Path(resume), world), world)
     rejected: list[str] = []
-    for path in world.from_main(lambda: [str(path) for path in find_checkpoints(directory)]):
+    for path in world.from_main(lambda: list(map(str, find_checkpoints(directory)))):
         try:
             intact = _require_intact(Path(path), world)
         except Refused as refused:

@@ -148,7 +148,7 @@ def keep_newest(checkpoints: Path, keep: int) -> None:
     """Delete the others; each loses its name first, so that none is ever seen in part."""
     for old in find_checkpoints(checkpoints)[keep:]:
         nameless = old.with_name(f".{old.name}.deleting")
-        os.rename(old, nameless)
+        old.rename(nameless)
         shutil.rmtree(nameless)
 
 
