@@ -6,12 +6,14 @@ import json
 import re
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from .config import ModelConfig
 from .errors import Refused
 
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -42,7 +44,18 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         problems += _weight_problems(model.path)
     if problems:
         raise Refused(*problems)
+    if config.dtype is None and model.init == "pretrained":
+        config.dtype = _stored_dtype(Path(model.path))
     return config
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of a local model's weights where its configuration names none: that of the first, by name."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            names = sorted(opened.keys())
+            return _DTYPES.get(opened.get_slice(names[0]).get_dtype()) if names else None
+    return None
 
 
 def _weight_problems(path: str) -> list[str]:

@@ -38,6 +38,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -
         AutoTokenizer.from_pretrained(path).save_pretrained(root / name)
         (root / name / "generation_config.json").write_text(GENERATION, encoding="utf-8")
         (root / name / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    unsaid = root / "qwen3" / "config.json"  # a configuration may leave the dtype to the weights
+    values = json.loads(unsaid.read_text(encoding="utf-8"))
+    del values["dtype"]
+    unsaid.write_text(json.dumps(values), encoding="utf-8")
     return {name: root / name for name in models}
 
 
