@@ -20,22 +20,24 @@ import torch.distributed as dist
 from shardtune import checkpoint
 from shardtune.config import Config, changed_keys, load_config, remarks, to_dict, write_config
 from shardtune.console import Parser, quiet_libraries
-from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data
-from shardtune.errors import Refused, Stopped
+from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data, require_sources
+from shardtune.errors import Interrupted, Refused, Stopped, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import export_model
 from shardtune.loss import require_separate_documents, summed_loss
 from shardtune.metrics import Metrics, peak_memory_bytes, step_line
-from shardtune.model import build_model, compute_dtype
+from shardtune.model import build_model, compute_dtype, describe_state
 from shardtune.optim import (
     build_optimizer,
     clip_gradients,
     global_gradient_norm,
     learning_rate,
-    non_finite_gradients,
+    non_finite_tensors,
     set_learning_rate,
+    warmup_steps,
 )
 from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
+from shardtune.signals import StopRequest
 from shardtune.source import read_model_config
 from shardtune.world import World, describe, join_world, run
 
@@ -50,27 +52,30 @@ def main() -> None:
         world.say(remark)
 
     run_dir = Path(config.run.dir)
-    world.from_main(lambda: prepare_run_dir(run_dir))
+    require_shared_run_dir(run_dir, world)
     resumed = choose_checkpoint(config, world)
     date = world.from_main(lambda: resumed.state["date"] if resumed else datetime.date.today().isoformat())
-    model_config = world.agree(lambda: read_model_config(config.model, config.data.max_length))
+    model_config, _ = world.agree(lambda: all_of(
+        lambda: read_model_config(config.model, config.data.max_length),
+        lambda: require_sources(config.data) if world.is_node_main else None))
     encoder = world.agree(lambda: build_encoder(config.model.path, config.data, datetime.date.fromisoformat(date)))
     data = open_prepared(Path(world.on_each_node(lambda: str(prepare_data(config.data, encoder, world.say)))))
+    world.agree(lambda: data.require_vocabulary(encoder.tokenizer, model_config.get_text_config().vocab_size))
     schedule = plan_steps(config, data, resumed, world)
 
     final_model = run_dir / "model"
     if resumed and resumed.step >= schedule.total_steps and (final_model.is_dir() or not config.export.final):
         world.say(f"Finished: {resumed.path.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
-    for moved in world.from_main(lambda: checkpoint.set_aside(run_dir, resumed)):
-        world.say(f"Set aside, not being part of this run: {moved}")
-    world.from_main(lambda: write_config(config, run_dir / "config.yaml"))
-
     model = world.agree(lambda: build_model(config, model_config, world))
     optimizer = build_optimizer(model, config.optimizer)
+    world.say(describe_state(model))
     torch.manual_seed(config.run.seed + world.rank)
     if config.data.packing:
         require_separate_documents(model, world.device)
+    for moved in world.from_main(lambda: checkpoint.set_aside(run_dir, resumed)):
+        world.say(f"Set aside, not being part of this run: {moved}")
+    world.from_main(lambda: write_config(config, run_dir / "config.yaml"))
     if resumed:
         world.agree(lambda: checkpoint.load_checkpoint(resumed, model, optimizer, world))
         world.say(f"Resumed from {resumed.path.name}")
@@ -99,10 +104,11 @@ def train(
 
     def save_after(step: Step) -> None:
         state = vars(step.end) | {"date": date, "data": data.key, "config": to_dict(config)}
-        saved = checkpoint.save_checkpoint(Path(config.run.dir) / "checkpoints", config.checkpoint.keep, model,
-                                           optimizer, state, world)
+        saved = checkpoint.save_checkpoint(Path(config.run.dir) / "checkpoints", config.checkpoint.keep,
+                                           config.distributed.save_timeout_s, model, optimizer, state, world)
         world.say(f"Saved {saved.name}")
 
+    stop = StopRequest()
     if config.eval.baseline and not resumed:
         evaluate_at(0)
     unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
@@ -111,6 +117,7 @@ def train(
         lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
         set_learning_rate(optimizer, lr)
         loss, grad_norm = train_step(config, step, data, model, optimizer, world)
+        must_stop, memory_bytes = world.maxima(stop.received is not None, peak_memory_bytes(world.device))
 
         seconds = time.perf_counter() - step_ended
         metrics.write("step", step=step.number, epoch=step.epoch, loss=loss, grad_norm=grad_norm, lr=lr,
@@ -121,13 +128,16 @@ def train(
         if step.number % config.logging.every_steps == 0 or is_last:
             world.say(step_line(step.number, schedule.total_steps, loss=loss, grad_norm=grad_norm, lr=lr,
                                 seconds=unsaid_seconds / unsaid_steps, tokens=unsaid_tokens / unsaid_steps,
-                                memory_bytes=peak_memory_bytes(world.device)))
+                                memory_bytes=memory_bytes))
             unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
         if is_last or is_due(step.number, config.eval.every_steps):
             evaluate_at(step.number)
-        if is_last or is_due(step.number, config.checkpoint.every_steps):
+        if is_last or must_stop or is_due(step.number, config.checkpoint.every_steps):
             save_after(step)
+        if must_stop and not is_last:
+            raise Interrupted(f"stopped by {stop.received or 'a signal to another rank'} after saving step "
+                              f"{step.number} - run the same command again to resume")
         step_ended = time.perf_counter()
 
 
@@ -159,10 +169,14 @@ def train_step(
 
 
 def stop_non_finite(step: int, loss: float, grad_norm: float, model: Any, world: World) -> None:
-    tensors = [name for names in world.gather(non_finite_gradients(model)) for name in names]
-    blamed = f"first in the gradient of {tensors[0]}" if tensors else "in no single gradient"
+    weights, gradients = zip(*world.gather(non_finite_tensors(model)), strict=True)
+    blamed, remedy = "in no single tensor", "look at this step's data"
+    if names := [name for of_rank in weights for name in of_rank]:
+        blamed, remedy = f"the weight {names[0]} is not finite", "start from weights that are"
+    elif names := [name for of_rank in gradients for name in of_rank]:
+        blamed, remedy = f"first in the gradient of {names[0]}", "lower optimizer.lr or look at this step's data"
     raise Stopped(f"step {step} was not taken: its loss is {loss} and its gradient norm {grad_norm}, {blamed} - "
-                  "lower optimizer.lr or look at this step's data; the same command resumes from the last checkpoint")
+                  f"{remedy}; the same command goes on from the last checkpoint, if there is one")
 
 
 def read_arguments() -> Config:
@@ -174,14 +188,28 @@ def read_arguments() -> Config:
     return load_config(arguments.config, arguments.assignments, os.environ)
 
 
-def prepare_run_dir(run_dir: Path) -> None:
+def require_shared_run_dir(run_dir: Path, world: World) -> None:
+    """Rank 0 must be able to write in run.dir, and every node to see what it writes."""
+
+    def write_probe() -> str:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            probe = run_dir / f".seen.{os.getpid()}"
+            probe.touch()
+        except OSError as error:
+            raise Refused(f"run.dir={run_dir} cannot be written: {error.strerror} - name one that can be") from error
+        return probe.name
+
+    def see(probe: Path) -> None:
+        if not probe.exists():
+            raise Refused(f"node {world.node_rank} does not see what node 0 writes in run.dir={run_dir.resolve()} - "
+                          "name a directory on a filesystem that all nodes share, by the same absolute path")
+
+    probe = run_dir / world.from_main(write_probe)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise Refused(f"run.dir={run_dir} cannot be written: {error.strerror} - name one that can be") from error
+        world.agree(lambda: see(probe))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def choose_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | None:
@@ -229,9 +257,14 @@ def plan_steps(config: Config, data: PreparedData, resumed: checkpoint.Checkpoin
         world.say("checkpoint.mode=async: checkpoints are written while training waits, as with sync")
     share = train.lengths.sum(dtype="int64") / (rows * config.data.max_length)
     world.say(f"Rows per epoch: {rows} of at most {config.data.max_length} tokens, {share:.1%} full "
-              f"(data.packing={str(config.data.packing).lower()})")
+              f"(data.packing={str(config.data.packing).lower()}); {rows} / {rows_per_step}, rounded up, are "
+              f"{schedule.steps_per_epoch} steps")
     world.say(f"Effective batch size: {section.micro_batch_size} (micro-batch) x "
               f"{section.gradient_accumulation_steps} (accumulation) x {world.size} (ranks) = {rows_per_step}")
+    warmup = warmup_steps(schedule.total_steps, config.scheduler)
+    world.say(f"Learning rate: up to {config.optimizer.lr} over {warmup} steps ({config.scheduler.warmup_ratio} x "
+              f"{schedule.total_steps}, rounded up), then {config.scheduler.name}, at the last step "
+              f"{learning_rate(schedule.total_steps, schedule.total_steps, config.optimizer.lr, config.scheduler):.3g}")
     world.say(f"Steps per epoch: {schedule.steps_per_epoch} | Total steps: {schedule.total_steps} | "
               f"Records: {data.train_summary.records} | Trained tokens: {train.trained_counts.sum(dtype='int64')}")
     return schedule

@@ -22,17 +22,13 @@ fi
 if [[ -d /sys/class/net && ! -e /sys/class/net/$NCCL_SOCKET_IFNAME ]]; then
     problems+=("NCCL_SOCKET_IFNAME is '$NCCL_SOCKET_IFNAME' and this node has $(echo $(ls /sys/class/net)) - name one of them")
 fi
-if (( ${#problems[@]} )); then
-    printf 'ERROR: %s\n' "${problems[@]}" >&2
-    exit 2
-fi
 
 if [[ -n ${VIRTUAL_ENV:-} ]]; then python=$VIRTUAL_ENV/bin/python
 elif [[ -n ${CONDA_PREFIX:-} ]]; then python=$CONDA_PREFIX/bin/python
 elif [[ -x $here/.venv/bin/python ]]; then python=$here/.venv/bin/python
 else python=python3; fi
 
-if (( NODE_RANK == 0 )); then role=MASTER; else role=WORKER; fi
+if [[ $NODE_RANK == 0 ]]; then role=MASTER; else role=WORKER; fi
 cat <<BANNER
 ========================================
 Launching $role NODE (Node $NODE_RANK)
@@ -41,6 +37,10 @@ Total Nodes: $NNODES
 GPUs per Node: $GPUS_PER_NODE
 ========================================
 BANNER
+if (( ${#problems[@]} )); then
+    printf 'ERROR: %s\n' "${problems[@]}" >&2
+    exit 2
+fi
 
 # torchrun's own exit code is always 1. The processes create this file when they start, and leave theirs and their last
 # line in it.
@@ -53,8 +53,16 @@ timeout_s=${JOIN_TIMEOUT:-300}
 "$python" -m torch.distributed.run \
     --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=$timeout_s" \
-    "$here/train_fsdp.py" "$@"
-code=$?
+    "$here/train_fsdp.py" "$@" &
+torchrun=$!
+# The processes save before they end, and this script reads what they left. Ctrl-C reaches torchrun by itself.
+trap : INT
+trap 'kill -TERM "$torchrun" 2>/dev/null' TERM HUP USR1
+code=0
+while kill -0 "$torchrun" 2>/dev/null; do
+    wait "$torchrun"
+    code=$?
+done
 (( code == 0 )) && exit 0
 if [[ -s $SHARDTUNE_EXIT_FILE ]]; then
     { read -r code; read -r line; } < "$SHARDTUNE_EXIT_FILE"

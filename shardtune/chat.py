@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
@@ -91,6 +92,8 @@ def stop_token_ids(tokenizer: Any, model_path: str) -> list[int]:
     try:
         declared = GenerationConfig.from_pretrained(model_path).eos_token_id
     except OSError:
+        if (Path(model_path) / "generation_config.json").exists():
+            raise  # it is there and says something that cannot be read
         declared = None
     if declared is None:
         declared = getattr(AutoConfig.from_pretrained(model_path).get_text_config(), "eos_token_id", None)

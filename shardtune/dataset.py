@@ -117,6 +117,9 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def largest_token(self) -> int:
+        return int(self._tokens.max())
+
     def __getitem__(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Token ids int64 [length] and trained flags bool [length] of sequence `i`, copies both.
 
@@ -138,6 +141,17 @@ class PreparedData:
     eval_summary: DataSummary | None
     key: str
 
+    def require_vocabulary(self, tokenizer: Any, vocabulary: int) -> None:
+        """Raises Refused when a token is not among the `vocabulary` ids that the model knows."""
+        if max(tokenizer.get_vocab().values()) < vocabulary:
+            return
+        largest = max(tokens.largest_token() for tokens in (self.train, self.eval) if tokens is not None)
+        if largest >= vocabulary:
+            raise Refused(
+                f"the data has the token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) and the model a "
+                f"vocabulary of {vocabulary} - use the tokenizer that belongs to the model"
+            )
+
     def lines(self) -> list[str]:
         return self.train_summary.lines() + (self.eval_summary.lines() if self.eval_summary else [])
 
@@ -158,6 +172,11 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
             "tokenizer_config.json and config.json"
         ) from error
     return ChatEncoder(tokenizer, stops, data.loss_on, date, template_name=f"the chat template of {model_path}")
+
+
+def require_sources(data: DataConfig) -> None:
+    """Raises Refused when a file or directory that `data` names is not there."""
+    _find_sources(data, lambda line: None)
 
 
 def prepare_data(data: DataConfig, encoder: ChatEncoder, say: Callable[[str], None]) -> Path:

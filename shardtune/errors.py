@@ -1,5 +1,10 @@
 """How a run ends early."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 
 class Refused(Exception):
     """The run cannot start: every problem found, each as `<what> - <what to do>`.
@@ -12,5 +17,26 @@ class Refused(Exception):
         super().__init__("\n".join(problems))
 
 
+class Interrupted(Exception):
+    """A signal asked the run to stop, and it has saved: `<what> - <what to do>`; exit code 75."""
+
+
 class Stopped(Exception):
     """All ranks stop the run together for a cause that they share, `<what> - <what to do>`; exit code 1."""
+
+
+def all_of(*checks: Callable[[], Any]) -> list[Any]:
+    """The results of all checks, each run although another refused.
+
+    Raises:
+        Refused: with the problems of all that did.
+    """
+    results, problems = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except Refused as refused:
+            problems += refused.problems
+    if problems:
+        raise Refused(*problems)
+    return results

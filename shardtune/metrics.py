@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ class Metrics:
     def write(self, kind: str, **values: Any) -> None:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, **values}) + "\n")
+                file.write(json.dumps({"kind": kind} | {key: _finite(value) for key, value in values.items()}) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """`value`, or None for a float that JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
@@ -52,7 +58,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def step_line(
     step: int, total_steps: int, *, loss: float, grad_norm: float, lr: float, seconds: float, tokens: float,
-    memory_bytes: int,
+    memory_bytes: float,
 ) -> str:
     """The line of one step, or the mean speed of the steps since the last line (`seconds` and `tokens` per step)."""
     return (f"Step {step}/{total_steps} | Loss: {loss:.4f} | Grad Norm: {grad_norm:.3f} | LR: {lr:.2e} | "

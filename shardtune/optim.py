@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,7 +28,7 @@ def learning_rate(step: int, total_steps: int, peak: float, config: SchedulerCon
     It rises as step / warmup over the first ceil(warmup_ratio x total) steps, then falls to min_lr_ratio x peak,
     reached at the last step: half a cosine, a line, or not at all.
     """
-    warmup = math.ceil(config.warmup_ratio * total_steps)
+    warmup = warmup_steps(total_steps, config)
     if step <= warmup:
         return peak * step / warmup
     if config.name == "constant":
@@ -35,6 +36,10 @@ def learning_rate(step: int, total_steps: int, peak: float, config: SchedulerCon
     progress = (step - warmup) / max(1, total_steps - warmup)
     left = 1 - progress if config.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def warmup_steps(total_steps: int, config: SchedulerConfig) -> int:
+    return math.ceil(config.warmup_ratio * total_steps)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -53,10 +58,13 @@ def clip_gradients(model: PreTrainedModel, max_norm: float, norm: torch.Tensor) 
     clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], max_norm, norm)
 
 
-def non_finite_gradients(model: PreTrainedModel) -> list[str]:
-    """The names of the parameters of which this rank's slice of the gradient has a NaN or an infinity."""
-    return [name for name, p in model.named_parameters()
-            if p.grad is not None and not torch.isfinite(_local(p.grad)).all()]
+def non_finite_tensors(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """The parameters of which this rank's slice has a NaN or an infinity, and those of which its gradient has."""
+
+    def names(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> list[str]:
+        return [name for name, tensor in tensors if tensor is not None and not _local(tensor).isfinite().all()]
+
+    return names(model.named_parameters()), names((name, p.grad) for name, p in model.named_parameters())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import DistributedConfig
-from .errors import Refused, Stopped
+from .errors import Interrupted, Refused, Stopped
 
 T = TypeVar("T")
 
@@ -30,6 +30,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 # meanwhile is noticed by its launcher, not by this wait.
 _AGREE_TIMEOUT = datetime.timedelta(days=2)
 _FIRST_RANK_SPEAKS_S = 20
+_REFUSED_KEY = "refused"
 
 
 @dataclass(frozen=True)
@@ -55,27 +56,43 @@ class World:
         return self.local_rank == 0
 
     def say(self, line: str) -> None:
-        """Print one line on node 0's standard output."""
+        """Print one line on node 0's standard output, which may have been closed: `tee` ends before the run does."""
         if self.is_main:
-            print(line, flush=True)
+            try:
+                print(line, flush=True)
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
         """Every rank's JSON-able `value`, in rank order, on every rank.
 
         It goes through the store, not through a collective: a rank may arrive hours after another.
+
+        Raises:
+            TimeoutError: the named ranks did not arrive within `timeout_s` seconds, where that is given.
         """
         tag = f"gather/{next(self._round)}"
         self.store.set(f"{tag}/{self.rank}", json.dumps(value))
         keys = [f"{tag}/{rank}" for rank in range(self.size)]
-        self.store.wait(keys, _AGREE_TIMEOUT)
+        try:
+            self.store.wait(keys, _AGREE_TIMEOUT if timeout_s is None else datetime.timedelta(seconds=timeout_s))
+        except dist.DistStoreError as error:
+            late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise TimeoutError(f"no word from rank {_named(late)} within {timeout_s} s") from error
         return [json.loads(self.store.get(key)) for key in keys]
+
+    def maxima(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks: a collective, for what every step needs."""
+        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
 
     def agree(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; its own result on each.
 
         Raises:
             Refused: on every rank, with the problems of all of them, each once, if `work` refused on any.
-        Stopped: on every rank, if `work` failed in another way on any.
+            Stopped: on every rank, if `work` failed in another way on any.
         """
         report: dict[str, list[str]] = {"problems": [], "failures": []}
         try:
@@ -126,6 +143,7 @@ def join_world(config: DistributedConfig) -> World:
             store = dist.HashStore()
         else:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+            _wait_for_everyone(store, rank, size, config.join_timeout_s)
         dist.init_process_group(
             backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=size,
             timeout=datetime.timedelta(seconds=max(config.join_timeout_s, config.step_timeout_s)),
@@ -138,6 +156,39 @@ def join_world(config: DistributedConfig) -> World:
                       "MASTER_PORT that all of them reach") from error
     mesh = dist.init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return World(rank, size, local_rank, local_size, node_rank, device, mesh, dist.PrefixStore("shardtune", store))
+
+
+def _wait_for_everyone(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    """Return when every rank has come to the store.
+
+    Raises:
+        Refused: some did not in time, or one was refused before it came (see `_tell_the_others`).
+    """
+    store.set(f"joined/{rank}", "")
+    deadline = time.monotonic() + timeout_s
+    while late := [other for other in range(size) if not store.check([f"joined/{other}"])]:
+        if store.check([_REFUSED_KEY]):
+            raise Refused(*json.loads(store.get(_REFUSED_KEY)))
+        if time.monotonic() > deadline:
+            raise Refused(f"rank {_named(late)} of {size} did not come within {timeout_s} s - start every node within "
+                          "that time, and look at the logs of those that did not come")
+        time.sleep(0.2)
+
+
+def _tell_the_others(problems: list[str]) -> None:
+    """Leave in the store why this process, which has not joined, never will, for the nodes that wait for it."""
+    if dist.is_initialized() or any(name not in os.environ for name in _LAUNCHER_VARIABLES):
+        return
+    told = [f"node {os.environ.get('GROUP_RANK', '?')} ({socket.gethostname()}): {problem}" for problem in problems]
+    with contextlib.suppress(RuntimeError, ValueError):  # nobody may listen: then nobody waits
+        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=5)))
+        if not store.check([_REFUSED_KEY]):
+            store.set(_REFUSED_KEY, json.dumps(told))
+
+
+def _named(ranks: list[int]) -> str:
+    """The first few of some ranks."""
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _variable(name: str, default: int | None = None) -> int:
@@ -182,7 +233,7 @@ def describe(world: World) -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run `main` and end the process with the exit code that the outcome has: 0, 2 (refused) or 1.
+    """Run `main` and end the process with the exit code that the outcome has: 0, 2, 75 or 1 (see errors).
 
     The last line on stderr of a failure is `ERROR: ...`; what all ranks share is printed once a node. The launch
     scripts, from which torchrun hides the code, name a file for it in SHARDTUNE_EXIT_FILE; it exists from the start.
@@ -193,6 +244,8 @@ def run(main: Callable[[], None]) -> None:
         main()
     except Refused as refused:
         code, lines = 2, refused.problems
+    except Interrupted as interrupted:
+        code, lines = 75, [str(interrupted)]
     except Stopped as stopped:
         code, lines = 1, [str(stopped)]
     except KeyboardInterrupt:
@@ -205,13 +258,16 @@ def run(main: Callable[[], None]) -> None:
     if lines and is_shared and os.environ.get("LOCAL_RANK", "0") != "0":
         # The node's first rank says it. Ending before it would have torchrun end it before it does.
         time.sleep(_FIRST_RANK_SPEAKS_S)
+    if code == 2:
+        _tell_the_others(lines)
     for line in lines:
         print(f"ERROR: {line}", file=sys.stderr, flush=True)
     if lines:
         _report_exit(f"{code}\n{lines[-1]}\n")
-    if dist.is_initialized() and code in (0, 2):
+    if dist.is_initialized() and code in (0, 2, 75):
         dist.destroy_process_group()
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     # A failed rank must not wait in interpreter shutdown for collectives that will never complete.
     os._exit(code)
 

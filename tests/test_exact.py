@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from conftest import chats, launch, read_metrics, sentence, write_jsonl
 from ranks import train
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from shardtune.packing import deal, plan_rows
 
@@ -348,20 +356,26 @@ def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(change, fo
     assert not (run_dir / "model").exists()
 
 
-def test_a_model_that_leaks_between_documents_trains_unpacked_alone(tokenizer, tmp_path):
+SMALL = {"vocab_size": 331, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 1, "pad_token_id": 2}
+
+
+@pytest.mark.parametrize("leaking", [
+    lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
+    lambda: OPTForCausalLM(OPTConfig(**SMALL, num_attention_heads=4, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0)),
+], ids=["mamba", "opt"])
+def test_a_model_whose_documents_would_mix_trains_unpacked_alone(leaking, tokenizer, tmp_path):
     torch.manual_seed(0)
-    MambaForCausalLM(MambaConfig(vocab_size=331, hidden_size=32, num_hidden_layers=2, state_size=4, eos_token_id=1,
-                                 pad_token_id=2, bos_token_id=0)).save_pretrained(tmp_path / "mamba")
-    tokenizer.save_pretrained(tmp_path / "mamba")
+    leaking().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
     records = uneven_chats()[:8]
-    given = settings(tmp_path / "mamba", write_jsonl(tmp_path / "train.jsonl", records), tmp_path / "run",
+    given = settings(tmp_path / "model", write_jsonl(tmp_path / "train.jsonl", records), tmp_path / "run",
                      "train.gradient_accumulation_steps=4", "train.epochs=2")
     refused = train(2, *given, cwd=tmp_path)
     assert refused.returncode == 2
-    assert refused.stderr.splitlines()[-1].startswith("ERROR: mamba ")
+    assert refused.stderr.splitlines()[-1].startswith("ERROR: ")
     assert refused.stderr.splitlines()[-1].endswith(" - use data.packing=false")
     finish(train(2, *given, "data.packing=false", cwd=tmp_path))
-    expected = plain_training(tmp_path / "mamba", [encode(tokenizer, record) for record in records], [3e-3] * 2)
+    expected = plain_training(tmp_path / "model", [encode(tokenizer, record) for record in records], [3e-3] * 2)
     assert step_losses(tmp_path / "run") == pytest.approx(expected.losses, rel=1e-5)
 
 

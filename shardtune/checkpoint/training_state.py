@@ -6,6 +6,7 @@ import platform
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,26 @@ from .files import Checkpoint, commit, keep_newest, prepare_directory, rank_file
 
 
 def save_checkpoint(
-    checkpoints: Path, keep: int, model: PreTrainedModel, optimizer: torch.optim.Optimizer, state: dict[str, Any],
-    world: World,
+    checkpoints: Path, keep: int, timeout_s: float, model: PreTrainedModel, optimizer: torch.optim.Optimizer,
+    state: dict[str, Any], world: World,
 ) -> Path:
     """Write `checkpoint_<state["step"]>` and delete all but the newest `keep`; every rank takes part.
 
     Raises:
-        Stopped: on every rank, if any could not write its part; nothing half-written becomes visible.
+        Stopped: on every rank, if any could not write its part, or has not within `timeout_s` seconds; nothing
+            half-written becomes visible.
     """
     step = state["step"]
-    temporary = Path(_share(world, lambda: str(prepare_directory(checkpoints, step)), step, main_only=True)[0])
+    share = partial(_share, world, step, timeout_s)
+    temporary = Path(share(lambda: str(prepare_directory(checkpoints, step)), main_only=True)[0])
     sharded = dict(_sharded_tensors(model, optimizer))
     local = {name: _local(tensor).detach().cpu().contiguous() for name, tensor in sharded.items()}
     local |= _random_state(world.device)
     about = {"host": socket.gethostname(), "chunks": {name: _chunk(tensor) for name, tensor in sharded.items()}}
     try:
-        reports = _share(world, lambda: write_rank_file(temporary, world.rank, local) | about, step)
-        committed = _share(world, lambda: str(_commit(temporary, checkpoints, keep, sharded, reports, state, world)),
-                           step, main_only=True)
+        reports = share(lambda: write_rank_file(temporary, world.rank, local) | about)
+        committed = share(lambda: str(_commit(temporary, checkpoints, keep, sharded, reports, state, world)),
+                          main_only=True)
     except Stopped:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)  # its space may be what the next save lacks
@@ -49,7 +52,9 @@ def save_checkpoint(
     return Path(committed[0])
 
 
-def _share(world: World, work: Callable[[], Any], step: int, main_only: bool = False) -> list[Any]:
+def _share(
+    world: World, step: int, timeout_s: float, work: Callable[[], Any], main_only: bool = False
+) -> list[Any]:
     """Every rank's result of `work`, on every rank; an error of the disk on any of them stops all."""
     report: dict[str, Any] = {}
     if world.is_main or not main_only:
@@ -57,8 +62,11 @@ def _share(world: World, work: Callable[[], Any], step: int, main_only: bool = F
             report["result"] = work()
         except (OSError, SafetensorError) as error:
             report["problem"] = f"rank {world.rank} on {socket.gethostname()}: {error}"
-    reports = world.gather(report)
-    problems = [report["problem"] for report in reports if "problem" in report]
+    try:
+        reports = world.gather(report, timeout_s)
+        problems = [report["problem"] for report in reports if "problem" in report]
+    except TimeoutError as error:
+        problems = [f"{error} (distributed.save_timeout_s)"]
     if problems:
         raise Stopped(f"the checkpoint of step {step} was not saved: {problems[0]} - make room or mend the disk; "
                       "the same command resumes from the last checkpoint")
