@@ -20,7 +20,7 @@ from shardtune.optim import (
     clip_gradients,
     global_gradient_norm,
     learning_rate,
-    non_finite_gradients,
+    non_finite_tensors,
     set_learning_rate,
 )
 from shardtune.world import join_world
@@ -86,7 +86,7 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
     unchanged = global_gradient_norm(model)
     if world.rank == 1:
         model.get_parameter("model.norm.weight").grad.to_local()[3] = math.inf
-    seen = [norm.item(), clipped.item(), unchanged.item(), non_finite_gradients(model)]
+    seen = [norm.item(), clipped.item(), unchanged.item(), non_finite_tensors(model)[1]]
     out.with_suffix(f".{world.rank}").write_text(json.dumps(seen), encoding="utf-8")
 
 
