@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fine-tune a HuggingFace causal language model with PyTorch FSDP.
 
-    torchrun --nproc_per_node=N train_fsdp.py [--config FILE] [section.key=value ...]
+torchrun --nproc_per_node=N train_fsdp.py [--config FILE] [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ def main() -> None:
     require_shared_run_dir(run_dir, world)
     resumed = choose_checkpoint(config, world)
     date = world.from_main(lambda: resumed.state["date"] if resumed else datetime.date.today().isoformat())
-    model_config, _ = world.agree(lambda: all_of(
-        lambda: read_model_config(config.model, config.data.max_length),
-        lambda: require_sources(config.data) if world.is_node_main else None))
+    model_config, _ = world.agree(
+        lambda: all_of(
+            lambda: read_model_config(config.model, config.data.max_length),
+            lambda: require_sources(config.data) if world.is_node_main else None,
+        )
+    )
     encoder = world.agree(lambda: build_encoder(config.model.path, config.data, datetime.date.fromisoformat(date)))
     data = open_prepared(Path(world.on_each_node(lambda: str(prepare_data(config.data, encoder, world.say)))))
     world.agree(lambda: data.require_vocabulary(encoder.tokenizer, model_config.get_text_config().vocab_size))
@@ -88,24 +91,44 @@ def main() -> None:
 
 
 def train(
-    config: Config, schedule: Schedule, data: PreparedData, date: str, model: Any, optimizer: torch.optim.Optimizer,
-    metrics: Metrics, world: World, resumed: checkpoint.Checkpoint | None,
+    config: Config,
+    schedule: Schedule,
+    data: PreparedData,
+    date: str,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    metrics: Metrics,
+    world: World,
+    resumed: checkpoint.Checkpoint | None,
 ) -> None:
     """All the steps that are left, with their evaluations and checkpoints."""
 
     def evaluate_at(step: int) -> None:
         if data.eval is None:
             return
-        found = evaluate(model, data.eval, world, max_length=config.data.max_length, packing=config.data.packing,
-                         rows_per_micro_batch=config.train.micro_batch_size)
+        found = evaluate(
+            model,
+            data.eval,
+            world,
+            max_length=config.data.max_length,
+            packing=config.data.packing,
+            rows_per_micro_batch=config.train.micro_batch_size,
+        )
         label, tail = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
         world.say(f"{label} Perplexity: {found.perplexity:.4f} | Loss: {found.loss:.4f} | Tokens: {found.tokens}{tail}")
         metrics.write("eval", step=step, loss=found.loss, perplexity=found.perplexity, tokens=found.tokens)
 
     def save_after(step: Step) -> None:
         state = vars(step.end) | {"date": date, "data": data.key, "config": to_dict(config)}
-        saved = checkpoint.save_checkpoint(Path(config.run.dir) / "checkpoints", config.checkpoint.keep,
-                                           config.distributed.save_timeout_s, model, optimizer, state, world)
+        saved = checkpoint.save_checkpoint(
+            Path(config.run.dir) / "checkpoints",
+            config.checkpoint.keep,
+            config.distributed.save_timeout_s,
+            model,
+            optimizer,
+            state,
+            world,
+        )
         world.say(f"Saved {saved.name}")
 
     stop = StopRequest()
@@ -120,15 +143,36 @@ def train(
         must_stop, memory_bytes = world.maxima(stop.received is not None, peak_memory_bytes(world.device))
 
         seconds = time.perf_counter() - step_ended
-        metrics.write("step", step=step.number, epoch=step.epoch, loss=loss, grad_norm=grad_norm, lr=lr,
-                      tokens=step.tokens, trained_tokens=step.trained_tokens, seconds=seconds)
+        metrics.write(
+            "step",
+            step=step.number,
+            epoch=step.epoch,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=step.tokens,
+            trained_tokens=step.trained_tokens,
+            seconds=seconds,
+        )
         unsaid_steps, unsaid_seconds, unsaid_tokens = (
-            unsaid_steps + 1, unsaid_seconds + seconds, unsaid_tokens + step.tokens)
+            unsaid_steps + 1,
+            unsaid_seconds + seconds,
+            unsaid_tokens + step.tokens,
+        )
         is_last = step.number == schedule.total_steps
         if step.number % config.logging.every_steps == 0 or is_last:
-            world.say(step_line(step.number, schedule.total_steps, loss=loss, grad_norm=grad_norm, lr=lr,
-                                seconds=unsaid_seconds / unsaid_steps, tokens=unsaid_tokens / unsaid_steps,
-                                memory_bytes=memory_bytes))
+            world.say(
+                step_line(
+                    step.number,
+                    schedule.total_steps,
+                    loss=loss,
+                    grad_norm=grad_norm,
+                    lr=lr,
+                    seconds=unsaid_seconds / unsaid_steps,
+                    tokens=unsaid_tokens / unsaid_steps,
+                    memory_bytes=memory_bytes,
+                )
+            )
             unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
         if is_last or is_due(step.number, config.eval.every_steps):
@@ -136,8 +180,10 @@ def train(
         if is_last or must_stop or is_due(step.number, config.checkpoint.every_steps):
             save_after(step)
         if must_stop and not is_last:
-            raise Interrupted(f"stopped by {stop.received or 'a signal to another rank'} after saving step "
-                              f"{step.number} - run the same command again to resume")
+            raise Interrupted(
+                f"stopped by {stop.received or 'a signal to another rank'} after saving step "
+                f"{step.number} - run the same command again to resume"
+            )
         step_ended = time.perf_counter()
 
 
@@ -175,14 +221,21 @@ def stop_non_finite(step: int, loss: float, grad_norm: float, model: Any, world:
         blamed, remedy = f"the weight {names[0]} is not finite", "start from weights that are"
     elif names := [name for of_rank in gradients for name in of_rank]:
         blamed, remedy = f"first in the gradient of {names[0]}", "lower optimizer.lr or look at this step's data"
-    raise Stopped(f"step {step} was not taken: its loss is {loss} and its gradient norm {grad_norm}, {blamed} - "
-                  f"{remedy}; the same command goes on from the last checkpoint, if there is one")
+    raise Stopped(
+        f"step {step} was not taken: its loss is {loss} and its gradient norm {grad_norm}, {blamed} - "
+        f"{remedy}; the same command goes on from the last checkpoint, if there is one"
+    )
 
 
 def read_arguments() -> Config:
     parser = Parser(description="Fine-tune a causal language model with FSDP.", allow_abbrev=False)
-    parser.add_argument("--config", type=Path, default=Path(__file__).resolve().parent / "config.yaml", metavar="FILE",
-                        help="YAML file with the run's configuration (default: the config.yaml beside this script)")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=Path(__file__).resolve().parent / "config.yaml",
+        metavar="FILE",
+        help="YAML file with the run's configuration (default: the config.yaml beside this script)",
+    )
     parser.add_argument("assignments", nargs="*", metavar="section.key=value", help="values that override the file's")
     arguments = parser.parse_intermixed_args()  # an assignment may stand behind an option
     return load_config(arguments.config, arguments.assignments, os.environ)
@@ -202,8 +255,10 @@ def require_shared_run_dir(run_dir: Path, world: World) -> None:
 
     def see(probe: Path) -> None:
         if not probe.exists():
-            raise Refused(f"node {world.node_rank} does not see what node 0 writes in run.dir={run_dir.resolve()} - "
-                          "name a directory on a filesystem that all nodes share, by the same absolute path")
+            raise Refused(
+                f"node {world.node_rank} does not see what node 0 writes in run.dir={run_dir.resolve()} - "
+                "name a directory on a filesystem that all nodes share, by the same absolute path"
+            )
 
     probe = run_dir / world.from_main(write_probe)
     try:
@@ -219,8 +274,13 @@ def choose_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | N
         return None
     allowed, forbidden = changed_keys(found.state["config"], config)
     if forbidden:
-        raise Refused(*(f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {found.path.name} - set it back, or "
-                        "start anew with another run.dir" for key, old, new in forbidden))
+        raise Refused(
+            *(
+                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {found.path.name} - set it back, or "
+                "start anew with another run.dir"
+                for key, old, new in forbidden
+            )
+        )
     for key, old, new in allowed:
         world.say(f"Changed since {found.path.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}")
     return found
@@ -231,42 +291,64 @@ def plan_steps(config: Config, data: PreparedData, resumed: checkpoint.Checkpoin
     train, section = data.train, config.train
     rows_per_step = section.micro_batch_size * section.gradient_accumulation_steps * world.size
     schedule = make_schedule(
-        train, max_length=config.data.max_length, packing=config.data.packing, seed=config.run.seed,
-        rows_per_step=rows_per_step, epochs=section.epochs, max_steps=section.max_steps,
-        start=Position(*(resumed.state[key] for key in ("step", "epoch", "row"))) if resumed else Position())
+        train,
+        max_length=config.data.max_length,
+        packing=config.data.packing,
+        seed=config.run.seed,
+        rows_per_step=rows_per_step,
+        epochs=section.epochs,
+        max_steps=section.max_steps,
+        start=Position(*(resumed.state[key] for key in ("step", "epoch", "row"))) if resumed else Position(),
+    )
     rows = schedule.rows_per_epoch
     if rows < world.size:
-        raise Refused(f"an epoch has {rows} rows and the run {world.size} ranks - add data, lower data.max_length, "
-                      "set data.packing=false, or use fewer ranks")
+        raise Refused(
+            f"an epoch has {rows} rows and the run {world.size} ranks - add data, lower data.max_length, "
+            "set data.packing=false, or use fewer ranks"
+        )
     keys = world.gather(data.key)
     if len(set(keys)) > 1:
         other = next(rank for rank, key in enumerate(keys) if key != keys[0])
-        raise Refused(f"the data of rank {other} (digest {keys[other]}) is not that of rank 0 ({keys[0]}) - "
-                      "copy the same data, model and code to every node")
+        raise Refused(
+            f"the data of rank {other} (digest {keys[other]}) is not that of rank 0 ({keys[0]}) - "
+            "copy the same data, model and code to every node"
+        )
     if resumed and resumed.state["data"] != data.key:
-        raise Refused(f"the data (digest {data.key}) is not that of {resumed.path.name} ({resumed.state['data']}) - "
-                      "bring the same data, tokenizer and code back, or start anew with another run.dir")
+        raise Refused(
+            f"the data (digest {data.key}) is not that of {resumed.path.name} ({resumed.state['data']}) - "
+            "bring the same data, tokenizer and code back, or start anew with another run.dir"
+        )
     for line in data.lines():
         world.say(line)
     dtype = str(compute_dtype(config.model.compute_dtype, world.device)).removeprefix("torch.")
-    world.say(f"Forward and backward in {dtype} (model.compute_dtype={config.model.compute_dtype}), weights and "
-              f"updates in {config.model.master_dtype}, gradients reduced in {config.model.reduce_dtype}")
+    world.say(
+        f"Forward and backward in {dtype} (model.compute_dtype={config.model.compute_dtype}), weights and "
+        f"updates in {config.model.master_dtype}, gradients reduced in {config.model.reduce_dtype}"
+    )
     if data.eval is None:
         world.say("Evaluation is skipped: neither data.eval nor data.eval_fraction names evaluation data")
     if config.checkpoint.mode == "async":
         world.say("checkpoint.mode=async: checkpoints are written while training waits, as with sync")
     share = train.lengths.sum(dtype="int64") / (rows * config.data.max_length)
-    world.say(f"Rows per epoch: {rows} of at most {config.data.max_length} tokens, {share:.1%} full "
-              f"(data.packing={str(config.data.packing).lower()}); {rows} / {rows_per_step}, rounded up, are "
-              f"{schedule.steps_per_epoch} steps")
-    world.say(f"Effective batch size: {section.micro_batch_size} (micro-batch) x "
-              f"{section.gradient_accumulation_steps} (accumulation) x {world.size} (ranks) = {rows_per_step}")
+    world.say(
+        f"Rows per epoch: {rows} of at most {config.data.max_length} tokens, {share:.1%} full "
+        f"(data.packing={str(config.data.packing).lower()}); {rows} / {rows_per_step}, rounded up, are "
+        f"{schedule.steps_per_epoch} steps"
+    )
+    world.say(
+        f"Effective batch size: {section.micro_batch_size} (micro-batch) x "
+        f"{section.gradient_accumulation_steps} (accumulation) x {world.size} (ranks) = {rows_per_step}"
+    )
     warmup = warmup_steps(schedule.total_steps, config.scheduler)
-    world.say(f"Learning rate: up to {config.optimizer.lr} over {warmup} steps ({config.scheduler.warmup_ratio} x "
-              f"{schedule.total_steps}, rounded up), then {config.scheduler.name}, at the last step "
-              f"{learning_rate(schedule.total_steps, schedule.total_steps, config.optimizer.lr, config.scheduler):.3g}")
-    world.say(f"Steps per epoch: {schedule.steps_per_epoch} | Total steps: {schedule.total_steps} | "
-              f"Records: {data.train_summary.records} | Trained tokens: {train.trained_counts.sum(dtype='int64')}")
+    world.say(
+        f"Learning rate: up to {config.optimizer.lr} over {warmup} steps ({config.scheduler.warmup_ratio} x "
+        f"{schedule.total_steps}, rounded up), then {config.scheduler.name}, at the last step "
+        f"{learning_rate(schedule.total_steps, schedule.total_steps, config.optimizer.lr, config.scheduler):.3g}"
+    )
+    world.say(
+        f"Steps per epoch: {schedule.steps_per_epoch} | Total steps: {schedule.total_steps} | "
+        f"Records: {data.train_summary.records} | Trained tokens: {train.trained_counts.sum(dtype='int64')}"
+    )
     return schedule
 
 

@@ -1,6 +1,6 @@
 """Ask a model a held-out question before and after fine-tuning.
 
-    python examples/ask.py --before MODEL_DIR --run RUN_DIR --questions FILE.jsonl
+python examples/ask.py --before MODEL_DIR --run RUN_DIR --questions FILE.jsonl
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ def main() -> None:
     print(f"\nBefore: {answer(arguments.before, chat[:1])}")
     print(f"\nAfter:  {answer(after, chat[:1])}")
     print(f"\nReference: {chat[1]['content']}\n")
-    for name, path in (("Fine-tuned model", after), ("Checkpoints", arguments.run / "checkpoints"),
-                       ("Every step's numbers", arguments.run / "metrics.jsonl"),
-                       ("Resolved configuration", arguments.run / "config.yaml"),
-                       ("Original model", arguments.before)):
+    for name, path in (
+        ("Fine-tuned model", after),
+        ("Checkpoints", arguments.run / "checkpoints"),
+        ("Every step's numbers", arguments.run / "metrics.jsonl"),
+        ("Resolved configuration", arguments.run / "config.yaml"),
+        ("Original model", arguments.before),
+    ):
         print(f"{name + ':':<23} {path}")
 
 
@@ -42,7 +45,7 @@ def answer(path: Path, messages: list[dict[str, Any]]) -> str:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     generated = model.generate(**prompt, max_new_tokens=100, do_sample=False)
-    return str(tokenizer.decode(generated[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True)).strip()
+    return str(tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
 
 if __name__ == "__main__":

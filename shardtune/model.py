@@ -50,8 +50,10 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     master = DTYPES[config.model.master_dtype]
     skeleton = _on_meta(model_config, config.model.attention, master)
     if config.data.packing and not _can_be_packed(type(skeleton)):
-        raise Refused(f"{model_config.model_type} keeps a state or takes no positions, so documents in one row would "
-                      "not be apart - use data.packing=false")
+        raise Refused(
+            f"{model_config.model_type} keeps a state or takes no positions, so documents in one row would "
+            "not be apart - use data.packing=false"
+        )
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config.model.compute_dtype, world.device),
         reduce_dtype=DTYPES[config.model.reduce_dtype],
@@ -78,8 +80,9 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
                 return AutoModelForCausalLM.from_config(model_config, attn_implementation=implementation, dtype=dtype)
         except ValueError as error:
             refusals.append(str(error).splitlines()[0])
-    raise Refused(f"model.attention={attention} is not for {model_config.model_type} ({refusals[0]}) - "
-                  "use model.attention=auto")
+    raise Refused(
+        f"model.attention={attention} is not for {model_config.model_type} ({refusals[0]}) - use model.attention=auto"
+    )
 
 
 def _can_be_packed(model_class: type[PreTrainedModel]) -> bool:
@@ -102,8 +105,10 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
         # The last dimension: the second is where the files' gate and up projections are joined.
         if parameter.shape[-1] % world.size == 0:
             return Shard(parameter.dim() - 1)
-        raise Refused(f"{experts} experts of width {parameter.shape[-1]} do not spread over {world.size} ranks, one of "
-                      "them would hold none - use a number of ranks that divides the experts or their width")
+        raise Refused(
+            f"{experts} experts of width {parameter.shape[-1]} do not spread over {world.size} ranks, one of "
+            "them would hold none - use a number of ranks that divides the experts or their width"
+        )
 
     layer_classes = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
@@ -115,7 +120,11 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
 
 
 def _load_sharded(
-    model_class: type[PreTrainedModel], path: str, model_config: PreTrainedConfig, master: torch.dtype, world: World,
+    model_class: type[PreTrainedModel],
+    path: str,
+    model_config: PreTrainedConfig,
+    master: torch.dtype,
+    world: World,
     policy: MixedPrecisionPolicy,
 ) -> PreTrainedModel:
     """`from_pretrained`, with FSDP2 applied between construction on meta and reading.
@@ -132,23 +141,36 @@ def _load_sharded(
         shard(model, world, policy)
         return model
 
-    sharded_class = type(model_class.__name__, (model_class,), {
-        "__module__": model_class.__module__,
-        "prepare_distribute_model": classmethod(prepare_distribute_model),
-        "maybe_distribute_model": classmethod(maybe_distribute_model),
-    })
+    sharded_class = type(
+        model_class.__name__,
+        (model_class,),
+        {
+            "__module__": model_class.__module__,
+            "prepare_distribute_model": classmethod(prepare_distribute_model),
+            "maybe_distribute_model": classmethod(maybe_distribute_model),
+        },
+    )
     loader: Any = sharded_class
     model, info = loader.from_pretrained(
-        path, config=model_config, dtype=master, attn_implementation=model_config._attn_implementation,
-        distributed_config=NoParallelism(), output_loading_info=True, ignore_mismatched_sizes=True,
+        path,
+        config=model_config,
+        dtype=master,
+        attn_implementation=model_config._attn_implementation,
+        distributed_config=NoParallelism(),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
     del model.config.distributed_config
     missing = sorted(info["missing_keys"])
     misshapen = sorted(f"{name} {list(stored)}, not {list(built)}" for name, stored, built in info["mismatched_keys"])
-    problems = [f"{path}: {kind} {names[0]} ({len(names)} in all) - fetch the model again, or correct its config.json"
-                for kind, names in (("the files lack the model's tensor", missing),
-                                    ("another shape than the model's has", misshapen))
-                if names]
+    problems = [
+        f"{path}: {kind} {names[0]} ({len(names)} in all) - fetch the model again, or correct its config.json"
+        for kind, names in (
+            ("the files lack the model's tensor", missing),
+            ("another shape than the model's has", misshapen),
+        )
+        if names
+    ]
     if problems:
         raise Refused(*problems)
     if unexpected := sorted(info["unexpected_keys"]):
@@ -160,8 +182,10 @@ def describe_state(model: PreTrainedModel) -> str:
     """How many parameters there are, and what this rank holds of them and of AdamW's two moments."""
     total = sum(p.numel() for p in model.parameters())
     local = sum(p.to_local().numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
-    return (f"Parameters: {total} | On each rank: {local / 1e9:.2f} GB of weights and as much again for each of two "
-            f"moments and the gradients = {4 * local / 1e9:.2f} GB")
+    return (
+        f"Parameters: {total} | On each rank: {local / 1e9:.2f} GB of weights and as much again for each of two "
+        f"moments and the gradients = {4 * local / 1e9:.2f} GB"
+    )
 
 
 @contextmanager
@@ -205,7 +229,8 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
             module.register_parameter(key, parameter)
             assert isinstance(parameter, DTensor)
             shape, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements)
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
             index = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
             parameter.to_local().copy_(whole[index])
 

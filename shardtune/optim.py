@@ -16,10 +16,13 @@ from .config import OptimizerConfig, SchedulerConfig
 def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the sharded master weights; weight decay reaches matrices and not biases or norms."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas,
-                             eps=config.eps, fused=True)
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
 
 
 def learning_rate(step: int, total_steps: int, peak: float, config: SchedulerConfig) -> float:

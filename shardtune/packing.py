@@ -180,14 +180,27 @@ class Schedule:
                 chosen = [rows[row] for row in range(begin, end)]
                 members = np.concatenate(chosen)
                 after = Position(number, epoch, end) if end < len(rows) else Position(number, epoch + 1, 0)
-                yield Step(number, epoch, [row.tolist() for row in chosen], int(lengths[members].sum()),
-                           int(trained_counts[members].sum()), after)
+                yield Step(
+                    number,
+                    epoch,
+                    [row.tolist() for row in chosen],
+                    int(lengths[members].sum()),
+                    int(trained_counts[members].sum()),
+                    after,
+                )
             epoch, first = epoch + 1, 0
 
 
 def make_schedule(
-    dataset: TokenDataset, *, max_length: int, packing: bool, seed: int, rows_per_step: int, epochs: int,
-    max_steps: int | None, start: Position,
+    dataset: TokenDataset,
+    *,
+    max_length: int,
+    packing: bool,
+    seed: int,
+    rows_per_step: int,
+    epochs: int,
+    max_steps: int | None,
+    start: Position,
 ) -> Schedule:
     """The schedule from `start` to the end of `epochs` epochs or to step `max_steps`, whichever comes first.
 

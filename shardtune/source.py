@@ -28,18 +28,24 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model.path)
     except (OSError, ValueError, KeyError) as error:
-        raise Refused(f"model.path={model.path}: no model configuration that transformers can read "
-                      f"({_first_line(error)}) - name a hub id or a directory with a config.json") from error
+        raise Refused(
+            f"model.path={model.path}: no model configuration that transformers can read "
+            f"({_first_line(error)}) - name a hub id or a directory with a config.json"
+        ) from error
     problems = []
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        problems.append(f"model.path={model.path}: model type '{config.model_type}' is no causal language model that "
-                        "transformers knows - use one that AutoModelForCausalLM opens")
+        problems.append(
+            f"model.path={model.path}: model type '{config.model_type}' is no causal language model that "
+            "transformers knows - use one that AutoModelForCausalLM opens"
+        )
     if getattr(config, "quantization_config", None) is not None:
         problems.append(f"model.path={model.path}: its weights are quantised - use the unquantised model")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_length > positions:
-        problems.append(f"data.max_length={max_length} is beyond the {positions} positions of {model.path} - "
-                        f"use data.max_length={positions} or less")
+        problems.append(
+            f"data.max_length={max_length} is beyond the {positions} positions of {model.path} - "
+            f"use data.max_length={positions} or less"
+        )
     if model.init == "pretrained":
         problems += _weight_problems(model.path)
     if problems:
@@ -75,8 +81,10 @@ def _weight_problems(path: str) -> list[str]:
     elif single.is_file():
         shards = {single.name: set()}
     else:
-        return [f"{path}: no model.safetensors and no model.safetensors.index.json, so no weights - fetch them, "
-                "convert the model to safetensors, or start from model.init=random"]
+        return [
+            f"{path}: no model.safetensors and no model.safetensors.index.json, so no weights - fetch them, "
+            "convert the model to safetensors, or start from model.init=random"
+        ]
     return [problem for shard in sorted(shards) for problem in _shard_problems(folder / shard, shards[shard])]
 
 
@@ -88,10 +96,15 @@ def _shard_problems(file: Path, expected: set[str]) -> list[str]:
         with safe_open(file, framework="pt") as opened:  # reads the header and compares the file's size with it
             absent = sorted(expected - set(opened.keys()))
     except (OSError, SafetensorError) as error:
-        return [f"{file}: truncated or damaged, its {file.stat().st_size} bytes are not what its header says "
-                f"({_first_line(error)}) - {remedy}"]
-    return [f"{file}: tensor {absent[0]} ({len(absent)} in all) is in the index and not in the file - {remedy}"] \
-        if absent else []
+        return [
+            f"{file}: truncated or damaged, its {file.stat().st_size} bytes are not what its header says "
+            f"({_first_line(error)}) - {remedy}"
+        ]
+    return (
+        [f"{file}: tensor {absent[0]} ({len(absent)} in all) is in the index and not in the file - {remedy}"]
+        if absent
+        else []
+    )
 
 
 def _first_line(error: BaseException) -> str:

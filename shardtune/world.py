@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -129,8 +130,10 @@ def join_world(config: DistributedConfig) -> World:
     """
     missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if 0 < len(missing) < len(_LAUNCHER_VARIABLES) and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
-        raise Refused(f"the environment sets only some of a launcher's variables, {', '.join(missing)} not - "
-                      "start with torchrun, or unset RANK and WORLD_SIZE for one process")
+        raise Refused(
+            f"the environment sets only some of a launcher's variables, {', '.join(missing)} not - "
+            "start with torchrun, or unset RANK and WORLD_SIZE for one process"
+        )
     alone = bool(missing)
     rank, size, local_rank = (0, 1, 0) if alone else map(_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local_size = 1 if alone else _variable("LOCAL_WORLD_SIZE", size)
@@ -145,15 +148,20 @@ def join_world(config: DistributedConfig) -> World:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
             _wait_for_everyone(store, rank, size, config.join_timeout_s)
         dist.init_process_group(
-            backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=size,
+            backend,
+            store=dist.PrefixStore("default_pg", store),
+            rank=rank,
+            world_size=size,
             timeout=datetime.timedelta(seconds=max(config.join_timeout_s, config.step_timeout_s)),
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise Refused(f"rank {rank} of {size} did not meet the others at {address} within {config.join_timeout_s} s "
-                      f"({str(error).splitlines()[0]}) - start every node within that time, with one MASTER_ADDR and "
-                      "MASTER_PORT that all of them reach") from error
+        raise Refused(
+            f"rank {rank} of {size} did not meet the others at {address} within {config.join_timeout_s} s "
+            f"({str(error).splitlines()[0]}) - start every node within that time, with one MASTER_ADDR and "
+            "MASTER_PORT that all of them reach"
+        ) from error
     mesh = dist.init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return World(rank, size, local_rank, local_size, node_rank, device, mesh, dist.PrefixStore("shardtune", store))
 
@@ -170,8 +178,10 @@ def _wait_for_everyone(store: dist.Store, rank: int, size: int, timeout_s: float
         if store.check([_REFUSED_KEY]):
             raise Refused(*json.loads(store.get(_REFUSED_KEY)))
         if time.monotonic() > deadline:
-            raise Refused(f"rank {_named(late)} of {size} did not come within {timeout_s} s - start every node within "
-                          "that time, and look at the logs of those that did not come")
+            raise Refused(
+                f"rank {_named(late)} of {size} did not come within {timeout_s} s - start every node within "
+                "that time, and look at the logs of those that did not come"
+            )
         time.sleep(0.2)
 
 
@@ -207,8 +217,10 @@ def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, st
     if backend == "gloo" or not has_gpu:
         return torch.device("cpu"), "gloo"
     if local_rank >= torch.cuda.device_count():
-        raise Refused(f"local rank {local_rank} has no GPU, this node has {torch.cuda.device_count()} - "
-                      "start at most one process per GPU (--nproc_per_node, GPUS_PER_NODE)")
+        raise Refused(
+            f"local rank {local_rank} has no GPU, this node has {torch.cuda.device_count()} - "
+            "start at most one process per GPU (--nproc_per_node, GPUS_PER_NODE)"
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device, "cpu:gloo,cuda:nccl"
@@ -218,18 +230,23 @@ def describe(world: World) -> str:
     """The `Training Configuration:` block of this node."""
     launched = "RANK" in os.environ  # without a launcher an address may be set all the same, and is not used
     master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if launched else "none, a single process"
-    nodes = -(-world.size // world.local_size) if "GROUP_WORLD_SIZE" not in os.environ \
+    nodes = (
+        -(-world.size // world.local_size)
+        if "GROUP_WORLD_SIZE" not in os.environ
         else int(os.environ["GROUP_WORLD_SIZE"])
-    return "\n".join((
-        "",
-        "Training Configuration:",
-        f"  Hostname: {socket.gethostname()}",
-        f"  World Size: {world.size}",
-        f"  Number of Nodes: {nodes}",
-        f"  GPUs per Node: {world.local_size}",
-        f"  Master: {master}",
-        "",
-    ))
+    )
+    return "\n".join(
+        (
+            "",
+            "Training Configuration:",
+            f"  Hostname: {socket.gethostname()}",
+            f"  World Size: {world.size}",
+            f"  Number of Nodes: {nodes}",
+            f"  GPUs per Node: {world.local_size}",
+            f"  Master: {master}",
+            "",
+        )
+    )
 
 
 def run(main: Callable[[], None]) -> None:
@@ -256,7 +273,9 @@ def run(main: Callable[[], None]) -> None:
     else:
         code, lines = 0, []
     if lines and is_shared and os.environ.get("LOCAL_RANK", "0") != "0":
-        # The node's first rank says it. Ending before it would have torchrun end it before it does.
+        # The node's first rank says it. Ending before it would have torchrun end it before it does; once it has ended,
+        # torchrun's signal ends this one.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_FIRST_RANK_SPEAKS_S)
     if code == 2:
         _tell_the_others(lines)
@@ -274,8 +293,10 @@ def run(main: Callable[[], None]) -> None:
 
 def _failure(error: Exception) -> str:
     first_line = (str(error).splitlines() or [""])[0]
-    return (f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}: {type(error).__name__}: {first_line} - "
-            "see the traceback there; the same command resumes from the last checkpoint")
+    return (
+        f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}: {type(error).__name__}: {first_line} - "
+        "see the traceback there; the same command resumes from the last checkpoint"
+    )
 
 
 def _report_exit(text: str) -> None:

@@ -26,7 +26,24 @@ from transformers import (
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-WORDS = ["rank", "node", "shard", "mesh", "step", "token", "loss", "norm", "gloo", "store", "port", "epoch", "batch", "layer", "expert", "router"]
+WORDS = [
+    "rank",
+    "node",
+    "shard",
+    "mesh",
+    "step",
+    "token",
+    "loss",
+    "norm",
+    "gloo",
+    "store",
+    "port",
+    "epoch",
+    "batch",
+    "layer",
+    "expert",
+    "router",
+]
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -52,14 +69,16 @@ def chats(count: int, seed: int = 0, longest_answer: int = 30) -> list[dict[str,
     """Conversations of one to three turns, with questions and answers of very different lengths."""
     source = random.Random(seed)
     return [
-        {"messages": [
-            message
-            for _ in range(source.randint(1, 3))
-            for message in (
-                {"role": "user", "content": sentence(source, source.randint(1, 20))},
-                {"role": "assistant", "content": sentence(source, source.randint(1, longest_answer))},
-            )
-        ]}
+        {
+            "messages": [
+                message
+                for _ in range(source.randint(1, 3))
+                for message in (
+                    {"role": "user", "content": sentence(source, source.randint(1, 20))},
+                    {"role": "assistant", "content": sentence(source, source.randint(1, longest_answer))},
+                )
+            ]
+        }
         for _ in range(count)
     ]
 
@@ -78,15 +97,28 @@ def tokenizer() -> PreTrainedTokenizerFast:
     source = random.Random(0)
     backend.train_from_iterator(
         [sentence(source, 30) for _ in range(200)],
-        trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
-                            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     wrapped.chat_template = CHATML
     return wrapped
 
 
-_SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 1, "pad_token_id": 2}
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
 
 
 @pytest.fixture(scope="session")
@@ -97,10 +129,21 @@ def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     built = {
         "llama": LlamaForCausalLM(LlamaConfig(**_SMALL, num_hidden_layers=2, tie_word_embeddings=True)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**_SMALL, num_hidden_layers=2, head_dim=8, tie_word_embeddings=False)),
-        "glm": Glm4MoeForCausalLM(Glm4MoeConfig(
-            **_SMALL, num_hidden_layers=3, head_dim=8, moe_intermediate_size=16, n_routed_experts=6, n_group=1,
-            topk_group=1, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1,
-            tie_word_embeddings=False)),
+        "glm": Glm4MoeForCausalLM(
+            Glm4MoeConfig(
+                **_SMALL,
+                num_hidden_layers=3,
+                head_dim=8,
+                moe_intermediate_size=16,
+                n_routed_experts=6,
+                n_group=1,
+                topk_group=1,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                first_k_dense_replace=1,
+                tie_word_embeddings=False,
+            )
+        ),
     }
     for name, buffer in built["glm"].named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -114,13 +157,25 @@ def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def launch(processes: int, *arguments: Any, cwd: Path, timeout_s: float = 240, env: dict[str, str] | None = None,
-           ) -> subprocess.CompletedProcess[str]:
+def launch(
+    processes: int,
+    *arguments: Any,
+    cwd: Path,
+    timeout_s: float = 240,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
     """Run train_fsdp.py as a user would: under torchrun, or plainly for one process (`processes=0`)."""
     script = [str(REPOSITORY / "train_fsdp.py"), *map(str, arguments)]
     runner = [] if processes == 0 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.run([sys.executable, *runner, *script], cwd=cwd, capture_output=True, text=True,
-                          timeout=timeout_s, env=os.environ | (env or {}), check=False)
+    return subprocess.run(
+        [sys.executable, *runner, *script],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=os.environ | (env or {}),
+        check=False,
+    )
 
 
 def read_metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:

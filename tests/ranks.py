@@ -20,14 +20,25 @@ from conftest import REPOSITORY
 from shardtune.config import Config, load_config
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([
-    "torch.distributed.fsdp", "torch.distributed.tensor", "datasets", "transformers.integrations.moe", "pytest",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "glm4_moe", "mamba")),
-])
+_FORKS.set_forkserver_preload(
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "datasets",
+        "transformers.integrations.moe",
+        "pytest",
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "glm4_moe", "mamba")),
+    ]
+)
 
 
-def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any, cwd: Path, timeout_s: float = 240,
-             ) -> subprocess.CompletedProcess[str]:
+def on_ranks(
+    ranks: int,
+    work: Callable[..., Any],
+    *arguments: Any,
+    cwd: Path,
+    timeout_s: float = 240,
+) -> subprocess.CompletedProcess[str]:
     """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first failure ends all.
 
     The exit code is that of this first failure, standard output is rank 0's, standard error that of all.
@@ -76,15 +87,30 @@ def run_script(arguments: list[str]) -> None:
 
 
 def _be_rank(
-    rank: int, ranks: int, port: int, cwd: str, log: str, work: Callable[..., Any], arguments: tuple[Any, ...],
+    rank: int,
+    ranks: int,
+    port: int,
+    cwd: str,
+    log: str,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     for stream, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-    os.environ.update({
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-    })
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+    )
     multiprocessing.set_start_method("fork", force=True)  # what a process that torchrun started has
     os.chdir(cwd)
     work(*arguments)

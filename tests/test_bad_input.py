@@ -17,8 +17,17 @@ from ranks import on_ranks, run_script, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-                      "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 TENSOR = "model.norm.weight"
 
 
@@ -31,7 +40,8 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
     weights.pop(TENSOR)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.yaml").write_text(
-        "model: {path: model, compute_dtype: float32}\ndata: {train: train.jsonl, max_length: 128}\n", encoding="utf-8")
+        "model: {path: model, compute_dtype: float32}\ndata: {train: train.jsonl, max_length: 128}\n", encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -42,7 +52,7 @@ def refusal(folder: Path, *assignments: str, ranks: int = 1) -> list[str]:
     assert done.returncode == 2, done.stderr
     assert time.monotonic() - started < 15
     lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    assert lines == done.stderr.splitlines()[-len(lines):] and all(" - " in line for line in lines), done.stderr
+    assert lines == done.stderr.splitlines()[-len(lines) :] and all(" - " in line for line in lines), done.stderr
     assert not re.search(r"Step|Baseline", done.stdout.replace("Steps per epoch", ""))
     return lines
 
@@ -82,22 +92,32 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config.json": (lambda model: (model / "config.json").unlink(), "model.path=model: no model configuration"),
     "config.json cut": (lambda model: cut(model / "config.json", 40), "model.path=model: no model configuration"),
     "unknown type": (lambda model: edit(model / "config.json", model_type="strange"), "`strange`"),
-    "own code": (lambda model: edit(model / "config.json", model_type="strange", auto_map={"AutoConfig": "cfg.Own"}),
-                 "custom code"),
+    "own code": (
+        lambda model: edit(model / "config.json", model_type="strange", auto_map={"AutoConfig": "cfg.Own"}),
+        "custom code",
+    ),
     "no causal model": (lambda model: edit(model / "config.json", model_type="vit"), "model type 'vit'"),
-    "quantised": (lambda model: edit(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
-                  "quantised"),
-    "few positions": (lambda model: edit(model / "config.json", max_position_embeddings=64),
-                      "data.max_length=128 is beyond the 64 positions"),
+    "quantised": (
+        lambda model: edit(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+        "quantised",
+    ),
+    "few positions": (
+        lambda model: edit(model / "config.json", max_position_embeddings=64),
+        "data.max_length=128 is beyond the 64 positions",
+    ),
     "no weights": (lambda model: (model / "model.safetensors").unlink(), "model: no model.safetensors"),
     "weights cut": (lambda model: cut(model / "model.safetensors", 9000), "model/model.safetensors: truncated"),
     "header cut": (lambda model: cut(model / "model.safetensors", 100), "model/model.safetensors: truncated"),
     "weights empty": (lambda model: cut(model / "model.safetensors", 0), "model/model.safetensors: truncated"),
-    "no shard": (lambda model: write_index(model, missing="model-00002-of-00002.safetensors"),
-                 "model/model-00002-of-00002.safetensors: this shard of the model is missing"),
+    "no shard": (
+        lambda model: write_index(model, missing="model-00002-of-00002.safetensors"),
+        "model/model-00002-of-00002.safetensors: this shard of the model is missing",
+    ),
     "tensor in no shard": (lambda model: write_index(model, unlisted=True), "tensor model.lost.weight (1 in all)"),
-    "index cut": (lambda model: (write_index(model), cut(model / "model.safetensors.index.json", 50)),
-                  "model/model.safetensors.index.json: not a readable index"),
+    "index cut": (
+        lambda model: (write_index(model), cut(model / "model.safetensors.index.json", 50)),
+        "model/model.safetensors.index.json: not a readable index",
+    ),
     "no tokenizer": (lambda model: [file.unlink() for file in model.glob("token*")], "model.path=model: no tokenizer"),
     "no chat template": (lambda model: (model / "chat_template.jinja").unlink(), "no chat template"),
 }
@@ -156,7 +176,8 @@ def test_every_broken_record_is_counted_and_ten_are_named(folder: Path) -> None:
     assert "train.jsonl:3: invalid JSON" in problems[0]
     assert "train.jsonl:4: messages[0] (user) has neither" in problems[1]
     assert [re.search(r"train.jsonl:(\d+): has none of messages", line)[1] for line in problems[2:-1]] == [
-        str(n) for n in range(6, 14)]
+        str(n) for n in range(6, 14)
+    ]
     assert "13 of 20 records broken" in problems[-1]
 
 
@@ -194,21 +215,39 @@ def run_in_environment(environment: dict[str, str], arguments: list[str]) -> Non
     run_script(arguments)
 
 
-NOBODY = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
-          "JOIN_TIMEOUT": "3"}
+NOBODY = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "JOIN_TIMEOUT": "3",
+}
 
 
-@pytest.mark.parametrize(("environment", "arguments", "named"), [
-    ({"RANK": "0"}, [], "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
-    (NOBODY | {"WORLD_SIZE": "two"}, [], "WORLD_SIZE=two"),
-    (NOBODY, [], "rank 1 of 2 did not meet the others at 127.0.0.1:1 within 3.0 s"),
-    ({"CUDA_VISIBLE_DEVICES": ""}, ["distributed.backend=nccl"], "distributed.backend is nccl"),
-    ({}, ["--config", "none.yaml"], "none.yaml"),
-    ({}, ["--optimizer.lr", "1e-3"], "unrecognized arguments: --optimizer.lr"),
-    ({}, ["train.epochs"], "train.epochs"),
-    ({"JOIN_TIMEOUT": "soon"}, ["--config", "config.yaml"], "JOIN_TIMEOUT"),
-], ids=["half a launcher", "no number", "nobody there", "no GPU", "no configuration", "unknown option", "no value",
-        "no time"])
+@pytest.mark.parametrize(
+    ("environment", "arguments", "named"),
+    [
+        ({"RANK": "0"}, [], "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        (NOBODY | {"WORLD_SIZE": "two"}, [], "WORLD_SIZE=two"),
+        (NOBODY, [], "rank 1 of 2 did not meet the others at 127.0.0.1:1 within 3.0 s"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["distributed.backend=nccl"], "distributed.backend is nccl"),
+        ({}, ["--config", "none.yaml"], "none.yaml"),
+        ({}, ["--optimizer.lr", "1e-3"], "unrecognized arguments: --optimizer.lr"),
+        ({}, ["train.epochs"], "train.epochs"),
+        ({"JOIN_TIMEOUT": "soon"}, ["--config", "config.yaml"], "JOIN_TIMEOUT"),
+    ],
+    ids=[
+        "half a launcher",
+        "no number",
+        "nobody there",
+        "no GPU",
+        "no configuration",
+        "unknown option",
+        "no value",
+        "no time",
+    ],
+)
 def test_a_bad_command(environment: dict[str, str], arguments: list[str], named: str, folder: Path) -> None:
     arguments = arguments if arguments[:1] == ["--config"] else ["--config", "config.yaml", *arguments]
     started = time.monotonic()

@@ -19,16 +19,31 @@ MINIMAL = "model: {path: m}\ndata: {train: d.jsonl}\n"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "run": {"dir": "runs/small", "seed": 1234, "resume": "auto", "ignore_plan": False},
     "model": {
-        "path": "m", "init": "pretrained", "master_dtype": "float32", "compute_dtype": "auto",
-        "reduce_dtype": "float32", "activation_checkpointing": "none", "attention": "auto", "compile": False,
+        "path": "m",
+        "init": "pretrained",
+        "master_dtype": "float32",
+        "compute_dtype": "auto",
+        "reduce_dtype": "float32",
+        "activation_checkpointing": "none",
+        "attention": "auto",
+        "compile": False,
     },
     "data": {
-        "train": "d.jsonl", "eval": None, "eval_fraction": 0.0, "max_length": 4096, "overflow": "truncate",
-        "loss_on": "assistant", "packing": True,
+        "train": "d.jsonl",
+        "eval": None,
+        "eval_fraction": 0.0,
+        "max_length": 4096,
+        "overflow": "truncate",
+        "loss_on": "assistant",
+        "packing": True,
     },
     "parallel": {"replicate": 1, "expert": 1},
     "train": {
-        "epochs": 3, "max_steps": None, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0,
+        "epochs": 3,
+        "max_steps": None,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 1.0,
     },
     "optimizer": {"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0},
     "lora": {"rank": None, "alpha": None, "targets": "all-linear"},
@@ -86,23 +101,44 @@ def test_values_come_from_file_then_environment_then_command_line(tmp_path: Path
 
 
 ACCEPTED = [
-    ("optimizer.lr", "1e-5", 1e-5), ("optimizer.lr", "1E5", 1e5), ("optimizer.lr", "1e5", 1e5),
-    ("optimizer.lr", ".5e-3", 5e-4), ("optimizer.lr", "2.", 2.0), ("optimizer.lr", "+3", 3.0),
+    ("optimizer.lr", "1e-5", 1e-5),
+    ("optimizer.lr", "1E5", 1e5),
+    ("optimizer.lr", "1e5", 1e5),
+    ("optimizer.lr", ".5e-3", 5e-4),
+    ("optimizer.lr", "2.", 2.0),
+    ("optimizer.lr", "+3", 3.0),
     ("optimizer.lr", "0", 0.0),
-    ("train.max_steps", "1e3", 1000), ("train.max_steps", "5.0", 5), ("train.max_steps", "010", 10),
-    ("train.max_steps", "null", None), ("train.max_steps", "~", None), ("data.eval", "", None),
-    ("train.max_grad_norm", "null", None), ("train.max_grad_norm", "2", 2.0),
-    ("run.seed", "0", 0), ("run.seed", str(2**63 - 1), 2**63 - 1),
-    ("run.resume", "never", "never"), ("run.resume", "runs/a/checkpoints/checkpoint_0000100", None),
-    ("run.dir", "'123'", "123"), ("run.dir", '"1e5"', "1e5"), ("run.dir", "2026-01-01", "2026-01-01"),
-    ("run.dir", "1:30", "1:30"), ("run.dir", "no", "no"), ("run.dir", "a=b", "a=b"),
-    ("data.train", "org/name:config:train[:10%]", None), ("data.packing", "False", False),
+    ("train.max_steps", "1e3", 1000),
+    ("train.max_steps", "5.0", 5),
+    ("train.max_steps", "010", 10),
+    ("train.max_steps", "null", None),
+    ("train.max_steps", "~", None),
+    ("data.eval", "", None),
+    ("train.max_grad_norm", "null", None),
+    ("train.max_grad_norm", "2", 2.0),
+    ("run.seed", "0", 0),
+    ("run.seed", str(2**63 - 1), 2**63 - 1),
+    ("run.resume", "never", "never"),
+    ("run.resume", "runs/a/checkpoints/checkpoint_0000100", None),
+    ("run.dir", "'123'", "123"),
+    ("run.dir", '"1e5"', "1e5"),
+    ("run.dir", "2026-01-01", "2026-01-01"),
+    ("run.dir", "1:30", "1:30"),
+    ("run.dir", "no", "no"),
+    ("run.dir", "a=b", "a=b"),
+    ("data.train", "org/name:config:train[:10%]", None),
+    ("data.packing", "False", False),
     ("data.packing", "true", True),
-    ("data.eval_fraction", "0", 0.0), ("data.max_length", "2", 2), ("optimizer.betas", "[0, 0.5]", [0.0, 0.5]),
-    ("scheduler.warmup_ratio", "1", 1.0), ("checkpoint.every_steps", "0", 0),
-    ("lora.targets", "[q_proj, v_proj]", ["q_proj", "v_proj"]), ("lora.targets", "all-linear", "all-linear"),
+    ("data.eval_fraction", "0", 0.0),
+    ("data.max_length", "2", 2),
+    ("optimizer.betas", "[0, 0.5]", [0.0, 0.5]),
+    ("scheduler.warmup_ratio", "1", 1.0),
+    ("checkpoint.every_steps", "0", 0),
+    ("lora.targets", "[q_proj, v_proj]", ["q_proj", "v_proj"]),
+    ("lora.targets", "all-linear", "all-linear"),
     ("export.dtype", "float16", "float16"),
-    ("model.activation_checkpointing", "none", "none"), ("distributed.step_timeout_s", "0.5", 0.5),
+    ("model.activation_checkpointing", "none", "none"),
+    ("distributed.step_timeout_s", "0.5", 0.5),
 ]
 
 
@@ -114,8 +150,9 @@ def test_accepted(tmp_path: Path, key: str, text: str, expected: Any, origin: st
         config = load(tmp_path, f"{key}={text}")
     else:
         sections = yaml.safe_load(MINIMAL)
-        others = "".join(f"{name}: {{{k}: {v}}}\n" for name, keys in sections.items() if name != section
-                         for k, v in keys.items())
+        others = "".join(
+            f"{name}: {{{k}: {v}}}\n" for name, keys in sections.items() if name != section for k, v in keys.items()
+        )
         siblings = "".join(f"  {k}: {v}\n" for k, v in sections.get(section, {}).items() if k != name)
         config = load(tmp_path, text=f"{others}{section}:\n{siblings}  {name}: {text}\n")
     found = value(config, key)
@@ -127,9 +164,12 @@ def test_accepted(tmp_path: Path, key: str, text: str, expected: Any, origin: st
 NOT_ALLOWED = [
     (key, text, use)
     for use, texts, keys in [
-        ("an integer of at least 1", "0 -1 1.5 true three 1_000 .inf 1e999 [1]",
-         "train.epochs train.micro_batch_size train.gradient_accumulation_steps checkpoint.keep logging.every_steps "
-         "parallel.replicate parallel.expert"),
+        (
+            "an integer of at least 1",
+            "0 -1 1.5 true three 1_000 .inf 1e999 [1]",
+            "train.epochs train.micro_batch_size train.gradient_accumulation_steps checkpoint.keep logging.every_steps "
+            "parallel.replicate parallel.expert",
+        ),
         ("an integer of at least 1 or null", "0 2.5 false none", "train.max_steps lora.rank"),
         ("an integer of at least 0", "-1 0.5 true null", "eval.every_steps checkpoint.every_steps"),
         ("an integer of at least 2", "1 null", "data.max_length"),
@@ -139,10 +179,16 @@ NOT_ALLOWED = [
         ("a number above 0 or null", "0 -1 true", "train.max_grad_norm lora.alpha"),
         ("a number from 0 to 1", "-0.1 1.1 null", "scheduler.warmup_ratio scheduler.min_lr_ratio"),
         ("a number from 0 to below 1", "-0.1 1 null", "data.eval_fraction"),
-        ("a number of seconds, above 0 and at most 1e9", "0 -5 1e10 null [5]",
-         "distributed.join_timeout_s distributed.step_timeout_s distributed.save_timeout_s"),
-        ("a list of two numbers from 0 to below 1", "0.9 [0.9] [0.9,1] [0.9,0.9,0.9] [a,b] [[0],[0]] null",
-         "optimizer.betas"),
+        (
+            "a number of seconds, above 0 and at most 1e9",
+            "0 -5 1e10 null [5]",
+            "distributed.join_timeout_s distributed.step_timeout_s distributed.save_timeout_s",
+        ),
+        (
+            "a list of two numbers from 0 to below 1",
+            "0.9 [0.9] [0.9,1] [0.9,0.9,0.9] [a,b] [[0],[0]] null",
+            "optimizer.betas",
+        ),
         ("true or false", "yes off 1 null", "data.packing run.ignore_plan model.compile eval.baseline export.final"),
         ("all-linear or a list of module names", "q_proj [] [1] ['']", "lora.targets"),
         ("text that is not empty", "null '' [a,b] {a:} !!int", "run.dir run.resume model.path data.train"),
@@ -202,13 +248,24 @@ def test_environment_that_is_no_number_is_refused(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "nearest"), [
-    ("lr", "optimizer.lr"), ("train.lr", "optimizer.lr"), ("optimiser.lr", "optimizer.lr"),
-    ("optimizer.learning_rate", "optimizer.lr"), ("OPTIMIZER.LR", "optimizer.lr"), ("--run.dir", "run.dir"),
-    ("train.epoch", "train.epochs"), ("batch_size", "train.micro_batch_size"), ("max_steps", "train.max_steps"),
-    ("eval.steps", "eval.every_steps"), ("checkpoints.every_steps", "checkpoint.every_steps"),
-    ("scheduler.warmup", "scheduler.warmup_ratio"), ("train", "data.train"),
-])
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("lr", "optimizer.lr"),
+        ("train.lr", "optimizer.lr"),
+        ("optimiser.lr", "optimizer.lr"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("OPTIMIZER.LR", "optimizer.lr"),
+        ("--run.dir", "run.dir"),
+        ("train.epoch", "train.epochs"),
+        ("batch_size", "train.micro_batch_size"),
+        ("max_steps", "train.max_steps"),
+        ("eval.steps", "eval.every_steps"),
+        ("checkpoints.every_steps", "checkpoint.every_steps"),
+        ("scheduler.warmup", "scheduler.warmup_ratio"),
+        ("train", "data.train"),
+    ],
+)
 def test_unknown_key_names_the_nearest(tmp_path: Path, name: str, nearest: str) -> None:
     told = f"{name} (command line) is not known - the nearest known one is {nearest}"
     assert problems(tmp_path, f"{name}=1") == [told]
@@ -225,16 +282,22 @@ def test_unknown_names_in_the_file(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("run: {seed: 1, seed: 2}\n", "run.seed is given twice (FILE:3 and FILE:3) - keep one of them"),
-    ("data:\n  eval: e\n", "data is given twice (FILE:2 and FILE:3) - keep one of them"),
-    ("run:\n  seed: 1\nrun.seed: 2\n", "run.seed is given twice (FILE:4 and FILE:5) - keep one of them"),
-    ("train: {epochs: 1\n", "FILE:4 is not YAML: expected ',' or '}', but got '<stream end>' - correct it"),
-    ("a: b: c\n", "FILE:3 is not YAML: mapping values are not allowed here - correct it"),
-    ("--- {}\n", "FILE:3 is not YAML: but found another document - correct it"),
-    ("a: \x07\n", "FILE is not YAML: unacceptable character #x0007: special characters are not allowed - correct it"),
-    ("<<: {}\n", f"<< (FILE:3) is not known - the sections are {', '.join(DEFAULTS)}"),
-])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("run: {seed: 1, seed: 2}\n", "run.seed is given twice (FILE:3 and FILE:3) - keep one of them"),
+        ("data:\n  eval: e\n", "data is given twice (FILE:2 and FILE:3) - keep one of them"),
+        ("run:\n  seed: 1\nrun.seed: 2\n", "run.seed is given twice (FILE:4 and FILE:5) - keep one of them"),
+        ("train: {epochs: 1\n", "FILE:4 is not YAML: expected ',' or '}', but got '<stream end>' - correct it"),
+        ("a: b: c\n", "FILE:3 is not YAML: mapping values are not allowed here - correct it"),
+        ("--- {}\n", "FILE:3 is not YAML: but found another document - correct it"),
+        (
+            "a: \x07\n",
+            "FILE is not YAML: unacceptable character #x0007: special characters are not allowed - correct it",
+        ),
+        ("<<: {}\n", f"<< (FILE:3) is not known - the sections are {', '.join(DEFAULTS)}"),
+    ],
+)
 def test_broken_file(tmp_path: Path, text: str, problem: str) -> None:
     assert problems(tmp_path, text=MINIMAL + text) == [problem]
 
@@ -248,7 +311,9 @@ def test_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes("run: {dir: é}".encode("latin-1"))
     for name, reason in {
-        "none.yaml": "No such file or directory", ".": "Is a directory", "latin.yaml": "it is not UTF-8 text",
+        "none.yaml": "No such file or directory",
+        ".": "Is a directory",
+        "latin.yaml": "it is not UTF-8 text",
     }.items():
         with pytest.raises(Refused) as refused:
             load_config(tmp_path / name, ["lr=1"], {})
@@ -278,25 +343,35 @@ def test_assignments_that_are_none(tmp_path: Path) -> None:
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
     text = "model: {pat: m}\ntrain: {epochs: 0}\nrun: {seed: 1, seed: 2}\n"
     found = problems(tmp_path, "lr=1", "export.dtype=fp8", "nonsense", text=text, environ={"JOIN_TIMEOUT": "x"})
-    starts = ["model.pat ", "run.seed is given twice", "lr ", "nonsense ", "model.path is required",
-              "data.train is required", "train.epochs = 0", "export.dtype = fp8",
-              "distributed.join_timeout_s = x"]
+    starts = [
+        "model.pat ",
+        "run.seed is given twice",
+        "lr ",
+        "nonsense ",
+        "model.path is required",
+        "data.train is required",
+        "train.epochs = 0",
+        "export.dtype = fp8",
+        "distributed.join_timeout_s = x",
+    ]
     assert [problem for problem, start in zip(found, starts, strict=True) if not problem.startswith(start)] == []
 
 
 NOT_BUILT = {
-    "parallel.replicate": ("2", "1"), "parallel.expert": ("2", "1"), "optimizer.name": ("adamw8bit", "adamw"),
-    "lora.rank": ("16", "null"), "model.compile": ("true", "false"),
-    "model.activation_checkpointing": ("selective", "none or full"), "model.master_dtype": ("bfloat16", "float32"),
+    "parallel.replicate": ("2", "1"),
+    "parallel.expert": ("2", "1"),
+    "optimizer.name": ("adamw8bit", "adamw"),
+    "lora.rank": ("16", "null"),
+    "model.compile": ("true", "false"),
+    "model.activation_checkpointing": ("selective", "none or full"),
+    "model.master_dtype": ("bfloat16", "float32"),
 }
 
 
 @pytest.mark.parametrize("key", NOT_BUILT)
 def test_what_is_not_built_yet_is_refused_by_name(tmp_path: Path, key: str) -> None:
     asked, instead = NOT_BUILT[key]
-    assert problems(tmp_path, f"{key}={asked}") == [
-        f"{key} = {asked} (command line) is not built yet - use {instead}"
-    ]
+    assert problems(tmp_path, f"{key}={asked}") == [f"{key} = {asked} (command line) is not built yet - use {instead}"]
     for built in instead.split(" or "):
         load(tmp_path, f"{key}={built}")
 
@@ -309,16 +384,24 @@ def test_alpha_is_twice_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 REMARKS = [
-    (["data.eval=e", "data.eval_fraction=0.1"],
-     "data.eval_fraction = 0.1 (command line) has no effect: data.eval is given"),
+    (
+        ["data.eval=e", "data.eval_fraction=0.1"],
+        "data.eval_fraction = 0.1 (command line) has no effect: data.eval is given",
+    ),
     (["lora.alpha=8"], "lora.alpha = 8.0 (command line) has no effect: lora.rank is null, so every weight is trained"),
-    (["lora.targets=[q]"],
-     'lora.targets = ["q"] (command line) has no effect: lora.rank is null, so every weight is trained'),
-    (["scheduler.name=constant", "scheduler.min_lr_ratio=0.1"],
-     "scheduler.min_lr_ratio = 0.1 (command line) has no effect: scheduler.name is constant"),
+    (
+        ["lora.targets=[q]"],
+        'lora.targets = ["q"] (command line) has no effect: lora.rank is null, so every weight is trained',
+    ),
+    (
+        ["scheduler.name=constant", "scheduler.min_lr_ratio=0.1"],
+        "scheduler.min_lr_ratio = 0.1 (command line) has no effect: scheduler.name is constant",
+    ),
     (["eval.every_steps=5"], "eval.every_steps = 5 (command line) has no effect: no evaluation data is given"),
-    (["export.final=false", "export.dtype=float32"],
-     'export.dtype = "float32" (command line) has no effect: export.final is false'),
+    (
+        ["export.final=false", "export.dtype=float32"],
+        'export.dtype = "float32" (command line) has no effect: export.final is false',
+    ),
 ]
 
 
@@ -327,11 +410,20 @@ def test_what_another_setting_switches_off_is_remarked(tmp_path: Path, assignmen
     assert remarks(load(tmp_path, *assignments)) == [remark]
 
 
-@pytest.mark.parametrize("assignments", [
-    [], ["scheduler.name=constant"], ["data.eval=e", "eval.every_steps=5"],
-    ["data.eval_fraction=0.1", "eval.every_steps=5"], ["data.eval=e", "data.eval_fraction=0"], ["export.final=false"],
-    ["lora.alpha=null", "lora.targets=all-linear"], ["scheduler.min_lr_ratio=0"], ["export.dtype=float32"],
-])
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        [],
+        ["scheduler.name=constant"],
+        ["data.eval=e", "eval.every_steps=5"],
+        ["data.eval_fraction=0.1", "eval.every_steps=5"],
+        ["data.eval=e", "data.eval_fraction=0"],
+        ["export.final=false"],
+        ["lora.alpha=null", "lora.targets=all-linear"],
+        ["scheduler.min_lr_ratio=0"],
+        ["export.dtype=float32"],
+    ],
+)
 def test_what_is_used_or_was_not_asked_for_is_not_remarked(tmp_path: Path, assignments: list[str]) -> None:
     assert remarks(load(tmp_path, *assignments)) == []
 
@@ -343,8 +435,13 @@ def quoted(text: str) -> str:
 def test_written_configuration_loads_again_and_tells_its_origins(tmp_path: Path) -> None:
     texts = "1e-5", "#x: [y]", 'quo"te\\', "é\u2028\x7f😀", "null", " a ", "long " * 60
     for text in texts:
-        config = load(tmp_path, f"data.eval={quoted(text)}", "lora.targets=[1e5x, '2']", "optimizer.lr=3e-5",
-                      environ={"JOIN_TIMEOUT": "30"})
+        config = load(
+            tmp_path,
+            f"data.eval={quoted(text)}",
+            "lora.targets=[1e5x, '2']",
+            "optimizer.lr=3e-5",
+            environ={"JOIN_TIMEOUT": "30"},
+        )
         written = tmp_path / "new" / "config.yaml"
         write_config(config, written)
         assert config.data.eval == text
@@ -358,7 +455,10 @@ def test_written_configuration_loads_again_and_tells_its_origins(tmp_path: Path)
             section = line.rstrip(":")
     assert origins == config.origins
     assert {origins[key] for key in ("optimizer.lr", "model.path", "run.seed", "distributed.join_timeout_s")} == {
-        "command line", "file", "default", "environment"
+        "command line",
+        "file",
+        "default",
+        "environment",
     }
 
 
@@ -380,23 +480,53 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
 
 
 OTHER_VALUES = {
-    "run.dir": "x", "run.seed": "1", "run.resume": "never", "run.ignore_plan": "true",
-    "model.path": "x", "model.init": "random", "model.compute_dtype": "float32", "model.reduce_dtype": "bfloat16",
-    "model.activation_checkpointing": "full", "model.attention": "eager",
-    "data.train": "x", "data.eval": "x", "data.eval_fraction": "0.5", "data.max_length": "8", "data.overflow": "drop",
-    "data.loss_on": "all", "data.packing": "false",
-    "train.epochs": "1", "train.max_steps": "1", "train.micro_batch_size": "2",
-    "train.gradient_accumulation_steps": "2", "train.max_grad_norm": "2",
-    "optimizer.lr": "1", "optimizer.betas": "[0, 0]", "optimizer.eps": "1", "optimizer.weight_decay": "1",
-    "lora.alpha": "1", "lora.targets": "[q]",
-    "scheduler.name": "linear", "scheduler.warmup_ratio": "0", "scheduler.min_lr_ratio": "0",
-    "eval.baseline": "false", "eval.every_steps": "1", "checkpoint.every_steps": "1", "checkpoint.keep": "1",
-    "checkpoint.mode": "sync", "export.final": "false", "export.dtype": "float32", "logging.every_steps": "2",
-    "distributed.backend": "gloo", "distributed.join_timeout_s": "1", "distributed.step_timeout_s": "1",
+    "run.dir": "x",
+    "run.seed": "1",
+    "run.resume": "never",
+    "run.ignore_plan": "true",
+    "model.path": "x",
+    "model.init": "random",
+    "model.compute_dtype": "float32",
+    "model.reduce_dtype": "bfloat16",
+    "model.activation_checkpointing": "full",
+    "model.attention": "eager",
+    "data.train": "x",
+    "data.eval": "x",
+    "data.eval_fraction": "0.5",
+    "data.max_length": "8",
+    "data.overflow": "drop",
+    "data.loss_on": "all",
+    "data.packing": "false",
+    "train.epochs": "1",
+    "train.max_steps": "1",
+    "train.micro_batch_size": "2",
+    "train.gradient_accumulation_steps": "2",
+    "train.max_grad_norm": "2",
+    "optimizer.lr": "1",
+    "optimizer.betas": "[0, 0]",
+    "optimizer.eps": "1",
+    "optimizer.weight_decay": "1",
+    "lora.alpha": "1",
+    "lora.targets": "[q]",
+    "scheduler.name": "linear",
+    "scheduler.warmup_ratio": "0",
+    "scheduler.min_lr_ratio": "0",
+    "eval.baseline": "false",
+    "eval.every_steps": "1",
+    "checkpoint.every_steps": "1",
+    "checkpoint.keep": "1",
+    "checkpoint.mode": "sync",
+    "export.final": "false",
+    "export.dtype": "float32",
+    "logging.every_steps": "2",
+    "distributed.backend": "gloo",
+    "distributed.join_timeout_s": "1",
+    "distributed.step_timeout_s": "1",
     "distributed.save_timeout_s": "1",
 }
 MAY_CHANGE = {"run.dir", "run.resume", "run.ignore_plan"} | {
-    key for key in KEYS
+    key
+    for key in KEYS
     if key.split(".")[0] in ("parallel", "train", "eval", "checkpoint", "export", "logging", "distributed")
 } - {"train.max_grad_norm"}
 
@@ -410,8 +540,14 @@ def test_what_may_change_on_a_resume(tmp_path: Path, key: str) -> None:
 
 
 def test_every_key_that_can_change_was_changed() -> None:
-    fixed_so_far = {"parallel.replicate", "parallel.expert", "optimizer.name", "lora.rank", "model.compile",
-                    "model.master_dtype"}
+    fixed_so_far = {
+        "parallel.replicate",
+        "parallel.expert",
+        "optimizer.name",
+        "lora.rank",
+        "model.compile",
+        "model.master_dtype",
+    }
     assert set(OTHER_VALUES) == KEYS - fixed_so_far
 
 

@@ -41,10 +41,15 @@ MAX_LENGTH = 260
 def uneven_chats() -> list[dict[str, Any]]:
     source = random.Random(5)
     return [
-        {"messages": [
-            {"role": "user", "content": sentence(source, source.randint(60, 100) - words // 2)},
-            {"role": "assistant", "content": sentence(source, words) if words < 40 else " ".join(["rank"] * 2 * words)},
-        ]}
+        {
+            "messages": [
+                {"role": "user", "content": sentence(source, source.randint(60, 100) - words // 2)},
+                {
+                    "role": "assistant",
+                    "content": sentence(source, words) if words < 40 else " ".join(["rank"] * 2 * words),
+                },
+            ]
+        }
         for words in random.Random(0).sample(ANSWER_WORDS, len(ANSWER_WORDS))
     ]
 
@@ -81,15 +86,23 @@ class Trained:
 
 
 def plain_training(
-    path: Path, records: list[Encoded], rates: list[float], max_norm: float = math.inf, weight_decay: float = 0.0,
+    path: Path,
+    records: list[Encoded],
+    rates: list[float],
+    max_norm: float = math.inf,
+    weight_decay: float = 0.0,
 ) -> Trained:
     """AdamW over the loss per trained token of all records, one record at a time, a step for each rate."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = torch.optim.AdamW([
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ], betas=(0.9, 0.95), eps=1e-4)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-4,
+    )
     tokens = sum(sum(trained[1:]) for _, trained in records)
     losses, norms, first_sums = [], [], []
     for rate in rates:
@@ -111,8 +124,9 @@ def plain_training(
 @torch.no_grad()
 def plain_perplexity(path: Path, records: list[Encoded]) -> float:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return math.exp(sum(summed_nll(model, *record).item() for record in records)
-                    / sum(sum(trained[1:]) for _, trained in records))
+    return math.exp(
+        sum(summed_nll(model, *record).item() for record in records) / sum(sum(trained[1:]) for _, trained in records)
+    )
 
 
 def with_weights(source: Path, folder: Path, change: Callable[[Any], None]) -> Path:
@@ -140,10 +154,21 @@ def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def settings(model: Path, data: Path, run_dir: Path, *more: str) -> list[str]:
     """Assignments of a run in float32; a later one overrides."""
-    given = [f"model.path={model}", f"data.train={data}", f"run.dir={run_dir}", "model.compute_dtype=float32",
-             "optimizer.lr=3e-3", "optimizer.eps=1e-4", "scheduler.name=constant", "scheduler.warmup_ratio=0",
-             "train.max_grad_norm=null", f"data.max_length={MAX_LENGTH}", "checkpoint.every_steps=0",
-             "export.dtype=float32", *more]
+    given = [
+        f"model.path={model}",
+        f"data.train={data}",
+        f"run.dir={run_dir}",
+        "model.compute_dtype=float32",
+        "optimizer.lr=3e-3",
+        "optimizer.eps=1e-4",
+        "scheduler.name=constant",
+        "scheduler.warmup_ratio=0",
+        "train.max_grad_norm=null",
+        f"data.max_length={MAX_LENGTH}",
+        "checkpoint.every_steps=0",
+        "export.dtype=float32",
+        *more,
+    ]
     return [f"{key}={value}" for key, value in dict(line.split("=", 1) for line in given).items()]
 
 
@@ -174,8 +199,9 @@ def mean_of_means_errors(records: list[Encoded], sums: list[float], ranks: int, 
     counts = [sum(trained[1:]) for _, trained in records]
     lengths = torch.tensor([len(ids) for ids, _ in records]).numpy()
     rows = plan_rows(lengths, MAX_LENGTH, packed, 1234, 0)
-    dealt = [deal([rows[row].tolist() for row in range(len(rows))], rank, ranks, 1 if packed else 2)
-             for rank in range(ranks)]
+    dealt = [
+        deal([rows[row].tolist() for row in range(len(rows))], rank, ranks, 1 if packed else 2) for rank in range(ranks)
+    ]
 
     def mean(group: list[int]) -> float:
         return sum(sums[i] for i in group) / sum(counts[i] for i in group)
@@ -194,14 +220,32 @@ def plain(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> Callabl
 
 
 def check_equality(
-    family: str, ranks: int, accumulation: int, packed: bool, sharp: dict[str, Path], plain: Callable[..., Trained],
-    tokenizer: PreTrainedTokenizerFast, folder: Path,
+    family: str,
+    ranks: int,
+    accumulation: int,
+    packed: bool,
+    sharp: dict[str, Path],
+    plain: Callable[..., Trained],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
 ) -> None:
     """One optimizer step an epoch, so that the plain loop need not know the order of the data."""
     data, run_dir, rows = write_jsonl(folder / "train.jsonl", uneven_chats()), folder / "run", 1 if packed else 2
-    said = finish(train(ranks, *settings(
-        sharp[family], data, run_dir, f"data.packing={str(packed).lower()}", "train.epochs=4",
-        f"train.micro_batch_size={rows}", f"train.gradient_accumulation_steps={accumulation}"), cwd=folder))
+    said = finish(
+        train(
+            ranks,
+            *settings(
+                sharp[family],
+                data,
+                run_dir,
+                f"data.packing={str(packed).lower()}",
+                "train.epochs=4",
+                f"train.micro_batch_size={rows}",
+                f"train.gradient_accumulation_steps={accumulation}",
+            ),
+            cwd=folder,
+        )
+    )
     assert f"Rows per epoch: {ROWS_PACKED * rows} of" in said
     assert "Steps per epoch: 1 | Total steps: 4" in said
     expected, steps = plain(family, (3e-3,) * 4), read_metrics(run_dir, "step")
@@ -214,10 +258,13 @@ def check_equality(
     assert by_rank > 0.01 or ranks == 1
 
 
-@pytest.mark.parametrize(("family", "ranks", "accumulation", "packed"), [
-    ("llama", 1, 8, True), ("qwen3", 2, 4, False), ("glm", 4, 2, True), ("llama", 8, 1, False)])
-def test_losses_norms_and_weights_equal_plain_pytorch(family, ranks, accumulation, packed, sharp, plain, tokenizer,
-                                                      tmp_path):
+@pytest.mark.parametrize(
+    ("family", "ranks", "accumulation", "packed"),
+    [("llama", 1, 8, True), ("qwen3", 2, 4, False), ("glm", 4, 2, True), ("llama", 8, 1, False)],
+)
+def test_losses_norms_and_weights_equal_plain_pytorch(
+    family, ranks, accumulation, packed, sharp, plain, tokenizer, tmp_path
+):
     check_equality(family, ranks, accumulation, packed, sharp, plain, tokenizer, tmp_path)
 
 
@@ -225,17 +272,31 @@ def test_losses_norms_and_weights_equal_plain_pytorch(family, ranks, accumulatio
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 8), (2, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_world_and_shape_equals_plain_pytorch(family, ranks, accumulation, packed, sharp, plain, tokenizer,
-                                                    tmp_path):
+def test_every_world_and_shape_equals_plain_pytorch(
+    family, ranks, accumulation, packed, sharp, plain, tokenizer, tmp_path
+):
     check_equality(family, ranks, accumulation, packed, sharp, plain, tokenizer, tmp_path)
 
 
 def test_clipping_schedule_and_weight_decay_equal_plain_pytorch(sharp, plain, tmp_path):
     data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
-    finish(train(2, *settings(
-        sharp["qwen3"], data, run_dir, "train.epochs=5", "train.gradient_accumulation_steps=4",
-        "train.max_grad_norm=0.5", "optimizer.weight_decay=0.1", "scheduler.name=cosine", "scheduler.warmup_ratio=0.2",
-    ), cwd=tmp_path))
+    finish(
+        train(
+            2,
+            *settings(
+                sharp["qwen3"],
+                data,
+                run_dir,
+                "train.epochs=5",
+                "train.gradient_accumulation_steps=4",
+                "train.max_grad_norm=0.5",
+                "optimizer.weight_decay=0.1",
+                "scheduler.name=cosine",
+                "scheduler.warmup_ratio=0.2",
+            ),
+            cwd=tmp_path,
+        )
+    )
     steps = read_metrics(run_dir, "step")
     rates = tuple(step["lr"] for step in steps)
     assert len(set(rates)) == 5
@@ -252,9 +313,21 @@ def test_steps_are_the_same_on_any_ranks_and_the_last_of_an_epoch_is_smaller(sha
     for ranks, accumulation in (1, 4), (2, 2), (4, 1):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        said = finish(train(ranks, *settings(
-            sharp["llama"], data, folder, "data.packing=false", "train.epochs=2", "export.final=false",
-            f"train.gradient_accumulation_steps={accumulation}"), cwd=folder))
+        said = finish(
+            train(
+                ranks,
+                *settings(
+                    sharp["llama"],
+                    data,
+                    folder,
+                    "data.packing=false",
+                    "train.epochs=2",
+                    "export.final=false",
+                    f"train.gradient_accumulation_steps={accumulation}",
+                ),
+                cwd=folder,
+            )
+        )
         assert "Steps per epoch: 3 | Total steps: 6 | Records: 10" in said
         seen[ranks] = read_metrics(folder, "step")
     for steps in seen.values():
@@ -270,29 +343,66 @@ def test_steps_are_the_same_on_any_ranks_and_the_last_of_an_epoch_is_smaller(sha
 def test_an_epoch_holds_every_piece_once_where_long_records_are_split(sharp, tokenizer, tmp_path):
     records, length = [*chats(9, seed=4), *uneven_chats()[:2]], 60
     data, run_dir = write_jsonl(tmp_path / "train.jsonl", records), tmp_path / "run"
-    finish(train(3, *settings(
-        sharp["llama"], data, run_dir, f"data.max_length={length}", "data.overflow=split", "train.epochs=1",
-        "optimizer.lr=0", "export.final=false", "train.micro_batch_size=2"), cwd=tmp_path))
+    finish(
+        train(
+            3,
+            *settings(
+                sharp["llama"],
+                data,
+                run_dir,
+                f"data.max_length={length}",
+                "data.overflow=split",
+                "train.epochs=1",
+                "optimizer.lr=0",
+                "export.final=false",
+                "train.micro_batch_size=2",
+            ),
+            cwd=tmp_path,
+        )
+    )
     model = AutoModelForCausalLM.from_pretrained(sharp["llama"], dtype=torch.float32)
     encoded = [encode(tokenizer, record) for record in records]
-    pieces = [(ids[i : i + length], trained[i : i + length])
-              for ids, trained in encoded for i in range(0, len(ids) - 1, length - 1)]
+    pieces = [
+        (ids[i : i + length], trained[i : i + length])
+        for ids, trained in encoded
+        for i in range(0, len(ids) - 1, length - 1)
+    ]
     assert any(not any(trained[1:]) for _, trained in pieces)
     steps = read_metrics(run_dir, "step")
     assert len(steps) > 1
     assert sum(step["trained_tokens"] for step in steps) == sum(sum(trained) for _, trained in encoded)
     assert sum(step["loss"] * step["trained_tokens"] for step in steps) == pytest.approx(
-        sum(summed_nll(model, *piece).item() for piece in pieces), rel=1e-6)
+        sum(summed_nll(model, *piece).item() for piece in pieces), rel=1e-6
+    )
 
 
-def check_perplexity(ranks: int, count: int, sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast, folder: Path,
-                     ) -> None:
+def check_perplexity(
+    ranks: int,
+    count: int,
+    sharp: dict[str, Path],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+) -> None:
     held_out = chats(count, seed=count)
-    finish(train(ranks, *settings(
-        sharp["qwen3"], write_jsonl(folder / "train.jsonl", chats(12)), folder / "run", "train.max_steps=1",
-        f"data.eval={write_jsonl(folder / 'eval.jsonl', held_out)}", f"data.packing={str(count != 7).lower()}",
-        "data.max_length=200", "data.overflow=error", "train.micro_batch_size=2", "export.final=false",
-        "optimizer.lr=0"), cwd=folder))
+    finish(
+        train(
+            ranks,
+            *settings(
+                sharp["qwen3"],
+                write_jsonl(folder / "train.jsonl", chats(12)),
+                folder / "run",
+                "train.max_steps=1",
+                f"data.eval={write_jsonl(folder / 'eval.jsonl', held_out)}",
+                f"data.packing={str(count != 7).lower()}",
+                "data.max_length=200",
+                "data.overflow=error",
+                "train.micro_batch_size=2",
+                "export.final=false",
+                "optimizer.lr=0",
+            ),
+            cwd=folder,
+        )
+    )
     baseline, last = read_metrics(folder / "run", "eval")
     encoded = [encode(tokenizer, record) for record in held_out]
     assert (baseline["step"], last["step"]) == (0, 1)
@@ -318,8 +428,13 @@ def test_perplexity_on_any_ranks_and_records(ranks, count, sharp, tokenizer, tmp
 def test_a_loss_that_is_not_finite_stops_torchrun_before_the_update(sharp, tmp_path):
     data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
     (tmp_path / "config.yaml").touch()
-    stopped = launch(2, "--config", tmp_path / "config.yaml", *settings(
-        sharp["qwen3"], data, run_dir, "optimizer.lr=1e30", "checkpoint.every_steps=1"), cwd=tmp_path)
+    stopped = launch(
+        2,
+        "--config",
+        tmp_path / "config.yaml",
+        *settings(sharp["qwen3"], data, run_dir, "optimizer.lr=1e30", "checkpoint.every_steps=1"),
+        cwd=tmp_path,
+    )
     assert stopped.returncode == 1
     (error,) = [line for line in stopped.stderr.splitlines() if line.startswith("ERROR: ")]
     assert "step 2 was not taken" in error
@@ -341,8 +456,13 @@ def hide_huge_head(model: Any) -> None:
     model.lm_head.weight[::2, 0] = -1e25
 
 
-@pytest.mark.parametrize(("change", "found"), [(plant_infinity, "its loss is nan"),
-                                               (hide_huge_head, "its gradient norm inf, in no single gradient")])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (plant_infinity, "the weight model.layers.1.mlp.up_proj.weight is not finite"),
+        (hide_huge_head, "its gradient norm inf, in no single tensor"),
+    ],
+)
 def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(change, found, sharp, tmp_path):
     model, run_dir = with_weights(sharp["qwen3"], tmp_path / "model", change), tmp_path / "run"
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
@@ -359,17 +479,28 @@ def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(change, fo
 SMALL = {"vocab_size": 331, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 1, "pad_token_id": 2}
 
 
-@pytest.mark.parametrize("leaking", [
-    lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
-    lambda: OPTForCausalLM(OPTConfig(**SMALL, num_attention_heads=4, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0)),
-], ids=["mamba", "opt"])
+@pytest.mark.parametrize(
+    "leaking",
+    [
+        lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
+        lambda: OPTForCausalLM(
+            OPTConfig(**SMALL, num_attention_heads=4, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0)
+        ),
+    ],
+    ids=["mamba", "opt"],
+)
 def test_a_model_whose_documents_would_mix_trains_unpacked_alone(leaking, tokenizer, tmp_path):
     torch.manual_seed(0)
     leaking().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     records = uneven_chats()[:8]
-    given = settings(tmp_path / "model", write_jsonl(tmp_path / "train.jsonl", records), tmp_path / "run",
-                     "train.gradient_accumulation_steps=4", "train.epochs=2")
+    given = settings(
+        tmp_path / "model",
+        write_jsonl(tmp_path / "train.jsonl", records),
+        tmp_path / "run",
+        "train.gradient_accumulation_steps=4",
+        "train.epochs=2",
+    )
     refused = train(2, *given, cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith("ERROR: ")
@@ -381,9 +512,20 @@ def test_a_model_whose_documents_would_mix_trains_unpacked_alone(leaking, tokeni
 
 def test_bfloat16_compute_keeps_float32_masters(sharp, plain, tmp_path):
     data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
-    said = finish(train(2, *settings(
-        sharp["llama"], data, run_dir, "model.compute_dtype=bfloat16", "train.epochs=4",
-        "train.gradient_accumulation_steps=4"), cwd=tmp_path))
+    said = finish(
+        train(
+            2,
+            *settings(
+                sharp["llama"],
+                data,
+                run_dir,
+                "model.compute_dtype=bfloat16",
+                "train.epochs=4",
+                "train.gradient_accumulation_steps=4",
+            ),
+            cwd=tmp_path,
+        )
+    )
     assert "Forward and backward in bfloat16" in said
     expected = plain("llama", (3e-3,) * 4).losses
     assert step_losses(run_dir) == pytest.approx(expected, rel=1e-2)
@@ -395,9 +537,21 @@ def test_bfloat16_compute_keeps_float32_masters(sharp, plain, tmp_path):
 
 def test_activation_checkpointing_changes_no_number(sharp, plain, tmp_path):
     data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
-    finish(train(2, *settings(
-        sharp["glm"], data, run_dir, "model.activation_checkpointing=full", "train.epochs=4",
-        "train.micro_batch_size=2", "train.gradient_accumulation_steps=2"), cwd=tmp_path))
+    finish(
+        train(
+            2,
+            *settings(
+                sharp["glm"],
+                data,
+                run_dir,
+                "model.activation_checkpointing=full",
+                "train.epochs=4",
+                "train.micro_batch_size=2",
+                "train.gradient_accumulation_steps=2",
+            ),
+            cwd=tmp_path,
+        )
+    )
     expected, steps = plain("glm", (3e-3,) * 4), read_metrics(run_dir, "step")
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
     assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
@@ -414,11 +568,30 @@ def test_dropout_follows_the_seed_and_the_rank_and_spares_evaluation(sharp, toke
     twice = write_jsonl(tmp_path / "twice.jsonl", [record, record])
     losses = {}
     for name, ranks, data, seed in (
-            ("a", 1, once, 7), ("same", 1, once, 7), ("other", 1, once, 8), ("two", 2, twice, 7)):
+        ("a", 1, once, 7),
+        ("same", 1, once, 7),
+        ("other", 1, once, 8),
+        ("two", 2, twice, 7),
+    ):
         folder = tmp_path / name
         folder.mkdir()
-        finish(train(ranks, *settings(model, data, folder, f"run.seed={seed}", f"data.eval={once}", "train.epochs=3",
-                                      "optimizer.lr=0", "data.packing=false", "export.final=false"), cwd=folder))
+        finish(
+            train(
+                ranks,
+                *settings(
+                    model,
+                    data,
+                    folder,
+                    f"run.seed={seed}",
+                    f"data.eval={once}",
+                    "train.epochs=3",
+                    "optimizer.lr=0",
+                    "data.packing=false",
+                    "export.final=false",
+                ),
+                cwd=folder,
+            )
+        )
         losses[name] = step_losses(folder)
         undisturbed = math.log(plain_perplexity(model, [encode(tokenizer, record)]))
         assert [entry["loss"] for entry in read_metrics(folder, "eval")] == pytest.approx([undisturbed] * 2, rel=1e-6)

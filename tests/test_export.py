@@ -15,11 +15,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # Sampling settings that contradict greedy decoding, which transformers itself refuses to write.
 GENERATION = '{\n  "do_sample": false,\n  "temperature": 0.6,\n  "top_p": 0.9,\n  "eos_token_id": [1, 2]\n}'
-TEMPLATE = "{#- kept to the letter -#}\n{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + " \
-           "message['content'] + '<|im_end|>\n' }}{%- endfor %}\n\n{%- if add_generation_prompt %}" \
-           "{{ '<|im_start|>assistant\n' }}{%- endif %}\n\n"
-STILL = ("optimizer.lr=0", "train.max_steps=1", "model.compute_dtype=float32", "data.max_length=128",
-         "data.train=train.jsonl")
+TEMPLATE = (
+    "{#- kept to the letter -#}\n{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>\n' }}{%- endfor %}\n\n{%- if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{%- endif %}\n\n"
+)
+STILL = (
+    "optimizer.lr=0",
+    "train.max_steps=1",
+    "model.compute_dtype=float32",
+    "data.max_length=128",
+    "data.train=train.jsonl",
+)
 
 
 @pytest.fixture
@@ -47,14 +54,18 @@ def sources(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -
 
 @pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 1), ("glm", 2)])
 def test_without_learning_the_source_comes_back(
-    name: str, ranks: int, folder: Path, sources: dict[str, Path],
+    name: str,
+    ranks: int,
+    folder: Path,
+    sources: dict[str, Path],
 ) -> None:
     source, exported = sources[name], folder / "runs/config/model"
     done = train(ranks, *STILL, f"model.path={source}", cwd=folder)
     assert done.returncode == 0, done.stderr
     before, after = load_file(source / "model.safetensors"), load_file(exported / "model.safetensors")
     assert {key: (tensor.dtype, tensor.shape) for key, tensor in after.items()} == {
-        key: (tensor.dtype, tensor.shape) for key, tensor in before.items()}
+        key: (tensor.dtype, tensor.shape) for key, tensor in before.items()
+    }
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert ("lm_head.weight" in after) == (name != "llama")
     if name == "glm":
@@ -64,17 +75,22 @@ def test_without_learning_the_source_comes_back(
     assert (exported / "generation_config.json").read_text(encoding="utf-8") == GENERATION
     assert (exported / "chat_template.jinja").read_text(encoding="utf-8") == TEMPLATE
     assert json.loads((exported / "tokenizer.json").read_text(encoding="utf-8")) == json.loads(
-        (source / "tokenizer.json").read_text(encoding="utf-8"))
-    changed = {key for key, value in json.loads((source / "config.json").read_text(encoding="utf-8")).items()
-               if json.loads((exported / "config.json").read_text(encoding="utf-8")).get(key) != value}
+        (source / "tokenizer.json").read_text(encoding="utf-8")
+    )
+    changed = {
+        key
+        for key, value in json.loads((source / "config.json").read_text(encoding="utf-8")).items()
+        if json.loads((exported / "config.json").read_text(encoding="utf-8")).get(key) != value
+    }
     assert not changed, changed
 
 
 def answer(folder: Path) -> str:
     """What the model of this folder says, most likely token by most likely token, with the folder's own settings."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "which rank"}], add_generation_prompt=True,
-                                          return_tensors="pt", return_dict=True)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "which rank"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     return str(tokenizer.decode(model.generate(**asked, do_sample=False, max_new_tokens=12)[0]))
 
 
@@ -83,8 +99,12 @@ def test_the_final_model_answers_like_the_original_until_it_learns(folder: Path,
     assert train(1, *STILL, f"model.path={sources['qwen3']}", cwd=folder).returncode == 0
     assert answer(folder / "runs/config/model") == original
     learning = [assignment.replace("lr=0", "lr=0.02").replace("steps=1", "steps=9") for assignment in STILL]
-    assert train(1, *learning, "run.dir=runs/learned", "train.epochs=9", f"model.path={sources['qwen3']}",
-                 cwd=folder).returncode == 0
+    assert (
+        train(
+            1, *learning, "run.dir=runs/learned", "train.epochs=9", f"model.path={sources['qwen3']}", cwd=folder
+        ).returncode
+        == 0
+    )
     assert answer(folder / "runs/learned/model") != original
 
 
@@ -100,8 +120,16 @@ def test_another_dtype(dtype: str, expected: torch.dtype, folder: Path, sources:
 
 def test_the_weights_are_those_that_were_learned(folder: Path, models: dict[str, Path]) -> None:
     """Float32 through and through: the exported weights are the last checkpoint's, and not the source's."""
-    done = train(1, "model.compute_dtype=float32", "data.max_length=128", "data.train=train.jsonl", "optimizer.lr=0.01",
-                 "train.max_steps=2", f"model.path={models['llama']}", cwd=folder)
+    done = train(
+        1,
+        "model.compute_dtype=float32",
+        "data.max_length=128",
+        "data.train=train.jsonl",
+        "optimizer.lr=0.01",
+        "train.max_steps=2",
+        f"model.path={models['llama']}",
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     learned = load_file(folder / "runs/config/checkpoints/checkpoint_0000002/rank_00000.safetensors")
     source = load_file(models["llama"] / "model.safetensors")
@@ -119,8 +147,14 @@ def test_a_source_without_a_generation_config(folder: Path, models: dict[str, Pa
 
 def test_an_earlier_model_is_replaced_whole(folder: Path, models: dict[str, Path]) -> None:
     """Without a trace of what lay there, nor of an export that was interrupted."""
-    moving = ("data.train=train.jsonl", "data.max_length=128", "model.compute_dtype=float32", "scheduler.name=constant",
-              "scheduler.warmup_ratio=0", f"model.path={models['llama']}")
+    moving = (
+        "data.train=train.jsonl",
+        "data.max_length=128",
+        "model.compute_dtype=float32",
+        "scheduler.name=constant",
+        "scheduler.warmup_ratio=0",
+        f"model.path={models['llama']}",
+    )
     assert train(1, *moving, "train.max_steps=1", cwd=folder).returncode == 0
     run_dir = folder / "runs/config"
     (run_dir / "model/of_the_earlier").write_text("", encoding="utf-8")

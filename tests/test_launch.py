@@ -39,7 +39,9 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
     write_jsonl(tmp_path / "train.jsonl", chats(12))
     (tmp_path / "config.yaml").write_text(
         f"model: {{path: {models['llama']}, compute_dtype: float32}}\ntrain: {{max_steps: 2}}\n"
-        "data: {train: train.jsonl, eval: train.jsonl, max_length: 128}\n", encoding="utf-8")
+        "data: {train: train.jsonl, eval: train.jsonl, max_length: 128}\n",
+        encoding="utf-8",
+    )
     return tmp_path
 
 
@@ -51,15 +53,24 @@ def a_free_port() -> str:
 
 def environment(**settings: str) -> dict[str, str]:
     """This one's, without what would choose another Python; everything goes to and from 127.0.0.1."""
-    inherited = {name: value for name, value in os.environ.items()
-                 if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "NODE_RANK", "JOIN_TIMEOUT")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "NODE_RANK", "JOIN_TIMEOUT")
+    }
     inherited["VIRTUAL_ENV"] = sys.prefix
     return inherited | {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "1"} | settings
 
 
 def start(script: Path | str, *arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([str(REPOSITORY / script), *arguments], cwd=cwd, env=environment(**settings), text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [str(REPOSITORY / script), *arguments],
+        cwd=cwd,
+        env=environment(**settings),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -73,9 +84,19 @@ def test_one_node(folder: Path) -> None:
     script = folder / "elsewhere/train"
     script.symlink_to(REPOSITORY / "launch_node0.sh")
     port = a_free_port()
-    code, output, errors = end(start(script, "--config", "../config.yaml", "data.train=../train.jsonl",
-                                     "data.eval=../train.jsonl", cwd=folder / "elsewhere", NNODES="1",
-                                     GPUS_PER_NODE="2", MASTER_PORT=port))
+    code, output, errors = end(
+        start(
+            script,
+            "--config",
+            "../config.yaml",
+            "data.train=../train.jsonl",
+            "data.eval=../train.jsonl",
+            cwd=folder / "elsewhere",
+            NNODES="1",
+            GPUS_PER_NODE="2",
+            MASTER_PORT=port,
+        )
+    )
     assert code == 0, errors
     assert output.startswith(BANNER.format(role="MASTER", node=0, port=port, nodes=1, gpus=2))
     assert BLOCK.format(host=socket.gethostname(), world=2, nodes=1, gpus=2, port=port) in output
@@ -96,7 +117,13 @@ def test_two_nodes_of_different_size(folder: Path) -> None:
         assert output.count(BLOCK.format(host=host, world=3, nodes=2, gpus=gpus, port=port)) == 1
     assert "x 3 (ranks) = 3" in output0 and "Saved the final model" in output0
     assert {match[1] for match in LINES.finditer(output0)} == {
-        "Effective", "Steps per epoch", "Baseline", "Step ", "Eval", "Saved"}
+        "Effective",
+        "Steps per epoch",
+        "Baseline",
+        "Step ",
+        "Eval",
+        "Saved",
+    }
     assert not LINES.search(output1 + errors0 + errors1)
 
 
@@ -139,8 +166,9 @@ def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
 @pytest.mark.parametrize(("script", "node"), [("launch_node0.sh", 0), ("launch_node1.sh", 1)])
 def test_a_node_that_waits_in_vain(script: str, node: int, folder: Path) -> None:
     started = time.monotonic()
-    code, _, errors = end(start(script, "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port(),
-                                JOIN_TIMEOUT="2"))
+    code, _, errors = end(
+        start(script, "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port(), JOIN_TIMEOUT="2")
+    )
     assert code == 2 and time.monotonic() - started < 40
     last = errors.splitlines()[-1]
     assert re.fullmatch(rf"ERROR: node {node} started no process - see above; .* within 2 s .*", last)
@@ -190,8 +218,14 @@ def test_the_choice_of_python(tmp_path: Path) -> None:
     def said(**settings: str) -> str:
         without = {name: value for name, value in environment(**settings).items() if value}
         without["PATH"] = f"{found.parent}:{without['PATH']}"
-        done = subprocess.run([copy / "launch_node0.sh", "--config", "my own.yaml", "train.epochs=1"], env=without,
-                              capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            [copy / "launch_node0.sh", "--config", "my own.yaml", "train.epochs=1"],
+            env=without,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
         return done.stdout.splitlines()[-1]
 
     assert said(VIRTUAL_ENV=str(tmp_path / "active"), CONDA_PREFIX=str(tmp_path / "conda")).startswith(f"{active} ")
@@ -199,7 +233,8 @@ def test_the_choice_of_python(tmp_path: Path) -> None:
     command = said(VIRTUAL_ENV="", JOIN_TIMEOUT="7", MASTER_PORT="29601", GPUS_PER_NODE="4", NNODES="3", NODE_RANK="2")
     assert command == (
         f"{beside} -m torch.distributed.run --nnodes=3 --node_rank=2 --nproc_per_node=4 --master_addr=127.0.0.1 "
-        f"--master_port=29601 --rdzv_conf=timeout=7 {copy}/train_fsdp.py --config my own.yaml train.epochs=1")
+        f"--master_port=29601 --rdzv_conf=timeout=7 {copy}/train_fsdp.py --config my own.yaml train.epochs=1"
+    )
     beside.unlink()
     assert said(VIRTUAL_ENV="").startswith(f"{found} ")
 
@@ -207,10 +242,15 @@ def test_the_choice_of_python(tmp_path: Path) -> None:
 def test_the_defaults_are_the_guides(tmp_path: Path) -> None:
     """Nothing is sent anywhere: the Python that is found only prints its arguments."""
     a_python(tmp_path / "bin", "python")
-    known = {name: value for name, value in environment(VIRTUAL_ENV=str(tmp_path)).items()
-             if name not in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE")}
-    done = subprocess.run([REPOSITORY / "launch_node1.sh"], env=known, capture_output=True, text=True, check=True,
-                          timeout=60)
-    assert done.stdout.startswith(BANNER.format(role="WORKER", node=1, port=29600, nodes=2, gpus=8).replace(
-        "127.0.0.1", "10.11.7.50"))
+    known = {
+        name: value
+        for name, value in environment(VIRTUAL_ENV=str(tmp_path)).items()
+        if name not in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE")
+    }
+    done = subprocess.run(
+        [REPOSITORY / "launch_node1.sh"], env=known, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.startswith(
+        BANNER.format(role="WORKER", node=1, port=29600, nodes=2, gpus=8).replace("127.0.0.1", "10.11.7.50")
+    )
     assert "--nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=10.11.7.50 --master_port=29600" in done.stdout

@@ -30,8 +30,10 @@ Tensors = dict[str, torch.Tensor]
 def every_tensor(model: Any) -> Tensors:
     """Parameters under all of their names, and buffers, those that no file holds included; none shares storage."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().contiguous()
-            for name, tensor in named}
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().contiguous()
+        for name, tensor in named
+    }
 
 
 def report_models(configs: dict[str, Config], out: Path) -> None:
@@ -58,8 +60,13 @@ def built(configs: dict[str, Config], ranks: int, folder: Path) -> dict[str, lis
     finished = on_ranks(ranks, report_models, configs, folder, cwd=folder)
     assert finished.returncode == 0, finished.stderr
     return {
-        name: [(load_file(folder / f"{name}.{rank}.safetensors"),
-                json.loads((folder / f"{name}.{rank}.json").read_text(encoding="utf-8"))) for rank in range(ranks)]
+        name: [
+            (
+                load_file(folder / f"{name}.{rank}.safetensors"),
+                json.loads((folder / f"{name}.{rank}.json").read_text(encoding="utf-8")),
+            )
+            for rank in range(ranks)
+        ]
         for name in configs
     }
 
@@ -99,8 +106,11 @@ def test_loading_gives_every_bit_of_plain_from_pretrained(ranks, sources, tmp_pa
 
 
 def test_random_weights_are_the_same_on_any_ranks_and_drawn_as_the_architecture_draws_them(models, tmp_path):
-    configs = {f"{name}{seed}": config_for(models[name], tmp_path, "model.init=random", f"run.seed={seed}")
-               for name in ("llama", "glm") for seed in (1, 2)}
+    configs = {
+        f"{name}{seed}": config_for(models[name], tmp_path, "model.init=random", f"run.seed={seed}")
+        for name in ("llama", "glm")
+        for seed in (1, 2)
+    }
     alone = {name: reports[0][0] for name, reports in built(configs, 1, tmp_path / "1").items()}
     for ranks in 3, 4:
         for name, reports in built(configs, ranks, tmp_path / str(ranks)).items():
@@ -112,8 +122,10 @@ def test_random_weights_are_the_same_on_any_ranks_and_drawn_as_the_architecture_
         one, other = alone[f"{family}1"], alone[f"{family}2"]
         expected = every_tensor(plain)
         assert one.keys() == expected.keys()
-        is_drawn = {name: bool(tensor.std() > 0) and name in dict(plain.named_parameters(remove_duplicate=False))
-                    for name, tensor in expected.items()}
+        is_drawn = {
+            name: bool(tensor.std() > 0) and name in dict(plain.named_parameters(remove_duplicate=False))
+            for name, tensor in expected.items()
+        }
         for name, tensor in expected.items():
             if is_drawn[name]:
                 assert not torch.equal(one[name], other[name]), name
@@ -129,12 +141,20 @@ def test_random_weights_are_the_same_on_any_ranks_and_drawn_as_the_architecture_
 
 def test_experts_that_cannot_be_spread_are_refused_by_name(models, tmp_path):
     data = write_jsonl(tmp_path / "train.jsonl", chats(12))
-    refused = train(5, f"model.path={models['glm']}", f"data.train={data}", f"run.dir={tmp_path / 'run'}",
-                    "data.max_length=256", "data.packing=false", cwd=tmp_path)
+    refused = train(
+        5,
+        f"model.path={models['glm']}",
+        f"data.train={data}",
+        f"run.dir={tmp_path / 'run'}",
+        "data.max_length=256",
+        "data.packing=false",
+        cwd=tmp_path,
+    )
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
         "ERROR: 6 experts of width 32 do not spread over 5 ranks, one of them would hold none - use a number of ranks "
-        "that divides the experts or their width")
+        "that divides the experts or their width"
+    )
 
 
 def test_files_that_lack_a_tensor_are_refused_by_its_name(models, tmp_path):
@@ -145,8 +165,14 @@ def test_files_that_lack_a_tensor_are_refused_by_its_name(models, tmp_path):
     weights = load_file(source / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    refused = train(2, f"model.path={source}", f"data.train={data}", f"run.dir={tmp_path / 'run'}",
-                    "data.max_length=256", cwd=tmp_path)
+    refused = train(
+        2,
+        f"model.path={source}",
+        f"data.train={data}",
+        f"run.dir={tmp_path / 'run'}",
+        "data.max_length=256",
+        cwd=tmp_path,
+    )
     assert refused.returncode == 2
     assert "the files lack the model's tensor model.layers.1.mlp.up_proj.weight (1 in all)" in refused.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -179,20 +205,32 @@ def report_memory(configs: list[Config], out: Path) -> None:
     """On a rank: the most memory that building each model took, the first to warm up."""
     world = join_world(configs[0].distributed)
     sources = [AutoConfig.from_pretrained(config.model.path) for config in configs]
-    grown = [peak_growth(partial(build_model, config, source, world))
-             for config, source in zip(configs, sources, strict=True)]
+    grown = [
+        peak_growth(partial(build_model, config, source, world))
+        for config, source in zip(configs, sources, strict=True)
+    ]
     (out / f"{world.rank}.json").write_text(json.dumps(grown), encoding="utf-8")
 
 
 def test_no_rank_holds_the_whole_model_while_building(models, tmp_path):
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=4001, hidden_size=512, intermediate_size=1408, num_hidden_layers=12, num_attention_heads=8,
-        tie_word_embeddings=True))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=4001,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=12,
+            num_attention_heads=8,
+            tie_word_embeddings=True,
+        )
+    )
     total_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     # In bfloat16, because tensors that need no cast stay in the file until somebody writes to them.
     model.bfloat16().save_pretrained(tmp_path / "large")
-    configs = [config_for(models["llama"], tmp_path), config_for(tmp_path / "large", tmp_path),
-               config_for(tmp_path / "large", tmp_path, "model.init=random")]
+    configs = [
+        config_for(models["llama"], tmp_path),
+        config_for(tmp_path / "large", tmp_path),
+        config_for(tmp_path / "large", tmp_path, "model.init=random"),
+    ]
     finished = on_ranks(4, report_memory, configs, tmp_path, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     for rank in range(4):
@@ -214,8 +252,9 @@ def count_forwards(configs: list[Config], out: Path) -> None:
 
 
 def test_full_activation_checkpointing_computes_a_layer_again(models, tmp_path):
-    configs = [config_for(models["llama"], tmp_path, f"model.activation_checkpointing={how}")
-               for how in ("none", "full")]
+    configs = [
+        config_for(models["llama"], tmp_path, f"model.activation_checkpointing={how}") for how in ("none", "full")
+    ]
     assert on_ranks(1, count_forwards, configs, tmp_path, cwd=tmp_path).returncode == 0
     assert json.loads((tmp_path / "counts.json").read_text(encoding="utf-8")) == [1, 2]
 
@@ -231,14 +270,25 @@ def check_documents(models: dict[str, Path], config: Config) -> None:
             shard(model, world, policy)
             require_separate_documents(model, world.device)
             assert model.training
-        leaking = OPTForCausalLM(OPTConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, ffn_dim=64,
-                                           num_attention_heads=4, word_embed_proj_dim=32, use_cache=False))
+        leaking = OPTForCausalLM(
+            OPTConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                num_hidden_layers=2,
+                ffn_dim=64,
+                num_attention_heads=4,
+                word_embed_proj_dim=32,
+                use_cache=False,
+            )
+        )
         shard(leaking, world, policy)
         with pytest.raises(Refused, match=r"opt lets a packed document see .* use data\.packing=false"):
             require_separate_documents(leaking, world.device)
 
-    deep = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(
-        models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False), dtype=torch.float32)
+    deep = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False),
+        dtype=torch.float32,
+    )
     shard(deep, world, policy)
     outputs = []
 

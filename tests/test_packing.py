@@ -54,13 +54,19 @@ def write_dataset(folder: Path, sequences: list[tuple[list[int], list[bool]]]) -
 @pytest.fixture
 def dataset(tmp_path: Path) -> TokenDataset:
     """97 sequences of 1 to 40 tokens, of which the odd ones are trained."""
-    return write_dataset(tmp_path, [
-        ([100 * i % 7 + 1] * length, [False] + [bool(at % 2) for at in range(1, length)])
-        for i, length in enumerate(random_lengths(97, 40, 0).tolist())])
+    return write_dataset(
+        tmp_path,
+        [
+            ([100 * i % 7 + 1] * length, [False] + [bool(at % 2) for at in range(1, length)])
+            for i, length in enumerate(random_lengths(97, 40, 0).tolist())
+        ],
+    )
 
 
-@pytest.mark.parametrize(("count", "longest", "max_length"), [
-    (1, 5, 5), (400, 64, 64), (700, 30, 256), (300, 100, 101), (500, 3, 7), (200, 4096, 4096)])
+@pytest.mark.parametrize(
+    ("count", "longest", "max_length"),
+    [(1, 5, 5), (400, 64, 64), (700, 30, 256), (300, 100, 101), (500, 3, 7), (200, 4096, 4096)],
+)
 def test_rows_are_those_of_a_naive_best_fit(count, longest, max_length):
     lengths = random_lengths(count, longest, count)
     rows = plan_rows(lengths, max_length, True, 1, 0)
@@ -114,19 +120,27 @@ def test_each_row_is_dealt_to_one_rank_and_all_ranks_have_as_many_micro_batches(
 
 def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset):
     def batches(ranks: int, rows_per_micro_batch: int) -> list[list[int]]:
-        schedule = make_schedule(dataset, max_length=50, packing=True, seed=1, rows_per_step=8, epochs=2,
-                                 max_steps=None, start=Position())
-        return [sorted(sequence for rank in range(ranks)
-                       for batch in step.micro_batches(rank, ranks, rows_per_micro_batch) for sequence in batch)
-                for step in schedule.steps()]
+        schedule = make_schedule(
+            dataset, max_length=50, packing=True, seed=1, rows_per_step=8, epochs=2, max_steps=None, start=Position()
+        )
+        return [
+            sorted(
+                sequence
+                for rank in range(ranks)
+                for batch in step.micro_batches(rank, ranks, rows_per_micro_batch)
+                for sequence in batch
+            )
+            for step in schedule.steps()
+        ]
 
     expected = batches(1, 1)
     assert all(batches(ranks, rows) == expected for ranks, rows in ((1, 8), (2, 2), (4, 1), (8, 1), (3, 1)))
 
 
 def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset):
-    schedule = make_schedule(dataset, max_length=50, packing=False, seed=1, rows_per_step=10, epochs=3, max_steps=None,
-                             start=Position())
+    schedule = make_schedule(
+        dataset, max_length=50, packing=False, seed=1, rows_per_step=10, epochs=3, max_steps=None, start=Position()
+    )
     steps = list(schedule.steps())
     assert (schedule.rows_per_epoch, schedule.steps_per_epoch, schedule.total_steps) == (97, 10, 30)
     assert [step.number for step in steps] == list(range(1, 31))
@@ -142,8 +156,12 @@ def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset):
 @pytest.mark.parametrize("rows_per_step", [1, 7, 10, 64, 1000])
 def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(dataset, before, rows_per_step):
     given = {"max_length": 50, "packing": False, "seed": 5, "epochs": 3, "max_steps": None}
-    first = [step for step, _ in zip(
-        make_schedule(dataset, rows_per_step=10, start=Position(), **given).steps(), range(before), strict=False)]
+    first = [
+        step
+        for step, _ in zip(
+            make_schedule(dataset, rows_per_step=10, start=Position(), **given).steps(), range(before), strict=False
+        )
+    ]
     resumed = make_schedule(dataset, rows_per_step=rows_per_step, start=first[-1].end, **given)
     rest = list(resumed.steps())
     seen = Counter((step.epoch, sequence) for step in first + rest for row in step.sequences for sequence in row)
@@ -151,20 +169,33 @@ def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(dataset, be
     assert [step.number for step in rest] == list(range(before + 1, resumed.total_steps + 1))
 
 
-@pytest.mark.parametrize(("start", "max_steps", "total"), [
-    (Position(), 5, 5), (Position(), 500, 30), (Position(7, 0, 70), 5, 7), (Position(7, 0, 70), 9, 9),
-    (Position(30, 3, 0), None, 30)])
+@pytest.mark.parametrize(
+    ("start", "max_steps", "total"),
+    [
+        (Position(), 5, 5),
+        (Position(), 500, 30),
+        (Position(7, 0, 70), 5, 7),
+        (Position(7, 0, 70), 9, 9),
+        (Position(30, 3, 0), None, 30),
+    ],
+)
 def test_max_steps_ends_the_run_first(dataset, start, max_steps, total):
-    schedule = make_schedule(dataset, max_length=50, packing=False, seed=5, rows_per_step=10, epochs=3,
-                             max_steps=max_steps, start=start)
+    schedule = make_schedule(
+        dataset, max_length=50, packing=False, seed=5, rows_per_step=10, epochs=3, max_steps=max_steps, start=start
+    )
     assert schedule.total_steps == total
     assert [step.number for step in schedule.steps()] == list(range(start.step + 1, total + 1))
 
 
 def written_by_hand(folder: Path) -> TokenDataset:
-    return write_dataset(folder, [
-        ([11, 12, 13], [False, True, True]), ([21, 22], [False, True]),
-        ([31, 32, 33, 34], [False, False, True, False])])
+    return write_dataset(
+        folder,
+        [
+            ([11, 12, 13], [False, True, True]),
+            ([21, 22], [False, True]),
+            ([31, 32, 33, 34], [False, False, True, False]),
+        ],
+    )
 
 
 def listed(batch) -> dict[str, object]:

@@ -35,20 +35,32 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
         write_jsonl(copy / "data" / f"{name}.jsonl", chats(count, seed=count))
     production = load_config(
         copy / "config.yaml",
-        [f"model.path={models['glm']}", "data.max_length=256", "train.epochs=1", "model.compute_dtype=float32"], {})
+        [f"model.path={models['glm']}", "data.max_length=256", "train.epochs=1", "model.compute_dtype=float32"],
+        {},
+    )
     write_config(production, copy / "config.yaml")
     return copy
 
 
 def environment(**more: str) -> dict[str, str]:
     binaries = str(Path(sys.executable).parent)
-    return os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}", "VIRTUAL_ENV": str(Path(sys.executable).parents[1])
-                         } | more
+    return (
+        os.environ
+        | {"PATH": f"{binaries}:{os.environ['PATH']}", "VIRTUAL_ENV": str(Path(sys.executable).parents[1])}
+        | more
+    )
 
 
 def run(command: str, cwd: Path) -> str:
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=cwd, env=environment(), capture_output=True,
-                          text=True, timeout=240, check=False)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -69,8 +81,14 @@ def test_the_two_nodes_and_then_their_log(repository: Path) -> None:
     (worker / "runs").symlink_to(repository / "runs")
     assert len(NODES) == 2
     processes = [
-        subprocess.Popen(["bash", "-o", "pipefail", "-c", command], cwd=cwd, env=here, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            ["bash", "-o", "pipefail", "-c", command],
+            cwd=cwd,
+            env=here,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for command, cwd in zip(NODES, (repository, worker), strict=True)
     ]
     outputs = [process.communicate(timeout=240)[0] for process in processes]
@@ -104,7 +122,13 @@ def test_make_demo(tmp_path: Path) -> None:
     assert "make demo" in COMMANDS
     done = subprocess.run(
         ["make", "demo", f"RUN={run_dir}", "DEMO_ARGS=train.max_steps=2 data.max_length=256 eval.baseline=false"],
-        cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=400, check=False)
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "\r" not in done.stdout + done.stderr
     for said in ("Step 2/2 | Loss:", "Question (held out):", "Before:", "After:", str(run_dir / "model")):

@@ -39,25 +39,41 @@ NUMBER = r"(\d+\.\d{4}|inf)"
 EFFECTIVE = r"Effective batch size: 1 \(micro-batch\) x 2 \(accumulation\) x 2 \(ranks\) = 4"
 PLAN = r"Steps per epoch: (\d+) \| Total steps: (\d+) \| Records: (\d+) \| Trained tokens: (\d+)"
 BASELINE = rf"Baseline Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+)"
-STEP = (rf"Step (\d+)/(\d+) \| Loss: {NUMBER} \| Grad Norm: (\d+\.\d{{3}}) \| LR: (\d\.\d\de[-+]\d\d) \| "
-        r"\d+\.\d\d it/s \| \d+ tok/s \| \d+\.\d GB \| ETA (?:\d+h\d\dm|\d+m\d\ds)")
+STEP = (
+    rf"Step (\d+)/(\d+) \| Loss: {NUMBER} \| Grad Norm: (\d+\.\d{{3}}) \| LR: (\d\.\d\de[-+]\d\d) \| "
+    r"\d+\.\d\d it/s \| \d+ tok/s \| \d+\.\d GB \| ETA (?:\d+h\d\dm|\d+m\d\ds)"
+)
 EVAL = rf"Eval Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+) \| Step: (\d+)"
 SAVED = r"Saved checkpoint_(\d{7})"
 RESUMED = r"Resumed from checkpoint_(\d{7})"
-KINDS = {"effective": EFFECTIVE, "plan": PLAN, "baseline": BASELINE, "step": STEP, "eval": EVAL, "saved": SAVED,
-         "resumed": RESUMED}
+KINDS = {
+    "effective": EFFECTIVE,
+    "plan": PLAN,
+    "baseline": BASELINE,
+    "step": STEP,
+    "eval": EVAL,
+    "saved": SAVED,
+    "resumed": RESUMED,
+}
 Completed = subprocess.CompletedProcess[str]
 
 
 def said(output: str) -> list[tuple[str, re.Match[str]]]:
     """The lines of the shapes above, in their order."""
-    return [(kind, match) for line in output.splitlines() for kind, shape in KINDS.items()
-            if (match := re.fullmatch(shape, line))]
+    return [
+        (kind, match)
+        for line in output.splitlines()
+        for kind, shape in KINDS.items()
+        if (match := re.fullmatch(shape, line))
+    ]
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): xxhash.xxh3_128(path.read_bytes()).hexdigest()
-            for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): xxhash.xxh3_128(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -119,17 +135,21 @@ def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> N
     lines, run_dir = said(whole.stdout), inputs / "runs/config"
     steps, evals = read_metrics(run_dir, "step"), read_metrics(run_dir, "eval")
     assert [match.groups()[2:] for kind, match in lines if kind == "step"] == [
-        (f"{step['loss']:.4f}", f"{step['grad_norm']:.3f}", f"{step['lr']:.2e}") for step in steps]
+        (f"{step['loss']:.4f}", f"{step['grad_norm']:.3f}", f"{step['lr']:.2e}") for step in steps
+    ]
     assert [match.groups()[:3] for kind, match in lines if kind in ("baseline", "eval")] == [
-        (f"{entry['perplexity']:.4f}", f"{entry['loss']:.4f}", str(entry["tokens"])) for entry in evals]
+        (f"{entry['perplexity']:.4f}", f"{entry['loss']:.4f}", str(entry["tokens"])) for entry in evals
+    ]
     _, total, records, trained_tokens = map(int, dict(lines)["plan"].groups())
     assert records == 37
     assert [step["step"] for step in steps] == list(range(1, total + 1))
     assert [step["epoch"] for step in steps] == [0] * (total // 2) + [1] * (total // 2)
     assert sum(step["trained_tokens"] for step in steps) == 2 * trained_tokens
     assert [entry["step"] for entry in evals] == [0, *range(5, total, 5), total]
-    assert all(set(step) == {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "seconds"}
-               for step in steps)
+    assert all(
+        set(step) == {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "seconds"}
+        for step in steps
+    )
     assert all(entry["perplexity"] == math.exp(entry["loss"]) for entry in evals)
     assert all(step["loss"] != round(step["loss"], 7) for step in steps), "a float has 17 digits"
     assert all(0 < step["trained_tokens"] < step["tokens"] <= 4 * 128 and step["seconds"] > 0 for step in steps)
@@ -150,7 +170,11 @@ def test_checkpoints_are_readable_by_safetensors_alone(inputs: Path, whole: Comp
     assert [path.name for path in checkpoints] == [f"checkpoint_{step}" for step in saved[-2:]]
     newest = checkpoints[-1]
     assert {path.name for path in newest.iterdir()} == {
-        "manifest.json", "COMPLETE", "rank_00000.safetensors", "rank_00001.safetensors"}
+        "manifest.json",
+        "COMPLETE",
+        "rank_00000.safetensors",
+        "rank_00001.safetensors",
+    }
     raw = (newest / "manifest.json").read_bytes()
     assert (newest / "COMPLETE").read_text(encoding="utf-8").strip() == xxhash.xxh3_128(raw).hexdigest()
 
@@ -183,8 +207,17 @@ def kill(run: subprocess.Popen[str]) -> None:
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_been(inputs: Path, whole: Completed) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               str(REPOSITORY / "train_fsdp.py"), "--config", "config.yaml", "run.dir=runs/killed"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(REPOSITORY / "train_fsdp.py"),
+        "--config",
+        "config.yaml",
+        "run.dir=runs/killed",
+    ]
     killed = subprocess.Popen(command, cwd=inputs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert killed.stdout is not None
     before = []
@@ -204,8 +237,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(inputs: Path, whole: Comple
     assert steps_of(one) == steps_of(other)
     assert read_metrics(one, "eval") == read_metrics(other, "eval")
     newest = max((one / "checkpoints").iterdir()).name
-    for name in (f"checkpoints/{newest}/rank_00000.safetensors", f"checkpoints/{newest}/rank_00001.safetensors",
-                 "model/model.safetensors"):
+    for name in (
+        f"checkpoints/{newest}/rank_00000.safetensors",
+        f"checkpoints/{newest}/rank_00001.safetensors",
+        "model/model.safetensors",
+    ):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
@@ -218,18 +254,38 @@ def test_every_launcher_gives_the_same_run(tmp_path: Path, models: dict[str, Pat
     assert train(2, "run.dir=runs/torchrun", "train.max_steps=3", cwd=tmp_path).returncode == 0
 
     # With --cpu it starts one process, however many it is asked for.
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2",
-                  "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    accelerate = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        "--main_process_port=0",
+    ]
     script = [str(REPOSITORY / "train_fsdp.py"), "--config", "config.yaml", "train.max_steps=3"]
-    by_accelerate = subprocess.run([*accelerate, *script, "run.dir=runs/accelerate"], cwd=tmp_path, capture_output=True,
-                                   text=True, timeout=240, check=False)
+    by_accelerate = subprocess.run(
+        [*accelerate, *script, "run.dir=runs/accelerate"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert by_accelerate.returncode == 0, by_accelerate.stderr
     assert "x 2 (ranks) = 4" in by_accelerate.stdout
 
     # And by no launcher, on a terminal.
     terminal, stream = pty.openpty()
-    alone = subprocess.Popen([sys.executable, *script, "run.dir=runs/alone", "train.gradient_accumulation_steps=4"],
-                             cwd=tmp_path, stdin=stream, stdout=stream, stderr=stream)
+    alone = subprocess.Popen(
+        [sys.executable, *script, "run.dir=runs/alone", "train.gradient_accumulation_steps=4"],
+        cwd=tmp_path,
+        stdin=stream,
+        stdout=stream,
+        stderr=stream,
+    )
     os.close(stream)
     screen = b""
     while True:
@@ -276,8 +332,11 @@ def test_a_finished_run_says_so(tmp_path: Path, run_again: Callable[..., Complet
 def test_what_may_change_is_said(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
     done = run_again("train.max_steps=5", "export.dtype=float32", "logging.every_steps=2")
     assert done.returncode == 0, done.stderr
-    for change in ("train.max_steps was 3, is 5", 'export.dtype was "source", is "float32"',
-                   "logging.every_steps was 1, is 2"):
+    for change in (
+        "train.max_steps was 3, is 5",
+        'export.dtype was "source", is "float32"',
+        "logging.every_steps was 1, is 2",
+    ):
         assert f"Changed since checkpoint_0000003: {change}\n" in done.stdout
     assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "step")] == [1, 2, 3, 4, 5]
     assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "eval")] == [0, 3, 5]
@@ -295,8 +354,11 @@ def test_what_may_not_change_is_refused(tmp_path: Path, run_again: Callable[...,
     assert done.returncode == 2
     errors = done.stderr.splitlines()
     assert len(errors) == 3 and all(error.startswith("ERROR: ") for error in errors)
-    for change in ("optimizer.lr is 0.002 and was 0.001", "run.seed is 7 and was 1234",
-                   "train.max_grad_norm is null and was 1.0"):
+    for change in (
+        "optimizer.lr is 0.002 and was 0.001",
+        "run.seed is 7 and was 1234",
+        "train.max_grad_norm is null and was 1.0",
+    ):
         assert change in done.stderr
     assert files_of(tmp_path / "runs") == before
 
@@ -336,12 +398,21 @@ def remove_rank_file(checkpoint: Path) -> None:
     (checkpoint / "rank_00000.safetensors").unlink()
 
 
-@pytest.mark.parametrize(("damage", "named"), [
-    (flip_a_byte, "rank_00000.safetensors"), (truncate_manifest, "manifest.json"), (remove_complete, "COMPLETE"),
-    (garble_complete, "manifest.json"), (remove_rank_file, "rank_00000.safetensors"),
-])
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (flip_a_byte, "rank_00000.safetensors"),
+        (truncate_manifest, "manifest.json"),
+        (remove_complete, "COMPLETE"),
+        (garble_complete, "manifest.json"),
+        (remove_rank_file, "rank_00000.safetensors"),
+    ],
+)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    damage: Callable[[Path], None], named: str, tmp_path: Path, run_again: Callable[..., Completed],
+    damage: Callable[[Path], None],
+    named: str,
+    tmp_path: Path,
+    run_again: Callable[..., Completed],
 ) -> None:
     checkpoints = tmp_path / "runs/config/checkpoints"
     undisturbed = steps_of(tmp_path / "runs/config")
@@ -358,8 +429,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 
 
 def test_without_an_intact_checkpoint_nothing_is_touched(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
-    for checkpoint, damage in zip(sorted((tmp_path / "runs/config/checkpoints").iterdir()),
-                                  (flip_a_byte, truncate_manifest, remove_complete), strict=True):
+    for checkpoint, damage in zip(
+        sorted((tmp_path / "runs/config/checkpoints").iterdir()),
+        (flip_a_byte, truncate_manifest, remove_complete),
+        strict=True,
+    ):
         damage(checkpoint)
     before = files_of(tmp_path / "runs")
     done = run_again("train.max_steps=5")
@@ -379,15 +453,19 @@ def test_starting_anew_sets_the_earlier_run_aside(tmp_path: Path, run_again: Cal
     after = files_of(tmp_path / "runs/config")
     for name in ("checkpoints", "metrics.jsonl", "model"):
         assert f"runs/config/{name}.aside1\n" in done.stdout
-        kept = {file.replace(f"{name}.aside1", name, 1): digest for file, digest in after.items()
-                if file.startswith(f"{name}.aside1")}
+        kept = {
+            file.replace(f"{name}.aside1", name, 1): digest
+            for file, digest in after.items()
+            if file.startswith(f"{name}.aside1")
+        }
         assert kept == {file: digest for file, digest in before.items() if file.startswith(name)}
     assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "eval")] == [0, 1]
     assert [path.name for path in (tmp_path / "runs/config/checkpoints").iterdir()] == ["checkpoint_0000001"]
 
 
 def test_resuming_from_a_named_checkpoint_leaves_what_came_after_it(
-    tmp_path: Path, run_again: Callable[..., Completed],
+    tmp_path: Path,
+    run_again: Callable[..., Completed],
 ) -> None:
     run_dir = tmp_path / "runs/config"
     undisturbed = steps_of(run_dir)
@@ -395,8 +473,12 @@ def test_resuming_from_a_named_checkpoint_leaves_what_came_after_it(
     assert done.returncode == 0, done.stderr
     assert "Resumed from checkpoint_0000001\n" in done.stdout
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
-        "checkpoint_0000001", "checkpoint_0000002", "checkpoint_0000002.aside1", "checkpoint_0000003",
-        "checkpoint_0000003.aside1"]
+        "checkpoint_0000001",
+        "checkpoint_0000002",
+        "checkpoint_0000002.aside1",
+        "checkpoint_0000003",
+        "checkpoint_0000003.aside1",
+    ]
     assert steps_of(run_dir) == undisturbed
 
 
@@ -407,12 +489,18 @@ def test_resuming_from_another_runs_checkpoint(tmp_path: Path, run_again: Callab
     assert run_again("run.dir=runs/other", "run.seed=7", "train.max_steps=3").returncode == 0
     done = run_again("run.dir=runs/other", "run.resume=runs/config/checkpoints/checkpoint_0000001", "train.max_steps=3")
     assert done.returncode == 0, done.stderr
-    assert "Changed since checkpoint_0000001: run.dir was \"runs/config\", is \"runs/other\"\n" in done.stdout
+    assert 'Changed since checkpoint_0000001: run.dir was "runs/config", is "runs/other"\n' in done.stdout
     assert steps_of(tmp_path / "runs/other") == undisturbed[1:]
     assert files_of(tmp_path / "runs/config") == before
     assert sorted(path.name for path in (tmp_path / "runs/other").iterdir()) == [
-        "checkpoints", "checkpoints.aside1", "config.yaml", "metrics.jsonl", "metrics.jsonl.aside1", "model",
-        "model.aside1"]
+        "checkpoints",
+        "checkpoints.aside1",
+        "config.yaml",
+        "metrics.jsonl",
+        "metrics.jsonl.aside1",
+        "model",
+        "model.aside1",
+    ]
 
     done = run_again("run.resume=runs/config/checkpoints/checkpoint_0000009")
     assert done.returncode == 2 and "checkpoint_0000009: not a complete checkpoint" in done.stderr
@@ -425,7 +513,10 @@ def run_with_small_files(arguments: list[str], bytes_per_file: int) -> None:
 
 @pytest.mark.parametrize(("max_steps", "what"), [(4, "the checkpoint of step 4"), (3, "the final model")])
 def test_a_disk_that_takes_no_more(
-    max_steps: int, what: str, tmp_path: Path, run_again: Callable[..., Completed],
+    max_steps: int,
+    what: str,
+    tmp_path: Path,
+    run_again: Callable[..., Completed],
 ) -> None:
     """It says so, leaves nothing half-written and goes on when there is room; at step 3, only the export is left."""
     run_dir = tmp_path / "runs/config"
@@ -473,8 +564,16 @@ def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path: Path, models: dict[s
 
 def test_what_is_switched_off_is_said(tmp_path: Path, models: dict[str, Path]) -> None:
     write_inputs(tmp_path, models["llama"])
-    done = train(1, "data.eval=null", "train.max_steps=5", "logging.every_steps=2", "checkpoint.every_steps=0",
-                 "eval.every_steps=2", "export.final=false", cwd=tmp_path)
+    done = train(
+        1,
+        "data.eval=null",
+        "train.max_steps=5",
+        "logging.every_steps=2",
+        "checkpoint.every_steps=0",
+        "eval.every_steps=2",
+        "export.final=false",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     lines = said(done.stdout)
     assert [match[1] for kind, match in lines if kind == "step"] == ["2", "4", "5"]

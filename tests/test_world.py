@@ -45,12 +45,19 @@ def take_part(work: Any) -> None:
     run(lambda: work(join_world(DistributedConfig())))
 
 
-@pytest.mark.parametrize(("work", "code", "errors"), [
-    (fail_differently, 2, ["all see this - do that", *(f"only rank {rank} sees this - do that" for rank in range(3))]),
-    (fail_on_one, 1, [r"rank 2 on \S+: KeyError: 'lost' - see the traceback there; .*"]),
-    (refuse_on_main, 2, ["rank 0 alone looked - mend it"]),
-    (agree, 0, []),
-])
+@pytest.mark.parametrize(
+    ("work", "code", "errors"),
+    [
+        (
+            fail_differently,
+            2,
+            ["all see this - do that", *(f"only rank {rank} sees this - do that" for rank in range(3))],
+        ),
+        (fail_on_one, 1, [r"rank 2 on \S+: KeyError: 'lost' - see the traceback there; .*"]),
+        (refuse_on_main, 2, ["rank 0 alone looked - mend it"]),
+        (agree, 0, []),
+    ],
+)
 def test_all_ranks_end_together(work: Any, code: int, errors: list[str], tmp_path: Path) -> None:
     done = on_ranks(3, take_part, work, cwd=tmp_path, timeout_s=15)
     assert done.returncode == code, done.stderr

@@ -32,8 +32,10 @@ def agree_on_checkpoint(directory: Path, resume: str, world: World) -> Checkpoin
             world.say(f"Not accepted: {reason}")
         return _require_same_size(intact, world)
     if rejected:
-        raise Refused(*rejected, f"no checkpoint in {directory} can be resumed from - mend one, or start anew with "
-                                 "run.resume=never")
+        raise Refused(
+            *rejected,
+            f"no checkpoint in {directory} can be resumed from - mend one, or start anew with run.resume=never",
+        )
     return None
 
 
@@ -43,7 +45,7 @@ def set_aside(run_dir: Path, resumed: Checkpoint | None) -> list[str]:
     checkpoints = find_checkpoints(run_dir / "checkpoints")
     mine = [path for path in checkpoints if resumed and path.samefile(resumed.path)]
     if mine:
-        in_the_way = checkpoints[:checkpoints.index(mine[0])]
+        in_the_way = checkpoints[: checkpoints.index(mine[0])]
     else:
         in_the_way = [path for name in ("checkpoints", "metrics.jsonl", "model") if (path := run_dir / name).exists()]
     return [str(move_aside(path)) for path in in_the_way]
@@ -58,6 +60,8 @@ def _require_intact(path: Path, world: World) -> Checkpoint:
 
 def _require_same_size(checkpoint: Checkpoint, world: World) -> Checkpoint:
     if checkpoint.world_size != world.size:
-        raise Refused(f"{checkpoint.path} was written by {checkpoint.world_size} ranks and this run has {world.size}; "
-                      f"resuming on another number of ranks is not built yet - start {checkpoint.world_size} ranks")
+        raise Refused(
+            f"{checkpoint.path} was written by {checkpoint.world_size} ranks and this run has {world.size}; "
+            f"resuming on another number of ranks is not built yet - start {checkpoint.world_size} ranks"
+        )
     return checkpoint

@@ -82,8 +82,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise Refused(f"{path / 'manifest.json'}: is not what COMPLETE vouches for - resume from another checkpoint")
     manifest = json.loads(raw)
     if manifest["format"] != _FORMAT:
-        raise Refused(f"{path}: has format {manifest['format']} and this version reads {_FORMAT} - resume with the "
-                      "version that wrote it")
+        raise Refused(
+            f"{path}: has format {manifest['format']} and this version reads {_FORMAT} - resume with the "
+            "version that wrote it"
+        )
     return Checkpoint(path, manifest)
 
 

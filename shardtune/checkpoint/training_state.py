@@ -25,8 +25,13 @@ from .files import Checkpoint, commit, keep_newest, prepare_directory, rank_file
 
 
 def save_checkpoint(
-    checkpoints: Path, keep: int, timeout_s: float, model: PreTrainedModel, optimizer: torch.optim.Optimizer,
-    state: dict[str, Any], world: World,
+    checkpoints: Path,
+    keep: int,
+    timeout_s: float,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    world: World,
 ) -> Path:
     """Write `checkpoint_<state["step"]>` and delete all but the newest `keep`; every rank takes part.
 
@@ -43,8 +48,9 @@ def save_checkpoint(
     about = {"host": socket.gethostname(), "chunks": {name: _chunk(tensor) for name, tensor in sharded.items()}}
     try:
         reports = share(lambda: write_rank_file(temporary, world.rank, local) | about)
-        committed = share(lambda: str(_commit(temporary, checkpoints, keep, sharded, reports, state, world)),
-                          main_only=True)
+        committed = share(
+            lambda: str(_commit(temporary, checkpoints, keep, sharded, reports, state, world)), main_only=True
+        )
     except Stopped:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)  # its space may be what the next save lacks
@@ -52,9 +58,7 @@ def save_checkpoint(
     return Path(committed[0])
 
 
-def _share(
-    world: World, step: int, timeout_s: float, work: Callable[[], Any], main_only: bool = False
-) -> list[Any]:
+def _share(world: World, step: int, timeout_s: float, work: Callable[[], Any], main_only: bool = False) -> list[Any]:
     """Every rank's result of `work`, on every rank; an error of the disk on any of them stops all."""
     report: dict[str, Any] = {}
     if world.is_main or not main_only:
@@ -68,24 +72,37 @@ def _share(
     except TimeoutError as error:
         problems = [f"{error} (distributed.save_timeout_s)"]
     if problems:
-        raise Stopped(f"the checkpoint of step {step} was not saved: {problems[0]} - make room or mend the disk; "
-                      "the same command resumes from the last checkpoint")
+        raise Stopped(
+            f"the checkpoint of step {step} was not saved: {problems[0]} - make room or mend the disk; "
+            "the same command resumes from the last checkpoint"
+        )
     return [report.get("result") for report in reports]
 
 
 def _commit(
-    temporary: Path, checkpoints: Path, keep: int, sharded: dict[str, torch.Tensor], reports: list[dict[str, Any]],
-    state: dict[str, Any], world: World,
+    temporary: Path,
+    checkpoints: Path,
+    keep: int,
+    sharded: dict[str, torch.Tensor],
+    reports: list[dict[str, Any]],
+    state: dict[str, Any],
+    world: World,
 ) -> Path:
     for report in reports:
         if not (temporary / report["file"]).is_file():
-            raise OSError(f"{report['file']} of host {report['host']} is not in {checkpoints} as this node sees it; "
-                          "run.dir must be on a filesystem that all nodes share")
+            raise OSError(
+                f"{report['file']} of host {report['host']} is not in {checkpoints} as this node sees it; "
+                "run.dir must be on a filesystem that all nodes share"
+            )
     manifest = {
         "state": state,
         "world": {"size": world.size, "mesh": list(world.mesh.shape)},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__,
-                     "safetensors": safetensors.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "safetensors": safetensors.__version__,
+            "python": platform.python_version(),
+        },
         "files": [{key: report[key] for key in ("file", "bytes", "xxh3_128", "host")} for report in reports],
         "tensors": {
             name: {
@@ -114,11 +131,16 @@ def load_checkpoint(
     sharded = dict(_sharded_tensors(model, optimizer))
 
     def require_same_tensors() -> None:
-        wrong = [name for name, tensor in sharded.items()
-                 if name not in local or local[name].shape != _local(tensor).shape or local[name].dtype != tensor.dtype]
+        wrong = [
+            name
+            for name, tensor in sharded.items()
+            if name not in local or local[name].shape != _local(tensor).shape or local[name].dtype != tensor.dtype
+        ]
         if wrong:
-            raise Refused(f"{checkpoint.path}: tensor {wrong[0]} ({len(wrong)} in all) is missing or of another shape "
-                          "- resume with the model that the checkpoint is of")
+            raise Refused(
+                f"{checkpoint.path}: tensor {wrong[0]} ({len(wrong)} in all) is missing or of another shape "
+                "- resume with the model that the checkpoint is of"
+            )
 
     world.agree(require_same_tensors)
     with torch.no_grad():
