@@ -26,7 +26,8 @@ from shardtune.evaluate import evaluate
 from shardtune.export import export_model
 from shardtune.loss import require_separate_documents, summed_loss
 from shardtune.metrics import Metrics, peak_memory_bytes, step_line
-from shardtune.model import build_model, compute_dtype, describe_state
+from shardtune.model import build_model
+from shardtune.opening import announce, describe_state, require_shared_run_dir
 from shardtune.optim import (
     build_optimizer,
     clip_gradients,
@@ -34,7 +35,6 @@ from shardtune.optim import (
     learning_rate,
     non_finite_tensors,
     set_learning_rate,
-    warmup_steps,
 )
 from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
 from shardtune.signals import StopRequest
@@ -46,8 +46,7 @@ def main() -> None:
     config = read_arguments()
     world = join_world(config.distributed)
     quiet_libraries(world.is_main)
-    if world.is_node_main:
-        print(describe(world), flush=True)
+    world.say(describe(world), on_every_node=True)
     for remark in remarks(config):
         world.say(remark)
 
@@ -241,32 +240,6 @@ def read_arguments() -> Config:
     return load_config(arguments.config, arguments.assignments, os.environ)
 
 
-def require_shared_run_dir(run_dir: Path, world: World) -> None:
-    """Rank 0 must be able to write in run.dir, and every node to see what it writes."""
-
-    def write_probe() -> str:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            probe = run_dir / f".seen.{os.getpid()}"
-            probe.touch()
-        except OSError as error:
-            raise Refused(f"run.dir={run_dir} cannot be written: {error.strerror} - name one that can be") from error
-        return probe.name
-
-    def see(probe: Path) -> None:
-        if not probe.exists():
-            raise Refused(
-                f"node {world.node_rank} does not see what node 0 writes in run.dir={run_dir.resolve()} - "
-                "name a directory on a filesystem that all nodes share, by the same absolute path"
-            )
-
-    probe = run_dir / world.from_main(write_probe)
-    try:
-        world.agree(lambda: see(probe))
-    finally:
-        probe.unlink(missing_ok=True)
-
-
 def choose_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | None:
     """The checkpoint to resume from, on which all ranks agree; what changed since is said, or refused."""
     found = checkpoint.agree_on_checkpoint(Path(config.run.dir) / "checkpoints", config.run.resume, world)
@@ -287,7 +260,7 @@ def choose_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | N
 
 
 def plan_steps(config: Config, data: PreparedData, resumed: checkpoint.Checkpoint | None, world: World) -> Schedule:
-    """The schedule, with every derived number said."""
+    """The schedule, which all ranks share; every number derived from it is said."""
     train, section = data.train, config.train
     rows_per_step = section.micro_batch_size * section.gradient_accumulation_steps * world.size
     schedule = make_schedule(
@@ -318,37 +291,7 @@ def plan_steps(config: Config, data: PreparedData, resumed: checkpoint.Checkpoin
             f"the data (digest {data.key}) is not that of {resumed.path.name} ({resumed.state['data']}) - "
             "bring the same data, tokenizer and code back, or start anew with another run.dir"
         )
-    for line in data.lines():
-        world.say(line)
-    dtype = str(compute_dtype(config.model.compute_dtype, world.device)).removeprefix("torch.")
-    world.say(
-        f"Forward and backward in {dtype} (model.compute_dtype={config.model.compute_dtype}), weights and "
-        f"updates in {config.model.master_dtype}, gradients reduced in {config.model.reduce_dtype}"
-    )
-    if data.eval is None:
-        world.say("Evaluation is skipped: neither data.eval nor data.eval_fraction names evaluation data")
-    if config.checkpoint.mode == "async":
-        world.say("checkpoint.mode=async: checkpoints are written while training waits, as with sync")
-    share = train.lengths.sum(dtype="int64") / (rows * config.data.max_length)
-    world.say(
-        f"Rows per epoch: {rows} of at most {config.data.max_length} tokens, {share:.1%} full "
-        f"(data.packing={str(config.data.packing).lower()}); {rows} / {rows_per_step}, rounded up, are "
-        f"{schedule.steps_per_epoch} steps"
-    )
-    world.say(
-        f"Effective batch size: {section.micro_batch_size} (micro-batch) x "
-        f"{section.gradient_accumulation_steps} (accumulation) x {world.size} (ranks) = {rows_per_step}"
-    )
-    warmup = warmup_steps(schedule.total_steps, config.scheduler)
-    world.say(
-        f"Learning rate: up to {config.optimizer.lr} over {warmup} steps ({config.scheduler.warmup_ratio} x "
-        f"{schedule.total_steps}, rounded up), then {config.scheduler.name}, at the last step "
-        f"{learning_rate(schedule.total_steps, schedule.total_steps, config.optimizer.lr, config.scheduler):.3g}"
-    )
-    world.say(
-        f"Steps per epoch: {schedule.steps_per_epoch} | Total steps: {schedule.total_steps} | "
-        f"Records: {data.train_summary.records} | Trained tokens: {train.trained_counts.sum(dtype='int64')}"
-    )
+    announce(config, data, schedule, world)
     return schedule
 
 

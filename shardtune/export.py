@@ -27,7 +27,7 @@ def export_model(
     out: Path,
     world: World,
 ) -> None:
-    """Gather the weights on rank 0, one tensor at a time, and write them to `out` in `dtype` (`source`: the source's).
+    """Gather the weights tensor by tensor into rank 0's host memory, and write them to `out` in `dtype` (`source`: the source's).
 
     Raises:
         Stopped: on every rank, if rank 0 could not write.

@@ -178,16 +178,6 @@ def _load_sharded(
     return cast(PreTrainedModel, model)
 
 
-def describe_state(model: PreTrainedModel) -> str:
-    """How many parameters there are, and what this rank holds of them and of AdamW's two moments."""
-    total = sum(p.numel() for p in model.parameters())
-    local = sum(p.to_local().numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
-    return (
-        f"Parameters: {total} | On each rank: {local / 1e9:.2f} GB of weights and as much again for each of two "
-        f"moments and the gradients = {4 * local / 1e9:.2f} GB"
-    )
-
-
 @contextmanager
 def forward_only(model: PreTrainedModel) -> Iterator[None]:
     """Forwards without dropout, gradients or trace: afterwards every parameter is sharded again.

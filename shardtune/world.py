@@ -56,9 +56,9 @@ class World:
     def is_node_main(self) -> bool:
         return self.local_rank == 0
 
-    def say(self, line: str) -> None:
-        """Print one line on node 0's standard output, which may have been closed: `tee` ends before the run does."""
-        if self.is_main:
+    def say(self, line: str, on_every_node: bool = False) -> None:
+        """Print on node 0's standard output, which may have been closed: `tee` may end before the run does."""
+        if self.is_main or (on_every_node and self.is_node_main):
             try:
                 print(line, flush=True)
             except BrokenPipeError:

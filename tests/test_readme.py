@@ -105,10 +105,10 @@ def test_the_configuration_and_the_commands_on_one_machine(repository: Path) -> 
     (repository / "mine.yaml").write_text(text, encoding="utf-8")
     load_config(repository / "mine.yaml", [], {})
     assert set(yaml.safe_load(text)) <= {"model", "data", "train", "optimizer"}
-    ran = [command for command in COMMANDS if command.startswith(("torchrun", "python"))]
+    ran = [command for command in COMMANDS if command.startswith(("torchrun", "python", "accelerate"))]
     outputs = [run(command, repository) for command in ran]
-    assert len(outputs) == 2
-    assert any("Step 1/1 | Loss:" in output for output in outputs)
+    assert len(outputs) == 3
+    assert sum("Step 1/1 | Loss:" in output for output in outputs) == 2
 
 
 def test_the_record(tmp_path: Path) -> None:
@@ -137,5 +137,17 @@ def test_make_demo(tmp_path: Path) -> None:
 
 def test_every_command_is_run() -> None:
     """A new command in the README needs a test here."""
-    known = ("make demo", "./launch_node", "grep", "torchrun", "python -m shardtune")
+    known = ("make demo", "./launch_node", "grep", "torchrun", "accelerate launch", "python -m shardtune")
     assert all(command.startswith(known) for command in COMMANDS)
+
+
+def test_the_transcript_is_of_a_real_run() -> None:
+    (transcript,) = [text for language, text in BLOCKS if language == "text" and "Training Configuration" in text]
+    for said in (
+        "Effective batch size: ",
+        "Baseline Perplexity: ",
+        "Step 10/10 | Loss: ",
+        "Eval Perplexity: ",
+        "After:",
+    ):
+        assert said in transcript

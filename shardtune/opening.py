@@ -1,0 +1,89 @@
+"""What a run checks and says before it reads a weight: where it writes, and every number that it derives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from .config import Config
+from .dataset import PreparedData
+from .errors import Refused
+from .model import compute_dtype
+from .optim import learning_rate, warmup_steps
+from .packing import Schedule
+from .world import World
+
+
+def require_shared_run_dir(run_dir: Path, world: World) -> None:
+    """Rank 0 must be able to write in run.dir, and every node to see what it writes."""
+
+    def write_probe() -> str:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            probe = run_dir / f".seen.{os.getpid()}"
+            probe.touch()
+        except OSError as error:
+            raise Refused(f"run.dir={run_dir} cannot be written: {error.strerror} - name one that can be") from error
+        return probe.name
+
+    def see(probe: Path) -> None:
+        if not probe.exists():
+            raise Refused(
+                f"node {world.node_rank} does not see what node 0 writes in run.dir={run_dir.resolve()} - "
+                "name a directory on a filesystem that all nodes share, by the same absolute path"
+            )
+
+    probe = run_dir / world.from_main(write_probe)
+    try:
+        world.agree(lambda: see(probe))
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def announce(config: Config, data: PreparedData, schedule: Schedule, world: World) -> None:
+    """Say what was counted and derived, each number with its formula."""
+    for line in data.lines():
+        world.say(line)
+    dtype = str(compute_dtype(config.model.compute_dtype, world.device)).removeprefix("torch.")
+    world.say(
+        f"Forward and backward in {dtype} (model.compute_dtype={config.model.compute_dtype}), weights and "
+        f"updates in {config.model.master_dtype}, gradients reduced in {config.model.reduce_dtype}"
+    )
+    if data.eval is None:
+        world.say("Evaluation is skipped: neither data.eval nor data.eval_fraction names evaluation data")
+    if config.checkpoint.mode == "async":
+        world.say("checkpoint.mode=async: checkpoints are written while training waits, as with sync")
+    rows, train, section = schedule.rows_per_epoch, data.train, config.train
+    share = train.lengths.sum(dtype="int64") / (rows * config.data.max_length)
+    world.say(
+        f"Rows per epoch: {rows} of at most {config.data.max_length} tokens, {share:.1%} full "
+        f"(data.packing={str(config.data.packing).lower()}); {rows} / {schedule.rows_per_step}, rounded up, are "
+        f"{schedule.steps_per_epoch} steps"
+    )
+    world.say(
+        f"Effective batch size: {section.micro_batch_size} (micro-batch) x "
+        f"{section.gradient_accumulation_steps} (accumulation) x {world.size} (ranks) = {schedule.rows_per_step}"
+    )
+    warmup = warmup_steps(schedule.total_steps, config.scheduler)
+    world.say(
+        f"Learning rate: up to {config.optimizer.lr} over {warmup} steps ({config.scheduler.warmup_ratio} x "
+        f"{schedule.total_steps}, rounded up), then {config.scheduler.name}, at the last step "
+        f"{learning_rate(schedule.total_steps, schedule.total_steps, config.optimizer.lr, config.scheduler):.3g}"
+    )
+    world.say(
+        f"Steps per epoch: {schedule.steps_per_epoch} | Total steps: {schedule.total_steps} | "
+        f"Records: {data.train_summary.records} | Trained tokens: {train.trained_counts.sum(dtype='int64')}"
+    )
+
+
+def describe_state(model: PreTrainedModel) -> str:
+    """How many parameters there are, and what this rank holds of them and of AdamW's two moments."""
+    total = sum(p.numel() for p in model.parameters())
+    local = sum(p.to_local().numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
+    return (
+        f"Parameters: {total} | On each rank: {local / 1e9:.2f} GB of weights and as much again for each of two "
+        f"moments and the gradients = {4 * local / 1e9:.2f} GB"
+    )

@@ -1,0 +1,167 @@
+"""How a run ends when it is told to, when nodes do not fit together, and when its reader goes away."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from conftest import REPOSITORY, chats, launch, read_metrics, write_jsonl
+from safetensors.torch import load_file, save_file
+
+LONG = (
+    "model.compute_dtype=float32",
+    "data.max_length=128",
+    "data.train=train.jsonl",
+    "train.epochs=5000",
+    "scheduler.name=constant",
+    "scheduler.warmup_ratio=0",
+    "export.final=false",
+    "checkpoint.every_steps=0",
+)
+
+
+def command(*arguments: object) -> list[str]:
+    return [
+        sys.executable,
+        str(REPOSITORY / "train_fsdp.py"),
+        "--config",
+        str(REPOSITORY / "config.yaml"),
+        "data.eval=null",
+        *map(str, arguments),
+    ]
+
+
+def wait_for_steps(run_dir: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (run_dir / "metrics.jsonl").is_file() or len(read_metrics(run_dir, "step")) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path: Path, models: dict[str, Path]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    arguments = command(*LONG, f"model.path={models['llama']}", "run.dir=run")
+    process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(tmp_path / "run", 3)
+    process.send_signal(signal.SIGTERM)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    step = read_metrics(tmp_path / "run", "step")[-1]["step"]
+    assert said.splitlines()[-1] == f"Saved checkpoint_{step:07d}"
+    assert errors.splitlines()[-1].startswith(f"ERROR: stopped by SIGTERM after saving step {step} - ")
+
+    again = subprocess.run(
+        [*arguments, f"train.max_steps={step + 1}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert f"Resumed from checkpoint_{step:07d}" in again.stdout
+    assert [entry["step"] for entry in read_metrics(tmp_path / "run", "step")] == list(range(1, step + 2))
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, models: dict[str, Path]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    arguments = command(*LONG, f"model.path={models['llama']}", "run.dir=run", "train.max_steps=5")
+    process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    assert process.wait(timeout=60) == 0, errors
+    assert len(read_metrics(tmp_path / "run", "step")) == 5
+    assert (tmp_path / "run/checkpoints/checkpoint_0000005/COMPLETE").is_file()
+
+
+def two_nodes(tmp_path: Path, worker_cwd: Path, common: list[str], worker: list[str]) -> list[tuple[int, str, str]]:
+    """Both launch scripts over loopback; (exit code, stdout, stderr) of each."""
+    environ = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GPUS_PER_NODE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "JOIN_TIMEOUT": "40",
+        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
+    }
+    processes = [
+        subprocess.Popen(
+            [str(REPOSITORY / script), *common, *more],
+            cwd=cwd,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for script, cwd, more in (("launch_node0.sh", tmp_path, []), ("launch_node1.sh", worker_cwd, worker))
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def test_node_0_says_why_node_1_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", chats(10))
+    started = time.monotonic()
+    common = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
+    master, worker = two_nodes(tmp_path, tmp_path, common, ["optimizer.lrr=1"])
+    assert time.monotonic() - started < 35  # it did not wait for the join timeout
+    assert master[0] == worker[0] == 2
+    for _, _, errors in (master, worker):
+        assert "optimizer.lrr" in errors.splitlines()[-1] and "optimizer.lr" in errors.splitlines()[-1]
+    assert "node 1" in master[2].splitlines()[-1]
+
+
+def test_a_run_dir_that_the_nodes_do_not_share_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", chats(10))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(tmp_path / "train.jsonl", elsewhere)
+    common = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
+    for code, said, errors in two_nodes(tmp_path, elsewhere, common, []):
+        assert code == 2, errors
+        assert errors.splitlines()[-1].startswith("ERROR: node 1 does not see what node 0 writes in run.dir=")
+        assert "Parameters:" not in said
+
+
+def test_what_the_model_cannot_know_is_refused_by_name(tmp_path: Path, models: dict[str, Path]) -> None:
+    """A tokenizer of another model, and a generation config that cannot be read."""
+    write_jsonl(tmp_path / "train.jsonl", chats(10))
+    small, damaged = tmp_path / "small", tmp_path / "damaged"
+    for folder in (small, damaged):
+        shutil.copytree(models["llama"], folder)
+    config = json.loads((small / "config.json").read_text(encoding="utf-8"))
+    (small / "config.json").write_text(json.dumps(config | {"vocab_size": 100}), encoding="utf-8")
+    (damaged / "generation_config.json").write_text('{"eos_token_id":', encoding="utf-8")
+    for model, said in ((small, "vocabulary of 100"), (damaged, "generation_config.json")):
+        done = launch(0, "data.eval=null", *LONG, f"model.path={model}", "model.init=random", cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr.splitlines()[-1]
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, models: dict[str, Path]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", chats(10))
+    broken = tmp_path / "broken"
+    shutil.copytree(models["llama"], broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    done = launch(0, *LONG, "data.eval=train.jsonl", f"model.path={broken}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "step 1 was not taken" in done.stderr and "model.layers.1.mlp.up_proj.weight" in done.stderr.splitlines()[-1]
+    for line in (tmp_path / "runs/config/metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        json.loads(line, parse_constant=lambda name: (_ for _ in ()).throw(AssertionError(f"{name} is not JSON")))
