@@ -27,7 +27,8 @@ def export_model(
     out: Path,
     world: World,
 ) -> None:
-    """Gather the weights tensor by tensor into rank 0's host memory, and write them to `out` in `dtype` (`source`: the source's).
+    """Gather the weights tensor by tensor into rank 0's host memory, and write them to `out` in `dtype`,
+    which may be `source`.
 
     Raises:
         Stopped: on every rank, if rank 0 could not write.

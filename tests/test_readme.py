@@ -146,7 +146,7 @@ def test_the_transcript_is_of_a_real_run() -> None:
     for said in (
         "Effective batch size: ",
         "Baseline Perplexity: ",
-        "Step 10/10 | Loss: ",
+        "Step 16/16 | Loss: ",
         "Eval Perplexity: ",
         "After:",
     ):
