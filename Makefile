@@ -15,6 +15,7 @@ help:
 	@sed -n '1s/^# //p' Makefile
 
 .venv/.installed: requirements.txt requirements-dev.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ERROR: $(PYTHON) is Python %d.%d, for which transformers has no release that this needs - install Python 3.11 or newer, or name one with PYTHON=" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@

@@ -66,7 +66,11 @@ def main() -> None:
     schedule = plan_steps(config, data, resumed, world)
 
     final_model = run_dir / "model"
-    if resumed and resumed.step >= schedule.total_steps and (final_model.is_dir() or not config.export.final):
+    if (
+        resumed
+        and resumed.step >= schedule.total_steps
+        and (not config.export.final or is_newer(final_model, resumed.path))
+    ):
         world.say(f"Finished: {resumed.path.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
     model = world.agree(lambda: build_model(config, model_config, world))
@@ -293,6 +297,12 @@ def plan_steps(config: Config, data: PreparedData, resumed: checkpoint.Checkpoin
         )
     announce(config, data, schedule, world)
     return schedule
+
+
+def is_newer(model: Path, saved: Path) -> bool:
+    """Whether `model` was written after the checkpoint, and so is of it: a run that went on replaces its model last."""
+    config = model / "config.json"
+    return config.is_file() and config.stat().st_mtime_ns >= (saved / "COMPLETE").stat().st_mtime_ns
 
 
 def is_due(step: int, every_steps: int) -> bool:

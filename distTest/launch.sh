@@ -55,14 +55,15 @@ timeout_s=${JOIN_TIMEOUT:-300}
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=$timeout_s" \
     "$here/train_fsdp.py" "$@" &
 torchrun=$!
-# The processes save before they end, and this script reads what they left. Ctrl-C reaches torchrun by itself.
-trap : INT
+# The processes save before they end, and this script reads what they left. Ctrl-C reaches torchrun by itself, but
+# not while it waits for the other nodes: bash starts it with that signal ignored.
+trap '[[ -e $SHARDTUNE_EXIT_FILE ]] || kill -TERM "$torchrun" 2>/dev/null' INT
 trap 'kill -TERM "$torchrun" 2>/dev/null' TERM HUP USR1
-code=0
 while kill -0 "$torchrun" 2>/dev/null; do
     wait "$torchrun"
-    code=$?
 done
+wait "$torchrun"
+code=$?
 (( code == 0 )) && exit 0
 if [[ -s $SHARDTUNE_EXIT_FILE ]]; then
     { read -r code; read -r line; } < "$SHARDTUNE_EXIT_FILE"

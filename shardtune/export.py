@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -39,7 +39,8 @@ def export_model(
     if world.is_main:
         try:
             _write(model, weights, source_config, source, tokenizer, target, out)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # the others would wait for this rank
+            traceback.print_exc()
             shutil.rmtree(_unfinished(out), ignore_errors=True)
             problem = f"the final model was not written to {out}: {error} - make room and run the same command again"
     problem = world.gather(problem)[0]

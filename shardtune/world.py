@@ -283,7 +283,7 @@ def run(main: Callable[[], None]) -> None:
         print(f"ERROR: {line}", file=sys.stderr, flush=True)
     if lines:
         _report_exit(f"{code}\n{lines[-1]}\n")
-    if dist.is_initialized() and code in (0, 2, 75):
+    if dist.is_initialized() and code == 0:
         dist.destroy_process_group()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()

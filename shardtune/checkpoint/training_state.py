@@ -124,25 +124,22 @@ def load_checkpoint(
     """Put weights, moments and this rank's random state back, from an accepted checkpoint.
 
     Raises:
-        Refused: on every rank, if a tensor is missing or of another shape on any.
+        Refused: a tensor is missing or of another shape on this rank; callers let the ranks agree.
     """
     _start_optimizer_state(optimizer)
     local = load_file(checkpoint.path / rank_file(world.rank))
     sharded = dict(_sharded_tensors(model, optimizer))
 
-    def require_same_tensors() -> None:
-        wrong = [
-            name
-            for name, tensor in sharded.items()
-            if name not in local or local[name].shape != _local(tensor).shape or local[name].dtype != tensor.dtype
-        ]
-        if wrong:
-            raise Refused(
-                f"{checkpoint.path}: tensor {wrong[0]} ({len(wrong)} in all) is missing or of another shape "
-                "- resume with the model that the checkpoint is of"
-            )
-
-    world.agree(require_same_tensors)
+    wrong = [
+        name
+        for name, tensor in sharded.items()
+        if name not in local or local[name].shape != _local(tensor).shape or local[name].dtype != tensor.dtype
+    ]
+    if wrong:
+        raise Refused(
+            f"{checkpoint.path}: tensor {wrong[0]} ({len(wrong)} in all) is missing or of another shape "
+            "- resume with the model that the checkpoint is of"
+        )
     with torch.no_grad():
         for name, tensor in sharded.items():
             _local(tensor).copy_(local[name])
