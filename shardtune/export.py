@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -40,7 +41,8 @@ def export_model(
         try:
             _write(model, weights, source_config, source, tokenizer, target, out)
         except Exception as error:  # the others would wait for this rank
-            traceback.print_exc()
+            if not isinstance(error, (OSError, SafetensorError)):
+                traceback.print_exc()
             shutil.rmtree(_unfinished(out), ignore_errors=True)
             problem = f"the final model was not written to {out}: {error} - make room and run the same command again"
     problem = world.gather(problem)[0]

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 _AGREE_TIMEOUT = datetime.timedelta(days=2)
 _FIRST_RANK_SPEAKS_S = 20
 _REFUSED_KEY = "refused"
+_JOINING = threading.Event()  # set once this process has looked for the others: then they know of it
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def join_world(config: DistributedConfig) -> World:
     device, backend = _device_and_backend(config.backend, local_rank)
     timeout = datetime.timedelta(seconds=config.join_timeout_s)
     store: dist.Store
+    _JOINING.set()
     try:
         if alone:
             store = dist.HashStore()
@@ -187,7 +190,7 @@ def _wait_for_everyone(store: dist.Store, rank: int, size: int, timeout_s: float
 
 def _tell_the_others(problems: list[str]) -> None:
     """Leave in the store why this process, which has not joined, never will, for the nodes that wait for it."""
-    if dist.is_initialized() or any(name not in os.environ for name in _LAUNCHER_VARIABLES):
+    if _JOINING.is_set() or any(name not in os.environ for name in _LAUNCHER_VARIABLES):
         return
     told = [f"node {os.environ.get('GROUP_RANK', '?')} ({socket.gethostname()}): {problem}" for problem in problems]
     with contextlib.suppress(RuntimeError, ValueError):  # nobody may listen: then nobody waits
