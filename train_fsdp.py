@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import set_seed
 
 from shardtune import checkpoint
 from shardtune.config import Config, changed_keys, load_config, remarks, to_dict, write_config
@@ -23,11 +24,11 @@ from shardtune.console import Parser, quiet_libraries
 from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data, require_sources
 from shardtune.errors import Interrupted, Refused, Stopped, all_of
 from shardtune.evaluate import evaluate
-from shardtune.export import export_model
+from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.loss import require_separate_documents, summed_loss
 from shardtune.metrics import Metrics, peak_memory_bytes, step_line
 from shardtune.model import build_model
-from shardtune.opening import announce, describe_state, require_shared_run_dir
+from shardtune.opening import announce, describe_state
 from shardtune.optim import (
     build_optimizer,
     clip_gradients,
@@ -37,6 +38,7 @@ from shardtune.optim import (
     set_learning_rate,
 )
 from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
+from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest
 from shardtune.source import read_model_config
 from shardtune.world import World, describe, join_world, run
@@ -50,9 +52,8 @@ def main() -> None:
     for remark in remarks(config):
         world.say(remark)
 
-    run_dir = Path(config.run.dir)
-    require_shared_run_dir(run_dir, world)
-    resumed = choose_checkpoint(config, world)
+    run_dir = open_run_dir(Path(config.run.dir), world)
+    resumed = choose_checkpoint(config, run_dir, world)
     date = world.from_main(lambda: resumed.state["date"] if resumed else datetime.date.today().isoformat())
     model_config, _ = world.agree(
         lambda: all_of(
@@ -65,32 +66,30 @@ def main() -> None:
     world.agree(lambda: data.require_vocabulary(encoder.tokenizer, model_config.get_text_config().vocab_size))
     schedule = plan_steps(config, data, resumed, world)
 
-    final_model = run_dir / "model"
-    if (
-        resumed
-        and resumed.step >= schedule.total_steps
-        and (not config.export.final or is_newer(final_model, resumed.path))
-    ):
-        world.say(f"Finished: {resumed.path.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
+    assets = world.agree(lambda: model_assets(model_config, config.model.path, encoder.tokenizer))
+    if resumed and resumed.step >= schedule.total_steps:
+        write_final_model(config, resumed, assets, run_dir, world)
+        world.say(f"Finished: {resumed.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
     model = world.agree(lambda: build_model(config, model_config, world))
     optimizer = build_optimizer(model, config.optimizer)
     world.say(describe_state(model))
-    torch.manual_seed(config.run.seed + world.rank)
+    set_seed(config.run.seed + world.rank)
     if config.data.packing:
         require_separate_documents(model, world.device)
-    for moved in world.from_main(lambda: checkpoint.set_aside(run_dir, resumed)):
-        world.say(f"Set aside, not being part of this run: {moved}")
-    world.from_main(lambda: write_config(config, run_dir / "config.yaml"))
     if resumed:
-        world.agree(lambda: checkpoint.load_checkpoint(resumed, model, optimizer, world))
-        world.say(f"Resumed from {resumed.path.name}")
-    metrics = Metrics(run_dir / "metrics.jsonl", world, resumed.step if resumed else None)
-
-    train(config, schedule, data, date, model, optimizer, metrics, world, resumed)
-    if config.export.final:
-        export_model(model, model_config, config.model.path, encoder.tokenizer, config.export.dtype, final_model, world)
-        world.say(f"Saved the final model in {final_model}")
+        checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run_dir, world)
+    for moved in checkpoint.set_aside(run_dir, resumed, world):
+        world.say(f"Set aside, not being part of this run: {moved}")
+    world.from_main(lambda: write_config(config, run_dir.path / "config.yaml"))
+    if resumed:
+        world.say(f"Resumed from {resumed.name}")
+    metrics = Metrics(run_dir.path / "metrics.jsonl", world, resumed.step if resumed else None)
+    saver = checkpoint.Saver(
+        run_dir, config.checkpoint, config.distributed.save_timeout_s, model, optimizer, assets, world
+    )
+    last = train(config, schedule, data, date, model, optimizer, metrics, saver, world, is_resumed=bool(resumed))
+    write_final_model(config, last, assets, run_dir, world)
 
 
 def train(
@@ -101,10 +100,11 @@ def train(
     model: Any,
     optimizer: torch.optim.Optimizer,
     metrics: Metrics,
+    saver: checkpoint.Saver,
     world: World,
-    resumed: checkpoint.Checkpoint | None,
-) -> None:
-    """All the steps that are left, with their evaluations and checkpoints."""
+    is_resumed: bool,
+) -> checkpoint.Checkpoint:
+    """All the steps that are left, with their evaluations and checkpoints; the last checkpoint."""
 
     def evaluate_at(step: int) -> None:
         if data.eval is None:
@@ -121,21 +121,8 @@ def train(
         world.say(f"{label} Perplexity: {found.perplexity:.4f} | Loss: {found.loss:.4f} | Tokens: {found.tokens}{tail}")
         metrics.write("eval", step=step, loss=found.loss, perplexity=found.perplexity, tokens=found.tokens)
 
-    def save_after(step: Step) -> None:
-        state = vars(step.end) | {"date": date, "data": data.key, "config": to_dict(config)}
-        saved = checkpoint.save_checkpoint(
-            Path(config.run.dir) / "checkpoints",
-            config.checkpoint.keep,
-            config.distributed.save_timeout_s,
-            model,
-            optimizer,
-            state,
-            world,
-        )
-        world.say(f"Saved {saved.name}")
-
     stop = StopRequest()
-    if config.eval.baseline and not resumed:
+    if config.eval.baseline and not is_resumed:
         evaluate_at(0)
     unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
     step_ended = time.perf_counter()
@@ -180,14 +167,19 @@ def train(
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
         if is_last or is_due(step.number, config.eval.every_steps):
             evaluate_at(step.number)
+        saver.say_if_ended()
         if is_last or must_stop or is_due(step.number, config.checkpoint.every_steps):
-            save_after(step)
+            metrics.sync()
+            saver.save(vars(step.end) | {"date": date, "data": data.key, "config": to_dict(config)})
+        if is_last or must_stop:
+            last = saver.finish()
         if must_stop and not is_last:
             raise Interrupted(
                 f"stopped by {stop.received or 'a signal to another rank'} after saving step "
                 f"{step.number} - run the same command again to resume"
             )
         step_ended = time.perf_counter()
+    return last
 
 
 def train_step(
@@ -244,22 +236,22 @@ def read_arguments() -> Config:
     return load_config(arguments.config, arguments.assignments, os.environ)
 
 
-def choose_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | None:
+def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> checkpoint.Checkpoint | None:
     """The checkpoint to resume from, on which all ranks agree; what changed since is said, or refused."""
-    found = checkpoint.agree_on_checkpoint(Path(config.run.dir) / "checkpoints", config.run.resume, world)
+    found = checkpoint.agree_on_checkpoint(run_dir, config.run.resume, world)
     if found is None:
         return None
     allowed, forbidden = changed_keys(found.state["config"], config)
     if forbidden:
         raise Refused(
             *(
-                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {found.path.name} - set it back, or "
+                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {found.name} - set it back, or "
                 "start anew with another run.dir"
                 for key, old, new in forbidden
             )
         )
     for key, old, new in allowed:
-        world.say(f"Changed since {found.path.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}")
+        world.say(f"Changed since {found.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}")
     return found
 
 
@@ -292,17 +284,21 @@ def plan_steps(config: Config, data: PreparedData, resumed: checkpoint.Checkpoin
         )
     if resumed and resumed.state["data"] != data.key:
         raise Refused(
-            f"the data (digest {data.key}) is not that of {resumed.path.name} ({resumed.state['data']}) - "
+            f"the data (digest {data.key}) is not that of {resumed.name} ({resumed.state['data']}) - "
             "bring the same data, tokenizer and code back, or start anew with another run.dir"
         )
     announce(config, data, schedule, world)
     return schedule
 
 
-def is_newer(model: Path, saved: Path) -> bool:
-    """Whether `model` was written after the checkpoint, and so is of it: a run that went on replaces its model last."""
-    config = model / "config.json"
-    return config.is_file() and config.stat().st_mtime_ns >= (saved / "COMPLETE").stat().st_mtime_ns
+def write_final_model(
+    config: Config, last: checkpoint.Checkpoint, assets: dict[str, bytes], run_dir: RunDir, world: World
+) -> None:
+    out = run_dir.path / "model"
+    export = Export(last, config.export.dtype, assets)
+    if config.export.final and not world.from_main(lambda: is_exported(export, out)):
+        export_final(export, out, run_dir, world)
+        world.say(f"Saved the final model in {out}")
 
 
 def is_due(step: int, every_steps: int) -> bool:

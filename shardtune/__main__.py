@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardtune import inspect_data
-from shardtune.console import Parser
+from shardtune.checkpoint import DamagedCheckpoint, open_checkpoint, verify_checkpoint
+from shardtune.console import Parser, quiet_libraries
 from shardtune.errors import Refused
+from shardtune.export import export_checkpoint
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -20,12 +24,35 @@ def main(arguments: Sequence[str]) -> None:
     what = "show which tokens of the data are trained; needs a tokenizer and no weights"
     inspecting = commands.add_parser("inspect-data", help=what, description=what)
     inspect_data.add_arguments(inspecting)
+    what = "read every byte of a checkpoint and compare it with what was saved"
+    verifying = commands.add_parser("verify", help=what, description=what)
+    verifying.add_argument("directories", type=Path, nargs="+", metavar="CHECKPOINT_DIR", help="all parts of one save")
+    what = "write the model of a checkpoint as from_pretrained opens it, one tensor at a time"
+    exporting = commands.add_parser("export", help=what, description=what)
+    exporting.add_argument("directories", type=Path, nargs="+", metavar="CHECKPOINT_DIR", help="all parts of one save")
+    exporting.add_argument("out", type=Path, metavar="OUT_DIR", help="a directory that does not exist yet")
+    exporting.add_argument("--dtype", choices=("source", "float32", "bfloat16", "float16"), default="source")
     options, unmatched = parser.parse_known_args(arguments)
+    if options.command == "inspect-data":
+        inspect(inspecting, options, unmatched)
+        return
+    if unmatched:
+        parser.error(f"unknown option {unmatched[0]}")
+    if options.command == "verify":
+        if problems := verify_checkpoint(options.directories):
+            raise DamagedCheckpoint(*problems)
+    else:
+        quiet_libraries(is_main=True)
+        export_checkpoint(open_checkpoint(*options.directories), options.out, options.dtype)
+        print(f"Saved the model in {options.out}")
+
+
+def inspect(parser: Parser, options: argparse.Namespace, unmatched: list[str]) -> None:
     for argument in unmatched:
         if argument.startswith("-"):
-            inspecting.error(f"unknown option {argument}")
+            parser.error(f"unknown option {argument}")
     if options.records is not None and options.records < 0:
-        inspecting.error(f"--records {options.records} is less than 0")
+        parser.error(f"--records {options.records} is less than 0")
     # argparse gives up positional arguments that stand behind a later option.
     assignments = [*options.assignments, *unmatched]
     inspect_data.inspect_data(options.config, assignments, options.records, options.json)
@@ -42,6 +69,10 @@ def run(arguments: Sequence[str]) -> int:
         for problem in refused.problems:
             print(f"ERROR: {problem}", file=sys.stderr)
         return 2
+    except DamagedCheckpoint as damaged:
+        for problem in damaged.args:
+            print(f"ERROR: {problem} - restore it, or use another checkpoint", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # The reader has enough; what is still buffered would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

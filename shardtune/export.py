@@ -1,53 +1,48 @@
-"""The final model, in the layout that `from_pretrained` opens and that the source had."""
+"""A checkpoint as the model that `from_pretrained` opens, in the layout of its source: one tensor at a time."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import traceback
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from .errors import Stopped
-from .model import DTYPES
+from .checkpoint import (
+    ASSETS,
+    DTYPES,
+    Checkpoint,
+    Chunk,
+    DamagedCheckpoint,
+    disk,
+    read_chunk,
+    read_tensor,
+    transfer,
+    write_safetensors,
+)
+from .errors import Refused, Stopped
+from .rundir import RunDir
 from .world import World
 
+_FILE_BYTES = 5_000_000_000
+_MARK = ".exported"
 
-def export_model(
-    model: PreTrainedModel,
-    source_config: PreTrainedConfig,
-    source: str,
-    tokenizer: Any,
-    dtype: str,
-    out: Path,
-    world: World,
-) -> None:
-    """Gather the weights tensor by tensor into rank 0's host memory, and write them to `out` in `dtype`,
-    which may be `source`.
 
-    Raises:
-        Stopped: on every rank, if rank 0 could not write.
-    """
-    target = source_dtype(source_config) if dtype == "source" else DTYPES[dtype]
-    weights = _gather(model, target, world)
-    problem = None
-    if world.is_main:
-        try:
-            _write(model, weights, source_config, source, tokenizer, target, out)
-        except Exception as error:  # the others would wait for this rank
-            if not isinstance(error, (OSError, SafetensorError)):
-                traceback.print_exc()
-            shutil.rmtree(_unfinished(out), ignore_errors=True)
-            problem = f"the final model was not written to {out}: {error} - make room and run the same command again"
-    problem = world.gather(problem)[0]
-    if problem is not None:
-        raise Stopped(problem)
+def model_assets(config: PreTrainedConfig, source: str, tokenizer: Any) -> dict[str, bytes]:
+    """The files beside the weights, by name, as the source has them: configuration, generation settings, tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        _write_generation_config(source, Path(folder))
+        assets = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    values = config.to_dict() | {"dtype": str(source_dtype(config)).removeprefix("torch.")}
+    return assets | {"config.json": (json.dumps(values, indent=2) + "\n").encode()}
 
 
 def source_dtype(config: PreTrainedConfig) -> torch.dtype:
@@ -56,64 +51,243 @@ def source_dtype(config: PreTrainedConfig) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype), torch.float32)
 
 
-def _gather(model: PreTrainedModel, dtype: torch.dtype, world: World) -> dict[str, torch.Tensor]:
-    """Whole tensors on rank 0's CPU, each tied weight once; nothing on the other ranks, which take part."""
-    kept_exact = re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "(?!)")
-    tied = set(model.all_tied_weights_keys)
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        if name in tied:
-            continue
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if world.is_main:
-            cast = whole.is_floating_point() and not kept_exact.search(name)
-            weights[name] = whole.to("cpu", dtype if cast else whole.dtype)
-    return weights
-
-
-def _write(
-    model: PreTrainedModel,
-    weights: dict[str, torch.Tensor],
-    source_config: PreTrainedConfig,
-    source: str,
-    tokenizer: Any,
-    dtype: torch.dtype,
-    out: Path,
-) -> None:
-    """Everything goes to a hidden sibling that takes the name `out` when it is whole."""
-    temporary = _unfinished(out)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    own_generation, model.generation_config = model.generation_config, GenerationConfig()
-    model.save_pretrained(temporary, state_dict=weights)
-    model.generation_config = own_generation
-    config = source_config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
-    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _write_generation_config(source, temporary)
-    tokenizer.save_pretrained(temporary)
-    if out.exists():
-        replaced = out.with_name(f".{out.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        out.rename(replaced)
-        temporary.rename(out)
-        shutil.rmtree(replaced)
-    else:
-        temporary.rename(out)
-
-
-def _unfinished(out: Path) -> Path:
-    return out.with_name(f".{out.name}.writing")
-
-
 def _write_generation_config(source: str, out: Path) -> None:
     """The source's own, so that the model answers like the original; it may hold what transformers will not write."""
-    target = out / "generation_config.json"
-    target.unlink(missing_ok=True)
-    own = Path(source) / target.name
+    own = Path(source) / "generation_config.json"
     if own.is_file():
-        shutil.copyfile(own, target)
+        (out / own.name).write_bytes(own.read_bytes())
         return
     try:
         GenerationConfig.from_pretrained(source).save_pretrained(out)
     except OSError:
         return  # the source has none, and transformers derives it from the configuration
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Stored tensors that become exported ones together: mostly one of each, or the experts that were stacked."""
+
+    stored: list[str]
+    exported: dict[str, tuple[torch.dtype, list[int]]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.exported.values())
+
+
+class Export:
+    """What is written where: the same on every rank that makes one of the same checkpoint.
+
+    Raises:
+        Refused: transformers does not know the checkpoint's configuration.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str, assets: Mapping[str, bytes]) -> None:
+        self.checkpoint, self.assets = checkpoint, dict(assets)
+        values = json.loads(self.assets["config.json"])
+        self.dtype = DTYPES[values["dtype"] if dtype == "source" else dtype]
+        values["dtype"] = str(self.dtype).removeprefix("torch.")
+        self.assets["config.json"] = (json.dumps(values, indent=2) + "\n").encode()
+        self._model = _on_meta(self.assets["config.json"])
+        self._files = _into_files(_units(self._model, checkpoint, self.dtype))
+
+    @property
+    def mark(self) -> str:
+        """Of what checkpoint and dtype the exported model is."""
+        return f"{self.checkpoint.name} {self.checkpoint.digest} {str(self.dtype).removeprefix('torch.')}\n"
+
+    def names(self, share: slice = slice(None)) -> list[str]:
+        """The stored tensors in the order in which these files take them."""
+        return [f"model.{name}" for units in self._files[share] for unit in units for name in unit.stored]
+
+    def write_files(self, out: Path, tensors: Iterator[torch.Tensor], share: slice = slice(None)) -> None:
+        """Write these of the files from the stored tensors, which come in the order of `names`."""
+        count = len(self._files)
+        for number, units in list(enumerate(self._files))[share]:
+            layout = {name: kind for unit in units for name, kind in unit.exported.items()}
+            exported = (tensor for unit in units for tensor in self._convert(unit, tensors))
+            write_safetensors(out / _file_name(number, count), layout, exported, {"format": "pt"})
+
+    def write_rest(self, out: Path) -> None:
+        """Everything but the weights."""
+        for name, content in self.assets.items():
+            disk.write_file(out / name, [memoryview(content)])
+        if len(self._files) > 1:
+            places = {
+                name: _file_name(number, len(self._files))
+                for number, units in enumerate(self._files)
+                for unit in units
+                for name in unit.exported
+            }
+            total = sum(unit.bytes for units in self._files for unit in units)
+            index = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+            disk.write_file(out / "model.safetensors.index.json", [memoryview(index.encode())])
+        disk.write_file(out / _MARK, [memoryview(self.mark.encode())])
+        disk.sync_directory(out)
+
+    def _convert(self, unit: _Unit, tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        dtype = next(iter(unit.exported.values()))[0]
+        stored = {name: next(tensors).to(dtype) for name in unit.stored}
+        converted = revert_weight_conversion(self._model, stored)
+        yield from (converted.pop(name) for name in unit.exported)
+
+
+def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+    """Write the model of a checkpoint to `out`, which appears when it is whole.
+
+    Raises:
+        Refused: `out` exists.
+        DamagedCheckpoint: a tensor is not what was saved.
+    """
+    if out.exists():
+        raise Refused(f"{out} exists - name a directory that does not")
+    names = [name for name in checkpoint.files if name.startswith(f"{ASSETS}/")]
+    assets = {name.removeprefix(f"{ASSETS}/"): _read_asset(checkpoint, name) for name in names}
+    export, unfinished = Export(checkpoint, dtype, assets), _unfinished(out)
+    disk.delete(unfinished)
+    disk.make_directory(unfinished)
+    try:
+        export.write_files(unfinished, (read_tensor(checkpoint, name, read_chunk) for name in export.names()))
+        export.write_rest(unfinished)
+        disk.rename(unfinished, out)
+    except BaseException:
+        disk.delete(unfinished)
+        raise
+
+
+def export_final(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
+    """The same by all ranks of a run, replacing an earlier model: in parallel where they share the disk, else by
+    rank 0, to which the others send what it does not have.
+
+    Raises:
+        Stopped: on every rank, if one could not write.
+    """
+    unfinished = _unfinished(out)
+
+    def together(work: Callable[[], None]) -> None:
+        problem = None
+        try:
+            work()
+        except (OSError, DamagedCheckpoint) as error:
+            problem = f"the final model was not written to {out}: {error} - make room and run the same command again"
+        if problems := [found for found in world.gather(problem) if found]:
+            if world.is_main:
+                disk.delete(unfinished)
+            raise Stopped(problems[0])
+
+    def begin() -> None:
+        disk.delete(unfinished)
+        disk.make_directory(unfinished)
+
+    def end() -> None:
+        export.write_rest(unfinished)
+        replaced = out.with_name(f".{out.name}.replaced")
+        disk.delete(replaced)
+        if out.exists():
+            disk.rename(out, replaced)
+        disk.rename(unfinished, out)
+        disk.delete(replaced)
+
+    together(begin if world.is_main else lambda: None)
+    if run_dir.is_shared:
+        share = slice(world.rank, None, world.size)
+        stored = (read_tensor(export.checkpoint, name, read_chunk) for name in export.names(share))
+        together(lambda: export.write_files(unfinished, stored, share))
+    else:
+        together(lambda: _stream_to_main(export, unfinished, run_dir, world))
+    together(end if world.is_main else lambda: None)
+
+
+def is_exported(export: Export, out: Path) -> bool:
+    """Whether `out` is that model already."""
+    mark = out / _MARK
+    return mark.is_file() and mark.read_text(encoding="utf-8") == export.mark
+
+
+def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
+    group = dist.new_group(backend="gloo")
+
+    def fetch(checkpoint: Checkpoint, chunk: Chunk) -> torch.Tensor:
+        """The chunk on rank 0, nothing on the others."""
+        box = [slice(0, length) for length in chunk.sizes]
+        part = transfer(checkpoint, chunk, box, 0, run_dir, world, group)
+        return torch.empty(0) if part is None else part
+
+    if not world.is_main:
+        for name in export.names():
+            for chunk in export.checkpoint.chunks[name]:
+                fetch(export.checkpoint, chunk)
+        return
+    stored = (read_tensor(export.checkpoint, name, fetch) for name in export.names())
+    try:
+        export.write_files(out, stored)
+    finally:
+        for _ in stored:  # whoever sends must be rid of it, although nothing is done with it any more
+            pass
+
+
+def _read_asset(checkpoint: Checkpoint, name: str) -> bytes:
+    path = checkpoint.find(name)
+    if path is None:
+        raise Refused(f"{checkpoint.name}: {name} is missing - name all parts of the checkpoint")
+    return path.read_bytes()
+
+
+def _on_meta(config: bytes) -> PreTrainedModel:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(config)
+        try:
+            values = AutoConfig.from_pretrained(folder)
+        except ValueError as error:
+            raise Refused(f"the checkpoint's model is not known to this transformers: {error}") from error
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(values)
+
+
+def _units(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> list[_Unit]:
+    """Each stored tensor by itself, unless only several together make what is exported: then those of one module."""
+    exact = re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "(?!)")
+    stored = {}
+    for name, entry in checkpoint.manifest["tensors"].items():
+        if name.startswith("model."):
+            own = DTYPES[entry["dtype"]]
+            to = dtype if own.is_floating_point and not exact.search(name) else own
+            stored[name.removeprefix("model.")] = torch.empty(entry["shape"], dtype=to, device="meta")
+    for name in model._keys_to_ignore_on_save or ():
+        stored.pop(name, None)
+
+    def exported(names: Sequence[str]) -> dict[str, tuple[torch.dtype, list[int]]]:
+        converted = revert_weight_conversion(model, {name: stored[name] for name in names})
+        return {name: (tensor.dtype, list(tensor.shape)) for name, tensor in converted.items()}
+
+    whole = exported(list(stored))
+    units, together = [], dict[str, list[str]]()
+    for name in stored:
+        alone = exported([name])
+        if alone.items() <= whole.items():
+            units.append(_Unit([name], alone))
+        else:
+            together.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
+    return units + [_Unit(names, exported(names)) for names in together.values()]
+
+
+def _into_files(units: list[_Unit]) -> list[list[_Unit]]:
+    """Files of about _FILE_BYTES, each with its wide dtypes first."""
+    files: list[list[_Unit]] = [[]]
+    for unit in units:
+        if files[-1] and sum(other.bytes for other in files[-1]) + unit.bytes > _FILE_BYTES:
+            files.append([])
+        files[-1].append(unit)
+
+    def width(unit: _Unit) -> int:
+        return -max(dtype.itemsize for dtype, _ in unit.exported.values())
+
+    return [sorted(of_file, key=width) for of_file in files]
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(f".{out.name}.writing")

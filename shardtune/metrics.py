@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ class Metrics:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind} | {key: _finite(value) for key, value in values.items()}) + "\n")
+
+    def sync(self) -> None:
+        """Bring what was written to the disk: a checkpoint that follows must not know more steps than the file."""
+        if self._path is not None and self._path.exists():
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def _finite(value: Any) -> Any:

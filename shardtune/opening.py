@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .config import Config
 from .dataset import PreparedData
-from .errors import Refused
 from .model import compute_dtype
 from .optim import learning_rate, warmup_steps
 from .packing import Schedule
 from .world import World
-
-
-def require_shared_run_dir(run_dir: Path, world: World) -> None:
-    """Rank 0 must be able to write in run.dir, and every node to see what it writes."""
-
-    def write_probe() -> str:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            probe = run_dir / f".seen.{os.getpid()}"
-            probe.touch()
-        except OSError as error:
-            raise Refused(f"run.dir={run_dir} cannot be written: {error.strerror} - name one that can be") from error
-        return probe.name
-
-    def see(probe: Path) -> None:
-        if not probe.exists():
-            raise Refused(
-                f"node {world.node_rank} does not see what node 0 writes in run.dir={run_dir.resolve()} - "
-                "name a directory on a filesystem that all nodes share, by the same absolute path"
-            )
-
-    probe = run_dir / world.from_main(write_probe)
-    try:
-        world.agree(lambda: see(probe))
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def announce(config: Config, data: PreparedData, schedule: Schedule, world: World) -> None:
@@ -49,13 +19,11 @@ def announce(config: Config, data: PreparedData, schedule: Schedule, world: Worl
         world.say(line)
     dtype = str(compute_dtype(config.model.compute_dtype, world.device)).removeprefix("torch.")
     world.say(
-        f"Forward and backward in {dtype} (model.compute_dtype={config.model.compute_dtype}), weights and "
-        f"updates in {config.model.master_dtype}, gradients reduced in {config.model.reduce_dtype}"
+        f"On {world.device.type}: forward and backward in {dtype} (model.compute_dtype={config.model.compute_dtype}), "
+        f"weights and updates in {config.model.master_dtype}, gradients reduced in {config.model.reduce_dtype}"
     )
     if data.eval is None:
         world.say("Evaluation is skipped: neither data.eval nor data.eval_fraction names evaluation data")
-    if config.checkpoint.mode == "async":
-        world.say("checkpoint.mode=async: checkpoints are written while training waits, as with sync")
     rows, train, section = schedule.rows_per_epoch, data.train, config.train
     share = train.lengths.sum(dtype="int64") / (rows * config.data.max_length)
     world.say(

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -33,6 +34,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 _AGREE_TIMEOUT = datetime.timedelta(days=2)
 _FIRST_RANK_SPEAKS_S = 20
 _REFUSED_KEY = "refused"
+_STORE_VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
 _JOINING = threading.Event()  # set once this process has looked for the others: then they know of it
 
 
@@ -66,23 +68,18 @@ class World:
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON-able `value`, in rank order, on every rank.
 
         It goes through the store, not through a collective: a rank may arrive hours after another.
-
-        Raises:
-            TimeoutError: the named ranks did not arrive within `timeout_s` seconds, where that is given.
         """
-        tag = f"gather/{next(self._round)}"
-        self.store.set(f"{tag}/{self.rank}", json.dumps(value))
-        keys = [f"{tag}/{rank}" for rank in range(self.size)]
-        try:
-            self.store.wait(keys, _AGREE_TIMEOUT if timeout_s is None else datetime.timedelta(seconds=timeout_s))
-        except dist.DistStoreError as error:
-            late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            raise TimeoutError(f"no word from rank {_named(late)} within {timeout_s} s") from error
-        return [json.loads(self.store.get(key)) for key in keys]
+        number = next(self._round)
+        keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
+        post(self.store, keys[self.rank], value)
+        self.store.wait(keys, _AGREE_TIMEOUT)
+        # Who has come to this round has read the one before.
+        unpost(self.store, f"gather/{number - 1}/{self.rank}")
+        return [read(self.store, key) for key in keys]
 
     def maxima(self, *values: float) -> list[float]:
         """The largest of each value over the ranks: a collective, for what every step needs."""
@@ -122,6 +119,29 @@ class World:
         result = self.agree(lambda: work() if self.is_node_main else None)
         reports = self.gather([self.node_rank, self.is_node_main, result])
         return cast(T, next(value for node, is_node_main, value in reports if is_node_main and node == self.node_rank))
+
+
+def post(store: dist.Store, key: str, value: Any) -> None:
+    """Make a JSON-able value readable under `key`, in pieces that the store takes; the key itself appears last."""
+    packed = zlib.compress(json.dumps(value).encode(), level=1)
+    pieces = [packed[start : start + _STORE_VALUE_BYTES] for start in range(0, len(packed), _STORE_VALUE_BYTES)]
+    for number, piece in enumerate(pieces):
+        cast(Any, store).set(f"{key}/{number}", piece)  # bytes, which its type hints do not know
+    store.set(key, str(len(pieces)))
+
+
+def read(store: dist.Store, key: str) -> Any:
+    """What was posted under `key`, which must be there."""
+    pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
+    return json.loads(zlib.decompress(b"".join(pieces)))
+
+
+def unpost(store: dist.Store, key: str) -> None:
+    """Take what was posted under `key`, if anything, out of the store: its memory is the launcher's."""
+    if store.check([key]):
+        for number in range(int(store.get(key))):
+            store.delete_key(f"{key}/{number}")
+        store.delete_key(key)
 
 
 def join_world(config: DistributedConfig) -> World:

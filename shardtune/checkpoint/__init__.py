@@ -1,13 +1,35 @@
 """Checkpoints: the only code that knows their files.
 
 checkpoint_0001000/
-  manifest.json            how the shards fit together, and all state that is not a tensor
+  manifest.json            how the shards fit together, all digests, and all state that is not a tensor
   rank_00000.safetensors   one per rank, valid on its own
+  huggingface/             configuration and tokenizer: with the tensors, all that makes the model
   COMPLETE                 written last; holds the manifest's digest
 """
 
+from . import disk
 from .choose import agree_on_checkpoint, set_aside
-from .files import Checkpoint
-from .training_state import load_checkpoint, save_checkpoint
+from .files import ASSETS, Checkpoint, Chunk, DamagedCheckpoint, open_checkpoint, read_chunk, read_tensor
+from .load import load_checkpoint, transfer
+from .saver import Saver
+from .streamed import DTYPES, write_safetensors
+from .verify import verify_checkpoint
 
-__all__ = ["Checkpoint", "agree_on_checkpoint", "load_checkpoint", "save_checkpoint", "set_aside"]
+__all__ = [
+    "ASSETS",
+    "DTYPES",
+    "Checkpoint",
+    "Chunk",
+    "DamagedCheckpoint",
+    "Saver",
+    "agree_on_checkpoint",
+    "disk",
+    "load_checkpoint",
+    "open_checkpoint",
+    "read_chunk",
+    "read_tensor",
+    "set_aside",
+    "transfer",
+    "verify_checkpoint",
+    "write_safetensors",
+]

@@ -2,66 +2,170 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import Refused
+from ..rundir import RunDir
 from ..world import World
-from .files import Checkpoint, check_rank_file, find_checkpoints, move_aside, open_checkpoint
+from . import disk
+from .commit import move_aside
+from .files import Checkpoint, check_files, checkpoint_name, find_checkpoints, open_checkpoint
+
+_HIDDEN = re.compile(r"\.checkpoint_\d{7,}\.[0-9a-f]{12,}")  # an attempt's directory, see Saver.save
 
 
-def agree_on_checkpoint(directory: Path, resume: str, world: World) -> Checkpoint | None:
-    """`auto`: the newest in `directory` whose digests hold on every rank; `never`: None; else that directory.
+@dataclass(frozen=True)
+class _Candidate:
+    """A checkpoint of which some disks hold a part: where, by the first rank of each disk."""
 
-    Of newer ones that do not hold the reason is said.
+    step: int
+    digest: str
+    places: dict[int, str]
+
+
+def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoint | None:
+    """`auto`: the newest in run.dir of which every byte is what was saved; `never`: None; else that directory.
+
+    Each file is read once, by one of the ranks that see it. Of newer checkpoints that are not accepted the reason is
+    said. One that was prepared on all disks when its run ended is taken up: it gets its name.
 
     Raises:
-        Refused: on every rank, if there are checkpoints and none holds, or if it is of another number of ranks.
+        Refused: on every rank, if there are checkpoints and none is whole.
     """
     if resume == "never":
         return None
-    if resume != "auto":
-        return _require_same_size(_require_intact(Path(resume), world), world)
-    rejected: list[str] = []
-    for path in world.from_main(lambda: list(map(str, find_checkpoints(directory)))):
-        try:
-            intact = _require_intact(Path(path), world)
-        except Refused as refused:
-            rejected.append(refused.problems[0])
-            continue
-        for reason in rejected:
-            world.say(f"Not accepted: {reason}")
-        return _require_same_size(intact, world)
+    paths = _visible_and_prepared(run_dir.path / "checkpoints") if resume == "auto" else [Path(resume)]
+    found, rejected = _candidates(paths, run_dir, world)
+    for candidate in found:
+        checkpoint, problems = _check(candidate, run_dir, world)
+        if not problems:
+            for reason in rejected:
+                world.say(f"Not accepted: {reason}")
+            if resume == "auto":
+                checkpoint = _take_up(checkpoint, world)
+            return checkpoint
+        rejected += problems
     if rejected:
         raise Refused(
             *rejected,
-            f"no checkpoint in {directory} can be resumed from - mend one, or start anew with run.resume=never",
+            f"no checkpoint in {paths[0].parent} can be resumed from - mend one, or start anew with run.resume=never",
         )
     return None
 
 
-def set_aside(run_dir: Path, resumed: Checkpoint | None) -> list[str]:
-    """Rename what would be mistaken for this run's: checkpoints newer than the one it resumes from, or, when it comes
-    from elsewhere, all that an earlier run left in `run_dir`. Returns the new names."""
-    checkpoints = find_checkpoints(run_dir / "checkpoints")
-    mine = [path for path in checkpoints if resumed and path.samefile(resumed.path)]
-    if mine:
-        in_the_way = checkpoints[: checkpoints.index(mine[0])]
-    else:
-        in_the_way = [path for name in ("checkpoints", "metrics.jsonl", "model") if (path := run_dir / name).exists()]
-    return [str(move_aside(path)) for path in in_the_way]
+def _visible_and_prepared(directory: Path) -> list[Path]:
+    hidden = [entry for entry in directory.iterdir() if _HIDDEN.fullmatch(entry.name)] if directory.is_dir() else []
+    return find_checkpoints(directory) + [entry for entry in hidden if (entry / "COMPLETE").exists()]
 
 
-def _require_intact(path: Path, world: World) -> Checkpoint:
-    checkpoint = world.agree(lambda: open_checkpoint(path))
-    if checkpoint.world_size == world.size:
-        world.agree(lambda: check_rank_file(checkpoint, world.rank))
-    return checkpoint
+def _candidates(paths: Iterable[Path], run_dir: RunDir, world: World) -> tuple[list[_Candidate], list[str]]:
+    """What the disks hold, newest first, and what has a checkpoint's name without being one."""
+    entries: list[list[Any]] = []
+    problems: list[str] = []
+    if run_dir.leader_of[world.rank] == world.rank:
+        for path in paths:
+            try:
+                checkpoint = open_checkpoint(path)
+            except Refused as refused:
+                if not path.name.startswith("."):
+                    problems += refused.problems
+                continue
+            entries.append([checkpoint.step, checkpoint.digest, str(path)])
+    found: dict[tuple[int, str], dict[int, str]] = {}
+    reports = world.gather([entries, problems])
+    for rank, (of_rank, _) in enumerate(reports):
+        for step, digest, path_name in of_rank:
+            found.setdefault((step, digest), {}).setdefault(rank, path_name)
+    newest_first = sorted(found.items(), reverse=True, key=lambda item: item[0])
+    return [_Candidate(step, digest, places) for (step, digest), places in newest_first], [
+        problem for _, of_rank in reports for problem in of_rank
+    ]
 
 
-def _require_same_size(checkpoint: Checkpoint, world: World) -> Checkpoint:
-    if checkpoint.world_size != world.size:
-        raise Refused(
-            f"{checkpoint.path} was written by {checkpoint.world_size} ranks and this run has {world.size}; "
-            f"resuming on another number of ranks is not built yet - start {checkpoint.world_size} ranks"
-        )
-    return checkpoint
+def _check(candidate: _Candidate, run_dir: RunDir, world: World) -> tuple[Checkpoint, list[str]]:
+    """The candidate as this rank sees it, without directories where its disk holds no part, and why it is not whole."""
+    leader = run_dir.leader_of[world.rank]
+    neighbours = [rank for rank, of_rank in enumerate(run_dir.leader_of) if of_rank == leader]
+
+    def check() -> tuple[Checkpoint | None, dict[str, str | None]]:
+        if leader not in candidate.places:
+            return None, {}
+        checkpoint = open_checkpoint(Path(candidate.places[leader]))
+        present = [name for name in sorted(checkpoint.files) if checkpoint.find(name)]
+        mine = present[neighbours.index(world.rank) :: len(neighbours)]
+        return checkpoint, check_files(checkpoint, mine, threads=1)
+
+    checkpoint, verdicts = world.agree(check)
+    if len(candidate.places) < len(set(run_dir.leader_of)):
+        # A disk that holds no part has no manifest, and its ranks need one.
+        first = world.rank == min(candidate.places)
+        manifest = world.gather(dict(checkpoint.manifest) if checkpoint and first else None)[min(candidate.places)]
+        checkpoint = checkpoint or Checkpoint(checkpoint_name(candidate.step), manifest, candidate.digest, [])
+    assert checkpoint
+    reports = world.gather(verdicts)
+    holders: dict[str, list[int]] = {name: [] for name in checkpoint.files}
+    reasons: dict[str, str] = {}
+    for rank, of_rank in enumerate(reports):
+        for name, problem in of_rank.items():
+            if problem is None:
+                holders[name].append(run_dir.leader_of[rank])
+            else:
+                reasons[name] = problem
+    problems = [
+        reasons.get(name) or f"{checkpoint.name}: {name}, written on node {entry['node']} ({entry['host']}), is missing"
+        for name, entry in checkpoint.files.items()
+        if not holders[name]
+    ]
+    return replace(checkpoint, holders=holders), [f"{problem} - restore it" for problem in problems]
+
+
+def _take_up(checkpoint: Checkpoint, world: World) -> Checkpoint:
+    """Give it its name on disks where it has none yet; what bears that name there is moved aside."""
+
+    def rename(path: Path) -> Path:
+        final = path.with_name(checkpoint.name)
+        if path != final and path.exists():
+            if final.exists():
+                move_aside(final)
+            disk.rename(path, final)
+        return final
+
+    def take_up() -> list[Path]:
+        return [rename(path) for path in checkpoint.directories]
+
+    leaders = {leader for of_file in checkpoint.holders.values() for leader in of_file}
+    world.agree(lambda: take_up() if world.rank in leaders else [])
+    return replace(checkpoint, directories=[path.with_name(checkpoint.name) for path in checkpoint.directories])
+
+
+def set_aside(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list[str]:
+    """Make way for this run on every disk, and say what was moved: what would be mistaken for its own is renamed,
+    checkpoints newer than the one it resumes from, or, when it comes from elsewhere, all that an earlier run left.
+    Unfinished saves and deletions are ended."""
+
+    def make_way() -> list[str]:
+        directory = run_dir.path / "checkpoints"
+        for entry in directory.iterdir() if directory.is_dir() else ():
+            if entry.name.startswith(".checkpoint_"):
+                disk.delete(entry)
+        checkpoints = find_checkpoints(directory)
+        mine = [path for path in checkpoints if resumed and path.name == resumed.name and _same(path, resumed)]
+        if mine:
+            in_the_way = checkpoints[: checkpoints.index(mine[0])]
+        elif resumed and not resumed.directories:  # this disk holds no part of it
+            in_the_way = checkpoints
+        else:
+            names = (*(["checkpoints"] if checkpoints else []), "metrics.jsonl", "model")
+            in_the_way = [path for name in names if (path := run_dir.path / name).exists()]
+        return [str(move_aside(path)) for path in in_the_way]
+
+    moved = world.agree(lambda: make_way() if run_dir.leader_of[world.rank] == world.rank else [])
+    return [name for of_rank in world.gather(moved) for name in of_rank]
+
+
+def _same(path: Path, resumed: Checkpoint) -> bool:
+    return any(path.samefile(directory) for directory in resumed.directories)

@@ -1,32 +1,60 @@
-"""A checkpoint's directory: written beside its place and renamed into it, read only if its digests hold."""
+"""A checkpoint's files: their names, what the manifest says of them, and how they are read.
+
+Rank files carry the header by which torch.distributed.checkpoint's HuggingFaceStorageReader finds their place in the
+whole tensors, so that they can be read without this program.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import xxhash
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from ..errors import Refused
+from .streamed import DTYPES, tensor_bytes
 
+FORMAT = 2
+ASSETS = "huggingface"
 _NAME = re.compile(r"checkpoint_(\d{7,})")
-_FORMAT = 1
+_READ_BYTES = 1 << 24
+
+
+class DamagedCheckpoint(Exception):
+    """What is read is not what was saved; the message names file and tensor."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where it begins and how long it is in each dimension, and where its bytes are."""
+
+    tensor: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    end: int
+    xxh3_128: str
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint: its directory and its manifest, which COMPLETE vouches for."""
+    """A checkpoint whose manifest COMPLETE vouches for. Its files may lie in several directories, one on each disk."""
 
-    path: Path
+    name: str
     manifest: Mapping[str, Any]
+    digest: str
+    directories: Sequence[Path]
+    holders: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of each file the first ranks of disks with it
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -41,22 +69,55 @@ class Checkpoint:
     def world_size(self) -> int:
         return int(self.manifest["world"]["size"])
 
+    @property
+    def files(self) -> Mapping[str, Mapping[str, Any]]:
+        """Size, digest, rank and node of each file, by its name."""
+        return cast(Mapping[str, Mapping[str, Any]], self.manifest["files"])
+
+    @cached_property
+    def chunks(self) -> dict[str, list[Chunk]]:
+        """The boxes of each tensor."""
+        return {
+            name: [
+                Chunk(name, tuple(c["offsets"]), tuple(c["sizes"]), c["file"], c["begin"], c["end"], c["xxh3_128"])
+                for c in tensor["chunks"]
+            ]
+            for name, tensor in self.manifest["tensors"].items()
+        }
+
+    @cached_property
+    def _chunks_by_file(self) -> dict[str, list[Chunk]]:
+        found: dict[str, list[Chunk]] = {}
+        for chunk in sorted(chain.from_iterable(self.chunks.values()), key=lambda chunk: chunk.begin):
+            found.setdefault(chunk.file, []).append(chunk)
+        return found
+
+    def chunks_in(self, file: str) -> list[Chunk]:
+        """The chunks of one file, in its order."""
+        return self._chunks_by_file.get(file, [])
+
+    def find(self, file: str) -> Path | None:
+        """The path of a file in the first directory that has it."""
+        return next((path for directory in self.directories if (path := directory / file).is_file()), None)
+
 
 def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step:07d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1])
 
 
 def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def digest(path: Path) -> str:
-    """xxh3_128 of a file's bytes, in hexadecimal."""
-    hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            hasher.update(block)
-    return hasher.hexdigest()
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
@@ -67,97 +128,130 @@ def find_checkpoints(directory: Path) -> list[Path]:
     return [entry for _, entry in sorted(named, reverse=True)]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the manifest.
+def open_checkpoint(*directories: Path) -> Checkpoint:
+    """Read the manifest, which all directories must share.
 
     Raises:
-        Refused: COMPLETE is missing, or does not hold the manifest's digest; or another version wrote it.
+        Refused: COMPLETE is missing, or does not hold the manifest's digest; or another version wrote it; or the
+            directories are of different checkpoints.
     """
+    opened = [_open_one(directory) for directory in directories]
+    for directory, other in zip(directories, opened, strict=True):
+        if other.digest != opened[0].digest:
+            raise Refused(
+                f"{directory}: is not of the same checkpoint as {directories[0]} - name the parts of one save"
+            )
+    return Checkpoint(opened[0].name, opened[0].manifest, opened[0].digest, directories)
+
+
+def _open_one(path: Path) -> Checkpoint:
     try:
         complete = (path / "COMPLETE").read_bytes().strip()
         raw = (path / "manifest.json").read_bytes()
     except OSError as error:
-        raise Refused(f"{path}: not a complete checkpoint ({error}) - resume from another one") from error
-    if xxhash.xxh3_128(raw).hexdigest().encode() != complete:
-        raise Refused(f"{path / 'manifest.json'}: is not what COMPLETE vouches for - resume from another checkpoint")
+        raise Refused(f"{path}: not a complete checkpoint ({error}) - use another one") from error
+    digest = xxhash.xxh3_128(raw).hexdigest()
+    if digest.encode() != complete:
+        raise Refused(f"{path / 'manifest.json'}: is not what COMPLETE vouches for - use another checkpoint")
     manifest = json.loads(raw)
-    if manifest["format"] != _FORMAT:
+    if manifest["format"] != FORMAT:
         raise Refused(
-            f"{path}: has format {manifest['format']} and this version reads {_FORMAT} - resume with the "
-            "version that wrote it"
+            f"{path}: has format {manifest['format']} and this version reads {FORMAT} - use the version that wrote it"
         )
-    return Checkpoint(path, manifest)
+    return Checkpoint(checkpoint_name(manifest["state"]["step"]), manifest, digest, [path])
 
 
-def prepare_directory(checkpoints: Path, step: int) -> Path:
-    """The hidden sibling that a save is written to; what interrupted saves and deletions left there is gone."""
-    for abandoned in checkpoints.glob(".checkpoint_*"):
-        shutil.rmtree(abandoned)
-    temporary = checkpoints / f".{checkpoint_name(step)}.writing"
-    temporary.mkdir(parents=True)
-    return temporary
+def check_file(checkpoint: Checkpoint, name: str, path: Path, progress: Any = None) -> str | None:
+    """Read a file once; what is wrong with it, or None. `progress`, where given, is called with the bytes read."""
+    expected = checkpoint.files[name]
+    whole, damaged, size = xxhash.xxh3_128(), [], 0
+    buffer = memoryview(bytearray(_READ_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            for begin, end, chunk in _sections(checkpoint.chunks_in(name), int(expected["bytes"])):
+                part, left = xxhash.xxh3_128(), end - begin
+                while left and (count := file.readinto(buffer[:left])):
+                    whole.update(buffer[:count])
+                    part.update(buffer[:count])
+                    left -= count
+                    size += count
+                    if progress:
+                        progress(count)
+                if chunk and part.hexdigest() != chunk.xxh3_128:
+                    damaged.append(chunk.tensor)
+            size += len(file.read(1))
+    except OSError as error:
+        return f"{path}: cannot be read ({error.strerror})"
+    if size == expected["bytes"] and whole.hexdigest() == expected["xxh3_128"]:
+        return None
+    of_tensor = f", first in tensor {damaged[0]}" if damaged else ""
+    length = "" if size == expected["bytes"] else f" (its length is not {expected['bytes']})"
+    return f"{path}: its bytes are not those that were saved{length}{of_tensor}"
 
 
-def write_rank_file(directory: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write and sync one rank's tensors; the file's name, size in bytes and digest."""
-    path = directory / rank_file(rank)
-    save_file(dict(tensors), path, metadata={"format": "pt"})
-    sync(path)
-    return {"file": path.name, "bytes": path.stat().st_size, "xxh3_128": digest(path)}
+def _sections(chunks: list[Chunk], size: int) -> Iterable[tuple[int, int, Chunk | None]]:
+    """The file from its beginning to its end, cut at its chunks."""
+    position = 0
+    for chunk in chunks:
+        if position < chunk.begin:
+            yield position, chunk.begin, None
+        yield chunk.begin, chunk.end, chunk
+        position = chunk.end
+    if position < size:
+        yield position, size, None
 
 
-def check_rank_file(checkpoint: Checkpoint, rank: int) -> Path:
-    """The path of one rank's file, read once to compare its digest.
+def check_files(
+    checkpoint: Checkpoint, names: Sequence[str], threads: int, progress: Any = None
+) -> dict[str, str | None]:
+    """What is wrong with each of these files, or None, as many at a time as there are threads.
 
     Raises:
-        Refused: the file is missing, or is not what was written.
+        KeyError: a name that the manifest does not know.
     """
-    entry = checkpoint.manifest["files"][rank]
-    path = checkpoint.path / entry["file"]
-    if not path.is_file():
-        raise Refused(f"{path}: this part of the checkpoint is missing - restore it, or resume from another one")
-    if path.stat().st_size != entry["bytes"] or digest(path) != entry["xxh3_128"]:
-        raise Refused(f"{path}: its bytes are not those that were saved - restore it, or resume from another one")
-    return path
+
+    def check(name: str) -> str | None:
+        path = checkpoint.find(name)
+        if path is None:
+            entry = checkpoint.files[name]
+            places = ", ".join(map(str, checkpoint.directories))
+            return f"{name}, written on node {entry['node']} ({entry['host']}), is missing in {places}"
+        return check_file(checkpoint, name, path, progress)
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        return dict(zip(names, pool.map(check, names), strict=True))
 
 
-def commit(temporary: Path, checkpoints: Path, manifest: Mapping[str, Any]) -> Path:
-    """Write manifest and COMPLETE, then make the checkpoint visible by one rename."""
-    raw = json.dumps({"format": _FORMAT, **manifest}, indent=1).encode()
-    (temporary / "manifest.json").write_bytes(raw)
-    sync(temporary / "manifest.json")
-    (temporary / "COMPLETE").write_text(xxhash.xxh3_128(raw).hexdigest() + "\n", encoding="utf-8")
-    sync(temporary / "COMPLETE")
-    sync(temporary)
-    final = checkpoints / checkpoint_name(manifest["state"]["step"])
-    if final.exists():
-        move_aside(final)
-    temporary.rename(final)
-    sync(checkpoints)
-    return final
+def read_tensor(checkpoint: Checkpoint, name: str, read: Callable[[Checkpoint, Chunk], torch.Tensor]) -> torch.Tensor:
+    """A whole tensor, put together of chunks that `read` gives.
+
+    Raises:
+        DamagedCheckpoint: a chunk is not what was saved.
+    """
+    entry, whole = checkpoint.manifest["tensors"][name], None
+    for chunk in checkpoint.chunks[name]:
+        part = read(checkpoint, chunk)
+        if xxhash.xxh3_128(tensor_bytes(part)).hexdigest() != chunk.xxh3_128:
+            raise DamagedCheckpoint(f"{chunk.file} of {checkpoint.name}: tensor {name} is not what was saved")
+        if list(chunk.sizes) == entry["shape"]:
+            return part
+        if whole is None:
+            whole = torch.empty(entry["shape"], dtype=part.dtype)
+        box = [slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True)]
+        whole[tuple(box)] = part
+    return torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]]) if whole is None else whole
 
 
-def move_aside(path: Path) -> Path:
-    """Rename what is in the way, so that it is neither overwritten nor deleted; the new name."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.aside{number}")).exists():
-        number += 1
-    path.rename(aside)
-    return aside
+def read_chunk(checkpoint: Checkpoint, chunk: Chunk, box: Sequence[slice] | None = None) -> torch.Tensor:
+    """One chunk, or a box within it, from the first directory that has its file.
 
-
-def keep_newest(checkpoints: Path, keep: int) -> None:
-    """Delete the others; each loses its name first, so that none is ever seen in part."""
-    for old in find_checkpoints(checkpoints)[keep:]:
-        nameless = old.with_name(f".{old.name}.deleting")
-        old.rename(nameless)
-        shutil.rmtree(nameless)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a directory to its disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    Raises:
+        FileNotFoundError: none has it.
+    """
+    path = checkpoint.find(chunk.file)
+    if path is None:
+        raise FileNotFoundError(f"{chunk.file} is in none of {', '.join(map(str, checkpoint.directories))}")
+    with safe_open(path, framework="pt") as file:
+        if box is None or not chunk.sizes:
+            return cast(torch.Tensor, file.get_tensor(chunk.tensor))
+        return cast(torch.Tensor, file.get_slice(chunk.tensor)[tuple(box)])

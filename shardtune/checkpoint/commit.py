@@ -1,0 +1,255 @@
+"""How the ranks make one checkpoint of what each has written, or nothing.
+
+Every rank writes its file into a hidden directory of this attempt and reports to rank 0, through the store and never
+in a collective: training goes on meanwhile. Rank 0 decides within a deadline. On every disk the first of its ranks
+then adds the same manifest and COMPLETE: the checkpoint is *prepared*. Only when it is so on all disks is it renamed on
+each. A crash in between loses nothing: what is prepared on all disks is taken up at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+import xxhash
+
+from ..world import World, post, read, unpost
+from . import disk
+from .files import ASSETS, find_checkpoints, rank_file, step_of
+
+_DECISION_ARRIVES_S = 60
+
+
+class NotSaved(Exception):
+    """This attempt is given up, on all ranks; the message says why."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One save: where it is written on this rank's disk, and the ranks that take part."""
+
+    hidden: Path
+    final: Path
+    rank: int
+    leader_of: Sequence[int]  # of each rank the first that shares its disk
+    keep: int
+    assets: Mapping[str, bytes]
+    store: dist.Store
+    timeout_s: float
+
+    @property
+    def leaders(self) -> list[int]:
+        return sorted(set(self.leader_of))
+
+    @property
+    def is_leader(self) -> bool:
+        return self.leader_of[self.rank] == self.rank
+
+
+def channel(world: World) -> dist.Store:
+    """A connection to the store of its own: a thread that waits on it does not hold up another's."""
+    return dist.PrefixStore("checkpoint", cast(Any, world.store).clone())
+
+
+def write_and_commit(
+    attempt: Attempt,
+    write: Callable[[Path], dict[str, Any]],
+    make_manifest: Callable[[list[dict[str, Any]]], dict[str, Any]],
+) -> str | None:
+    """Run on every rank: `write` its file into the hidden directory, and commit together.
+
+    `make_manifest` makes rank 0's manifest of what all ranks reported. Returns what went wrong afterwards, when old
+    checkpoints were deleted.
+
+    Raises:
+        NotSaved: on every rank; what this attempt wrote is deleted.
+    """
+    deadline = time.monotonic() + attempt.timeout_s
+    outcome: dict[str, Any] = {}
+    try:
+        report: dict[str, Any] = {}
+        try:
+            disk.make_directory(attempt.hidden)
+            report["done"] = write(attempt.hidden)
+            if attempt.is_leader:
+                report["done"]["assets"] = _write_assets(attempt)
+        except Exception as error:  # whatever it is, training must go on and the others must hear of it
+            report = {"problem": _problem(attempt, error)}
+        post(attempt.store, f"report/{attempt.rank}", report)
+        if attempt.rank == 0:
+            _lead(attempt, deadline, make_manifest)
+        elif attempt.is_leader:
+            _follow(attempt, deadline)
+        outcome = _wait(attempt, "outcome", deadline + _DECISION_ARRIVES_S)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        outcome = {"problem": f"{_problem(attempt, error)}: no word from rank 0"}
+    if "problem" in outcome:
+        if not outcome.get("decided"):
+            _clean(attempt)
+        raise NotSaved(outcome["problem"])
+    try:
+        if attempt.is_leader:
+            keep_newest(attempt.final.parent, attempt.keep, outcome["committed"])
+    except OSError as error:
+        return f"an old checkpoint could not be deleted: {_problem(attempt, error)}"
+    return None
+
+
+def _lead(attempt: Attempt, deadline: float, make_manifest: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
+    """Rank 0's part: the decisions, each posted whatever happens, so that nobody waits for one in vain."""
+    outcome: dict[str, Any] = {}
+    others = attempt.leaders[1:]
+    try:
+        raw = json.dumps(make_manifest(_collect(attempt, "report", range(len(attempt.leader_of)), deadline)))
+        post(attempt.store, "manifest", {"manifest": raw} if others else {})
+        _prepare(attempt, raw.encode())
+        _collect(attempt, "prepared", others, deadline)
+        post(attempt.store, "commit", {})
+        # From here on it is a checkpoint: where renaming fails, the next start takes it up.
+        outcome["decided"] = bool(others)
+        _rename(attempt)
+        _collect(attempt, "renamed", others, deadline)
+        outcome["committed"] = [path.name for path in find_checkpoints(attempt.final.parent)]
+    except Exception as error:
+        outcome["problem"] = str(error) if isinstance(error, NotSaved) else _problem(attempt, error)
+        for decision in ("manifest", "commit"):
+            if not attempt.store.check([decision]):
+                post(attempt.store, decision, outcome)
+    post(attempt.store, "outcome", outcome)
+
+
+def _follow(attempt: Attempt, deadline: float) -> None:
+    """The part of the other disks' first ranks."""
+    for decision, act, done in (
+        ("manifest", lambda told: _prepare(attempt, told["manifest"].encode()), "prepared"),
+        ("commit", lambda told: _rename(attempt), "renamed"),
+    ):
+        told = _wait(attempt, decision, deadline + _DECISION_ARRIVES_S)
+        if "problem" in told:
+            return
+        report: dict[str, Any] = {"done": {}}
+        try:
+            act(told)
+        except Exception as error:
+            report = {"problem": _problem(attempt, error)}
+        post(attempt.store, f"{done}/{attempt.rank}", report)
+
+
+def _write_assets(attempt: Attempt) -> dict[str, Any]:
+    if not attempt.assets:
+        return {}
+    disk.make_directory(attempt.hidden / ASSETS)
+    written = {
+        f"{ASSETS}/{name}": disk.write_file(attempt.hidden / ASSETS / name, [memoryview(content)])
+        for name, content in attempt.assets.items()
+    }
+    disk.sync_directory(attempt.hidden / ASSETS)
+    return {name: {"bytes": file.bytes, "xxh3_128": file.xxh3_128} for name, file in written.items()}
+
+
+def _prepare(attempt: Attempt, raw: bytes) -> None:
+    """Manifest, then COMPLETE, then the names of all: from here on the directory is a checkpoint.
+
+    Raises:
+        OSError: also if a file of this disk's ranks is not here as it was reported.
+    """
+    for name, file in json.loads(raw)["files"].items():
+        if attempt.leader_of[file["rank"]] == attempt.rank and (attempt.hidden / name).stat().st_size != file["bytes"]:
+            raise OSError(f"{name} has not the {file['bytes']} bytes that rank {file['rank']} wrote")
+    disk.write_file(attempt.hidden / "manifest.json", [memoryview(raw)])
+    complete = xxhash.xxh3_128(raw).hexdigest() + "\n"
+    disk.write_file(attempt.hidden / "COMPLETE", [memoryview(complete.encode())])
+    disk.sync_directory(attempt.hidden)
+
+
+def _rename(attempt: Attempt) -> None:
+    if attempt.final.exists():
+        move_aside(attempt.final)
+    disk.rename(attempt.hidden, attempt.final)
+
+
+def _collect(attempt: Attempt, what: str, ranks: Iterable[int], deadline: float) -> list[dict[str, Any]]:
+    """The reports of these ranks, in their order.
+
+    Raises:
+        NotSaved: one reports a problem, or did not report in time.
+    """
+    keys = {rank: f"{what}/{rank}" for rank in ranks}
+    try:
+        if keys:
+            _hold_on(attempt.store, list(keys.values()), deadline)
+    except dist.DistStoreError as error:
+        problems = [rank for rank, key in keys.items() if attempt.store.check([key])]
+        for rank in problems:
+            if "problem" in (told := read(attempt.store, keys[rank])):
+                raise NotSaved(told["problem"]) from error
+        late = [rank for rank, key in keys.items() if not attempt.store.check([key])]
+        raise NotSaved(
+            f"no word from rank {', '.join(map(str, late[:8]))} within {attempt.timeout_s} s "
+            "(distributed.save_timeout_s)"
+        ) from error
+    reports = [read(attempt.store, key) for key in keys.values()]
+    for report in reports:
+        if "problem" in report:
+            raise NotSaved(report["problem"])
+    return [report["done"] for report in reports]
+
+
+def _clean(attempt: Attempt) -> None:
+    """Delete this attempt's files: their space may be what the next save lacks."""
+    with contextlib.suppress(OSError):  # what stays is deleted at the next start
+        disk.delete(attempt.hidden if attempt.is_leader else attempt.hidden / rank_file(attempt.rank))
+        if attempt.hidden.is_dir() and not any(attempt.hidden.iterdir()):
+            disk.delete(attempt.hidden)
+
+
+def keep_newest(checkpoints: Path, keep: int, committed: Sequence[str]) -> None:
+    """Delete what is older than the newest `keep` of the committed ones, which are named newest first. Each loses its
+    name first, so that none is ever seen in part."""
+    oldest_kept = committed[:keep][-1]
+    for path in find_checkpoints(checkpoints):
+        if step_of(path) < step_of(Path(oldest_kept)):
+            nameless = path.with_name(f".{path.name}.deleting")
+            disk.rename(path, nameless)
+            disk.delete(nameless)
+
+
+def move_aside(path: Path) -> Path:
+    """Rename what is in the way, so that it is neither overwritten nor deleted; the new name."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.aside{number}")).exists():
+        number += 1
+    disk.rename(path, aside)
+    return aside
+
+
+def _problem(attempt: Attempt, error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    what = text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
+    return f"rank {attempt.rank} on {socket.gethostname()}: {what}"
+
+
+def _wait(attempt: Attempt, key: str, deadline: float) -> dict[str, Any]:
+    _hold_on(attempt.store, [key], deadline)
+    return cast(dict[str, Any], read(attempt.store, key))
+
+
+def _hold_on(store: dist.Store, keys: list[str], deadline: float) -> None:
+    left_s = max(0.001, deadline - time.monotonic())
+    store.wait(keys, datetime.timedelta(seconds=left_s))
+
+
+def forget(store: dist.Store, size: int) -> None:
+    """Take an ended attempt's words out of the store. All ranks must have read them."""
+    keys = ["manifest", "commit", "outcome"]
+    keys += [f"{what}/{rank}" for what in ("report", "prepared", "renamed") for rank in range(size)]
+    for key in keys:
+        unpost(store, key)

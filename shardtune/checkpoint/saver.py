@@ -1,0 +1,244 @@
+"""Saving while training goes on: the loop waits for a copy of its tensors, a thread writes the copy and commits it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import torch.distributed as dist
+import transformers
+import xxhash
+from transformers import PreTrainedModel
+
+from ..config import CheckpointConfig
+from ..errors import Stopped
+from ..rundir import RunDir
+from ..world import World
+from .commit import Attempt, NotSaved, channel, forget, write_and_commit
+from .files import FORMAT, Checkpoint, checkpoint_name, dtype_name, open_checkpoint, rank_file
+from .plan import Part, plan_save
+from .state import local, random_state, training_state
+from .streamed import write_safetensors
+
+_STUCK_AFTER_S = 90  # past the deadline, by when every attempt has ended whose disk still answers
+
+
+class Saver:
+    """The checkpoints of one run. One save is in flight at most; every rank calls every method.
+
+    `assets` are the files beside the tensors that make the checkpoint a model: configuration and tokenizer.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: CheckpointConfig,
+        timeout_s: float,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        assets: Mapping[str, bytes],
+        world: World,
+    ) -> None:
+        self._directory = run_dir.path / "checkpoints"
+        self._leader_of = run_dir.leader_of
+        self._config, self._timeout_s, self._assets, self._world = config, timeout_s, assets, world
+        self._tensors = training_state(model, optimizer)
+        self._parts = plan_save(self._tensors, world)
+        self._places = world.gather({"node": world.node_rank, "host": socket.gethostname()})
+        self._store = channel(world)
+        self._run = world.from_main(lambda: secrets.token_hex(4))
+        self._attempts = 0
+        self._flight: _Flight | None = None
+        self.longest_s = 0.0
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Start `checkpoint_<state["step"]>` when the one before has ended; with mode `sync`, end it too.
+
+        What does not succeed is said, and training goes on.
+        """
+        self._settle()
+        name = checkpoint_name(state["step"])
+        if self._flight:
+            self._world.say(f"Not saved: {name}: the one before it still waits for the disk of a rank")
+            return
+        if self._world.is_main and self._attempts:
+            forget(dist.PrefixStore(f"{self._attempts}", self._store), self._world.size)
+        self._attempts += 1
+        attempt = Attempt(
+            hidden=self._directory / f".{name}.{self._run}{self._attempts:04d}",
+            final=self._directory / name,
+            rank=self._world.rank,
+            leader_of=self._leader_of,
+            keep=self._config.keep,
+            assets=self._assets,
+            store=dist.PrefixStore(f"{self._attempts}", self._store),
+            timeout_s=self._timeout_s,
+        )
+        self._flight = _Flight(self, attempt, *self._stage(), state)
+        self._flight.start()
+        if self._config.mode == "sync":
+            self._settle()
+
+    def say_if_ended(self) -> None:
+        """Say how the save in flight has ended, if it has."""
+        if self._flight and not self._flight.is_alive():
+            self._flight.say_once(self._world)
+
+    def finish(self) -> Checkpoint:
+        """Wait for the save in flight, and open it.
+
+        Raises:
+            Stopped: on every rank, if it did not succeed.
+        """
+        name = self._flight.attempt.final.name if self._flight else ""
+        if problem := self._settle():
+            raise Stopped(
+                f"{name} was not saved: {problem} - make room or mend the disk; the same command resumes from the "
+                "last checkpoint"
+            )
+        checkpoint = open_checkpoint(self._directory / name)
+        holders = {file: [self._leader_of[entry["rank"]]] for file, entry in checkpoint.files.items()}
+        return replace(checkpoint, holders=holders)
+
+    def _settle(self) -> str | None:
+        """Wait until the save in flight has ended on every rank and say how; why it did not succeed, or None."""
+        flight = self._flight
+        if flight is None:
+            return None
+        flight.join(self._timeout_s + _STUCK_AFTER_S)
+        reports = self._world.gather(None if flight.is_alive() else [flight.problem, flight.seconds])
+        if stuck := [rank for rank, report in enumerate(reports) if report is None]:
+            return f"the disk of rank {stuck[0]} has not answered for {self._timeout_s + _STUCK_AFTER_S:.0f} s"
+        flight.say_once(self._world)
+        self._flight = None
+        self.longest_s = max(self.longest_s, *(seconds for _, seconds in reports))
+        return next((problem for problem, _ in reports if problem), None)
+
+    def _stage(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
+        """What this rank writes: copies on the CPU that nothing else holds, or for `sync` the tensors themselves."""
+        parts = {part.tensor: part for part in self._parts[self._world.rank]}
+        tensors = {name: local(self._tensors[name]).detach() for name in parts}
+        if self._config.mode == "async":
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        for name, tensor in random_state(self._world.rank, self._world.device).items():
+            tensors[name], parts[name] = tensor, Part(name, (0,), tuple(tensor.shape))
+        return tensors, parts
+
+    def manifest(self, reports: list[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
+        """What rank 0 writes of all ranks' reports.
+
+        Raises:
+            ValueError: the chunks do not cover a tensor.
+        """
+        tensors: dict[str, Any] = {
+            name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "chunks": []}
+            for name, tensor in self._tensors.items()
+        }
+        for report in reports:
+            for name, chunk in report["chunks"].items():
+                own = {"dtype": chunk.pop("dtype"), "shape": chunk["sizes"], "chunks": []}  # of a rank's own tensor
+                tensors.setdefault(name, own)["chunks"].append(chunk)
+        for name, tensor in tensors.items():
+            covered = sum(torch.Size(chunk["sizes"]).numel() for chunk in tensor["chunks"])
+            if covered != torch.Size(tensor["shape"]).numel():
+                raise ValueError(f"{covered} elements of {name}, which is {tensor['shape']}, were written")
+        files = {
+            report["file"]: report["written"] | {"rank": rank} | self._places[rank]
+            for rank, report in enumerate(reports)
+        }
+        files |= {name: asset | {"rank": 0} | self._places[0] for name, asset in reports[0]["assets"].items()}
+        return {
+            "format": FORMAT,
+            "state": state,
+            "config_xxh3_128": xxhash.xxh3_128(json.dumps(state["config"], sort_keys=True).encode()).hexdigest(),
+            "world": {
+                "size": self._world.size,
+                "mesh": dict(zip(self._world.mesh.mesh_dim_names or (), self._world.mesh.shape, strict=True)),
+                "nodes": [place["node"] for place in self._places],
+            },
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "safetensors": safetensors.__version__,
+            },
+            "files": files,
+            "tensors": tensors,
+        }
+
+
+class _Flight(threading.Thread):
+    """One save of this rank, from its staged tensors to its outcome."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        attempt: Attempt,
+        tensors: dict[str, torch.Tensor],
+        parts: dict[str, Part],
+        state: dict[str, Any],
+    ) -> None:
+        super().__init__(name=f"save {attempt.final.name}", daemon=True)
+        self.attempt = attempt
+        self.problem: str | None = None
+        self.seconds = 0.0
+        self._saver, self._tensors, self._parts, self._state = saver, tensors, parts, state
+        self._remark: str | None = None
+        self._is_said = False
+
+    def run(self) -> None:
+        started = time.monotonic()
+        try:
+            self._remark = write_and_commit(
+                self.attempt, self._write, lambda reports: self._saver.manifest(reports, self._state)
+            )
+        except NotSaved as error:
+            self.problem = str(error)
+        except Exception as error:
+            self.problem = f"rank {self.attempt.rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
+        self._tensors.clear()
+        self.seconds = time.monotonic() - started
+
+    def say_once(self, world: World) -> None:
+        if self._is_said:
+            return
+        self._is_said = True
+        name = self.attempt.final.name
+        world.say(f"Not saved: {name}: {self.problem}" if self.problem else f"Saved {name}")
+        if self._remark:
+            world.say(self._remark, on_every_node=True)
+
+    def _write(self, directory: Path) -> dict[str, Any]:
+        """This rank's file; what rank 0 must know of it."""
+        names = sorted(self._tensors, key=lambda name: (-self._tensors[name].itemsize, name))
+        offsets = {name: {"saved_offsets": self._parts[name].offsets} for name in names}
+        file = rank_file(self.attempt.rank)
+        written, ranges = write_safetensors(
+            directory / file,
+            {name: (self._tensors[name].dtype, self._parts[name].sizes) for name in names},
+            (self._tensors[name].cpu() for name in names),
+            {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)},
+        )
+        chunks = {
+            name: {
+                "offsets": self._parts[name].offsets,
+                "sizes": self._parts[name].sizes,
+                "file": file,
+                "begin": ranges[name][0],
+                "end": ranges[name][1],
+                "xxh3_128": digest,
+                "dtype": dtype_name(self._tensors[name].dtype),
+            }
+            for name, digest in zip(names, written.parts[1:], strict=True)
+        }
+        return {"file": file, "written": {"bytes": written.bytes, "xxh3_128": written.xxh3_128}, "chunks": chunks}

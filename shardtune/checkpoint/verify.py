@@ -1,0 +1,28 @@
+"""Whether a checkpoint is what was saved, without a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .files import check_files, open_checkpoint
+
+
+def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
+    """Read every byte once, several files at a time, with a progress bar on a terminal; what is wrong, file by file.
+
+    Raises:
+        Refused: a directory has no manifest that COMPLETE vouches for.
+    """
+    checkpoint = open_checkpoint(*directories)
+    total = sum(int(entry["bytes"]) for entry in checkpoint.files.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc=checkpoint.name, disable=not sys.stderr.isatty()) as bar:
+        verdicts = check_files(checkpoint, sorted(checkpoint.files), os.cpu_count() or 1, bar.update)
+    problems = [problem for problem in verdicts.values() if problem]
+    if not problems:
+        print(f"{checkpoint.name}: intact, {len(checkpoint.files)} files, {total / 1e9:.2f} GB")
+    return problems
