@@ -59,6 +59,8 @@ class Saver:
         self._run = world.from_main(lambda: secrets.token_hex(4))
         self._attempts = 0
         self._flight: _Flight | None = None
+        self._name = ""
+        self._problem: str | None = None
         self.longest_s = 0.0
 
     def save(self, state: dict[str, Any]) -> None:
@@ -67,9 +69,9 @@ class Saver:
         What does not succeed is said, and training goes on.
         """
         self._settle()
-        name = checkpoint_name(state["step"])
+        self._name = name = checkpoint_name(state["step"])
         if self._flight:
-            self._world.say(f"Not saved: {name}: the one before it still waits for the disk of a rank")
+            self._world.say(f"Not saved: {name}: the save before it has not ended, {self._problem}")
             return
         if self._world.is_main and self._attempts:
             forget(dist.PrefixStore(f"{self._attempts}", self._store), self._world.size)
@@ -100,29 +102,30 @@ class Saver:
         Raises:
             Stopped: on every rank, if it did not succeed.
         """
-        name = self._flight.attempt.final.name if self._flight else ""
-        if problem := self._settle():
+        self._settle()
+        if self._problem:
             raise Stopped(
-                f"{name} was not saved: {problem} - make room or mend the disk; the same command resumes from the "
-                "last checkpoint"
+                f"{self._name} was not saved: {self._problem} - make room or mend the disk; the same command resumes "
+                "from the last checkpoint"
             )
-        checkpoint = open_checkpoint(self._directory / name)
+        checkpoint = open_checkpoint(self._directory / self._name)
         holders = {file: [self._leader_of[entry["rank"]]] for file, entry in checkpoint.files.items()}
         return replace(checkpoint, holders=holders)
 
-    def _settle(self) -> str | None:
-        """Wait until the save in flight has ended on every rank and say how; why it did not succeed, or None."""
+    def _settle(self) -> None:
+        """Wait until the save in flight has ended on every rank, and say how."""
         flight = self._flight
         if flight is None:
-            return None
+            return
         flight.join(self._timeout_s + _STUCK_AFTER_S)
         reports = self._world.gather(None if flight.is_alive() else [flight.problem, flight.seconds])
         if stuck := [rank for rank, report in enumerate(reports) if report is None]:
-            return f"the disk of rank {stuck[0]} has not answered for {self._timeout_s + _STUCK_AFTER_S:.0f} s"
+            self._problem = f"the disk of rank {stuck[0]} does not answer"
+            return
         flight.say_once(self._world)
         self._flight = None
         self.longest_s = max(self.longest_s, *(seconds for _, seconds in reports))
-        return next((problem for problem, _ in reports if problem), None)
+        self._problem = next((problem for problem, _ in reports if problem), None)
 
     def _stage(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
         """What this rank writes: copies on the CPU that nothing else holds, or for `sync` the tensors themselves."""
