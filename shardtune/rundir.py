@@ -7,6 +7,7 @@ import fcntl
 import os
 import secrets
 import socket
+import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,20 +73,23 @@ def _lock(path: Path) -> IO[str]:
             break
         except (BlockingIOError, PermissionError) as error:
             if time.monotonic() > deadline:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
                 raise Refused(
-                    f"run.dir={path} is in use by another run ({holder}) - wait for its end, end it, or name another "
-                    "run.dir"
+                    f"run.dir={path} is in use by another run ({_holder(file)}) - wait for its end, end it, or name "
+                    "another run.dir"
                 ) from error
             time.sleep(0.2)
         except OSError as error:
             raise Refused(
                 f"run.dir={path} cannot be locked: {error.strerror} - name a directory on a filesystem with locks"
             ) from error
-    with contextlib.suppress(OSError):
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
     return file
+
+
+def _holder(file: IO[str]) -> str:
+    """Who has the lock, as far as the system tells: of a process on another node it may not."""
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        _, _, _, _, process = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, lock))
+        if process > 0:
+            return f"process {process} on {socket.gethostname()}"
+    return "on another node"

@@ -163,5 +163,11 @@ def test_an_earlier_model_is_replaced_whole(folder: Path, models: dict[str, Path
     earlier = (run_dir / "model/model.safetensors").read_bytes()
     assert train(1, *moving, "train.max_steps=2", cwd=folder).returncode == 0
     assert (run_dir / "model/model.safetensors").read_bytes() != earlier
-    assert sorted(path.name for path in run_dir.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl", "model"]
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "model",
+    ]
     assert not (run_dir / "model/of_the_earlier").exists() and not (run_dir / "model/half").exists()
