@@ -28,7 +28,7 @@ from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.loss import require_separate_documents, summed_loss
 from shardtune.metrics import Metrics, peak_memory_bytes, step_line
 from shardtune.model import build_model
-from shardtune.opening import announce, describe_state
+from shardtune.opening import announce, describe_state, require_same_config
 from shardtune.optim import (
     build_optimizer,
     clip_gradients,
@@ -39,7 +39,7 @@ from shardtune.optim import (
 )
 from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
 from shardtune.rundir import RunDir, open_run_dir
-from shardtune.signals import StopRequest
+from shardtune.signals import StopRequest, end_on_signal
 from shardtune.source import read_model_config
 from shardtune.world import World, describe, join_world, run
 
@@ -52,6 +52,7 @@ def main() -> None:
     for remark in remarks(config):
         world.say(remark)
 
+    require_same_config(config, world)
     run_dir = open_run_dir(Path(config.run.dir), world)
     resumed = choose_checkpoint(config, run_dir, world)
     date = world.from_main(lambda: resumed.state["date"] if resumed else datetime.date.today().isoformat())
@@ -89,6 +90,7 @@ def main() -> None:
         run_dir, config.checkpoint, config.distributed.save_timeout_s, model, optimizer, assets, world
     )
     last = train(config, schedule, data, date, model, optimizer, metrics, saver, world, is_resumed=bool(resumed))
+    end_on_signal("after the last step was saved, while the final model was written", code=75)
     write_final_model(config, last, assets, run_dir, world)
 
 

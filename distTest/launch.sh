@@ -42,32 +42,36 @@ if (( ${#problems[@]} )); then
     exit 2
 fi
 
-# torchrun's own exit code is always 1. The processes create this file when they start, and leave theirs and their last
-# line in it.
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-export SHARDTUNE_EXIT_FILE=$folder/outcome
+# torchrun's own exit code is always 1. Here the processes leave their ids when they start, and their exit code and last
+# line when they fail.
+export SHARDTUNE_LAUNCH_DIR=$(mktemp -d)
+trap 'rm -rf "$SHARDTUNE_LAUNCH_DIR"' EXIT
 # torchrun waits for the other nodes before a process can read its configuration.
 timeout_s=${JOIN_TIMEOUT:-300}
 
-"$python" -m torch.distributed.run \
+# In a session of its own, so that Ctrl-C reaches this script alone.
+setsid "$python" -m torch.distributed.run \
     --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=$timeout_s" \
     "$here/train_fsdp.py" "$@" &
 torchrun=$!
-# The processes save before they end, and this script reads what they left. Ctrl-C reaches torchrun by itself, but
-# not while it waits for the other nodes: bash starts it with that signal ignored.
-trap '[[ -e $SHARDTUNE_EXIT_FILE ]] || kill -TERM "$torchrun" 2>/dev/null' INT
-trap 'kill -TERM "$torchrun" 2>/dev/null' TERM HUP USR1
+# Signals go to the processes, which save and then end, however long that takes; torchrun would kill them 30 s later.
+# Before there are any, torchrun is all there is to end.
+pass_on() {
+    if [[ -s $SHARDTUNE_LAUNCH_DIR/processes ]]; then kill -s "$1" $(< "$SHARDTUNE_LAUNCH_DIR/processes")
+    else kill -s TERM "$torchrun"; fi 2>/dev/null
+}
+for signal in INT TERM HUP USR1; do trap "pass_on $signal" "$signal"; done
+trap '' PIPE  # Ctrl-C ends `tee` first
 while kill -0 "$torchrun" 2>/dev/null; do
     wait "$torchrun"
 done
 wait "$torchrun"
 code=$?
 (( code == 0 )) && exit 0
-if [[ -s $SHARDTUNE_EXIT_FILE ]]; then
-    { read -r code; read -r line; } < "$SHARDTUNE_EXIT_FILE"
-elif [[ -e $SHARDTUNE_EXIT_FILE ]]; then
+if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
+    { read -r code; read -r line; } < "$SHARDTUNE_LAUNCH_DIR/outcome"
+elif [[ -e $SHARDTUNE_LAUNCH_DIR/processes ]]; then
     code=1 line="a process of node $NODE_RANK ended without a word - see above, the other nodes' logs, and the kernel's \
 log for processes killed for memory"
 else

@@ -21,6 +21,17 @@ class Interrupted(Exception):
     """A signal asked the run to stop, and it has saved: `<what> - <what to do>`; exit code 75."""
 
 
+class Ended(KeyboardInterrupt):
+    """A signal ends this process at once, because there is nothing to save: `<what> - <what to do>`.
+
+    `code` is 75 where the same command goes on from what was saved, else 1.
+    """
+
+    def __init__(self, problem: str, code: int) -> None:
+        self.code = code
+        super().__init__(problem)
+
+
 class Stopped(Exception):
     """All ranks stop the run together for a cause that they share, `<what> - <what to do>`; exit code 1."""
 

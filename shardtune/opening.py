@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import json
+
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .config import Config
+from .config import Config, changed_keys, to_dict
 from .dataset import PreparedData
+from .errors import Refused
 from .model import compute_dtype
 from .optim import learning_rate, warmup_steps
 from .packing import Schedule
 from .world import World
+
+
+def require_same_config(config: Config, world: World) -> None:
+    """Every node must have been started with the configuration of node 0; run.dir may be each node's own disk.
+
+    Raises:
+        Refused: on every rank, with both values of every key that differs.
+    """
+    first = world.gather(to_dict(config))[0]
+
+    def compare() -> None:
+        different = [change for of_kind in changed_keys(first, config) for change in of_kind]
+        problems = [
+            f"{key} is {json.dumps(of_first)} on node 0 and {json.dumps(own)} on node {world.node_rank} - start every "
+            "node with the same configuration"
+            for key, of_first, own in different
+            if key not in ("run.dir", "distributed.join_timeout_s")
+        ]
+        if problems:
+            raise Refused(*problems)
+
+    world.agree(compare)
 
 
 def announce(config: Config, data: PreparedData, schedule: Schedule, world: World) -> None:

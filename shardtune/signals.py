@@ -1,10 +1,31 @@
-"""Stopping on request: a signal sets a flag, and all ranks act on it together at the end of a step."""
+"""Signals: before training they end the process, during it they only ask for an end, on which all ranks agree."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from types import FrameType
+
+from .errors import Ended
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_TORCHRUN_KILLS_AFTER_S = 30.0  # its default, see `torchrun --help`
+
+
+def end_on_signal(when: str, code: int) -> None:
+    """From now on a signal ends this process where it stands, with a line that says `when` that was."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Ended(f"ended by {signal.Signals(number).name} {when} - run the same command again", code)
+
+    for number in _SIGNALS:
+        signal.signal(number, end)
+
+
+def ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest:
@@ -15,10 +36,24 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for number in _SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             os._exit(128 + number)
         self.received = signal.Signals(number).name
+
+
+def remark_on_kill_delay(save_s: float) -> str | None:
+    """What to say if torchrun, once it is told to end, would kill the processes before a save of `save_s` has ended.
+
+    The launch scripts give signals to the processes themselves, and wait.
+    """
+    delay_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_KILLS_AFTER_S))
+    if "TORCHELASTIC_RUN_ID" not in os.environ or "SHARDTUNE_LAUNCH_DIR" in os.environ or 2 * save_s < delay_s:
+        return None
+    return (
+        f"A save takes {save_s:.0f} s, and torchrun kills its processes {delay_s:.0f} s after a signal: start it with "
+        f"--shutdown-timeout={math.ceil(4 * save_s)} or TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(4 * save_s)}"
+    )

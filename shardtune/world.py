@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import DistributedConfig
-from .errors import Interrupted, Refused, Stopped
+from .errors import Ended, Interrupted, Refused, Stopped
+from .signals import end_on_signal, ignore_signals
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ class World:
         if self.is_main or (on_every_node and self.is_node_main):
             try:
                 print(line, flush=True)
-            except BrokenPipeError:
+            except OSError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def gather(self, value: Any) -> list[Any]:
@@ -76,7 +77,7 @@ class World:
         number = next(self._round)
         keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
         post(self.store, keys[self.rank], value)
-        self.store.wait(keys, _AGREE_TIMEOUT)
+        _wait_for(self.store, keys)
         # Who has come to this round has read the one before.
         unpost(self.store, f"gather/{number - 1}/{self.rank}")
         return [read(self.store, key) for key in keys]
@@ -100,7 +101,8 @@ class World:
         except Refused as refused:
             report["problems"] = refused.problems
         except Exception as error:  # the others would wait for this rank
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
             report["failures"] = [_failure(error)]
         reports = self.gather(report)
         if failures := [failure for reported in reports for failure in reported["failures"]]:
@@ -119,6 +121,17 @@ class World:
         result = self.agree(lambda: work() if self.is_node_main else None)
         reports = self.gather([self.node_rank, self.is_node_main, result])
         return cast(T, next(value for node, is_node_main, value in reports if is_node_main and node == self.node_rank))
+
+
+def _wait_for(store: dist.Store, keys: list[str]) -> None:
+    """Wait for `_AGREE_TIMEOUT` in slices: a signal is heard only between two of them."""
+    deadline = time.monotonic() + _AGREE_TIMEOUT.total_seconds()
+    while True:
+        try:
+            return store.wait(keys, datetime.timedelta(seconds=1))
+        except dist.DistStoreError:
+            if time.monotonic() > deadline:
+                raise
 
 
 def post(store: dist.Store, key: str, value: Any) -> None:
@@ -276,10 +289,11 @@ def run(main: Callable[[], None]) -> None:
     """Run `main` and end the process with the exit code that the outcome has: 0, 2, 75 or 1 (see errors).
 
     The last line on stderr of a failure is `ERROR: ...`; what all ranks share is printed once a node. The launch
-    scripts, from which torchrun hides the code, name a file for it in SHARDTUNE_EXIT_FILE; it exists from the start.
+    scripts, from which torchrun hides the code, name a folder for it in SHARDTUNE_LAUNCH_DIR.
     """
     is_shared = True
-    _report_exit("")
+    end_on_signal("before the first step, with nothing to save", code=1)
+    _tell_launcher("processes", f"{os.getpid()}\n")
     try:
         main()
     except Refused as refused:
@@ -288,13 +302,16 @@ def run(main: Callable[[], None]) -> None:
         code, lines = 75, [str(interrupted)]
     except Stopped as stopped:
         code, lines = 1, [str(stopped)]
-    except KeyboardInterrupt:
-        code, lines = 1, ["interrupted from the keyboard - run the same command again to resume"]
+    except Ended as ended:
+        # The others of this node have had the signal too, and the first one speaks.
+        code, lines, is_shared = ended.code, [str(ended)] if os.environ.get("LOCAL_RANK", "0") == "0" else [], False
     except Exception as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         code, lines, is_shared = 1, [_failure(error)], False
     else:
         code, lines = 0, []
+    ignore_signals()  # it ends anyway
     if lines and is_shared and os.environ.get("LOCAL_RANK", "0") != "0":
         # The node's first rank says it. Ending before it would have torchrun end it before it does; once it has ended,
         # torchrun's signal ends this one.
@@ -302,13 +319,14 @@ def run(main: Callable[[], None]) -> None:
         time.sleep(_FIRST_RANK_SPEAKS_S)
     if code == 2:
         _tell_the_others(lines)
-    for line in lines:
-        print(f"ERROR: {line}", file=sys.stderr, flush=True)
     if lines:
-        _report_exit(f"{code}\n{lines[-1]}\n")
+        _tell_launcher("outcome", f"{code}\n{lines[-1]}\n")
+    with contextlib.suppress(OSError):  # `tee` may have ended before
+        for line in lines:
+            print(f"ERROR: {line}", file=sys.stderr, flush=True)
     if dist.is_initialized() and code == 0:
         dist.destroy_process_group()
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
     # A failed rank must not wait in interpreter shutdown for collectives that will never complete.
     os._exit(code)
@@ -322,8 +340,8 @@ def _failure(error: Exception) -> str:
     )
 
 
-def _report_exit(text: str) -> None:
-    """Append to the launch script's file; the first process of the node to fail has the first word there."""
-    if path := os.environ.get("SHARDTUNE_EXIT_FILE"):
-        with contextlib.suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
+def _tell_launcher(file_name: str, text: str) -> None:
+    """Append to a file of the launch script; the first process of the node to fail has the first word there."""
+    if folder := os.environ.get("SHARDTUNE_LAUNCH_DIR"):
+        with contextlib.suppress(OSError), (Path(folder) / file_name).open("a", encoding="utf-8") as file:
             file.write(text)

@@ -126,16 +126,69 @@ def test_node_0_says_why_node_1_refused(tmp_path: Path, models: dict[str, Path])
     assert "node 1" in master[2].splitlines()[-1]
 
 
-def test_a_run_dir_that_the_nodes_do_not_share_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_nodes_with_different_configurations_are_refused(tmp_path: Path, models: dict[str, Path]) -> None:
     write_jsonl(tmp_path / "train.jsonl", chats(10))
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    shutil.copy(tmp_path / "train.jsonl", elsewhere)
     common = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
-    for code, said, errors in two_nodes(tmp_path, elsewhere, common, []):
+    for code, said, errors in two_nodes(tmp_path, tmp_path, common, ["run.seed=7", "optimizer.lr=1e-3"]):
         assert code == 2, errors
-        assert errors.splitlines()[-1].startswith("ERROR: node 1 does not see what node 0 writes in run.dir=")
+        assert "run.seed is 1234 on node 0 and 7 on node 1" in errors
+        assert "optimizer.lr is 1e-05 on node 0 and 0.001 on node 1" in errors
         assert "Parameters:" not in said
+
+
+def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Rank 0 tokenises and the other waits for it."""
+    write_jsonl(tmp_path / "train.jsonl", chats(40_000, longest_answer=90))
+    environ = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NNODES": "1",
+        "GPUS_PER_NODE": "2",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
+    }
+    arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [str(REPOSITORY / "launch_node0.sh"), *arguments], cwd=tmp_path, env=environ, stdout=log, stderr=log
+        )
+    deadline = time.monotonic() + 60
+    while "Training Configuration:" not in (tmp_path / "log").read_text(encoding="utf-8"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=25) == 1  # torchrun would need 30 s to kill a process that does not hear
+    last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
+    assert last.startswith("ERROR: ended by SIGINT before the first step")
+
+
+def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Ctrl-C reaches the launch script and `tee` alike: nobody reads what the run says of its end."""
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    environ = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NNODES": "1",
+        "GPUS_PER_NODE": "2",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
+    }
+    arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
+    process = subprocess.Popen(
+        [str(REPOSITORY / "launch_node0.sh"), *arguments],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    wait_for_steps(tmp_path / "run", 3)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 75
+    step = read_metrics(tmp_path / "run", "step")[-1]["step"]
+    assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
 
 def test_what_the_model_cannot_know_is_refused_by_name(tmp_path: Path, models: dict[str, Path]) -> None:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ..config import CheckpointConfig
 from ..errors import Stopped
 from ..rundir import RunDir
+from ..signals import remark_on_kill_delay
 from ..world import World
 from .commit import Attempt, NotSaved, channel, forget, write_and_commit
 from .files import FORMAT, Checkpoint, checkpoint_name, dtype_name, open_checkpoint, rank_file
@@ -61,7 +62,8 @@ class Saver:
         self._flight: _Flight | None = None
         self._name = ""
         self._problem: str | None = None
-        self.longest_s = 0.0
+        self._longest_s = 0.0
+        self._is_warned = False
 
     def save(self, state: dict[str, Any]) -> None:
         """Start `checkpoint_<state["step"]>` when the one before has ended; with mode `sync`, end it too.
@@ -69,6 +71,9 @@ class Saver:
         What does not succeed is said, and training goes on.
         """
         self._settle()
+        if not self._is_warned and (remark := remark_on_kill_delay(self._longest_s)):
+            self._is_warned = True
+            self._world.say(remark)
         self._name = name = checkpoint_name(state["step"])
         if self._flight:
             self._world.say(f"Not saved: {name}: the save before it has not ended, {self._problem}")
@@ -124,7 +129,7 @@ class Saver:
             return
         flight.say_once(self._world)
         self._flight = None
-        self.longest_s = max(self.longest_s, *(seconds for _, seconds in reports))
+        self._longest_s = max(self._longest_s, *(seconds for _, seconds in reports))
         self._problem = next((problem for problem, _ in reports if problem), None)
 
     def _stage(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
