@@ -1,8 +1,8 @@
-# make demo | test | test-full | clean. Each sets up .venv by itself and may be run again.
+# make demo | test | test-full | bench | clean. Each sets up .venv by itself and may be run again.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint clean
+.PHONY: help setup demo test test-full bench lint clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -55,6 +55,10 @@ test: lint .venv/.templates $(MODEL)/config.json
 
 test-full: lint .venv/.templates $(MODEL)/config.json
 	$(BIN)/python -m pytest -m ''
+
+bench: $(MODEL)/config.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/checkpoint.py \
+	    --model $(MODEL) --results benchmarks/checkpoint.md
 
 clean:
 	rm -rf .venv runs models

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,7 +32,7 @@ T = TypeVar("T")
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Tokenising or reading a large input may take hours on one node while the others wait for it. A process that dies
 # meanwhile is noticed by its launcher, not by this wait.
-_AGREE_TIMEOUT = datetime.timedelta(days=2)
+_AGREE_TIMEOUT_S = 2 * 24 * 3600.0
 _FIRST_RANK_SPEAKS_S = 20
 _REFUSED_KEY = "refused"
 _STORE_VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
@@ -77,7 +77,7 @@ class World:
         number = next(self._round)
         keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
         post(self.store, keys[self.rank], value)
-        _wait_for(self.store, keys)
+        wait_for(self.store, keys, _AGREE_TIMEOUT_S)
         # Who has come to this round has read the one before.
         unpost(self.store, f"gather/{number - 1}/{self.rank}")
         return [read(self.store, key) for key in keys]
@@ -123,15 +123,19 @@ class World:
         return cast(T, next(value for node, is_node_main, value in reports if is_node_main and node == self.node_rank))
 
 
-def _wait_for(store: dist.Store, keys: list[str]) -> None:
-    """Wait for `_AGREE_TIMEOUT` in slices: a signal is heard only between two of them."""
-    deadline = time.monotonic() + _AGREE_TIMEOUT.total_seconds()
-    while True:
-        try:
-            return store.wait(keys, datetime.timedelta(seconds=1))
-        except dist.DistStoreError:
-            if time.monotonic() > deadline:
-                raise
+def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float) -> None:
+    """Return when all keys are in the store. It asks again and again: a wait of the store's own hears no signals.
+
+    Raises:
+        TimeoutError: they are not within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no word under {keys[0]} within {timeout_s:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(0.2, 1.5 * pause_s)
 
 
 def post(store: dist.Store, key: str, value: Any) -> None:

@@ -9,7 +9,6 @@ each. A crash in between loses nothing: what is prepared on all disks is taken u
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import socket
 import time
@@ -21,7 +20,7 @@ from typing import Any, cast
 import torch.distributed as dist
 import xxhash
 
-from ..world import World, post, read, unpost
+from ..world import World, post, read, unpost, wait_for
 from . import disk
 from .files import ASSETS, find_checkpoints, rank_file, step_of
 
@@ -89,7 +88,7 @@ def write_and_commit(
         elif attempt.is_leader:
             _follow(attempt, deadline)
         outcome = _wait(attempt, "outcome", deadline + _DECISION_ARRIVES_S)
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+    except (TimeoutError, dist.DistError) as error:
         outcome = {"problem": f"{_problem(attempt, error)}: no word from rank 0"}
     if "problem" in outcome:
         if not outcome.get("decided"):
@@ -184,9 +183,8 @@ def _collect(attempt: Attempt, what: str, ranks: Iterable[int], deadline: float)
     """
     keys = {rank: f"{what}/{rank}" for rank in ranks}
     try:
-        if keys:
-            _hold_on(attempt.store, list(keys.values()), deadline)
-    except dist.DistStoreError as error:
+        wait_for(attempt.store, list(keys.values()), deadline - time.monotonic())
+    except TimeoutError as error:
         problems = [rank for rank, key in keys.items() if attempt.store.check([key])]
         for rank in problems:
             if "problem" in (told := read(attempt.store, keys[rank])):
@@ -238,13 +236,8 @@ def _problem(attempt: Attempt, error: Exception) -> str:
 
 
 def _wait(attempt: Attempt, key: str, deadline: float) -> dict[str, Any]:
-    _hold_on(attempt.store, [key], deadline)
+    wait_for(attempt.store, [key], deadline - time.monotonic())
     return cast(dict[str, Any], read(attempt.store, key))
-
-
-def _hold_on(store: dist.Store, keys: list[str], deadline: float) -> None:
-    left_s = max(0.001, deadline - time.monotonic())
-    store.wait(keys, datetime.timedelta(seconds=left_s))
 
 
 def forget(store: dist.Store, size: int) -> None:

@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Saving and loading a training state, against torch.distributed.checkpoint (DCP) on the same state in the same run.
+
+torchrun --nproc_per_node=2 benchmarks/checkpoint.py --model DIR --results FILE [--rounds 5] [--disk DIR]
+
+Writes a table in Markdown. Each round does all variants one after the other, in another order each time; figures are
+medians over the rounds, with the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import random
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from shardtune import checkpoint
+from shardtune.checkpoint.state import training_state
+from shardtune.config import load_config, to_dict
+from shardtune.console import quiet_libraries
+from shardtune.loss import summed_loss
+from shardtune.model import build_model
+from shardtune.optim import build_optimizer
+from shardtune.packing import Batch
+from shardtune.rundir import open_run_dir
+from shardtune.source import read_model_config
+from shardtune.world import World, join_world, run
+
+TOKENS_PER_RANK = 512
+
+
+class PeakMemory:
+    """The most this process has held beyond what it held at the start, in bytes; read 100 times a second."""
+
+    def __enter__(self) -> PeakMemory:
+        ctypes.CDLL(None).malloc_trim(0)  # what an earlier variant has freed is not there for this one
+        self._start, self.extra = _resident_bytes(), 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.01):
+            self.extra = max(self.extra, _resident_bytes() - self._start)
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument(
+        "--disk", type=Path, help="a directory on the disk to measure (default: that of temporary files)"
+    )
+    arguments = parser.parse_args()
+    root = Path(__file__).resolve().parent.parent
+    config = load_config(
+        root / "examples/demo.yaml", [f"model.path={arguments.model}", "model.init=random", "eval.baseline=false"], {}
+    )
+    world = join_world(config.distributed)
+    quiet_libraries(world.is_main)
+    scratch = Path(world.from_main(lambda: tempfile.mkdtemp(prefix="bench", dir=arguments.disk)))
+    try:
+        found = measure(config, world, scratch, arguments.rounds)
+        if world.is_main:
+            arguments.results.write_text(found, encoding="utf-8")
+    finally:
+        if world.is_main:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
+    model = build_model(config, read_model_config(config.model, config.data.max_length), world)
+    optimizer = build_optimizer(model, config.optimizer)
+    tensors = training_state(model, optimizer)
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            torch.nn.init.normal_(tensor.detach())
+    size_gb = sum(_local_bytes(tensor) for tensor in tensors.values()) * world.size / 1e9
+    step_s = _median([_timed(lambda: forward_and_backward(model, world)) for _ in range(3)])
+    run_dir = open_run_dir(scratch / "ours", world)
+    group = dist.new_group(backend="gloo")
+    state = {"step": 1, "epoch": 0, "row": 0, "config": to_dict(config)}
+
+    def ours(mode: str) -> dict[str, float]:
+        if world.is_main:
+            shutil.rmtree(run_dir.path / "checkpoints", ignore_errors=True)
+        dist.barrier(group)
+        saver = checkpoint.Saver(run_dir, replace(config.checkpoint, mode=mode), 600, model, optimizer, {}, world)
+        with PeakMemory() as memory:
+            started = time.perf_counter()
+            saver.save(state)
+            stall_s = time.perf_counter() - started
+            saver.finish()
+            total_s = time.perf_counter() - started
+        return {"stall": stall_s, "total": total_s, "memory": memory.extra}
+
+    def theirs(mode: str) -> dict[str, float]:
+        folder = scratch / "dcp"
+        if world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier(group)
+        with PeakMemory() as memory:
+            started = time.perf_counter()
+            if mode == "async":
+                future: Any = dcp.async_save(tensors, checkpoint_id=folder, process_group=group)
+                stall_s = time.perf_counter() - started
+                future.result()
+            else:
+                dcp.save(tensors, checkpoint_id=folder, process_group=group)
+                stall_s = time.perf_counter() - started
+            total_s = time.perf_counter() - started
+        return {"stall": stall_s, "total": total_s, "memory": memory.extra}
+
+    def stage() -> dict[str, float]:
+        copies = []
+
+        def copy() -> None:
+            copies.extend(checkpoint_local(tensor).detach().to("cpu", copy=True) for tensor in tensors.values())
+
+        return {"stall": _timed(copy)}
+
+    def load_ours() -> dict[str, float]:
+        def load() -> None:
+            found = checkpoint.agree_on_checkpoint(run_dir, "auto", world)
+            assert found
+            checkpoint.load_checkpoint(found, model, optimizer, 1, run_dir, world)
+
+        return {"load": _timed(load)}
+
+    def load_theirs() -> dict[str, float]:
+        return {"load": _timed(lambda: dcp.load(tensors, checkpoint_id=scratch / "dcp", process_group=group))}
+
+    variants: dict[str, list[Callable[[], dict[str, float]]]] = {
+        "shardtune, async": [lambda: ours("async")],
+        "shardtune, sync": [lambda: ours("sync"), load_ours],
+        "DCP, async": [lambda: theirs("async")],
+        "DCP, sync": [lambda: theirs("sync"), load_theirs],
+        "a copy of the state alone": [stage],
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(variants), len(variants)):
+            merged: dict[str, float] = {}
+            for part in variants[name]:
+                dist.barrier(group)
+                merged |= part()
+            slowest = world.gather(merged)
+            found[name].append({key: max(of_rank[key] for of_rank in slowest) for key in merged})
+    return table(found, size_gb, step_s, world.size, rounds)
+
+
+def checkpoint_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    own = checkpoint_local(tensor)
+    return own.numel() * own.element_size()
+
+
+def forward_and_backward(model: Any, world: World) -> None:
+    tokens = torch.randint(10, 1000, (1, TOKENS_PER_RANK))
+    batch = Batch(
+        input_ids=tokens,
+        position_ids=torch.arange(TOKENS_PER_RANK)[None],
+        attention_mask=None,
+        predicting=torch.arange(TOKENS_PER_RANK - 1),
+        targets=tokens[0, 1:],
+    )
+    summed_loss(model, batch.to(world.device)).backward()
+    model.zero_grad()
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def table(found: dict[str, list[dict[str, float]]], size_gb: float, step_s: float, ranks: int, rounds: int) -> str:
+    def cell(name: str, key: str, scale: float = 1, digits: int = 2) -> str:
+        values = [of_round[key] * scale for of_round in found[name] if key in of_round]
+        if not values:
+            return ""
+        return f"{_median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+    lines = [
+        f"State: {size_gb:.2f} GB on {ranks} ranks; {rounds} rounds; torch {torch.__version__}.",
+        f"A forward and backward of {TOKENS_PER_RANK} tokens on each rank takes {step_s:.2f} s.",
+        "",
+        "| | loop waits, s | until durable, s | save, GB/s | load, s | extra memory of a rank, GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in found:
+        totals = [of_round["total"] for of_round in found[name] if "total" in of_round]
+        speed = f"{size_gb / _median(totals):.2f}" if totals else ""
+        lines.append(
+            f"| {name} | {cell(name, 'stall')} | {cell(name, 'total')} | {speed} | {cell(name, 'load')} | "
+            f"{cell(name, 'memory', 1e-9)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    run(main)
