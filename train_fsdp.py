@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -34,7 +33,7 @@ from shardtune.optim import (
     clip_gradients,
     global_gradient_norm,
     learning_rate,
-    non_finite_tensors,
+    require_finite,
     set_learning_rate,
 )
 from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
@@ -202,26 +201,12 @@ def train_step(
     dist.all_reduce(loss_sum)
     norm = global_gradient_norm(model)
     loss, grad_norm = loss_sum.item() / max(1, step.trained_tokens), norm.item()
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        stop_non_finite(step.number, loss, grad_norm, model, world)
+    require_finite(step.number, loss, grad_norm, model, world)
     if config.train.max_grad_norm is not None:
         clip_gradients(model, config.train.max_grad_norm, norm)
     optimizer.step()
     optimizer.zero_grad()
     return loss, grad_norm
-
-
-def stop_non_finite(step: int, loss: float, grad_norm: float, model: Any, world: World) -> None:
-    weights, gradients = zip(*world.gather(non_finite_tensors(model)), strict=True)
-    blamed, remedy = "in no single tensor", "look at this step's data"
-    if names := [name for of_rank in weights for name in of_rank]:
-        blamed, remedy = f"the weight {names[0]} is not finite", "start from weights that are"
-    elif names := [name for of_rank in gradients for name in of_rank]:
-        blamed, remedy = f"first in the gradient of {names[0]}", "lower optimizer.lr or look at this step's data"
-    raise Stopped(
-        f"step {step} was not taken: its loss is {loss} and its gradient norm {grad_norm}, {blamed} - "
-        f"{remedy}; the same command goes on from the last checkpoint, if there is one"
-    )
 
 
 def read_arguments() -> Config:

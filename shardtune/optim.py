@@ -11,6 +11,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from .config import OptimizerConfig, SchedulerConfig
+from .errors import Stopped
+from .world import World
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -61,7 +63,27 @@ def clip_gradients(model: PreTrainedModel, max_norm: float, norm: torch.Tensor) 
     clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], max_norm, norm)
 
 
-def non_finite_tensors(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+def require_finite(step: int, loss: float, grad_norm: float, model: PreTrainedModel, world: World) -> None:
+    """Look at what all ranks share of a step before its update.
+
+    Raises:
+        Stopped: on every rank, naming a tensor, if the loss or the norm is not finite.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    weights, gradients = zip(*world.gather(_non_finite_tensors(model)), strict=True)
+    blamed, remedy = "in no single tensor", "look at this step's data"
+    if names := [name for of_rank in weights for name in of_rank]:
+        blamed, remedy = f"the weight {names[0]} is not finite", "start from weights that are"
+    elif names := [name for of_rank in gradients for name in of_rank]:
+        blamed, remedy = f"first in the gradient of {names[0]}", "lower optimizer.lr or look at this step's data"
+    raise Stopped(
+        f"step {step} was not taken: its loss is {loss} and its gradient norm {grad_norm}, {blamed} - "
+        f"{remedy}; the same command goes on from the last checkpoint, if there is one"
+    )
+
+
+def _non_finite_tensors(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """The parameters of which this rank's slice has a NaN or an infinity, and those of which its gradient has."""
 
     def names(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> list[str]:

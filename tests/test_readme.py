@@ -107,7 +107,8 @@ def test_the_configuration_and_the_commands_on_one_machine(repository: Path) -> 
     assert set(yaml.safe_load(text)) <= {"model", "data", "train", "optimizer"}
     ran = [command for command in COMMANDS if command.startswith(("torchrun", "python", "accelerate"))]
     outputs = [run(command, repository) for command in ran]
-    assert len(outputs) == 3
+    assert len(outputs) == 4
+    assert outputs[-1].startswith("checkpoint_0000001: intact, ")
     assert sum("Step 1/1 | Loss:" in output for output in outputs) == 2
 
 
