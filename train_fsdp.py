@@ -21,7 +21,7 @@ from shardtune import checkpoint
 from shardtune.config import Config, changed_keys, load_config, remarks, to_dict, write_config
 from shardtune.console import Parser, quiet_libraries
 from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data, require_sources
-from shardtune.errors import Interrupted, Refused, Stopped, all_of
+from shardtune.errors import Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.loss import require_separate_documents, summed_loss

@@ -71,7 +71,7 @@ def require_finite(step: int, loss: float, grad_norm: float, model: PreTrainedMo
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
-    weights, gradients = zip(*world.gather(_non_finite_tensors(model)), strict=True)
+    weights, gradients = zip(*world.gather(non_finite_tensors(model)), strict=True)
     blamed, remedy = "in no single tensor", "look at this step's data"
     if names := [name for of_rank in weights for name in of_rank]:
         blamed, remedy = f"the weight {names[0]} is not finite", "start from weights that are"
@@ -83,7 +83,7 @@ def require_finite(step: int, loss: float, grad_norm: float, model: PreTrainedMo
     )
 
 
-def _non_finite_tensors(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+def non_finite_tensors(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """The parameters of which this rank's slice has a NaN or an infinity, and those of which its gradient has."""
 
     def names(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> list[str]:
