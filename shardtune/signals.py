@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
@@ -10,7 +11,14 @@ from types import FrameType
 from .errors import Ended
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_PR_SET_PDEATHSIG = 1  # prctl(2); Linux only, as are the launch scripts
 _TORCHRUN_KILLS_AFTER_S = 30.0  # its default, see `torchrun --help`
+
+
+def end_with_torchrun() -> None:
+    """Have the system kill this process when torchrun dies: a rank that outlives it would hold GPUs, and run.dir."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_on_signal(when: str, code: int) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .config import DistributedConfig
 from .errors import Ended, Interrupted, Refused, Stopped
-from .signals import end_on_signal, ignore_signals
+from .signals import end_on_signal, end_with_torchrun, ignore_signals
 
 T = TypeVar("T")
 
@@ -296,6 +296,7 @@ def run(main: Callable[[], None]) -> None:
     scripts, from which torchrun hides the code, name a folder for it in SHARDTUNE_LAUNCH_DIR.
     """
     is_shared = True
+    end_with_torchrun()
     end_on_signal("before the first step, with nothing to save", code=1)
     _tell_launcher("processes", f"{os.getpid()}\n")
     try:

@@ -526,7 +526,7 @@ def test_bfloat16_compute_keeps_float32_masters(sharp, plain, tmp_path):
             cwd=tmp_path,
         )
     )
-    assert "Forward and backward in bfloat16" in said
+    assert "forward and backward in bfloat16" in said
     expected = plain("llama", (3e-3,) * 4).losses
     assert step_losses(run_dir) == pytest.approx(expected, rel=1e-2)
     assert step_losses(run_dir) != pytest.approx(expected, rel=1e-5)

@@ -77,6 +77,29 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path: Path, mo
     assert [entry["step"] for entry in read_metrics(tmp_path / "run", "step")] == list(range(1, step + 2))
 
 
+def test_ranks_end_with_torchrun_and_the_same_command_goes_on(tmp_path: Path, models: dict[str, Path]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    arguments = [*command(*LONG, f"model.path={models['llama']}", "run.dir=run"), "checkpoint.every_steps=1"]
+    arguments.remove("checkpoint.every_steps=0")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = subprocess.Popen(
+        torchrun + arguments[1:], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_for_steps(tmp_path / "run", 3)
+    process.kill()
+    process.wait()
+    steps = len(read_metrics(tmp_path / "run", "step"))
+    again = subprocess.run(
+        [*torchrun, *arguments[1:], f"train.max_steps={steps + 3}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert again.returncode == 0 and "Resumed from checkpoint_" in again.stdout, again.stderr
+
+
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, models: dict[str, Path]) -> None:
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     arguments = command(*LONG, f"model.path={models['llama']}", "run.dir=run", "train.max_steps=5")

@@ -89,6 +89,7 @@ def _candidates(paths: Iterable[Path], run_dir: RunDir, world: World) -> tuple[l
 def _check(candidate: _Candidate, run_dir: RunDir, world: World) -> tuple[Checkpoint, list[str]]:
     """The candidate as this rank sees it, without directories where its disk holds no part, and why it is not whole."""
     leader = run_dir.leader_of[world.rank]
+    world.say(f"Checking every byte of {checkpoint_name(candidate.step)}")
     neighbours = [rank for rank, of_rank in enumerate(run_dir.leader_of) if of_rank == leader]
 
     def check() -> tuple[Checkpoint | None, dict[str, str | None]]:
