@@ -150,12 +150,32 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
     if not layers:
         world.say(f"{type(model).__name__} names no layers to shard by: every forward gathers the whole model at once")
     for layer in reversed(layers):  # inner layers before those around them
-        has_experts = any(parameter.dim() >= 3 for parameter in layer.parameters())
-        sharded = fully_shard(layer, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
-        # A rank none of whose tokens go to an expert (LongCat's may all go to its empty ones) must reduce as much as
-        # the others. Elsewhere a parameter without a gradient has none on any rank, and stays as it is.
-        sharded.set_reduce_scatter_unused_params(has_experts, recurse=False)
+        fully_shard(layer, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+        _always_give_expert_gradients(layer)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+
+
+def _always_give_expert_gradients(layer: nn.Module) -> None:
+    """Make every backward through the layer give its stacked experts a gradient, zero where no token reached one.
+
+    LongCat's and Zaya's tokens may all go to experts without parameters. A rank with fewer gradients than the others
+    reduces less than they do, and the collective fails. FSDP2's `set_reduce_scatter_unused_params` would make gradients
+    for what has none on any rank as well, such as DeepSeek's indexers, and weight decay would then shrink those.
+    """
+
+    def fill(_: torch.Tensor) -> None:
+        for parameter in layer.parameters():
+            if parameter.dim() >= 3 and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                # Its gradient is complete after those of the experts, and before FSDP2 reduces the layer's.
+                argument.register_hook(fill)
+
+    if any(parameter.dim() >= 3 for parameter in layer.parameters()):
+        layer.register_forward_pre_hook(watch)
 
 
 def _load_sharded(
