@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     LongcatFlashConfig,
@@ -651,6 +653,40 @@ def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(checkpointing,
     expected, steps = plain_training(model, encoded, [3e-3] * 2), read_metrics(tmp_path / "run", "step")
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
     assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+
+
+def test_what_no_rank_uses_is_left_as_it_is(tokenizer, tmp_path):
+    """An indexer only chooses what attention sees, so it has no gradient, in a layer of experts neither."""
+    config = DeepseekV32Config(
+        **SMALL,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        head_dim=8,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=512,
+        max_position_embeddings=512,
+    )
+    model = saved(lambda: DeepseekV32ForCausalLM(config), tokenizer, tmp_path / "model")
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:4])
+    given = ["data.packing=false", "train.epochs=1", "optimizer.weight_decay=0.5"]
+    finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model"))
+    unused = {name for name in before if ".indexer." in name or name.endswith("e_score_correction_bias")}
+    assert len(unused) == 11
+    assert {name for name in before if torch.equal(before[name], after[name])} == unused
 
 
 def test_bfloat16_compute_keeps_float32_masters(sharp, plain, tmp_path):
