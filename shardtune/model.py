@@ -45,15 +45,13 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     """The model sharded over `world.mesh`, in training mode, with its master weights on `world.device`.
 
     Raises:
-        Refused: the attention implementation is not the architecture's, or the files lack tensors of the model.
+        Refused: the attention implementation is not the architecture's, its loss would depend on the batch or its
+            layers on the rank, or the files lack tensors of the model.
     """
     master = DTYPES[config.model.master_dtype]
     skeleton = _on_meta(model_config, config.model.attention, master)
-    if config.data.packing and not _can_be_packed(type(skeleton)):
-        raise Refused(
-            f"{model_config.model_type} keeps a state or takes no positions, so documents in one row would "
-            "not be apart - use data.packing=false"
-        )
+    if problems := list(_problems(skeleton, config, world)):
+        raise Refused(*problems)
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config.model.compute_dtype, world.device),
         reduce_dtype=DTYPES[config.model.reduce_dtype],
@@ -83,6 +81,43 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
     raise Refused(
         f"model.attention={attention} is not for {model_config.model_type} ({refusals[0]}) - use model.attention=auto"
     )
+
+
+def _problems(model: PreTrainedModel, config: Config, world: World) -> Iterator[str]:
+    """What of the architecture would make a record's loss depend on the others, or ranks part, as it is configured."""
+    kind = model.config.model_type
+    if config.data.packing and not _can_be_packed(type(model)):
+        yield (
+            f"{kind} keeps a state or takes no positions, so documents in one row would not be apart - "
+            "use data.packing=false"
+        )
+    short = _short_rope_length(model.config)
+    is_alone = not config.data.packing and config.train.micro_batch_size == 1
+    if short is not None and config.data.max_length > short and not is_alone:
+        yield (
+            f"{kind} turns to other rope factors for a whole forward once one of its records is longer than {short} "
+            f"tokens - use data.max_length={short} or less, or data.packing=false with train.micro_batch_size=1"
+        )
+    if world.size > 1 and any(getattr(module, "layerdrop", 0) for module in model.modules()):
+        yield (
+            f"{kind} drops layers at random (layerdrop), each rank others, while all have to gather them together - "
+            "set the layerdrop of its config.json to 0"
+        )
+
+
+def _short_rope_length(model_config: PreTrainedConfig) -> int | None:
+    """The longest forward, in tokens, for which longrope (arXiv 2402.13753) takes its short factors; None without it.
+
+    Dynamic scaling begins beyond `max_position_embeddings`, where no row ends.
+    """
+    rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    ropes = [rope, *rope.values()]  # one for all layers, or one for each type of layer
+    lengths = [
+        each["original_max_position_embeddings"]
+        for each in ropes
+        if isinstance(each, dict) and each.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=None)
 
 
 def _can_be_packed(model_class: type[PreTrainedModel]) -> bool:
@@ -116,7 +151,31 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
         world.say(f"{type(model).__name__} names no layers to shard by: every forward gathers the whole model at once")
     for layer in reversed(layers):  # inner layers before those around them
         fully_shard(layer, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+        _always_give_expert_gradients(layer)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+
+
+def _always_give_expert_gradients(layer: nn.Module) -> None:
+    """Make every backward through the layer give its stacked experts a gradient, zero where no token reached one.
+
+    LongCat's and Zaya's tokens may all go to experts without parameters. A rank with fewer gradients than the others
+    reduces less than they do, and the collective fails. FSDP2's `set_reduce_scatter_unused_params` would make gradients
+    for what has none on any rank as well, such as DeepSeek's indexers, and weight decay would then shrink those.
+    """
+
+    def fill(_: torch.Tensor) -> None:
+        for parameter in layer.parameters():
+            if parameter.dim() >= 3 and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                # Its gradient is complete after those of the experts, and before FSDP2 reduces the layer's.
+                argument.register_hook(fill)
+
+    if any(parameter.dim() >= 3 for parameter in layer.parameters()):
+        layer.register_forward_pre_hook(watch)
 
 
 def _load_sharded(

@@ -90,8 +90,12 @@ class Batch:
 
 
 def build_batch(dataset: TokenDataset, sequences: list[int], packing: bool) -> Batch:
-    """The batch of these sequences; without any, one token of which nothing is trained (the rank must take part)."""
-    pairs = [dataset[i] for i in sequences] or [(np.zeros(1, np.int64), np.zeros(1, bool))]
+    """The batch of these sequences; without any, the shortest one, nothing of it trained (the rank must take part)."""
+    pairs = [dataset[i] for i in sequences]
+    if not pairs:
+        # Not a token of our choice: in gemma3n a row of padding, whose embedding is zero, has no finite gradient.
+        tokens, _ = dataset[int(dataset.lengths.argmin())]
+        pairs = [(tokens, np.zeros(len(tokens), np.bool_))]
     lengths = [len(ids) for ids, _ in pairs]
     width = sum(lengths) if packing else max(lengths)
     starts = np.cumsum([0, *lengths[:-1]]) if packing else np.arange(len(pairs)) * width

@@ -16,7 +16,15 @@ from ranks import config_for, on_ranks, train
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from shardtune.config import Config
 from shardtune.errors import Refused
@@ -155,6 +163,30 @@ def test_experts_that_cannot_be_spread_are_refused_by_name(models, tmp_path):
         "ERROR: 6 experts of width 32 do not spread over 5 ranks, one of them would hold none - use a number of ranks "
         "that divides the experts or their width"
     )
+
+
+def test_layers_that_each_rank_drops_by_itself_are_refused_by_name(models, tmp_path):
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=4,
+        ffn_dim=64,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        layerdrop=0.5,
+    )
+    OPTForCausalLM(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "model")
+    data = write_jsonl(tmp_path / "train.jsonl", chats(12))
+    given = [f"model.path={tmp_path / 'model'}", f"data.train={data}", "data.max_length=256", "data.packing=false"]
+    refused = train(2, *given, f"run.dir={tmp_path / 'two'}", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == (
+        "ERROR: opt drops layers at random (layerdrop), each rank others, while all have to gather them together - "
+        "set the layerdrop of its config.json to 0"
+    )
+    alone = train(1, *given, f"run.dir={tmp_path / 'one'}", "train.max_steps=2", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
 
 
 def test_files_that_lack_a_tensor_are_refused_by_its_name(models, tmp_path):
