@@ -164,7 +164,7 @@ class Tokeniser:
                 part = result.parts.setdefault("eval" if self.is_held_out(record) else chunk.set_name, Part())
                 encoded = encode_record(self.encoder, record)
                 part.add(chunk.first_record + i, encoded, self.data.max_length, self.data.overflow)
-                result.unread_fields.update(unread)
+                result.unread_fields.update([*unread, *self.encoder.template.unread_fields(record)])
             except (RecordError, ChatError) as error:
                 result.problems.append(f"{chunk.place(i)}: {error}")
         for part in result.parts.values():

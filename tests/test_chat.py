@@ -143,12 +143,20 @@ def test_contents_do_not_fool_positions(question: str, reply: str) -> None:
     assert show(bytes_tokenizer(), sequence) == f"<|im_start|>user\n{question}<|im_end|>\n{A}‹{reply}<|im_end|>›\n"
 
 
-@pytest.mark.parametrize("reply", ["a<|im_end|>", "a<|im_end|>\n", "<|im_end|>b", "a<|im_end|>b<|im_end|>c"])
-def test_an_answer_that_holds_the_stop_token(reply: str) -> None:
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("a<|im_end|>", "‹a<|im_end|>›<|im_end|>"),  # generation ends at the first
+        ("a<|im_end|>\n", "‹a<|im_end|>›\n<|im_end|>"),
+        ("<|im_end|>b", "‹<|im_end|>b<|im_end|>›"),
+        ("a<|im_end|>b<|im_end|>c", "‹a<|im_end|>b<|im_end|>c<|im_end|>›"),
+    ],
+)
+def test_an_answer_that_holds_the_stop_token(reply: str, expected: str) -> None:
     record = encoder().encode_messages([user("q1"), answer(reply), user("q2"), answer("a2")])
     assert record.notes == (HOLDS_STOP,)
     text = show(bytes_tokenizer(), record.sequences[0])
-    assert text == Q1 + A + f"‹{reply}<|im_end|>›\n" + Q2 + A + "‹a2<|im_end|>›\n"
+    assert text == Q1 + A + expected + "\n" + Q2 + A + "‹a2<|im_end|>›\n"
 
 
 def test_random_contents() -> None:
@@ -170,7 +178,10 @@ def test_random_contents() -> None:
             assert not sequence.trained[len(prompt) - 1] and sequence.trained[len(prompt)]
             rest = sequence.input_ids[len(prompt) :]
             end = sequence.trained[len(prompt) :].index(False)
-            assert chat.tokenizer.decode(rest[:end]) == messages[turn]["content"] + "<|im_end|>"
+            text = messages[turn]["content"] + "<|im_end|>"
+            first, _, behind = text.partition("<|im_end|>")
+            ends_at_first = not behind.replace("<|im_end|>", "").strip()
+            assert chat.tokenizer.decode(rest[:end]) == (first + "<|im_end|>" if ends_at_first else text)
         n_runs = sum(a < b for s in record.sequences for a, b in zip([False, *s.trained], s.trained, strict=False))
         assert n_runs == len(turns)
 
@@ -257,7 +268,7 @@ def test_a_template_with_todays_date_gets_the_given_one() -> None:
     template = "{% macro d() %}{{ strftime_now('%d %b %Y, %-d %A') + '!' }}{% endmacro %}{{ d() }}\n" + CHATML
     (sequence,) = encoder(template).encode_messages(TWO_TURNS).sequences
     assert show(bytes_tokenizer(), sequence).startswith("09 Mar 2026, 9 Monday!\n<|im_start|>user")
-    assert encoder(template).uses_date and not encoder(CHATML).uses_date
+    assert encoder(template).template.uses_date and not encoder(CHATML).template.uses_date
 
 
 def test_the_date_changes_nothing_else() -> None:
