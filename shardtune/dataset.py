@@ -314,8 +314,8 @@ def _build(folder: Path, sources: dict[str, Source], tokeniser: Tokeniser, say: 
     try:
         with _Progress(sum(source.n_bytes for source in sources.values()), say) as progress:
             for name, source in sources.items():
-                chunks = encode_chunks(tokeniser, source.chunks(name))
-                problems += _write(name, map(progress.note, chunks), writers)
+                with contextlib.closing(encode_chunks(tokeniser, source.chunks(name))) as chunks:
+                    problems += _write(name, map(progress.note, chunks), writers)
     finally:
         for writer in writers.values():
             writer.close()
