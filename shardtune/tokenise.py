@@ -197,7 +197,7 @@ def encode_chunks(tokeniser: Tokeniser, chunks: Iterator[Chunk]) -> Generator[En
     pending: deque[Future[EncodedChunk]] = deque()
     with ProcessPoolExecutor(n_workers, spawn, _start_worker, (tokeniser,)) as pool:
         try:
-            with _keyboard_interrupt_blocked():
+            with _keyboard_interrupt_delayed():
                 pending.append(pool.submit(_encode_in_worker, chunk))
             for following in chunks:
                 pending.append(pool.submit(_encode_in_worker, following))
@@ -216,13 +216,18 @@ def encode_chunks(tokeniser: Tokeniser, chunks: Iterator[Chunk]) -> Generator[En
 
 
 @contextlib.contextmanager
-def _keyboard_interrupt_blocked() -> Iterator[None]:
-    """Processes that start meanwhile keep it so: the terminal sends the signal to them too, and this one ends them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _keyboard_interrupt_delayed() -> Iterator[None]:
+    """Until this is over. Processes that start meanwhile never get it from the terminal: this one ends them."""
+    received: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which they inherit
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        signal.raise_signal(signal.SIGINT)
 
 
 _worker_tokeniser: Tokeniser
