@@ -166,6 +166,8 @@ class Config:
     origins: dict[str, str] = field(compare=False)
 
 
+_PATHS = ("run.dir", "run.resume", "model.path", "data.train", "data.eval")
+
 # Of each key with values that are still to come, those that work so far.
 _BUILT: dict[str, tuple[Any, ...]] = {
     "parallel.replicate": (1,),
@@ -226,8 +228,12 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
         if key in given:
             try:
                 values[key] = _fit(given[key].value, _TYPES[key])
+                if key in _PATHS and str(values[key]).startswith("~"):
+                    values[key] = str(Path(values[key]).expanduser())
             except ValueError as error:
                 problems.append(_misfit(key, given[key], str(error)))
+            except RuntimeError:  # pathlib's, where it finds no home
+                problems.append(f"{key} = {given[key].text} ({given[key].where}) is in no known home - write it out")
             else:
                 if values[key] not in _BUILT.get(key, (values[key],)):
                     built = " or ".join(v if isinstance(v, str) else json.dumps(v) for v in _BUILT[key])

@@ -30,7 +30,7 @@ import xxhash
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from shardtune import chat, records, tokenise
+from shardtune import chat, conversation, message, records, tokenise
 from shardtune.chat import ChatEncoder, stop_token_ids
 from shardtune.config import DataConfig
 from shardtune.errors import Refused
@@ -165,7 +165,9 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         stops = stop_token_ids(tokenizer, model_path)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+    except Refused:
+        raise
+    except Exception as error:  # tokenizers raises nothing else
         raise Refused(
             f"model.path={model_path}: no tokenizer and configuration that transformers can read "
             f"({first_line(error)}) - name a hub id or a directory with tokenizer.json, "
@@ -288,8 +290,11 @@ def _cache_key(sources: dict[str, Source], data: DataConfig, encoder: ChatEncode
         "sources": {name: source.digest() for name, source in sources.items()},
         "data": [data.loss_on, data.max_length, data.overflow, 0.0 if data.eval else data.eval_fraction],
         "tokenizer": [backend, tokenizer.special_tokens_map, tokenizer.chat_template, encoder.stop_token_ids],
-        "date": str(encoder.date) if encoder.uses_date else "",
-        "code": [Path(str(module.__file__)).read_text(encoding="utf-8") for module in (chat, records, tokenise)]
+        "date": str(encoder.template.date) if encoder.template.uses_date else "",
+        "code": [
+            Path(str(module.__file__)).read_text(encoding="utf-8")
+            for module in (chat, conversation, message, records, tokenise)
+        ]
         + [Path(__file__).read_text(encoding="utf-8")],
         "versions": [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")],
     }
@@ -309,8 +314,8 @@ def _build(folder: Path, sources: dict[str, Source], tokeniser: Tokeniser, say: 
     try:
         with _Progress(sum(source.n_bytes for source in sources.values()), say) as progress:
             for name, source in sources.items():
-                chunks = encode_chunks(tokeniser, source.chunks(name))
-                problems += _write(name, map(progress.note, chunks), writers)
+                with contextlib.closing(encode_chunks(tokeniser, source.chunks(name))) as chunks:
+                    problems += _write(name, map(progress.note, chunks), writers)
     finally:
         for writer in writers.values():
             writer.close()
@@ -320,7 +325,7 @@ def _build(folder: Path, sources: dict[str, Source], tokeniser: Tokeniser, say: 
             max_length=data.max_length,
             overflow=data.overflow,
             notes={
-                note.replace(tokeniser.encoder.template_name, "the chat template"): n for note, n in w.notes.items()
+                note.replace(tokeniser.encoder.template.name, "the chat template"): n for note, n in w.notes.items()
             },
             unread_fields=dict(w.unread_fields),
             **w.counts,

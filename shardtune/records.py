@@ -15,6 +15,7 @@ import pyarrow.parquet
 import xxhash
 
 from shardtune.errors import Refused
+from shardtune.message import REASONING_KEYS
 
 READ_FIELDS = ("messages", "tools", "prompt", "completion", "text")
 _FORMS = "messages, prompt and completion, or text"
@@ -56,8 +57,13 @@ class Chunk:
         """Every row as a Python value; a RecordError where it cannot be read."""
         if isinstance(self.rows, pyarrow.Table):
             features = datasets.Features.from_arrow_schema(self.rows.schema)
-            for row in self.rows.to_pylist():
-                yield _without_nones(features.decode_example(row))
+            for i in range(len(self.rows)):
+                try:
+                    yield _plain(features.decode_example(self.rows.slice(i, 1).to_pylist()[0]))
+                except UnicodeDecodeError:
+                    yield RecordError("holds text that is not UTF-8 - write its strings as UTF-8")
+                except RecordError as error:
+                    yield error
         else:
             for text in self.rows:
                 yield text if isinstance(text, RecordError) else _parsed_json(text)
@@ -121,7 +127,7 @@ def find_source(key: str, spec: str, say: Callable[[str], None]) -> Source:
     Raises:
         Refused: nothing of that name, or nothing in it that holds records.
     """
-    path = Path(spec).expanduser()
+    path = Path(spec)
     if path.is_file():
         if path.suffix not in _FILE_KINDS:
             raise Refused(f"{key}={spec}: a {path.suffix or 'nameless'} file - use one of {', '.join(_FILE_KINDS)}")
@@ -182,16 +188,16 @@ def _check_messages(name: str, messages: Any) -> None:
         where = f"{name}[{i}]"
         if not isinstance(message, dict):
             raise RecordError(f"{where} is {_kind(message)} - write an object with role and content")
-        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+        role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise RecordError(
                 f"{where} has {'no role' if role is None else f'{_kind(role)} as its role'} - "
                 "name its role (system, user, assistant, tool)"
             )
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-            raise RecordError(f"{where}.tool_calls is {_kind(calls)} - write a list of objects")
+        _check_calls(f"{where}.tool_calls", message.get("tool_calls"))
+        _check_reasoning(where, message)
         if content is None:
-            if not calls:
+            if not message.get("tool_calls"):
                 raise RecordError(f"{where} ({role}) has neither content nor tool_calls - give it one of them")
         elif isinstance(content, list):
             if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -200,6 +206,29 @@ def _check_messages(name: str, messages: Any) -> None:
                 )
         elif not isinstance(content, str):
             raise RecordError(f"{where}.content is {_kind(content)} - write a string or a list of text parts")
+
+
+def _check_calls(where: str, calls: Any) -> None:
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise RecordError(f"{where} is {_kind(calls)} - write a list of objects")
+    for i, call in enumerate(calls or []):
+        function = call.get("function", call)
+        if not isinstance(function, dict):
+            raise RecordError(f"{where}[{i}].function is {_kind(function)} - write an object with name and arguments")
+        name, arguments = function.get("name"), function.get("arguments")
+        if not isinstance(name, str) or not name:
+            raise RecordError(f"{where}[{i}] has {_kind(name)} as the function's name - write a string")
+        if arguments is not None and not isinstance(arguments, (dict, str)):
+            raise RecordError(f"{where}[{i}] has {_kind(arguments)} as its arguments - write an object")
+
+
+def _check_reasoning(where: str, message: dict[str, Any]) -> None:
+    given = {key: message[key] for key in REASONING_KEYS if message.get(key) is not None}
+    for key, reasoning in given.items():
+        if not isinstance(reasoning, str):
+            raise RecordError(f"{where}.{key} is {_kind(reasoning)} - write a string")
+    if len(set(given.values())) > 1:
+        raise RecordError(f"{where} has different texts as {' and '.join(given)} - keep one of them")
 
 
 def _check_text(name: str, text: Any) -> None:
@@ -229,8 +258,10 @@ def _missing(present: Mapping[str, Any]) -> str:
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
-    kinds = {str: "string", list: "list", dict: "object", bool: "boolean"}
-    kind = next((name for cls, name in kinds.items() if isinstance(value, cls)), "number")
+    kinds = {str: "string", list: "list", dict: "object", bool: "boolean", int: "number", float: "number"}
+    kind = next((name for cls, name in kinds.items() if isinstance(value, cls)), None)
+    if kind is None:
+        return type(value).__name__  # only Arrow has others: bytes, datetime, Decimal
     empty = isinstance(value, (str, list, dict)) and not value
     return f"an empty {kind}" if empty else f"an {kind}" if kind == "object" else f"a {kind}"
 
@@ -255,12 +286,18 @@ def _parsed_json(text: bytes) -> Any:
     return value
 
 
-def _without_nones(value: Any) -> Any:
-    """`value` without the keys that hold None: Arrow gives every struct of a column all the keys of all of them."""
+def _plain(value: Any, name: str = "the record") -> Any:
+    """`value`, of the key `name`, without the keys that hold None: Arrow gives every struct of a column all keys.
+
+    Raises:
+        RecordError: something in it is nothing that JSON can hold.
+    """
     if isinstance(value, dict):
-        return {key: _without_nones(item) for key, item in value.items() if item is not None}
+        return {key: _plain(item, key) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nones(item) for item in value]
+        return [_plain(item, name) for item in value]
+    if value is not None and not isinstance(value, (str, int, float)):
+        raise RecordError(f"{name} is {_kind(value)} - write text or numbers")
     return value
 
 
@@ -297,6 +334,8 @@ def _json_values(file: Path) -> Iterator[tuple[int, bytes | RecordError]]:
                 if not text.startswith(",", at):
                     raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
                 at = _past_space(text, at + 1)
+                if text.startswith("]", at):
+                    raise json.JSONDecodeError("Illegal trailing comma before end of array", text, at)
         if not text.startswith("]" * in_array, at) or _past_space(text, at + in_array) < len(text):
             raise json.JSONDecodeError("Expecting one array, or objects alone", text, at)
     except json.JSONDecodeError as error:
@@ -333,13 +372,14 @@ def _parquet_chunks(file: Path) -> Iterator[Chunk]:
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
             read, unread = _columns(parquet.schema_arrow.names)
+            datasets.Features.from_arrow_schema(pyarrow.schema([parquet.schema_arrow.field(name) for name in read]))
             bytes_per_row = file.stat().st_size / max(1, parquet.metadata.num_rows)
             for batch in parquet.iter_batches(_RECORDS_PER_CHUNK, columns=read):
                 numbers = range(start, start + batch.num_rows)
                 start = numbers.stop
                 table = pyarrow.Table.from_batches([batch])
                 yield Chunk(str(file), numbers, table, round(len(numbers) * bytes_per_row), unread)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         yield Chunk(str(file), [start], [RecordError(f"cannot be read ({first_line(error)}) - write the file again")])
 
 

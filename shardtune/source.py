@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -21,13 +22,14 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
     """The model's configuration, with everything checked that can be checked before a weight is read.
 
     Raises:
-        Refused: no such model, an unknown type, rows longer than its positions, weights missing or truncated.
+        Refused: no such model, an unknown type, a configuration of which no model can be built, rows longer than its
+            positions, weights missing or truncated.
     """
     if not Path(model.path).is_dir() and not _HUB_ID.fullmatch(model.path):
         raise Refused(f"model.path={model.path}: no such directory - correct the path, or name a hub id")
     try:
         config = AutoConfig.from_pretrained(model.path)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # each model class reads its own fields
         raise Refused(
             f"model.path={model.path}: no model configuration that transformers can read "
             f"({_first_line(error)}) - name a hub id or a directory with a config.json"
@@ -38,8 +40,10 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
             f"model.path={model.path}: model type '{config.model_type}' is no causal language model that "
             "transformers knows - use one that AutoModelForCausalLM opens"
         )
-    if getattr(config, "quantization_config", None) is not None:
+    elif getattr(config, "quantization_config", None) is not None:
         problems.append(f"model.path={model.path}: its weights are quantised - use the unquantised model")
+    else:
+        problems += _building_problems(model.path, config)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         problems.append(
@@ -53,6 +57,19 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
     if config.dtype is None and model.init == "pretrained":
         config.dtype = _stored_dtype(Path(model.path))
     return config
+
+
+def _building_problems(path: str, config: PreTrainedConfig) -> list[str]:
+    """What keeps the configuration from becoming a model: its architecture is built without storage."""
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(copy.deepcopy(config))  # which would be changed
+    except Exception as error:  # a wrong value meets whatever code it reaches
+        return [
+            f"model.path={path}: no model can be built of its configuration ({_first_line(error)}) - "
+            "correct its config.json"
+        ]
+    return []
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:

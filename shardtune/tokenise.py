@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -9,10 +10,9 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -164,7 +164,7 @@ class Tokeniser:
                 part = result.parts.setdefault("eval" if self.is_held_out(record) else chunk.set_name, Part())
                 encoded = encode_record(self.encoder, record)
                 part.add(chunk.first_record + i, encoded, self.data.max_length, self.data.overflow)
-                result.unread_fields.update(unread)
+                result.unread_fields.update([*unread, *self.encoder.template.unread_fields(record)])
             except (RecordError, ChatError) as error:
                 result.problems.append(f"{chunk.place(i)}: {error}")
         for part in result.parts.values():
@@ -179,8 +179,8 @@ class Tokeniser:
         return xxhash.xxh3_64_intdigest(canonical) < self.data.eval_fraction * 2**64
 
 
-def encode_chunks(tokeniser: Tokeniser, chunks: Iterator[Chunk]) -> Iterator[EncodedChunk]:
-    """The results in the order of the chunks, of which only a few a core are in memory.
+def encode_chunks(tokeniser: Tokeniser, chunks: Iterator[Chunk]) -> Generator[EncodedChunk]:
+    """The results in the order of the chunks, of which only a few a core are in memory; to be closed where left early.
 
     What takes a few seconds is encoded here, the rest by one process a core. These are spawned: a forked child of a
     process with threads, such as those of torch, may hang.
@@ -197,14 +197,37 @@ def encode_chunks(tokeniser: Tokeniser, chunks: Iterator[Chunk]) -> Iterator[Enc
     pending: deque[Future[EncodedChunk]] = deque()
     with ProcessPoolExecutor(n_workers, spawn, _start_worker, (tokeniser,)) as pool:
         try:
-            for following in chain([chunk], chunks):
+            with _keyboard_interrupt_delayed():
+                pending.append(pool.submit(_encode_in_worker, chunk))
+            for following in chunks:
                 pending.append(pool.submit(_encode_in_worker, following))
                 if len(pending) >= _CHUNKS_PER_WORKER * n_workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+        except BaseException:
+            # Nobody wants what they are doing. Waiting for it would outlast the patience of who interrupted this, and
+            # a second signal leaves the pool's semaphores behind.
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _keyboard_interrupt_delayed() -> Iterator[None]:
+    """Until this is over. Processes that start meanwhile never get it from the terminal: this one ends them."""
+    received: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which they inherit
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        signal.raise_signal(signal.SIGINT)
 
 
 _worker_tokeniser: Tokeniser
@@ -214,7 +237,6 @@ def _start_worker(tokeniser: Tokeniser) -> None:
     global _worker_tokeniser
     _worker_tokeniser = tokeniser
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -96,6 +96,34 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: edit(model / "config.json", model_type="strange", auto_map={"AutoConfig": "cfg.Own"}),
         "custom code",
     ),
+    "config.json of a wrong type": (
+        lambda model: edit(model / "config.json", hidden_size="x"),
+        "model.path=model: no model configuration",
+    ),
+    "no heads": (
+        lambda model: edit(model / "config.json", num_attention_heads=0),
+        "model.path=model: no model configuration",
+    ),
+    "unknown dtype": (
+        lambda model: edit(model / "config.json", dtype="float99"),
+        "model.path=model: no model configuration",
+    ),
+    "unknown activation": (
+        lambda model: edit(model / "config.json", hidden_act="zzz"),
+        "model.path=model: no model can be built of its configuration (KeyError: 'zzz')",
+    ),
+    "unknown positions": (
+        lambda model: edit(model / "config.json", rope_parameters={"rope_type": "zzz", "rope_theta": 1e4}),
+        "model.path=model: no model can be built of its configuration (KeyError: 'zzz')",
+    ),
+    "tokenizer of an unknown kind": (
+        lambda model: edit(model / "tokenizer.json", model={"type": "Strange"}),
+        "model.path=model: no tokenizer",
+    ),
+    "end token of a wrong type": (
+        lambda model: edit(model / "generation_config.json", eos_token_id="abc"),
+        "model has eos_token_id ['abc'], which is no token's number",
+    ),
     "no causal model": (lambda model: edit(model / "config.json", model_type="vit"), "model type 'vit'"),
     "quantised": (
         lambda model: edit(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),

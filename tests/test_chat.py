@@ -143,12 +143,20 @@ def test_contents_do_not_fool_positions(question: str, reply: str) -> None:
     assert show(bytes_tokenizer(), sequence) == f"<|im_start|>user\n{question}<|im_end|>\n{A}‹{reply}<|im_end|>›\n"
 
 
-@pytest.mark.parametrize("reply", ["a<|im_end|>", "a<|im_end|>\n", "<|im_end|>b", "a<|im_end|>b<|im_end|>c"])
-def test_an_answer_that_holds_the_stop_token(reply: str) -> None:
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("a<|im_end|>", "‹a<|im_end|>›<|im_end|>"),  # generation ends at the first
+        ("a<|im_end|>\n", "‹a<|im_end|>›\n<|im_end|>"),
+        ("<|im_end|>b", "‹<|im_end|>b<|im_end|>›"),
+        ("a<|im_end|>b<|im_end|>c", "‹a<|im_end|>b<|im_end|>c<|im_end|>›"),
+    ],
+)
+def test_an_answer_that_holds_the_stop_token(reply: str, expected: str) -> None:
     record = encoder().encode_messages([user("q1"), answer(reply), user("q2"), answer("a2")])
     assert record.notes == (HOLDS_STOP,)
     text = show(bytes_tokenizer(), record.sequences[0])
-    assert text == Q1 + A + f"‹{reply}<|im_end|>›\n" + Q2 + A + "‹a2<|im_end|>›\n"
+    assert text == Q1 + A + expected + "\n" + Q2 + A + "‹a2<|im_end|>›\n"
 
 
 def test_random_contents() -> None:
@@ -170,7 +178,10 @@ def test_random_contents() -> None:
             assert not sequence.trained[len(prompt) - 1] and sequence.trained[len(prompt)]
             rest = sequence.input_ids[len(prompt) :]
             end = sequence.trained[len(prompt) :].index(False)
-            assert chat.tokenizer.decode(rest[:end]) == messages[turn]["content"] + "<|im_end|>"
+            text = messages[turn]["content"] + "<|im_end|>"
+            first, _, behind = text.partition("<|im_end|>")
+            ends_at_first = not behind.replace("<|im_end|>", "").strip()
+            assert chat.tokenizer.decode(rest[:end]) == (first + "<|im_end|>" if ends_at_first else text)
         n_runs = sum(a < b for s in record.sequences for a, b in zip([False, *s.trained], s.trained, strict=False))
         assert n_runs == len(turns)
 
@@ -257,7 +268,23 @@ def test_a_template_with_todays_date_gets_the_given_one() -> None:
     template = "{% macro d() %}{{ strftime_now('%d %b %Y, %-d %A') + '!' }}{% endmacro %}{{ d() }}\n" + CHATML
     (sequence,) = encoder(template).encode_messages(TWO_TURNS).sequences
     assert show(bytes_tokenizer(), sequence).startswith("09 Mar 2026, 9 Monday!\n<|im_start|>user")
-    assert encoder(template).uses_date and not encoder(CHATML).uses_date
+    assert encoder(template).template.uses_date and not encoder(CHATML).template.uses_date
+
+
+@pytest.mark.parametrize(
+    "directives", ["%x %c %T", "%D %F %R %r %n%t", "%e %-d %_m %^a", "%u%U%W%V%G%g%C%h%k%l%I", "%%Y 5%%"]
+)
+def test_every_directive_of_a_date(directives: str) -> None:
+    chat = encoder("{{ strftime_now('" + directives + "') }}!" + CHATML)
+    (sequence,) = chat.encode_messages(TWO_TURNS).sequences
+    written = show(chat.tokenizer, sequence).partition("!")[0]
+    assert written == datetime.datetime(2026, 3, 9).strftime(directives)
+
+
+@pytest.mark.parametrize("directive", ["%Q", "%10d", "100%"])
+def test_a_directive_that_is_none_is_refused(directive: str) -> None:
+    with pytest.raises(ChatError, match=f"T raises TemplateError.*strftime_now of {directive}: unknown directive"):
+        encoder("{{ strftime_now('" + directive + "') }}" + CHATML).encode_messages(TWO_TURNS)
 
 
 def test_the_date_changes_nothing_else() -> None:
@@ -335,6 +362,19 @@ def test_an_encoder_can_be_pickled() -> None:
     assert copy.encode_messages(TWO_TURNS) == chat.encode_messages(TWO_TURNS)
 
 
+def test_fields_of_messages_that_the_template_does_not_mention() -> None:
+    more = {"weight": 0, "train": False, "name": "n", "none": None, "tool_call_id": "1", "thinking": "t"}
+    record = {"messages": [user("q"), answer("a", **more), answer("b", train=True)], "tools": [{"x": 1}]}
+    assert encoder().template.unread_fields(record) == ["messages.name", "messages.train", "messages.weight"]
+    template = CHATML + "{{ messages[0].name }}{{ messages[0]['weight'] }}"
+    assert encoder(template).template.unread_fields(record) == ["messages.train"]
+    named = {"default": CHATML, "tool_use": template}
+    tokenizer = bytes_tokenizer(named)  # type: ignore[arg-type]
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    assert chat.template.unread_fields({"prompt": record["messages"], "completion": []}) == ["prompt.train"]
+    assert chat.template.unread_fields({"text": "a"}) == []
+
+
 def test_stop_token_ids(tmp_path: Path) -> None:
     tokenizer = bytes_tokenizer()
     eos = tokenizer.eos_token_id
@@ -344,6 +384,11 @@ def test_stop_token_ids(tmp_path: Path) -> None:
     assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 9, 3]
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "do_sample": True}))
     assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 7]
+    for wrong in ("abc", [1, "2"], -1, 2**40):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(Refused, match=r"has eos_token_id .* which is no token's number"):
+            stop_token_ids(tokenizer, str(tmp_path))
+    (tmp_path / "generation_config.json").unlink()
     tokenizer.eos_token = None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": None}))
     with pytest.raises(Refused, match="names no end-of-sequence token"):

@@ -330,7 +330,7 @@ def check_accepted(tokenizer, case: str, row: Row, loss_on: str, turns: list[str
         question = messages[i - 1]["content"]
         question = question if isinstance(question, str) else question[0]["text"]
         assert question in context or (case == "tools" and "the text of a tool message" in row.left_out)
-        if not encoder.uses_date:  # what transformers gives to generate()
+        if not encoder.template.uses_date:  # what transformers gives to generate()
             prompt = tokenizer.apply_chat_template(messages[:i], tools=tools, add_generation_prompt=True)
             assert sequence.input_ids[:first] == prompt["input_ids"]
 

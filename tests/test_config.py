@@ -215,6 +215,17 @@ def test_not_allowed(tmp_path: Path, key: str, text: str, use: str) -> None:
     assert problems(tmp_path, f"{key}={text}") == [f"{key} = {text} (command line) is not allowed - use {use}"]
 
 
+def test_a_path_may_begin_with_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for key in ("run.dir", "run.resume", "model.path", "data.train", "data.eval"):
+        config = load(tmp_path, f"{key}=~/x")
+        section, _, name = key.partition(".")
+        assert getattr(getattr(config, section), name) == f"{tmp_path}/x"
+        assert problems(tmp_path, f"{key}=~nobody-of-this-name/x") == [
+            f"{key} = ~nobody-of-this-name/x (command line) is in no known home - write it out"
+        ]
+
+
 def test_every_key_has_a_value_that_is_not_allowed() -> None:
     assert {key for key, _, _ in NOT_ALLOWED} == KEYS - {"data.eval"}
 

@@ -222,7 +222,8 @@ import datetime, sys
 from shardtune.config import DataConfig
 from shardtune.dataset import build_encoder, prepare_data
 from shardtune import tokenise
-if __name__ == "__main__":
+from shardtune.world import run
+def main():
     model, train, alone_s = sys.argv[1:]
     tokenise._ALONE_S = float(alone_s)
     data = DataConfig(train=train)
@@ -230,6 +231,8 @@ if __name__ == "__main__":
     print("ready", flush=True)
     input()
     print(prepare_data(data, encoder, print), flush=True)
+if __name__ == "__main__":
+    run(main)
 """
 
 
@@ -237,7 +240,13 @@ def start(tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
     (tmp_path / "prepare.py").write_text(PREPARE)
     command = [sys.executable, str(tmp_path / "prepare.py"), *map(str, arguments)]
     process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
     )
     assert process.stdout is not None
     return process
@@ -283,21 +292,26 @@ def test_workers_write_the_same_entry(model: Path, tmp_path: Path, monkeypatch: 
     assert f"{train}:1502: a record is a JSON object" in problems_of(model, train, max_length=40)[0]
 
 
+def start_workers(process: subprocess.Popen[str]) -> list[str]:
+    """Let a started process begin; the ids of its workers, without the process that counts semaphores."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers: list[str] = []
+    deadline = time.monotonic() + 60
+    while len(workers) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        workers = [pid for pid in children.read_text().split() if b"spawn_main" in command_line(pid)]
+    assert workers
+    return workers
+
+
 def test_no_worker_outlives_a_killed_run(model: Path, tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", [chat(f"number {i} " + "how are you " * 100) for i in range(20_000)])
     process = start(tmp_path, model, train, 0)
     try:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        workers: list[str] = []
-        deadline = time.monotonic() + 60
-        while len(workers) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-            # Each worker, besides the process that counts what multiprocessing shares.
-            workers = [pid for pid in children.read_text().split() if b"spawn_main" in command_line(pid)]
-        assert workers
+        workers = start_workers(process)
         time.sleep(1.0)
     finally:
         process.send_signal(signal.SIGKILL)
@@ -306,6 +320,25 @@ def test_no_worker_outlives_a_killed_run(model: Path, tmp_path: Path) -> None:
     while any(command_line(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(command_line(pid) for pid in workers)
+
+
+def test_an_interrupted_run_leaves_nothing_and_says_one_line(model: Path, tmp_path: Path, cache: Path) -> None:
+    train = write(tmp_path / "a.jsonl", [chat(f"number {i} " + "how are you " * 100) for i in range(20_000)])
+    process = start(tmp_path, model, train, 0)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        workers = start_workers(process)
+        time.sleep(1.0)  # the workers import their modules
+        interrupted = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert errors == "ERROR: interrupted from the keyboard - run the same command again to resume\n"
+    assert process.returncode == 1 and time.monotonic() - interrupted < 5
+    assert not any(command_line(pid) for pid in workers)
+    assert names_in(cache) == []
 
 
 def command_line(pid: str) -> bytes:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import datetime
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,14 @@ def test_broken_records_are_named_with_place_and_number(model: Path, tmp_path: P
     assert all(" - " in problem for problem in problems)
 
 
+def calling(function: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]}
+
+
+def answering(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": "a", **fields}]}
+
+
 @pytest.mark.parametrize(
     ("record", "what"),
     [
@@ -101,6 +111,14 @@ def test_broken_records_are_named_with_place_and_number(model: Path, tmp_path: P
         ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content is a number"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "a part that is no text"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls is a list"),
+        (calling(5), "messages[0].tool_calls[0].function is a number"),
+        (calling({"name": ["x"], "arguments": {}}), "messages[0].tool_calls[0] has a list as the function's name"),
+        (calling({"name": {"x": 1}}), "tool_calls[0] has an object as the function's name"),
+        (calling({"arguments": {}}), "tool_calls[0] has null as the function's name"),
+        (calling({"name": "f", "arguments": [1]}), "tool_calls[0] has a list as its arguments"),
+        (answering(reasoning_content=["two and two"]), "messages[0].reasoning_content is a list"),
+        (answering(thinking=2), "messages[0].thinking is a number"),
+        (answering(reasoning="a", thinking="b"), "messages[0] has different texts as thinking and reasoning"),
         (chat("q", tools={"name": "f"}), "tools is an object"),
         (chat("q", tools="f("), "tools is a string that is no JSON"),
     ],
@@ -114,8 +132,15 @@ def test_what_no_record_is(record: Any, what: str) -> None:
 
 def test_unread_fields_are_named_once_with_their_number(model: Path, tmp_path: Path) -> None:
     records = [chat("q", id=1, prompt="unused"), chat("q", id=2, score=None), {"text": "how are you", "tools": []}]
+    records[1]["messages"][1] |= {"train": False, "weight": 0}
     summary = Run(model, write(tmp_path / "a.jsonl", records)).prepared.train_summary
-    assert summary.unread_fields == {"id": 2, "prompt": 1, "tools": 1}
+    assert summary.unread_fields == {
+        "id": 2,
+        "prompt": 1,
+        "tools": 1,
+        "messages.train": 1,
+        "messages.weight": 1,
+    }
     (line,) = [line for line in summary.lines() if "nothing reads" in line]
     assert "id (2 records)" in line
 
@@ -174,6 +199,7 @@ def test_json_files_hold_an_array_or_objects(model: Path, tmp_path: Path, text: 
         ('[{"text": "a b"} {"text": "c d"}]', 1, "line 1, column 18"),
         ('[{"text": "a b"}, oops]', 1, "line 1, column 19"),
         ('{"text": "a b"}]', 1, "line 1, column 16"),
+        ('[{"text": "a b"},\n]', 1, "line 2, column 1"),
         ('{"text": "a b"},', 1, "line 1, column 16"),
     ],
 )
@@ -200,6 +226,33 @@ def test_parquet_gives_the_same_tokens_as_json(model: Path, tmp_path: Path) -> N
     assert problems_of(model, tmp_path / "b.parquet")[0].startswith(f"{tmp_path}/b.parquet[1]: has no field")
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     assert "c.parquet[0]: cannot be read" in problems_of(model, tmp_path / "c.parquet")[0]
+
+
+def test_a_call_without_a_name_is_refused_with_its_line(model: Path, tmp_path: Path) -> None:
+    problems = problems_of(model, write(tmp_path / "a.jsonl", [chat("q"), calling({"name": ["x"], "arguments": {}})]))
+    assert problems[0].startswith(f"{tmp_path}/a.jsonl:2: messages[0].tool_calls[0] has a list as the function's name")
+
+
+NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(struct.pack("3i", 0, 3, 5)), pa.py_buffer(b"a b\xff\xfe"))
+CALL_WITH_BYTES = {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": b"y"}}]}]}
+
+
+@pytest.mark.parametrize(
+    ("table", "place", "what"),
+    [
+        (pa.table({"text": NOT_UTF8}), 1, "not UTF-8"),
+        (pa.table({"text": pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string()))}), 0, "map<string, string"),
+        (pa.table({"text": [b"a b"]}), 0, "text is bytes"),
+        (pa.table({"text": [datetime.date(2026, 1, 1)]}), 0, "text is date"),
+        (pa.Table.from_pylist([CALL_WITH_BYTES]), 0, "x is bytes"),
+    ],
+)
+def test_what_parquet_holds_and_json_does_not(
+    model: Path, tmp_path: Path, table: pa.Table, place: int, what: str
+) -> None:
+    pq.write_table(table, tmp_path / "a.parquet")
+    problem = problems_of(model, tmp_path / "a.parquet")[0]
+    assert problem.startswith(f"{tmp_path}/a.parquet[{place}]: ") and what in problem
 
 
 def test_objects_that_a_dataset_holds_as_json_are_parsed(model: Path, tmp_path: Path) -> None:
