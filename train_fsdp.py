@@ -250,6 +250,8 @@ def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> checkpoi
                 for key, old, new in forbidden
             )
         )
+    if found.world_size != world.size:
+        allowed.append(("world size", found.world_size, world.size))
     for key, old, new in allowed:
         world.say(f"Changed since {found.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}")
     return found

@@ -66,10 +66,7 @@ def load_checkpoint(
     if random:
         restore_random_state(random, world.rank, world.device)
     else:
-        world.say(
-            f"{checkpoint.name} is of {checkpoint.world_size} ranks and this run of {world.size}: random states "
-            "(dropout) start anew"
-        )
+        world.say(f"Random states (dropout) start anew: {checkpoint.name} has those of another world size")
         set_seed((seed + world.rank + 2654435761 * checkpoint.step) % 2**32)
 
 
