@@ -8,7 +8,7 @@ checkpoint_0001000/
 """
 
 from . import disk
-from .choose import agree_on_checkpoint, set_aside
+from .choose import agree_on_checkpoint, delete_unfinished, set_aside
 from .files import ASSETS, Checkpoint, Chunk, DamagedCheckpoint, open_checkpoint, read_chunk, read_tensor
 from .load import load_checkpoint, transfer
 from .saver import Saver
@@ -23,6 +23,7 @@ __all__ = [
     "DamagedCheckpoint",
     "Saver",
     "agree_on_checkpoint",
+    "delete_unfinished",
     "disk",
     "load_checkpoint",
     "open_checkpoint",
