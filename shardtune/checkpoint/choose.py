@@ -56,9 +56,10 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
         rejected += problems
         was_named = was_named or candidate.has_name
     if rejected and was_named:
+        where = run_dir.path / "checkpoints" if resume == "auto" else Path(resume).parent
         raise Refused(
             *rejected,
-            f"no checkpoint in {paths[0].parent} can be resumed from - mend one, or start anew with run.resume=never",
+            f"no checkpoint in {where} can be resumed from - mend one, or start anew with run.resume=never",
         )
     for reason in rejected:
         world.say(f"Not accepted: {reason}")
