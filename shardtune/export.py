@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -136,11 +137,13 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
 
     Raises:
-        Refused: `out` exists.
-        DamagedCheckpoint: a tensor is not what was saved.
+        Refused: `out` exists, or a file of the checkpoint does not.
+        DamagedCheckpoint: a tensor or a file is not what was saved.
     """
     if out.exists():
         raise Refused(f"{out} exists - name a directory that does not")
+    if absent := [name for name in checkpoint.files if checkpoint.find(name) is None]:
+        raise Refused(f"{checkpoint.why_missing(absent[0])} - name all parts of the checkpoint")
     names = [name for name in checkpoint.files if name.startswith(f"{ASSETS}/")]
     assets = {name.removeprefix(f"{ASSETS}/"): _read_asset(checkpoint, name) for name in names}
     export, unfinished = Export(checkpoint, dtype, assets), _unfinished(out)
@@ -228,9 +231,11 @@ def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) ->
 
 def _read_asset(checkpoint: Checkpoint, name: str) -> bytes:
     path = checkpoint.find(name)
-    if path is None:
-        raise Refused(f"{checkpoint.name}: {name} is missing - name all parts of the checkpoint")
-    return path.read_bytes()
+    assert path
+    content = path.read_bytes()
+    if xxhash.xxh3_128(content).hexdigest() != checkpoint.files[name]["xxh3_128"]:
+        raise DamagedCheckpoint(f"{path}: its bytes are not those that were saved")
+    return content
 
 
 def _on_meta(config: bytes) -> PreTrainedModel:

@@ -100,6 +100,12 @@ class Checkpoint:
         """The path of a file in the first directory that has it."""
         return next((path for directory in self.directories if (path := directory / file).is_file()), None)
 
+    def why_missing(self, file: str) -> str:
+        """Where a file was written, and where it is not."""
+        places = ", ".join(map(str, self.directories))
+        entry = self.files[file]
+        return f"{file}, written on node {entry['node']} ({entry['host']}), is missing in {places}"
+
 
 def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step:07d}"
@@ -213,9 +219,7 @@ def check_files(
     def check(name: str) -> str | None:
         path = checkpoint.find(name)
         if path is None:
-            entry = checkpoint.files[name]
-            places = ", ".join(map(str, checkpoint.directories))
-            return f"{name}, written on node {entry['node']} ({entry['host']}), is missing in {places}"
+            return checkpoint.why_missing(name)
         return check_file(checkpoint, name, path, progress)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
