@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import xxhash
 from conftest import chats, read_metrics, write_jsonl
 
@@ -52,3 +53,10 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def close_to(steps: list[dict[str, float]]) -> list[object]:
+    """The same steps over the same tokens; losses and norms to 1e-5."""
+    return [
+        step | {key: pytest.approx(step[key], rel=1e-5, abs=1e-5) for key in ("loss", "grad_norm")} for step in steps
+    ]

@@ -10,16 +10,9 @@ from pathlib import Path
 import pytest
 from ranks import on_ranks, run_script, train, train_until
 from safetensors.torch import load_file
-from small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, steps_of, write_inputs
+from small_runs import CONSTANT, SETTINGS, checkpoint, close_to, digests, names, steps_of, write_inputs
 
 import shardtune.model
-
-
-def close_to(steps: list[dict[str, float]]) -> list[object]:
-    """The same steps over the same tokens; losses and norms to 1e-5."""
-    return [
-        step | {key: pytest.approx(step[key], rel=1e-5, abs=1e-5) for key in ("loss", "grad_norm")} for step in steps
-    ]
 
 
 @pytest.mark.parametrize(
