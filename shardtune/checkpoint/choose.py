@@ -13,7 +13,15 @@ from ..rundir import RunDir
 from ..world import World
 from . import disk
 from .commit import move_aside
-from .files import Checkpoint, check_files, checkpoint_name, find_checkpoints, open_checkpoint, step_of
+from .files import (
+    Checkpoint,
+    DamagedCheckpoint,
+    check_files,
+    checkpoint_name,
+    find_checkpoints,
+    open_checkpoint,
+    step_of,
+)
 
 _HIDDEN = re.compile(r"\.checkpoint_\d{7,}\.[0-9a-f]{12,}")  # an attempt's directory, see Saver.save
 
@@ -79,9 +87,9 @@ def _candidates(paths: Iterable[Path], run_dir: RunDir, world: World) -> tuple[l
         for path in paths:
             try:
                 checkpoint = open_checkpoint(path)
-            except Refused as refused:
+            except (Refused, DamagedCheckpoint) as error:
                 if not path.name.startswith("."):
-                    problems += refused.problems
+                    problems.append(str(error) if isinstance(error, Refused) else f"{error} - restore it")
                 continue
             entries.append([checkpoint.step, checkpoint.digest, str(path)])
     found: dict[tuple[int, str], dict[int, str]] = {}

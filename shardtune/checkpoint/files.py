@@ -138,8 +138,8 @@ def open_checkpoint(*directories: Path) -> Checkpoint:
     """Read the manifest, which all directories must share.
 
     Raises:
-        Refused: COMPLETE is missing, or does not hold the manifest's digest; or another version wrote it; or the
-            directories are of different checkpoints.
+        Refused: COMPLETE is missing; or another version wrote it; or the directories are of different checkpoints.
+        DamagedCheckpoint: COMPLETE does not hold the manifest's digest.
     """
     opened = [_open_one(directory) for directory in directories]
     for directory, other in zip(directories, opened, strict=True):
@@ -153,12 +153,15 @@ def open_checkpoint(*directories: Path) -> Checkpoint:
 def _open_one(path: Path) -> Checkpoint:
     try:
         complete = (path / "COMPLETE").read_bytes().strip()
-        raw = (path / "manifest.json").read_bytes()
     except OSError as error:
         raise Refused(f"{path}: not a complete checkpoint ({error}) - use another one") from error
+    try:
+        raw = (path / "manifest.json").read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path / 'manifest.json'}: cannot be read ({error.strerror})") from error
     digest = xxhash.xxh3_128(raw).hexdigest()
     if digest.encode() != complete:
-        raise Refused(f"{path / 'manifest.json'}: is not what COMPLETE vouches for - use another checkpoint")
+        raise DamagedCheckpoint(f"{path / 'manifest.json'}: is not what COMPLETE vouches for")
     manifest = json.loads(raw)
     if manifest["format"] != FORMAT:
         raise Refused(
