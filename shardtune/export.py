@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from .checkpoint import (
     ASSETS,
     DTYPES,
+    TRANSFER_TIMEOUT,
     Checkpoint,
     Chunk,
     DamagedCheckpoint,
@@ -208,25 +210,28 @@ def is_exported(export: Export, out: Path) -> bool:
 
 
 def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
+    left = deque(chunk for name in export.names() for chunk in export.checkpoint.chunks[name])
 
     def fetch(checkpoint: Checkpoint, chunk: Chunk) -> torch.Tensor:
         """The chunk on rank 0, nothing on the others."""
+        left.popleft()
         box = [slice(0, length) for length in chunk.sizes]
         part = transfer(checkpoint, chunk, box, 0, run_dir, world, group)
         return torch.empty(0) if part is None else part
 
-    if not world.is_main:
-        for name in export.names():
-            for chunk in export.checkpoint.chunks[name]:
-                fetch(export.checkpoint, chunk)
-        return
-    stored = (read_tensor(export.checkpoint, name, fetch) for name in export.names())
+    problems = []
     try:
-        export.write_files(out, stored)
+        if world.is_main:
+            export.write_files(out, (read_tensor(export.checkpoint, name, fetch) for name in export.names()))
     finally:
-        for _ in stored:  # whoever sends must be rid of it, although nothing is done with it any more
-            pass
+        while left:  # whoever sends must be rid of it, although nothing is done with it any more
+            try:
+                fetch(export.checkpoint, left[0])
+            except OSError as error:
+                problems.append(error)
+    if problems:
+        raise problems[0]
 
 
 def _read_asset(checkpoint: Checkpoint, name: str) -> bytes:
