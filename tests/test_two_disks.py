@@ -9,12 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from ranks import on_nodes, run_script, train, train_on_nodes
 from safetensors.torch import load_file
 from small_runs import CONSTANT, SETTINGS, checkpoint, close_to, digests, names, steps_of, write_inputs
 
 from shardtune.__main__ import run
-from shardtune.checkpoint import disk
+from shardtune.checkpoint import Checkpoint, Saver, disk
 
 SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "checkpoint.keep=9")
 HIDDEN = ".checkpoint_0000004.0123456789ab0001"
@@ -259,3 +260,37 @@ def test_the_final_model_is_that_of_a_shared_disk(a: Path, b: Path, whole: Path,
     parts = [str(checkpoint(folder / "run", 6)) for folder in (b, a)]
     assert run(["export", *parts, str(tmp_path / "out")]) == 0
     assert digests(tmp_path / "out") == digests(a / "run/model")
+
+
+def damage_before_the_export(arguments: list[str], damage: str) -> None:
+    """Between the last save and the final model, on the second node's disk."""
+    finish = Saver.finish
+
+    def finish_and_damage(saver: Saver) -> Checkpoint:
+        done = finish(saver)
+        file = Path("run/checkpoints/checkpoint_0000006/rank_00002.safetensors")
+        if os.environ["RANK"] == "2" and damage == "missing":
+            file.unlink()
+        elif os.environ["RANK"] == "2":
+            content = bytearray(file.read_bytes())
+            chunk = done.chunks["model.model.layers.0.mlp.up_proj.weight"][-1]
+            assert chunk.file == file.name
+            content[chunk.begin] ^= 1
+            file.write_bytes(content)
+        dist.barrier()
+        return done
+
+    Saver.finish = finish_and_damage
+    run_script(arguments)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_nobody_waits_for_a_part_that_is_not_sound(damage: str, a: Path, b: Path) -> None:
+    arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
+    done = on_nodes([(a, 2), (b, 1)], damage_before_the_export, arguments, damage, timeout_s=60)
+    assert done.returncode == 1 and "rank_00002.safetensors" in done.stderr
+    assert not (a / "run/model").exists()
+    if damage == "flipped":
+        line = done.stderr.splitlines()[-1]
+        assert "tensor model.model.layers.0.mlp.up_proj.weight is not what was saved" in line
+        assert not (a / "run/.model.writing").exists()
