@@ -67,6 +67,7 @@ def main() -> None:
     schedule = plan_steps(config, data, resumed, world)
 
     assets = world.agree(lambda: model_assets(model_config, config.model.path, encoder.tokenizer))
+    checkpoint.delete_unfinished(run_dir, resumed, world)
     if resumed and resumed.step >= schedule.total_steps:
         write_final_model(config, resumed, assets, run_dir, world)
         world.say(f"Finished: {resumed.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
@@ -237,6 +238,8 @@ def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> checkpoi
                 for key, old, new in forbidden
             )
         )
+    if found.world_size != world.size:
+        allowed.append(("world size", found.world_size, world.size))
     for key, old, new in allowed:
         world.say(f"Changed since {found.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}")
     return found

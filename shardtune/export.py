@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from .checkpoint import (
     ASSETS,
     DTYPES,
+    TRANSFER_TIMEOUT,
     Checkpoint,
     Chunk,
     DamagedCheckpoint,
@@ -136,11 +139,13 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
 
     Raises:
-        Refused: `out` exists.
-        DamagedCheckpoint: a tensor is not what was saved.
+        Refused: `out` exists, or a file of the checkpoint does not.
+        DamagedCheckpoint: a tensor or a file is not what was saved.
     """
     if out.exists():
         raise Refused(f"{out} exists - name a directory that does not")
+    if absent := [name for name in checkpoint.files if checkpoint.find(name) is None]:
+        raise Refused(f"{checkpoint.why_missing(absent[0])} - name all parts of the checkpoint")
     names = [name for name in checkpoint.files if name.startswith(f"{ASSETS}/")]
     assets = {name.removeprefix(f"{ASSETS}/"): _read_asset(checkpoint, name) for name in names}
     export, unfinished = Export(checkpoint, dtype, assets), _unfinished(out)
@@ -205,32 +210,37 @@ def is_exported(export: Export, out: Path) -> bool:
 
 
 def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
+    left = deque(chunk for name in export.names() for chunk in export.checkpoint.chunks[name])
 
     def fetch(checkpoint: Checkpoint, chunk: Chunk) -> torch.Tensor:
         """The chunk on rank 0, nothing on the others."""
+        left.popleft()
         box = [slice(0, length) for length in chunk.sizes]
         part = transfer(checkpoint, chunk, box, 0, run_dir, world, group)
         return torch.empty(0) if part is None else part
 
-    if not world.is_main:
-        for name in export.names():
-            for chunk in export.checkpoint.chunks[name]:
-                fetch(export.checkpoint, chunk)
-        return
-    stored = (read_tensor(export.checkpoint, name, fetch) for name in export.names())
+    problems = []
     try:
-        export.write_files(out, stored)
+        if world.is_main:
+            export.write_files(out, (read_tensor(export.checkpoint, name, fetch) for name in export.names()))
     finally:
-        for _ in stored:  # whoever sends must be rid of it, although nothing is done with it any more
-            pass
+        while left:  # whoever sends must be rid of it, although nothing is done with it any more
+            try:
+                fetch(export.checkpoint, left[0])
+            except OSError as error:
+                problems.append(error)
+    if problems:
+        raise problems[0]
 
 
 def _read_asset(checkpoint: Checkpoint, name: str) -> bytes:
     path = checkpoint.find(name)
-    if path is None:
-        raise Refused(f"{checkpoint.name}: {name} is missing - name all parts of the checkpoint")
-    return path.read_bytes()
+    assert path
+    content = path.read_bytes()
+    if xxhash.xxh3_128(content).hexdigest() != checkpoint.files[name]["xxh3_128"]:
+        raise DamagedCheckpoint(f"{path}: its bytes are not those that were saved")
+    return content
 
 
 def _on_meta(config: bytes) -> PreTrainedModel:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from conftest import REPOSITORY
 
 from shardtune.config import Config, load_config
+from shardtune.metrics import Metrics
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
@@ -43,11 +46,26 @@ def on_ranks(
 
     The exit code is that of this first failure, standard output is rank 0's, standard error that of all.
     """
+    return on_nodes([(cwd, ranks)], work, *arguments, timeout_s=timeout_s)
+
+
+def on_nodes(
+    nodes: Sequence[tuple[Path, int]],
+    work: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """The same on several nodes: of each the folder in which its ranks run, and how many they are.
+
+    A relative path, such as run.dir, then names something else on each node: its own disk.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    logs = [cwd / f"rank{rank}" for rank in range(ranks)]
+    places = [_environment(nodes, node, local, store.port) for node, (_, n) in enumerate(nodes) for local in range(n)]
+    folders = [folder for folder, n in nodes for _ in range(n)]
+    logs = [folder / f"rank{rank}" for rank, folder in enumerate(folders)]
     started = [
-        _FORKS.Process(target=_be_rank, args=(rank, ranks, store.port, str(cwd), str(log), work, arguments))
-        for rank, log in enumerate(logs)
+        _FORKS.Process(target=_be_rank, args=(place, str(folder), str(log), work, arguments))
+        for place, folder, log in zip(places, folders, logs, strict=True)
     ]
     for log, process in zip(logs, started, strict=True):
         log.with_suffix(".err").touch()
@@ -68,9 +86,22 @@ def on_ranks(
 
 def train(ranks: int, *assignments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run train_fsdp.py on forked ranks, with these `section.key=value` and the defaults for the rest."""
-    config = cwd / "config.yaml"
-    config.touch()
-    return on_ranks(ranks, run_script, ["--config", str(config), *map(str, assignments)], cwd=cwd)
+    return train_on_nodes([(cwd, ranks)], *assignments)
+
+
+def train_on_nodes(nodes: Sequence[tuple[Path, int]], *assignments: Any) -> subprocess.CompletedProcess[str]:
+    """The same on several nodes, see `on_nodes`."""
+    for folder, _ in nodes:
+        (folder / "config.yaml").touch()
+    return on_nodes(nodes, run_script, ["--config", "config.yaml", *map(str, assignments)])
+
+
+def train_until(step: int, after_s: float, ranks: int, *assignments: Any, cwd: Path) -> None:
+    """The same, and kill -9 of all ranks so many seconds after this step, whatever is being written then."""
+    (cwd / "config.yaml").touch()
+    arguments = ["--config", "config.yaml", *map(str, assignments)]
+    killed = on_ranks(ranks, _run_script_until, step, after_s, arguments, cwd=cwd)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
 
 
 def config_for(model: Path, folder: Path, *assignments: str) -> Config:
@@ -86,31 +117,42 @@ def run_script(arguments: list[str]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def _run_script_until(step: int, after_s: float, arguments: list[str]) -> None:
+    write = Metrics.write
+
+    def write_and_die(metrics: Metrics, kind: str, **values: Any) -> None:
+        write(metrics, kind, **values)
+        if kind == "step" and values["step"] == step:
+            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    Metrics.write = write_and_die
+    run_script(arguments)
+
+
+def _environment(nodes: Sequence[tuple[Path, int]], node: int, local_rank: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    sizes = [ranks for _, ranks in nodes]
+    values = {
+        "RANK": sum(sizes[:node]) + local_rank,
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": node,
+        "WORLD_SIZE": sum(sizes),
+        "LOCAL_WORLD_SIZE": sizes[node],
+        "GROUP_WORLD_SIZE": len(nodes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
 def _be_rank(
-    rank: int,
-    ranks: int,
-    port: int,
-    cwd: str,
-    log: str,
-    work: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    environment: dict[str, str], cwd: str, log: str, work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     for stream, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-    )
+    os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # what a process that torchrun started has
     os.chdir(cwd)
     work(*arguments)

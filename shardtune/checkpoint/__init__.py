@@ -8,9 +8,9 @@ checkpoint_0001000/
 """
 
 from . import disk
-from .choose import agree_on_checkpoint, set_aside
+from .choose import agree_on_checkpoint, delete_unfinished, set_aside
 from .files import ASSETS, Checkpoint, Chunk, DamagedCheckpoint, open_checkpoint, read_chunk, read_tensor
-from .load import load_checkpoint, transfer
+from .load import TRANSFER_TIMEOUT, load_checkpoint, transfer
 from .saver import Saver
 from .streamed import DTYPES, write_safetensors
 from .verify import verify_checkpoint
@@ -18,11 +18,13 @@ from .verify import verify_checkpoint
 __all__ = [
     "ASSETS",
     "DTYPES",
+    "TRANSFER_TIMEOUT",
     "Checkpoint",
     "Chunk",
     "DamagedCheckpoint",
     "Saver",
     "agree_on_checkpoint",
+    "delete_unfinished",
     "disk",
     "load_checkpoint",
     "open_checkpoint",

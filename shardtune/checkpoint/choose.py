@@ -13,7 +13,15 @@ from ..rundir import RunDir
 from ..world import World
 from . import disk
 from .commit import move_aside
-from .files import Checkpoint, check_files, checkpoint_name, find_checkpoints, open_checkpoint
+from .files import (
+    Checkpoint,
+    DamagedCheckpoint,
+    check_files,
+    checkpoint_name,
+    find_checkpoints,
+    open_checkpoint,
+    step_of,
+)
 
 _HIDDEN = re.compile(r"\.checkpoint_\d{7,}\.[0-9a-f]{12,}")  # an attempt's directory, see Saver.save
 
@@ -25,6 +33,10 @@ class _Candidate:
     step: int
     digest: str
     places: dict[int, str]
+
+    @property
+    def has_name(self) -> bool:
+        return not all(Path(path).name.startswith(".") for path in self.places.values())
 
 
 def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoint | None:
@@ -40,25 +52,30 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
         return None
     paths = _visible_and_prepared(run_dir.path / "checkpoints") if resume == "auto" else [Path(resume)]
     found, rejected = _candidates(paths, run_dir, world)
+    was_named = bool(rejected)  # what never had its name was never saved, and is no loss
     for candidate in found:
         checkpoint, problems = _check(candidate, run_dir, world)
         if not problems:
             for reason in rejected:
                 world.say(f"Not accepted: {reason}")
             if resume == "auto":
-                checkpoint = _take_up(checkpoint, world)
+                checkpoint = _take_up(checkpoint, run_dir, world)
             return checkpoint
         rejected += problems
-    if rejected:
+        was_named = was_named or candidate.has_name
+    if rejected and was_named:
+        where = run_dir.path / "checkpoints" if resume == "auto" else Path(resume).parent
         raise Refused(
             *rejected,
-            f"no checkpoint in {paths[0].parent} can be resumed from - mend one, or start anew with run.resume=never",
+            f"no checkpoint in {where} can be resumed from - mend one, or start anew with run.resume=never",
         )
+    for reason in rejected:
+        world.say(f"Not accepted: {reason}")
     return None
 
 
 def _visible_and_prepared(directory: Path) -> list[Path]:
-    hidden = [entry for entry in directory.iterdir() if _HIDDEN.fullmatch(entry.name)] if directory.is_dir() else []
+    hidden = [entry for entry in _entries(directory) if _HIDDEN.fullmatch(entry.name)]
     return find_checkpoints(directory) + [entry for entry in hidden if (entry / "COMPLETE").exists()]
 
 
@@ -70,9 +87,9 @@ def _candidates(paths: Iterable[Path], run_dir: RunDir, world: World) -> tuple[l
         for path in paths:
             try:
                 checkpoint = open_checkpoint(path)
-            except Refused as refused:
+            except (Refused, DamagedCheckpoint) as error:
                 if not path.name.startswith("."):
-                    problems += refused.problems
+                    problems.append(str(error) if isinstance(error, Refused) else f"{error} - restore it")
                 continue
             entries.append([checkpoint.step, checkpoint.digest, str(path)])
     found: dict[tuple[int, str], dict[int, str]] = {}
@@ -124,7 +141,7 @@ def _check(candidate: _Candidate, run_dir: RunDir, world: World) -> tuple[Checkp
     return replace(checkpoint, holders=holders), [f"{problem} - restore it" for problem in problems]
 
 
-def _take_up(checkpoint: Checkpoint, world: World) -> Checkpoint:
+def _take_up(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoint:
     """Give it its name on disks where it has none yet; what bears that name there is moved aside."""
 
     def rename(path: Path) -> Path:
@@ -138,35 +155,45 @@ def _take_up(checkpoint: Checkpoint, world: World) -> Checkpoint:
     def take_up() -> list[Path]:
         return [rename(path) for path in checkpoint.directories]
 
-    leaders = {leader for of_file in checkpoint.holders.values() for leader in of_file}
-    world.agree(lambda: take_up() if world.rank in leaders else [])
+    world.agree(lambda: take_up() if run_dir.leader_of[world.rank] == world.rank else [])
     return replace(checkpoint, directories=[path.with_name(checkpoint.name) for path in checkpoint.directories])
+
+
+def delete_unfinished(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> None:
+    """End unfinished saves and deletions on every disk, when it is agreed on which checkpoint to go on from."""
+
+    def delete() -> None:
+        for entry in _entries(run_dir.path / "checkpoints"):
+            if entry.name.startswith(".checkpoint_") and not _is_part(entry, resumed):
+                disk.delete(entry)
+
+    world.agree(lambda: delete() if run_dir.leader_of[world.rank] == world.rank else None)
 
 
 def set_aside(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list[str]:
     """Make way for this run on every disk, and say what was moved: what would be mistaken for its own is renamed,
-    checkpoints newer than the one it resumes from, or, when it comes from elsewhere, all that an earlier run left.
-    Unfinished saves and deletions are ended."""
+    checkpoints newer than the one it resumes from, or, when it comes from elsewhere, all that an earlier run left."""
+    directory = run_dir.path / "checkpoints"
+    is_of_this_run = any(world.gather(any(_is_part(entry, resumed) for entry in _entries(directory))))
 
     def make_way() -> list[str]:
-        directory = run_dir.path / "checkpoints"
-        for entry in directory.iterdir() if directory.is_dir() else ():
-            if entry.name.startswith(".checkpoint_"):
-                disk.delete(entry)
         checkpoints = find_checkpoints(directory)
-        mine = [path for path in checkpoints if resumed and path.name == resumed.name and _same(path, resumed)]
-        if mine:
-            in_the_way = checkpoints[: checkpoints.index(mine[0])]
-        elif resumed and not resumed.directories:  # this disk holds no part of it
-            in_the_way = checkpoints
-        else:
+        if not resumed or not is_of_this_run:
             names = (*(["checkpoints"] if checkpoints else []), "metrics.jsonl", "model")
             in_the_way = [path for name in names if (path := run_dir.path / name).exists()]
+        elif not resumed.directories:  # this disk holds none of it
+            in_the_way = checkpoints
+        else:
+            in_the_way = [p for p in checkpoints if step_of(p) >= resumed.step and not _is_part(p, resumed)]
         return [str(move_aside(path)) for path in in_the_way]
 
     moved = world.agree(lambda: make_way() if run_dir.leader_of[world.rank] == world.rank else [])
     return [name for of_rank in world.gather(moved) for name in of_rank]
 
 
-def _same(path: Path, resumed: Checkpoint) -> bool:
-    return any(path.samefile(directory) for directory in resumed.directories)
+def _is_part(path: Path, checkpoint: Checkpoint | None) -> bool:
+    return checkpoint is not None and any(path.samefile(part) for part in checkpoint.directories)
+
+
+def _entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []

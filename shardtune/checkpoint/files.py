@@ -100,6 +100,12 @@ class Checkpoint:
         """The path of a file in the first directory that has it."""
         return next((path for directory in self.directories if (path := directory / file).is_file()), None)
 
+    def why_missing(self, file: str) -> str:
+        """Where a file was written, and where it is not."""
+        places = ", ".join(map(str, self.directories))
+        entry = self.files[file]
+        return f"{file}, written on node {entry['node']} ({entry['host']}), is missing in {places}"
+
 
 def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step:07d}"
@@ -132,8 +138,8 @@ def open_checkpoint(*directories: Path) -> Checkpoint:
     """Read the manifest, which all directories must share.
 
     Raises:
-        Refused: COMPLETE is missing, or does not hold the manifest's digest; or another version wrote it; or the
-            directories are of different checkpoints.
+        Refused: COMPLETE is missing; or another version wrote it; or the directories are of different checkpoints.
+        DamagedCheckpoint: COMPLETE does not hold the manifest's digest.
     """
     opened = [_open_one(directory) for directory in directories]
     for directory, other in zip(directories, opened, strict=True):
@@ -147,12 +153,15 @@ def open_checkpoint(*directories: Path) -> Checkpoint:
 def _open_one(path: Path) -> Checkpoint:
     try:
         complete = (path / "COMPLETE").read_bytes().strip()
-        raw = (path / "manifest.json").read_bytes()
     except OSError as error:
         raise Refused(f"{path}: not a complete checkpoint ({error}) - use another one") from error
+    try:
+        raw = (path / "manifest.json").read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path / 'manifest.json'}: cannot be read ({error.strerror})") from error
     digest = xxhash.xxh3_128(raw).hexdigest()
     if digest.encode() != complete:
-        raise Refused(f"{path / 'manifest.json'}: is not what COMPLETE vouches for - use another checkpoint")
+        raise DamagedCheckpoint(f"{path / 'manifest.json'}: is not what COMPLETE vouches for")
     manifest = json.loads(raw)
     if manifest["format"] != FORMAT:
         raise Refused(
@@ -213,9 +222,7 @@ def check_files(
     def check(name: str) -> str | None:
         path = checkpoint.find(name)
         if path is None:
-            entry = checkpoint.files[name]
-            places = ", ".join(map(str, checkpoint.directories))
-            return f"{name}, written on node {entry['node']} ({entry['host']}), is missing in {places}"
+            return checkpoint.why_missing(name)
         return check_file(checkpoint, name, path, progress)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:

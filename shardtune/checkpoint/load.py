@@ -16,7 +16,7 @@ from .plan import plan_load
 from .state import RANDOM, restore_random_state, training_state
 from .streamed import DTYPES
 
-_TRANSFER_TIMEOUT = datetime.timedelta(days=2)  # a slow link is not an error; a dead rank closes its connection
+TRANSFER_TIMEOUT = datetime.timedelta(days=2)  # a slow link is not an error; a dead rank closes its connection
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,7 @@ def load_checkpoint(
     if random:
         restore_random_state(random, world.rank, world.device)
     else:
-        world.say(
-            f"{checkpoint.name} is of {checkpoint.world_size} ranks and this run of {world.size}: random states "
-            "(dropout) start anew"
-        )
+        world.say(f"Random states (dropout) start anew: {checkpoint.name} has those of another world size")
         set_seed((seed + world.rank + 2654435761 * checkpoint.step) % 2**32)
 
 
@@ -92,7 +89,7 @@ def _receive(checkpoint: Checkpoint, wanted: list[_Wanted], run_dir: RunDir, wor
         return
     amounts = world.gather(sum(part.target.numel() * part.target.element_size() for part in wanted))
     world.say(f"Read from the disks of other nodes: {sum(amounts) / 1e9:.2f} GB")
-    group = dist.new_group(backend="gloo", timeout=_TRANSFER_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
     for receiver, of_rank in enumerate(requests):
         for number, (name, file, bounds) in enumerate(of_rank):
             chunk = next(chunk for chunk in checkpoint.chunks[name] if chunk.file == file)
@@ -115,6 +112,9 @@ def transfer(
     """A box of a chunk for one rank, from its own disk or sent by a rank that has it; None on every other rank.
 
     All ranks call this for the same boxes in the same order.
+
+    Raises:
+        OSError: on the rank that has it, when the other, which waits, has got zeros instead.
     """
     holders = checkpoint.holders[chunk.file]
     if run_dir.leader_of[receiver] in holders:
@@ -122,11 +122,14 @@ def transfer(
     senders = [rank for rank, leader in enumerate(run_dir.leader_of) if leader in holders]
     sender = senders[receiver % len(senders)]
     shape = [edges.stop - edges.start for edges in box]
+    dtype = DTYPES[checkpoint.manifest["tensors"][chunk.tensor]["dtype"]]
     if world.rank == sender:
-        part = read_chunk(checkpoint, chunk, box)
-        dist.send(part.contiguous().reshape(-1).view(torch.uint8), receiver, group)
+        part = torch.zeros(shape, dtype=dtype)
+        try:
+            part = read_chunk(checkpoint, chunk, box)
+        finally:
+            dist.send(part.contiguous().reshape(-1).view(torch.uint8), receiver, group)
     elif world.rank == receiver:
-        dtype = DTYPES[checkpoint.manifest["tensors"][chunk.tensor]["dtype"]]
         received = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8)
         dist.recv(received, sender, group)
         return received.view(dtype).reshape(shape)

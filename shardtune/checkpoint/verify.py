@@ -16,7 +16,7 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
     """Read every byte once, several files at a time, with a progress bar on a terminal; what is wrong, file by file.
 
     Raises:
-        Refused: a directory has no manifest that COMPLETE vouches for.
+        Refused, DamagedCheckpoint: as open_checkpoint.
     """
     checkpoint = open_checkpoint(*directories)
     total = sum(int(entry["bytes"]) for entry in checkpoint.files.values())

@@ -1,0 +1,351 @@
+"""What a checkpoint is made of, read without the program that wrote it; and how checkpoints come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+import xxhash
+from ranks import config_for, on_nodes, on_ranks, run_script, train
+from safetensors.torch import load_file
+from small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, steps_of, write_inputs
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from transformers import AutoModelForCausalLM
+
+from shardtune import rundir
+from shardtune.checkpoint import Saver, disk
+from shardtune.model import build_model
+from shardtune.optim import build_optimizer
+from shardtune.rundir import open_run_dir
+from shardtune.source import read_model_config
+from shardtune.world import join_world, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def run_script_without_pickle(arguments: list[str]) -> None:
+    """torch's own ways of sending and storing objects are pickles."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a pickle")
+
+    torch.save = torch.load = refuse
+    torch.distributed.distributed_c10d._object_to_tensor = refuse
+    run_script(arguments)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> dict[str, Path]:
+    """Folders of runs of three steps on three ranks, of which two are on one node: their disk is shared."""
+    folders = {name: write_inputs(tmp_path_factory.mktemp("saved") / name, models[name]) for name in ("glm", "llama")}
+    for folder in folders.values():
+        arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=3"]
+        done = on_nodes([(folder, 2), (folder, 1)], run_script_without_pickle, arguments)
+        assert done.returncode == 0, done.stderr
+    return folders
+
+
+def whole_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Every sharded tensor of a checkpoint, put together by torch."""
+    described = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["tensors"]
+    tensors = {
+        name: torch.full(entry["shape"], torch.nan, dtype=getattr(torch, entry["dtype"]))
+        for name, entry in described.items()
+        if not name.startswith("random.")
+    }
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["glm", "llama"])
+def test_torch_reads_the_rank_files_by_itself(
+    name: str, tmp_path: Path, saved: dict[str, Path], models: dict[str, Path]
+) -> None:
+    """The weights are those of the exported model, and with the moments those of the same steps on one rank."""
+    tensors = whole_tensors(checkpoint(saved[name] / "run", 3))
+    exported = AutoModelForCausalLM.from_pretrained(saved[name] / "run/model", dtype="auto")
+    expected = {f"model.{key}": tensor for key, tensor in exported.state_dict().items()}
+    if name == "llama":
+        del expected["model.lm_head.weight"]
+    weights = {key: tensor for key, tensor in tensors.items() if key.startswith("model.")}
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+    alone = (*SETTINGS, *CONSTANT, "train.max_steps=3", "train.gradient_accumulation_steps=3", "export.final=false")
+    assert train(1, *alone, cwd=write_inputs(tmp_path, models[name])).returncode == 0
+    reference = load_file(checkpoint(tmp_path / "run", 3) / "rank_00000.safetensors")
+    assert tensors.keys() == {key for key in reference if not key.startswith("random.")}
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(tensor, reference[key], rtol=1e-3, atol=1e-5, msg=key)
+    moments = [tensors[key] for key in tensors if key.startswith("optimizer.exp_avg.")]
+    parameters = sum(1 for _ in exported.parameters())
+    assert len(moments) == parameters and all(tensor.abs().max() > 1e-5 for tensor in moments)
+    assert all(tensor == 3 for key, tensor in tensors.items() if key.startswith("optimizer.step."))
+
+
+def parsed(file: Path) -> tuple[dict[str, Any], int, bytes]:
+    """The header of a safetensors file, where its tensors begin, and all of its bytes."""
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), 8 + length, content
+
+
+@pytest.mark.parametrize("name", ["glm", "llama"])
+def test_the_manifest_says_what_the_files_hold(name: str, saved: dict[str, Path]) -> None:
+    directory = checkpoint(saved[name] / "run", 3)
+    raw = (directory / "manifest.json").read_bytes()
+    assert (directory / "COMPLETE").read_text(encoding="utf-8") == xxhash.xxh3_128(raw).hexdigest() + "\n"
+    manifest = json.loads(raw)
+    present = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert present - {"manifest.json", "COMPLETE"} == manifest["files"].keys()
+    for file, entry in manifest["files"].items():
+        content = (directory / file).read_bytes()
+        assert (entry["bytes"], entry["xxh3_128"]) == (len(content), xxhash.xxh3_128(content).hexdigest())
+
+    files = {file: parsed(directory / file) for file in manifest["files"] if file.startswith("rank_")}
+    ranges: dict[str, list[tuple[int, int]]] = {file: [] for file in files}
+    for tensor, entry in manifest["tensors"].items():
+        times_written = np.zeros(entry["shape"], np.int64)
+        for chunk in entry["chunks"]:
+            header, start, content = files[chunk["file"]]
+            described = header[tensor]
+            begin, end = (start + offset for offset in described["data_offsets"])
+            assert (chunk["begin"], chunk["end"]) == (begin, end)
+            assert chunk["xxh3_128"] == xxhash.xxh3_128(content[begin:end]).hexdigest()
+            assert chunk["sizes"] == described["shape"]
+            assert getattr(torch, entry["dtype"]).itemsize * np.prod(chunk["sizes"], dtype=int) == end - begin
+            sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+            assert sharding[tensor]["saved_offsets"] == chunk["offsets"]
+            box = (slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
+            times_written[tuple(box)] += 1
+            ranges[chunk["file"]].append((begin, end))
+        assert (times_written == 1).all(), tensor
+    for file, (header, start, content) in files.items():  # nothing but tensors, end to end
+        assert len(ranges[file]) == len(header) - 1
+        edges = sorted(ranges[file])
+        assert [begin for begin, _ in edges] == [start, *(end for _, end in edges[:-1])]
+        assert edges[-1][1] == len(content)
+
+
+def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved: dict[str, Path]) -> None:
+    directory = checkpoint(saved["glm"] / "run", 3)
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["world"] == {"size": 3, "mesh": {"shard": 3}, "nodes": [0, 0, 1]}
+    assert [manifest["files"][f"rank_0000{rank}.safetensors"]["node"] for rank in range(3)] == [0, 0, 1]
+    assert {entry["host"] for entry in manifest["files"].values()} == {platform.node()}
+    assert manifest["versions"] == {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+    }
+    config = manifest["state"]["config"]
+    assert config["model"]["path"] == "model" and config["train"]["max_steps"] == 3
+    sorted_json = json.dumps(config, sort_keys=True).encode()
+    assert manifest["config_xxh3_128"] == xxhash.xxh3_128(sorted_json).hexdigest()
+    assert (manifest["state"]["step"], manifest["state"]["epoch"]) == (3, 0) and manifest["state"]["row"] == 9
+    for rank in range(3):
+        assert {f"random.{generator}.0000{rank}" for generator in ("torch", "python", "numpy")} <= manifest[
+            "tensors"
+        ].keys()
+
+
+def test_nothing_but_tensors_and_text_is_stored(saved: dict[str, Path]) -> None:
+    directory = checkpoint(saved["glm"] / "run", 3)
+    assert names(directory) == [
+        "COMPLETE",
+        "huggingface",
+        "manifest.json",
+        *(f"rank_0000{rank}.safetensors" for rank in range(3)),
+    ]
+    for path in (path for path in directory.rglob("*") if path.is_file() and path.suffix != ".safetensors"):
+        text = path.read_text(encoding="utf-8")
+        assert path.suffix in (".json", ".jinja") or path.name == "COMPLETE"
+        if path.suffix == ".json":
+            json.loads(text)
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(
+        names(directory / "huggingface")
+    )
+
+
+def save_while_weights_change(folder: str) -> None:
+    """Each save begins while the one before is written, and every weight has another value by then."""
+    config = config_for(Path(folder) / "model", Path(folder), "model.compute_dtype=float32", "run.dir=run")
+    write_file, may_write = disk.write_file, threading.Event()
+
+    def write_late(path: Path, parts: Any) -> Any:
+        assert may_write.wait(60)
+        return write_file(path, parts)
+
+    def work() -> None:
+        disk.write_file = write_late
+        world = join_world(config.distributed)
+        model = build_model(config, read_model_config(config.model, 128), world)
+        optimizer = build_optimizer(model, config.optimizer)
+        saver = Saver(open_run_dir(Path("run"), world), config.checkpoint, 60, model, optimizer, {}, world)
+        for step in (1, 2, 3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(step)
+            threading.Timer(0.2, may_write.set).start()
+            began = time.monotonic()
+            saver.save({"step": step, "config": {}})
+            assert step == 1 or time.monotonic() - began > 0.1, "a save was in flight"
+            assert len(list(Path("run/checkpoints").glob("checkpoint_*/COMPLETE"))) == step - 1
+            may_write.clear()
+        may_write.set()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(4)
+        saver.finish()
+
+    run(work)
+
+
+def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, models: dict[str, Path]) -> None:
+    write_inputs(tmp_path, models["qwen3"])
+    done = on_ranks(2, save_while_weights_change, str(tmp_path), cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    for step in (2, 3):  # the first is gone
+        for key, tensor in whole_tensors(checkpoint(tmp_path / "run", step)).items():
+            assert not key.startswith("model.") or (tensor == step).all(), key
+
+
+def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting: int) -> None:
+    """Note which whole checkpoints there are after each renaming; let one save fail, and die in one deletion."""
+    rename, delete, write_file = disk.rename, disk.delete, disk.write_file
+
+    def noted(old: Path, new: Path) -> None:
+        rename(old, new)
+        whole = sorted(int(path.parent.name[-7:]) for path in new.parent.glob("checkpoint_*/COMPLETE"))
+        with Path("seen.jsonl").open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(whole)}\n")
+
+    def die(path: Path) -> None:
+        if path.name == f".checkpoint_{dies_when_deleting:07d}.deleting":
+            os.kill(os.getpid(), signal.SIGKILL)
+        delete(path)
+
+    def fail(path: Path, parts: Any) -> Any:
+        if f"checkpoint_{failing_step:07d}" in str(path):
+            raise OSError(28, "No space left on device")
+        return write_file(path, parts)
+
+    disk.rename, disk.delete, disk.write_file = noted, die, fail
+    run_script(arguments)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_as_many_are_kept_as_were_asked_for(keep: int, tmp_path: Path, models: dict[str, Path]) -> None:
+    """Never fewer, although a save in between fails, and the run is killed where it deletes."""
+    write_inputs(tmp_path, models["llama"])
+    settings = (*SETTINGS, *CONSTANT, "train.max_steps=7", "checkpoint.every_steps=1", f"checkpoint.keep={keep}")
+    arguments = ["--config", "config.yaml", *settings, "export.final=false"]
+    killed = on_ranks(1, watch_retention, arguments, 3, 2, cwd=tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    checkpoints = tmp_path / "run/checkpoints"
+    assert ".checkpoint_0000002.deleting" in names(checkpoints)
+    done = on_ranks(1, watch_retention, arguments, 0, 0, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text(encoding="utf-8").splitlines()]
+    committed: set[int] = set()
+    for whole in seen:
+        committed |= set(whole)
+        assert set(sorted(committed)[-keep:]) <= set(whole) and len(whole) <= keep + 1
+    assert committed == {1, 2, 4, 5, 6, 7}
+    assert names(checkpoints) == [f"checkpoint_{step:07d}" for step in sorted(committed)[-keep:]]
+
+
+def run_impatiently(arguments: list[str]) -> None:
+    rundir._LOCK_WAIT_S = 0.3
+    run_script(arguments)
+
+
+def test_a_second_job_in_the_same_folder_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+    first, second = (write_inputs(tmp_path / name, models["llama"]) for name in ("first", "second"))
+    settings = ["--config", "config.yaml", *SETTINGS, *CONSTANT[:2], "export.final=false", "checkpoint.every_steps=5"]
+    ended = []
+    endless = [*settings, "train.epochs=100000"]
+    running = threading.Thread(target=lambda: ended.append(on_ranks(2, run_script, endless, cwd=first)))
+    running.start()
+    while not list(first.glob("run/checkpoints/checkpoint_*")):
+        time.sleep(0.02)
+        assert running.is_alive()
+    refused = on_ranks(2, run_impatiently, [*settings, "run.dir=../first/run"], cwd=second)
+    assert refused.returncode == 2
+    line = refused.stderr.splitlines()[-1]
+    named = re.fullmatch(r"ERROR: run.dir=\S+/first/run is in use by another run \(process (\d+) on (\S+)\) - .*", line)
+    assert named and named[2] == platform.node(), line
+    assert running.is_alive()
+
+    os.kill(int(named[1]), signal.SIGKILL)  # what it names is that run
+    running.join()
+    assert ended[0].returncode == -signal.SIGKILL
+    last = max(int(path.name[-7:]) for path in first.glob("run/checkpoints/checkpoint_*"))
+    again = on_ranks(2, run_impatiently, [*endless, f"train.max_steps={last + 1}"], cwd=first)
+    assert again.returncode == 0 and f"Resumed from checkpoint_{last:07d}" in again.stdout, again.stderr
+
+
+@pytest.fixture
+def three_steps(tmp_path: Path, saved: dict[str, Path], models: dict[str, Path]) -> Path:
+    """A folder with the checkpoints of the steps 1, 2 and 3 of one rank."""
+    write_inputs(tmp_path, models["llama"])
+    settings = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=1", "checkpoint.keep=3", "train.max_steps=3")
+    assert train(1, *settings, cwd=tmp_path).returncode == 0
+    return tmp_path
+
+
+CONTINUE = (*SETTINGS, *CONSTANT, "checkpoint.keep=9", "export.final=false", "train.max_steps=4")
+
+
+def test_nothing_that_is_moved_aside_is_lost(three_steps: Path) -> None:
+    checkpoints = three_steps / "run/checkpoints"
+    (checkpoints / "checkpoint_0000003/COMPLETE").unlink()
+    for taken in ("checkpoint_0000003.aside1", "checkpoint_0000009"):
+        (checkpoints / taken).mkdir()
+        (checkpoints / taken / "notes.txt").write_text(f"of the user, in {taken}", encoding="utf-8")
+    before = digests(checkpoints)
+    done = train(1, *CONTINUE, cwd=three_steps)
+    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
+    assert "Not accepted: run/checkpoints/checkpoint_0000003: not a complete checkpoint" in done.stdout
+    moved = {"checkpoint_0000003/": "checkpoint_0000003.aside2/", "checkpoint_0000009/": "checkpoint_0000009.aside1/"}
+    for old, new in moved.items():
+        assert f"Set aside, not being part of this run: run/checkpoints/{new[:-1]}\n" in done.stdout
+        before = {name.replace(old, new): digest for name, digest in before.items()}
+    after = digests(checkpoints)
+    assert before.items() <= after.items()
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"checkpoint_0000004"}
+
+
+def test_a_part_of_this_run_may_have_any_name(three_steps: Path) -> None:
+    """What came after it is set aside, and what came before stays, as with its own name; so it does the next time."""
+    run_dir = three_steps / "run"
+    undisturbed = steps_of(run_dir)
+    checkpoint(run_dir, 2).rename(run_dir / "checkpoints/before_the_spike")
+    for number in (1, 2):
+        done = train(1, *CONTINUE, "run.resume=run/checkpoints/before_the_spike", cwd=three_steps)
+        assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
+        assert f"run/checkpoints/checkpoint_000000{number + 2}.aside1\n" in done.stdout
+        assert steps_of(run_dir)[:3] == undisturbed and len(steps_of(run_dir)) == 4
+    assert names(run_dir / "checkpoints") == [
+        "before_the_spike",
+        "checkpoint_0000001",
+        "checkpoint_0000003.aside1",
+        "checkpoint_0000004",
+        "checkpoint_0000004.aside1",
+    ]

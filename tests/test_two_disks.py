@@ -1,0 +1,296 @@
+"""Nodes that do not share run.dir: each has a folder of its own, and run.dir is a relative path."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import on_nodes, run_script, train, train_on_nodes
+from safetensors.torch import load_file
+from small_runs import CONSTANT, SETTINGS, checkpoint, close_to, digests, names, steps_of, write_inputs
+
+from shardtune.__main__ import run
+from shardtune.checkpoint import Checkpoint, Saver, disk
+
+SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "checkpoint.keep=9")
+HIDDEN = ".checkpoint_0000004.0123456789ab0001"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """What six steps of three ranks leave on one disk."""
+    folder = write_inputs(tmp_path_factory.mktemp("whole"), models["glm"], dropout=0.2)
+    assert train(3, *SAVES, "train.max_steps=6", cwd=folder).returncode == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """Two nodes, `a` of two ranks and `b` of one, whose run has been going for four steps."""
+    root = tmp_path_factory.mktemp("disks")
+    nodes = [(write_inputs(root / name, models["glm"], dropout=0.2), ranks) for name, ranks in (("a", 2), ("b", 1))]
+    done = train_on_nodes(nodes, *SAVES, "train.max_steps=4", "export.final=false")
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.fixture
+def a(earlier: Path, tmp_path: Path) -> Path:
+    shutil.copytree(earlier, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "a"
+
+
+@pytest.fixture
+def b(a: Path) -> Path:
+    return a.with_name("b")
+
+
+def last_files(*folders: Path) -> dict[str, str]:
+    """The rank files of the last step, on whichever disk they lie."""
+    return {
+        name: digest
+        for folder in folders
+        for name, digest in digests(checkpoint(folder / "run", 6), "*.safetensors").items()
+    }
+
+
+def test_a_run_goes_on_as_on_one_disk(a: Path, b: Path, whole: Path) -> None:
+    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
+    assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
+    assert steps_of(a / "run") == steps_of(whole)
+    for step in (2, 4, 6):
+        one, other = (digests(checkpoint(folder / "run", step)) for folder in (a, b))
+        assert {name for name in one if name.startswith("rank_")} == {f"rank_0000{n}.safetensors" for n in (0, 1)}
+        assert other.keys() - one.keys() == {"rank_00002.safetensors"}
+        assert {name for name in one.keys() & other.keys() if one[name] == other[name]} >= {
+            "manifest.json",
+            "COMPLETE",
+            "huggingface/config.json",
+            "huggingface/tokenizer.json",
+        }
+    assert last_files(a, b) == digests(checkpoint(whole, 6), "*.safetensors")
+    exported = digests(a / "run/model")
+    assert exported.pop(".exported") and {".exported": None} | exported == digests(whole / "model") | {
+        ".exported": None
+    }
+    assert names(b / "run") == [".lock", "checkpoints"] and len(names(a / "run")) == 5
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [("b", 2), ("a", 1)],
+        pytest.param([("b", 1), ("a", 2)], marks=pytest.mark.full),
+        pytest.param([("a", 1), ("b", 2)], marks=pytest.mark.full),
+    ],
+)
+def test_ranks_may_find_their_parts_on_another_disk(
+    layout: list[tuple[str, int]], a: Path, b: Path, whole: Path
+) -> None:
+    """Disks that were swapped, and other numbers of ranks on each: with as many in all the run is the same."""
+    nodes = [({"a": a, "b": b}[name], ranks) for name, ranks in layout]
+    done = train_on_nodes(nodes, *SAVES, "train.max_steps=6")
+    assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
+    assert steps_of(nodes[0][0] / "run")[-2:] == steps_of(whole)[-2:]
+    assert last_files(a, b) == digests(checkpoint(whole, 6), "*.safetensors")
+    assert (nodes[0][0] / "run/model/model.safetensors").read_bytes() == (
+        whole / "model/model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"b": 1, "a": 1},
+        pytest.param({"a": 3, "b": 1}, marks=pytest.mark.full),
+        pytest.param({"a": 1, "c": 1, "b": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_another_number_of_ranks_and_of_disks(sizes: dict[str, int], tmp_path: Path, models: dict[str, Path]) -> None:
+    settings = (*SAVES, "export.final=true")
+
+    def go_on(root: Path, nodes: dict[str, int], last: int) -> str:
+        rows = f"train.gradient_accumulation_steps={12 // sum(nodes.values())}"
+        done = train_on_nodes(
+            [(root / name, n) for name, n in nodes.items()], *settings, rows, f"train.max_steps={last}"
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for name in {"a", "b", *sizes}:
+        write_inputs(tmp_path / name, models["glm"])
+    write_inputs(tmp_path / "one", models["glm"])
+    go_on(tmp_path, {"a": 2, "b": 1}, 2)
+    assert "Resumed from checkpoint_0000002\n" in go_on(tmp_path, sizes, 4)
+    go_on(tmp_path, {"one": 1}, 4)
+    first = tmp_path / next(iter(sizes))
+    assert steps_of(first / "run")[-2:] == close_to(steps_of(tmp_path / "one/run")[-2:])
+    model, expected = (load_file(folder / "run/model/model.safetensors") for folder in (first, tmp_path / "one"))
+    assert all((model[key] - expected[key]).abs().max().item() < 1e-4 for key in expected)
+
+
+def test_a_node_whose_part_is_gone_is_named(a: Path, b: Path, tmp_path: Path, models: dict[str, Path]) -> None:
+    """A new disk: nothing is whole, so nothing is touched. With the part of the older one brought back, it does."""
+    new = write_inputs(tmp_path / "new", models["glm"], dropout=0.2)
+    before = digests(a / "run")
+    done = train_on_nodes([(a, 2), (new, 1)], *SAVES, "train.max_steps=6")
+    assert done.returncode == 2 and digests(a / "run") == before
+    host = os.uname().nodename
+    for line, step in zip(done.stderr.splitlines(), (4, 2), strict=False):
+        missing = f"checkpoint_000000{step}: rank_00002.safetensors, written on node 1 ({host}), is missing"
+        assert line == f"ERROR: {missing} - restore it"
+    assert "run.resume=never" in done.stderr.splitlines()[-1]
+
+    shutil.copytree(checkpoint(b / "run", 2), checkpoint(new / "run", 2))
+    done = train_on_nodes([(a, 2), (new, 1)], *SAVES, "train.max_steps=6")
+    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
+    assert f"Not accepted: checkpoint_0000004: rank_00002.safetensors, written on node 1 ({host})" in done.stdout
+    aside = {f"checkpoint_0000004.aside1/{name}" for name in names(checkpoint(a / "run", 4)) if "." in name}
+    assert aside - {"checkpoint_0000004.aside1/huggingface"} <= digests(a / "run/checkpoints").keys()
+
+
+def test_a_node_that_has_nothing_can_take_part(a: Path, b: Path, tmp_path: Path, models: dict[str, Path]) -> None:
+    """Even as the first, when all parts are on disks that are still there."""
+    new = write_inputs(tmp_path / "new", models["glm"], dropout=0.2)
+    for file in checkpoint(b / "run", 4).glob("rank_*"):
+        shutil.copy(file, checkpoint(a / "run", 4))
+    done = train_on_nodes([(new, 1), (a, 2)], *SAVES, "train.max_steps=6")
+    assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("renamed", ["a", "b", "none"])
+def test_a_crash_between_the_phases_rolls_forward(renamed: str, a: Path, b: Path, whole: Path) -> None:
+    """Prepared everywhere, and renamed on one disk or on none."""
+    for folder in (a, b):
+        if folder.name != renamed:
+            checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / HIDDEN)
+    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
+    assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
+    assert steps_of(a / "run") == steps_of(whole)
+    for folder in (a, b):
+        assert names(folder / "run/checkpoints") == [f"checkpoint_000000{step}" for step in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("lacks", ["COMPLETE", "everything"])
+def test_what_is_not_prepared_everywhere_was_never_saved(lacks: str, a: Path, b: Path, whole: Path) -> None:
+    """It is collected, but not before there is another one to go on from."""
+    for folder in (a, b):
+        checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / HIDDEN)
+    if lacks == "COMPLETE":
+        (b / "run/checkpoints" / HIDDEN / "COMPLETE").unlink()
+    else:
+        shutil.rmtree(b / "run/checkpoints" / HIDDEN)
+    before = [digests(folder / "run") for folder in (a, b)]
+    refused = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6", "run.seed=7")
+    assert refused.returncode == 2 and [digests(folder / "run") for folder in (a, b)] == before
+
+    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
+    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
+    assert "Not accepted: checkpoint_0000004: rank_00002.safetensors" in done.stdout
+    assert steps_of(a / "run") == steps_of(whole)
+    for folder in (a, b):
+        assert names(folder / "run/checkpoints") == [f"checkpoint_000000{step}" for step in (2, 4, 6)]
+
+
+def test_a_crash_in_the_first_save_is_no_reason_to_refuse(a: Path, b: Path, whole: Path) -> None:
+    for folder in (a, b):
+        shutil.rmtree(checkpoint(folder / "run", 2))
+    checkpoint(a / "run", 4).rename(a / "run/checkpoints" / HIDDEN)
+    shutil.rmtree(checkpoint(b / "run", 4))
+    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
+    assert done.returncode == 0 and "Resumed" not in done.stdout, done.stderr
+    assert "Not accepted: checkpoint_0000004: rank_00002.safetensors" in done.stdout
+    assert steps_of(a / "run") == steps_of(whole)
+
+
+def die_at_the_last_rename(arguments: list[str], node: str) -> None:
+    rename = disk.rename
+
+    def die(old: Path, new: Path) -> None:
+        if new.name == "checkpoint_0000006" and os.environ["GROUP_RANK"] == node:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(old, new)
+
+    disk.rename = die
+    run_script(arguments)
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_a_node_that_dies_where_it_would_rename(node: str, a: Path, b: Path, whole: Path) -> None:
+    arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
+    killed = on_nodes([(a, 2), (b, 1)], die_at_the_last_rename, arguments, node)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert any(name.startswith(".checkpoint_0000006.") for name in names((a, b)[int(node)] / "run/checkpoints"))
+    again = on_nodes([(a, 2), (b, 1)], run_script, arguments)
+    assert again.returncode == 0 and "Finished: checkpoint_0000006" in again.stdout, again.stderr
+    assert last_files(a, b) == digests(checkpoint(whole, 6), "*.safetensors")
+    assert (a / "run/model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+
+
+def test_verify_and_export_take_all_parts(a: Path, b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other, older = str(checkpoint(a / "run", 4)), str(checkpoint(b / "run", 4)), str(checkpoint(b / "run", 2))
+    written = []
+    for number, parts in enumerate(([one, other], [other, one])):
+        assert run(["verify", *parts]) == 0
+        assert run(["export", *parts, str(tmp_path / f"out{number}")]) == 0
+        written.append(digests(tmp_path / f"out{number}"))
+    assert written[0] == written[1] and "model.safetensors" in written[0]
+    capsys.readouterr()
+    host = os.uname().nodename
+    for parts, code, named in (
+        ([one], 1, f"rank_00002.safetensors, written on node 1 ({host}), is missing in {one}"),
+        ([other], 1, f"rank_00000.safetensors, written on node 0 ({host}), is missing in {other}"),
+        ([one, older], 2, f"{older}: is not of the same checkpoint as {one}"),
+    ):
+        assert run(["verify", *parts]) == code
+        assert f"ERROR: {named} - " in capsys.readouterr().err
+        assert run(["export", *parts, str(tmp_path / "none")]) == 2
+        assert re.fullmatch(r"ERROR: .* (is missing in|is not of the same) .* - name .*\n", capsys.readouterr().err)
+        assert not (tmp_path / "none").exists() and not (tmp_path / ".none.writing").exists()
+
+
+def test_the_final_model_is_that_of_a_shared_disk(a: Path, b: Path, whole: Path, tmp_path: Path) -> None:
+    """And what `export` makes of the parts."""
+    assert train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6").returncode == 0
+    parts = [str(checkpoint(folder / "run", 6)) for folder in (b, a)]
+    assert run(["export", *parts, str(tmp_path / "out")]) == 0
+    assert digests(tmp_path / "out") == digests(a / "run/model")
+
+
+def damage_before_the_export(arguments: list[str], damage: str) -> None:
+    """Between the last save and the final model, on the second node's disk."""
+    finish = Saver.finish
+
+    def finish_and_damage(saver: Saver) -> Checkpoint:
+        done = finish(saver)
+        file = Path("run/checkpoints/checkpoint_0000006/rank_00002.safetensors")
+        if os.environ["RANK"] == "2" and damage == "missing":
+            file.unlink()
+        elif os.environ["RANK"] == "2":
+            content = bytearray(file.read_bytes())
+            chunk = done.chunks["model.model.layers.0.mlp.up_proj.weight"][-1]
+            assert chunk.file == file.name
+            content[chunk.begin] ^= 1
+            file.write_bytes(content)
+        dist.barrier()
+        return done
+
+    Saver.finish = finish_and_damage
+    run_script(arguments)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_nobody_waits_for_a_part_that_is_not_sound(damage: str, a: Path, b: Path) -> None:
+    arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
+    done = on_nodes([(a, 2), (b, 1)], damage_before_the_export, arguments, damage, timeout_s=60)
+    assert done.returncode == 1 and "rank_00002.safetensors" in done.stderr
+    assert not (a / "run/model").exists()
+    if damage == "flipped":
+        line = done.stderr.splitlines()[-1]
+        assert "tensor model.model.layers.0.mlp.up_proj.weight is not what was saved" in line
+        assert not (a / "run/.model.writing").exists()
