@@ -138,8 +138,8 @@ def open_checkpoint(*directories: Path) -> Checkpoint:
     """Read the manifest, which all directories must share.
 
     Raises:
-        Refused: COMPLETE is missing; or another version wrote it; or the directories are of different checkpoints.
-        DamagedCheckpoint: COMPLETE does not hold the manifest's digest.
+        Refused: it is none; or another version wrote it; or the directories are of different checkpoints.
+        DamagedCheckpoint: COMPLETE or the manifest is missing, or does not fit the other.
     """
     opened = [_open_one(directory) for directory in directories]
     for directory, other in zip(directories, opened, strict=True):
@@ -154,6 +154,8 @@ def _open_one(path: Path) -> Checkpoint:
     try:
         complete = (path / "COMPLETE").read_bytes().strip()
     except OSError as error:
+        if (path / "manifest.json").exists():
+            raise DamagedCheckpoint(f"{path / 'COMPLETE'}: cannot be read ({error.strerror})") from error
         raise Refused(f"{path}: not a complete checkpoint ({error}) - use another one") from error
     try:
         raw = (path / "manifest.json").read_bytes()
