@@ -38,8 +38,10 @@ def on_ranks(
     *arguments: Any,
     cwd: Path,
     timeout_s: float = 240,
+    grace_s: float = 0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first failure ends all.
+    """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first failure ends all:
+    they get SIGTERM, and SIGKILL after `grace_s`.
 
     The exit code is that of this first failure, standard output is rank 0's, standard error that of all.
     """
@@ -58,7 +60,11 @@ def on_ranks(
         if any(process.exitcode for process in started) or time.monotonic() > deadline:
             break
     code = next((process.exitcode for process in started if process.exitcode), 0)
+    for process in running if grace_s else ():
+        process.terminate()
+    ended_by = time.monotonic() + grace_s
     for process in running:
+        process.join(max(0, ended_by - time.monotonic()))
         process.kill()
         process.join()
     errors = "".join(log.with_suffix(".err").read_text(encoding="utf-8") for log in logs)

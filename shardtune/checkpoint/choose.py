@@ -26,6 +26,11 @@ class _Candidate:
     digest: str
     places: dict[int, str]
 
+    @property
+    def is_named(self) -> bool:
+        """Whether it has its name on any disk; else its save never ended, and nobody was told that it is saved."""
+        return any(not Path(place).name.startswith(".") for place in self.places.values())
+
 
 def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoint | None:
     """`auto`: the newest in run.dir of which every byte is what was saved; `never`: None; else that directory.
@@ -38,7 +43,8 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
     """
     if resume == "never":
         return None
-    paths = _visible_and_prepared(run_dir.path / "checkpoints") if resume == "auto" else [Path(resume)]
+    directory = run_dir.path / "checkpoints" if resume == "auto" else Path(resume).parent
+    paths = _visible_and_prepared(directory) if resume == "auto" else [Path(resume)]
     found, rejected = _candidates(paths, run_dir, world)
     for candidate in found:
         checkpoint, problems = _check(candidate, run_dir, world)
@@ -48,11 +54,12 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
             if resume == "auto":
                 checkpoint = _take_up(checkpoint, world)
             return checkpoint
-        rejected += problems
+        if candidate.is_named:
+            rejected += problems
     if rejected:
         raise Refused(
             *rejected,
-            f"no checkpoint in {paths[0].parent} can be resumed from - mend one, or start anew with run.resume=never",
+            f"no checkpoint in {directory} can be resumed from - mend one, or start anew with run.resume=never",
         )
     return None
 
