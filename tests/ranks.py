@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from conftest import REPOSITORY
 
 from shardtune.config import Config, load_config
+from shardtune.world import World
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
@@ -90,6 +92,11 @@ def run_script(arguments: list[str]) -> None:
     sys.argv = [str(REPOSITORY / "train_fsdp.py"), *arguments]
     sys.path.insert(0, str(REPOSITORY))
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def world_of(rank: int, size: int, store: dist.Store) -> World:
+    """A rank, each a node of its own, that can agree with the others of the store, and do nothing else with them."""
+    return World(rank, size, 0, 1, rank, torch.device("cpu"), cast(Any, None), store)
 
 
 def _be_rank(

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import ALWAYS, Call, DiskOs, Fault, install
-from ranks import on_ranks
+from ranks import on_ranks, world_of
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -346,7 +346,7 @@ class Judge:
         assert checkpoint.state == {"step": step, "config": {}}
         assert set(checkpoint.manifest["tensors"]) == set(saved)
         model, optimizer = build()
-        load_checkpoint(checkpoint, model, optimizer, 0, RunDir(roots[0], [0], None), _world(0, 1, dist.HashStore()))
+        load_checkpoint(checkpoint, model, optimizer, 0, RunDir(roots[0], [0], None), world_of(0, 1, dist.HashStore()))
         loaded = training_state(model, optimizer)
         if checkpoint.world_size == 1:
             loaded |= random_state(0, torch.device("cpu"))
@@ -363,15 +363,11 @@ def _make(directory: Path, tree: Tree) -> None:
             (directory / name).write_bytes(content)
 
 
-def _world(rank: int, size: int, store: dist.Store) -> World:
-    return World(rank, size, rank, size, rank, torch.device("cpu"), None, store)
-
-
 def _on_threads(size: int, work: Callable[[World], int]) -> list[int]:
     """Ranks that share no disk; threads, for agreement goes through a store."""
     store = dist.HashStore()
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(_world(rank, size, store)), range(size)))
+        return list(pool.map(lambda rank: work(world_of(rank, size, store)), range(size)))
 
 
 @pytest.fixture(autouse=True)
