@@ -82,15 +82,17 @@ def _candidates(paths: Iterable[Path], run_dir: RunDir, world: World) -> tuple[l
                     problems += refused.problems
                 continue
             entries.append([checkpoint.step, checkpoint.digest, str(path)])
+        entries.sort(key=lambda entry: Path(entry[2]).name != checkpoint_name(entry[0]))
     found: dict[tuple[int, str], dict[int, str]] = {}
     reports = world.gather([entries, problems])
+    problems = [problem for _, of_rank in reports for problem in of_rank]
     for rank, (of_rank, _) in enumerate(reports):
         for step, digest, path_name in of_rank:
-            found.setdefault((step, digest), {}).setdefault(rank, path_name)
+            place = found.setdefault((step, digest), {}).setdefault(rank, path_name)
+            if place != path_name:
+                problems.append(f"{path_name}: has the manifest of {place} - restore its own")
     newest_first = sorted(found.items(), reverse=True, key=lambda item: item[0])
-    return [_Candidate(step, digest, places) for (step, digest), places in newest_first], [
-        problem for _, of_rank in reports for problem in of_rank
-    ]
+    return [_Candidate(step, digest, places) for (step, digest), places in newest_first], problems
 
 
 def _check(candidate: _Candidate, run_dir: RunDir, world: World) -> tuple[Checkpoint, list[str]]:

@@ -146,12 +146,12 @@ def open_checkpoint(*directories: Path) -> Checkpoint:
 
 def _open_one(path: Path) -> Checkpoint:
     try:
-        complete = (path / "COMPLETE").read_bytes().strip()
+        complete = (path / "COMPLETE").read_bytes()
         raw = (path / "manifest.json").read_bytes()
     except OSError as error:
         raise Refused(f"{path}: not a complete checkpoint ({error}) - use another one") from error
     digest = xxhash.xxh3_128(raw).hexdigest()
-    if digest.encode() != complete:
+    if complete != f"{digest}\n".encode():
         raise Refused(f"{path / 'manifest.json'}: is not what COMPLETE vouches for - use another checkpoint")
     manifest = json.loads(raw)
     if manifest["format"] != FORMAT:
