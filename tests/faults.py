@@ -161,6 +161,7 @@ def _then(effect: Effect, do: Callable[..., Any], *arguments: Any) -> Any:
 
 def _signal(number: int) -> None:
     os.kill(os.getpid(), number)
+    time.sleep(0.2)  # another thread may have taken it, and this one is to do nothing before it ends or stops as well
 
 
 def _stop(seconds: float) -> None:

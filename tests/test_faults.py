@@ -62,8 +62,14 @@ def folder(tmp_path: Path, inputs: Path) -> Path:
     return Path(shutil.copytree(inputs, tmp_path / "here"))
 
 
+def command(*settings: str) -> list[str]:
+    """SETTINGS with these added, or in their place."""
+    given = {setting.partition("=")[0] for setting in settings}
+    return [*(setting for setting in SETTINGS if setting.partition("=")[0] not in given), *settings]
+
+
 def run(folder: Path, *settings: str, faults: tuple[Fault, ...] = (), ranks: int = 2, **how: Any) -> Completed:
-    return on_ranks(ranks, run_with, list(faults), [*SETTINGS, *settings], cwd=folder, **how)
+    return on_ranks(ranks, run_with, list(faults), command(*settings), cwd=folder, **how)
 
 
 def steps_of(folder: Path) -> list[tuple[int, float, float]]:
@@ -213,9 +219,9 @@ def test_a_disk_that_is_really_full(folder, undisturbed):
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder / "run")]
     is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
     try:
-        (folder / "run/filler").write_bytes(bytes(3_600_000 if is_mounted else 1))
+        (folder / "run/filler").write_bytes(bytes(3_800_000 if is_mounted else 1))
         room = Fault("mkdir", "*/.checkpoint_0000004.*", make_room)
-        arguments = [*SETTINGS, "train.max_steps=5"]
+        arguments = command("train.max_steps=5")
         limit = 0 if is_mounted else 100_000
         done = on_ranks(2, run_with_room, limit, [room], arguments, cwd=folder)
         assert done.returncode == 0, done.stderr
@@ -274,7 +280,9 @@ def run_impatiently(faults: list[Fault], arguments: list[str]) -> None:
 def test_rank_0_decides_when_no_one_waits_any_more(operation, folder, undisturbed):
     """What it says it has saved is whole, although the others have given up."""
     late = Fault(operation, "*/.checkpoint_0000002.*", stops(7), 0)
-    arguments = [*SETTINGS, "train.max_steps=4", "checkpoint.keep=9", "distributed.save_timeout_s=3"]
+    arguments = command(
+        "train.max_steps=4", "checkpoint.keep=9", "checkpoint.mode=sync", "distributed.save_timeout_s=3"
+    )
     done = on_ranks(2, run_impatiently, [late], arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert set(checkpoints(folder)) == set(said(done, "Saved")) >= {1, 3, 4}
