@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from conftest import REPOSITORY
 
 from shardtune.config import Config, load_config
 from shardtune.metrics import Metrics
+from shardtune.world import World
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
@@ -41,12 +43,14 @@ def on_ranks(
     *arguments: Any,
     cwd: Path,
     timeout_s: float = 240,
+    grace_s: float = 0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first failure ends all.
+    """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first failure ends all:
+    they get SIGTERM, and SIGKILL after `grace_s`.
 
     The exit code is that of this first failure, standard output is rank 0's, standard error that of all.
     """
-    return on_nodes([(cwd, ranks)], work, *arguments, timeout_s=timeout_s)
+    return on_nodes([(cwd, ranks)], work, *arguments, timeout_s=timeout_s, grace_s=grace_s)
 
 
 def on_nodes(
@@ -54,6 +58,7 @@ def on_nodes(
     work: Callable[..., Any],
     *arguments: Any,
     timeout_s: float = 240,
+    grace_s: float = 0,
 ) -> subprocess.CompletedProcess[str]:
     """The same on several nodes: of each the folder in which its ranks run, and how many they are.
 
@@ -76,7 +81,11 @@ def on_nodes(
         if any(process.exitcode for process in started) or time.monotonic() > deadline:
             break
     code = next((process.exitcode for process in started if process.exitcode), 0)
+    for process in running if grace_s else ():
+        process.terminate()
+    ended_by = time.monotonic() + grace_s
     for process in running:
+        process.join(max(0, ended_by - time.monotonic()))
         process.kill()
         process.join()
     errors = "".join(log.with_suffix(".err").read_text(encoding="utf-8") for log in logs)
@@ -145,6 +154,11 @@ def _environment(nodes: Sequence[tuple[Path, int]], node: int, local_rank: int, 
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     return {name: str(value) for name, value in values.items()}
+
+
+def world_of(rank: int, size: int, store: dist.Store) -> World:
+    """A rank, each a node of its own, that can agree with the others of the store, and do nothing else with them."""
+    return World(rank, size, 0, 1, rank, torch.device("cpu"), cast(Any, None), store)
 
 
 def _be_rank(

@@ -297,8 +297,10 @@ def test_a_second_job_in_the_same_folder_is_refused(tmp_path: Path, models: dict
     running.join()
     assert ended[0].returncode == -signal.SIGKILL
     last = max(int(path.name[-7:]) for path in first.glob("run/checkpoints/checkpoint_*"))
-    again = on_ranks(2, run_impatiently, [*endless, f"train.max_steps={last + 1}"], cwd=first)
-    assert again.returncode == 0 and f"Resumed from checkpoint_{last:07d}" in again.stdout, again.stderr
+    again = on_ranks(2, run_impatiently, [*endless, f"train.max_steps={last + 6}"], cwd=first)
+    assert again.returncode == 0, again.stderr
+    resumed = re.search(r"Resumed from checkpoint_(\d+)", again.stdout)
+    assert resumed and int(resumed[1]) in (last, last + 5), again.stdout  # the save in flight may have been prepared
 
 
 @pytest.fixture

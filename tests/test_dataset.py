@@ -335,7 +335,7 @@ def test_an_interrupted_run_leaves_nothing_and_says_one_line(model: Path, tmp_pa
         errors = process.communicate(timeout=60)[1]
     finally:
         process.kill()
-    assert errors == "ERROR: interrupted from the keyboard - run the same command again to resume\n"
+    assert errors == "ERROR: ended by SIGINT before the first step, with nothing to save - run the same command again\n"
     assert process.returncode == 1 and time.monotonic() - interrupted < 5
     assert not any(command_line(pid) for pid in workers)
     assert names_in(cache) == []

@@ -35,8 +35,9 @@ class _Candidate:
     places: dict[int, str]
 
     @property
-    def has_name(self) -> bool:
-        return not all(Path(path).name.startswith(".") for path in self.places.values())
+    def is_named(self) -> bool:
+        """Whether it has its name on any disk; else its save never ended, and nobody was told that it is saved."""
+        return any(not Path(place).name.startswith(".") for place in self.places.values())
 
 
 def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoint | None:
@@ -50,7 +51,8 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
     """
     if resume == "never":
         return None
-    paths = _visible_and_prepared(run_dir.path / "checkpoints") if resume == "auto" else [Path(resume)]
+    directory = run_dir.path / "checkpoints" if resume == "auto" else Path(resume).parent
+    paths = _visible_and_prepared(directory) if resume == "auto" else [Path(resume)]
     found, rejected = _candidates(paths, run_dir, world)
     was_named = bool(rejected)  # what never had its name was never saved, and is no loss
     for candidate in found:
@@ -62,12 +64,11 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
                 checkpoint = _take_up(checkpoint, run_dir, world)
             return checkpoint
         rejected += problems
-        was_named = was_named or candidate.has_name
+        was_named = was_named or candidate.is_named
     if rejected and was_named:
-        where = run_dir.path / "checkpoints" if resume == "auto" else Path(resume).parent
         raise Refused(
             *rejected,
-            f"no checkpoint in {where} can be resumed from - mend one, or start anew with run.resume=never",
+            f"no checkpoint in {directory} can be resumed from - mend one, or start anew with run.resume=never",
         )
     for reason in rejected:
         world.say(f"Not accepted: {reason}")
@@ -92,15 +93,17 @@ def _candidates(paths: Iterable[Path], run_dir: RunDir, world: World) -> tuple[l
                     problems.append(str(error) if isinstance(error, Refused) else f"{error} - restore it")
                 continue
             entries.append([checkpoint.step, checkpoint.digest, str(path)])
+        entries.sort(key=lambda entry: Path(entry[2]).name != checkpoint_name(entry[0]))
     found: dict[tuple[int, str], dict[int, str]] = {}
     reports = world.gather([entries, problems])
+    problems = [problem for _, of_rank in reports for problem in of_rank]
     for rank, (of_rank, _) in enumerate(reports):
         for step, digest, path_name in of_rank:
-            found.setdefault((step, digest), {}).setdefault(rank, path_name)
+            place = found.setdefault((step, digest), {}).setdefault(rank, path_name)
+            if place != path_name:
+                problems.append(f"{path_name}: has the manifest of {place} - restore its own")
     newest_first = sorted(found.items(), reverse=True, key=lambda item: item[0])
-    return [_Candidate(step, digest, places) for (step, digest), places in newest_first], [
-        problem for _, of_rank in reports for problem in of_rank
-    ]
+    return [_Candidate(step, digest, places) for (step, digest), places in newest_first], problems
 
 
 def _check(candidate: _Candidate, run_dir: RunDir, world: World) -> tuple[Checkpoint, list[str]]:

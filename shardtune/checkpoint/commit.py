@@ -73,8 +73,8 @@ def write_and_commit(
     """
     deadline = time.monotonic() + attempt.timeout_s
     outcome: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     try:
-        report: dict[str, Any] = {}
         try:
             disk.make_directory(attempt.hidden)
             report["done"] = write(attempt.hidden)
@@ -89,7 +89,8 @@ def write_and_commit(
             _follow(attempt, deadline)
         outcome = _wait(attempt, "outcome", deadline + _DECISION_ARRIVES_S)
     except (TimeoutError, dist.DistError) as error:
-        outcome = {"problem": f"{_problem(attempt, error)}: no word from rank 0"}
+        # Rank 0 may still commit what was reported to it: that is not deleted before the next start.
+        outcome = {"problem": f"{_problem(attempt, error)}: no word from rank 0", "decided": "done" in report}
     if "problem" in outcome:
         if not outcome.get("decided"):
             _clean(attempt)
@@ -190,10 +191,11 @@ def _collect(attempt: Attempt, what: str, ranks: Iterable[int], deadline: float)
             if "problem" in (told := read(attempt.store, keys[rank])):
                 raise NotSaved(told["problem"]) from error
         late = [rank for rank, key in keys.items() if not attempt.store.check([key])]
-        raise NotSaved(
-            f"no word from rank {', '.join(map(str, late[:8]))} within {attempt.timeout_s} s "
-            "(distributed.save_timeout_s)"
-        ) from error
+        if late:
+            raise NotSaved(
+                f"no word from rank {', '.join(map(str, late[:8]))} within {attempt.timeout_s} s "
+                "(distributed.save_timeout_s)"
+            ) from error
     reports = [read(attempt.store, key) for key in keys.values()]
     for report in reports:
         if "problem" in report:

@@ -68,9 +68,14 @@ def sync_directory(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a file or directory another name beside its own, durably. `new` must not exist."""
-    os.rename(old, new)
-    sync_directory(new.parent)
+    """Give a file or directory another name beside its own, durably or not at all. `new` must not exist."""
+    try:
+        os.rename(old, new)
+        sync_directory(new.parent)
+    except OSError:
+        if not old.exists():  # it has its new name, which may not last
+            os.rename(new, old)
+        raise
 
 
 def delete(path: Path) -> None:

@@ -152,7 +152,7 @@ def open_checkpoint(*directories: Path) -> Checkpoint:
 
 def _open_one(path: Path) -> Checkpoint:
     try:
-        complete = (path / "COMPLETE").read_bytes().strip()
+        complete = (path / "COMPLETE").read_bytes()
     except OSError as error:
         if (path / "manifest.json").exists():
             raise DamagedCheckpoint(f"{path / 'COMPLETE'}: cannot be read ({error.strerror})") from error
@@ -162,7 +162,7 @@ def _open_one(path: Path) -> Checkpoint:
     except OSError as error:
         raise DamagedCheckpoint(f"{path / 'manifest.json'}: cannot be read ({error.strerror})") from error
     digest = xxhash.xxh3_128(raw).hexdigest()
-    if digest.encode() != complete:
+    if complete != f"{digest}\n".encode():
         raise DamagedCheckpoint(f"{path / 'manifest.json'}: is not what COMPLETE vouches for")
     manifest = json.loads(raw)
     if manifest["format"] != FORMAT:

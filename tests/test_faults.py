@@ -1,0 +1,526 @@
+"""What a disk, a signal and time can do to the saves of a run: each is survived or named, and changes no number."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from conftest import chats, read_metrics, write_jsonl
+from faults import ALWAYS, Fault, fails, kills, run_with, sleeps, stops, then, writes_less
+from ranks import on_ranks, world_of
+
+from shardtune.checkpoint import agree_on_checkpoint, commit, disk, open_checkpoint
+from shardtune.checkpoint.files import ASSETS, check_files, find_checkpoints, step_of
+from shardtune.errors import Refused
+from shardtune.rundir import RunDir
+
+Completed = subprocess.CompletedProcess[str]
+MANY_STEPS = 400
+SETTINGS = [
+    "--config",
+    "config.yaml",
+    "model.path=model",
+    "model.compute_dtype=float32",
+    "data.train=train.jsonl",
+    "data.max_length=128",
+    "train.epochs=1000",
+    "scheduler.name=constant",
+    "scheduler.warmup_ratio=0",
+    "optimizer.lr=1e-3",
+    "checkpoint.every_steps=1",
+    "export.final=false",
+    "run.dir=run",
+]
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """Data, and a model with dropout: a random state that is not put back changes every loss."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_jsonl(folder / "train.jsonl", chats(30))
+    (folder / "config.yaml").touch()
+    shutil.copytree(models["llama"], folder / "model")
+    config = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
+    (folder / "model/config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, inputs: Path) -> Path:
+    return Path(shutil.copytree(inputs, tmp_path / "here"))
+
+
+def command(*settings: str) -> list[str]:
+    """SETTINGS with these added, or in their place."""
+    given = {setting.partition("=")[0] for setting in settings}
+    return [*(setting for setting in SETTINGS if setting.partition("=")[0] not in given), *settings]
+
+
+def run(folder: Path, *settings: str, faults: tuple[Fault, ...] = (), ranks: int = 2, **how: Any) -> Completed:
+    return on_ranks(ranks, run_with, list(faults), command(*settings), cwd=folder, **how)
+
+
+def steps_of(folder: Path) -> list[tuple[int, float, float]]:
+    return [(step["step"], step["loss"], step["grad_norm"]) for step in read_metrics(folder / "run", "step")]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
+    """The first steps of a run that never saves before its end."""
+    seen: list[Any] = []
+
+    def first(count: int) -> list[Any]:
+        if count > len(seen):
+            here = Path(shutil.copytree(inputs, tmp_path_factory.mktemp("undisturbed") / "here"))
+            steps = 40 if count <= 40 else MANY_STEPS
+            done = run(here, f"train.max_steps={steps}", "checkpoint.every_steps=0")
+            assert done.returncode == 0, done.stderr
+            seen[:] = steps_of(here)
+        return seen[:count]
+
+    return first
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """The steps of all that is listed, oldest first; each must be whole."""
+    found = find_checkpoints(folder / "run/checkpoints")
+    for path in found:
+        checkpoint = open_checkpoint(path)
+        assert not [problem for problem in check_files(checkpoint, list(checkpoint.files), 1).values() if problem]
+    return sorted(map(step_of, found))
+
+
+def hidden(folder: Path) -> list[str]:
+    return [path.name for path in (folder / "run/checkpoints").glob(".*")]
+
+
+def said(done: Completed, what: str) -> list[int]:
+    """The steps of the checkpoints of which a run says this."""
+    return [int(step) for step in re.findall(rf"^{what}:? checkpoint_(\d+)", done.stdout, re.MULTILINE)]
+
+
+# Disks that fail
+
+# Where, and on which rank, a save may fail; `{}` is its hidden directory.
+PLACES = [
+    ("mkdir", "{}", 1, 1),
+    ("mkdir", "{}/huggingface", 0, 1),
+    ("open", "{}/rank_00001.safetensors", 1, 1),
+    ("write", "{}/rank_00000.safetensors", 0, 1),
+    ("write", "{}/rank_00001.safetensors", 1, 9),
+    ("fsync", "{}/rank_00001.safetensors", 1, 1),
+    ("close", "{}/rank_00000.safetensors", 0, 1),
+    ("write", "{}/huggingface/config.json", 0, 1),
+    ("open", "{}/manifest.json", 0, 1),
+    ("write", "{}/manifest.json", 0, 1),
+    ("fsync", "{}/COMPLETE", 0, 1),
+    ("fsync", "{}", 0, 2),
+    ("rename", "{}", 0, 1),
+]
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS)
+
+
+def place(number: int, step: int, effect: Any) -> Fault:
+    operation, pattern, rank, nth = PLACES[number]
+    return Fault(operation, "*/" + pattern.format(f".checkpoint_{step:07d}." + "?" * 12), effect, rank, nth)
+
+
+def check_failing_saves(
+    folder: Path, mode: str, effects: list[tuple[int, Any, str]], undisturbed: Callable[[int], list[Any]]
+) -> None:
+    """Every second save fails, each in another place (a number of PLACES) and way; the others must succeed."""
+    faults = {2 * number: place(where, 2 * number, effect) for number, (where, effect, _) in enumerate(effects, 1)}
+    total = 2 * len(effects) + 1
+    done = run(
+        folder,
+        f"train.max_steps={total}",
+        f"checkpoint.mode={mode}",
+        "checkpoint.keep=1000",
+        faults=tuple(faults.values()),
+    )
+    assert done.returncode == 0, done.stderr
+    good = [step for step in range(1, total + 1) if step not in faults]
+    assert said(done, "Not saved") == list(faults)
+    assert said(done, "Saved") == good
+    for step, (_, _, reason) in zip(faults, effects, strict=True):
+        line = next(line for line in done.stdout.splitlines() if line.startswith(f"Not saved: checkpoint_{step:07d}: "))
+        assert re.search(rf"rank {faults[step].rank} on \S+: .*{reason}", line)
+    assert checkpoints(folder) == good
+    assert not hidden(folder)
+    assert steps_of(folder) == undisturbed(total)
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.full)])
+def test_a_save_that_fails_is_said_and_deleted_and_the_next_works(mode, folder, undisturbed):
+    ways = [(fails(error), os.strerror(error)) for error in ERRORS]
+    effects = [(where, *ways[where % len(ways)]) for where in range(len(PLACES))]
+    effects.append((4, fails(MemoryError("a failure of the program")), "MemoryError: a failure of the program"))
+    effects.append((12, then(fails(errno.EIO)), os.strerror(errno.EIO)))  # renamed, and the name cannot be synced
+    check_failing_saves(folder, mode, effects, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_every_error_in_every_place(mode, folder, undisturbed):
+    effects = [(where, fails(error), os.strerror(error)) for where in range(len(PLACES)) for error in ERRORS]
+    effects += [(where, fails(RuntimeError("not the disk")), "RuntimeError") for where in range(len(PLACES))]
+    check_failing_saves(folder, mode, effects, undisturbed)
+
+
+def test_short_writes_are_continued(folder, undisturbed):
+    """And an old checkpoint that cannot be deleted is said, and deleted by the next run; as is a last save that fails:
+    the same command goes on."""
+    short = Fault("write", "*/.checkpoint_0000001.*", writes_less(777), times=ALWAYS)
+    undeleted = Fault("unlink", "*/.checkpoint_0000001.deleting/*", fails(errno.EIO))
+    last = Fault("write", "*/.checkpoint_0000004.*/rank_00000.safetensors", fails(errno.ENOSPC), rank=0)
+    done = run(folder, "train.max_steps=4", "checkpoint.keep=1", faults=(short, undeleted, last))
+    assert done.returncode == 1
+    assert said(done, "Saved") == [1, 2, 3] and said(done, "Not saved") == [4]
+    assert "an old checkpoint could not be deleted: rank 0" in done.stdout
+    assert hidden(folder) == [".checkpoint_0000001.deleting"] and checkpoints(folder) == [3]
+    error = done.stderr.splitlines()[-1]
+    assert re.fullmatch(r"ERROR: checkpoint_0000004 was not saved: rank 0 on .*No space left.* - make room .*", error)
+
+    again = run(folder, "train.max_steps=4", "checkpoint.keep=1")
+    assert again.returncode == 0, again.stderr
+    assert said(again, "Resumed from") == [3]
+    assert not hidden(folder) and checkpoints(folder) == [4]
+    assert steps_of(folder) == undisturbed(4)
+
+
+def make_room(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
+    Path("run/filler").unlink(missing_ok=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return do(path, *arguments)
+
+
+def run_with_room(bytes_per_file: int, faults: list[Fault], arguments: list[str]) -> None:
+    if bytes_per_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_per_file, resource.RLIM_INFINITY))
+    run_with(faults, arguments)
+
+
+def test_a_disk_that_is_really_full(folder, undisturbed):
+    """A small filesystem with one file too many, which is deleted before the fourth save; without the right to mount
+    one, files that may not grow."""
+    (folder / "run").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder / "run")]
+    is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        (folder / "run/filler").write_bytes(bytes(3_800_000 if is_mounted else 1))
+        room = Fault("mkdir", "*/.checkpoint_0000004.*", make_room)
+        arguments = command("train.max_steps=5")
+        limit = 0 if is_mounted else 100_000
+        done = on_ranks(2, run_with_room, limit, [room], arguments, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        reason = os.strerror(errno.ENOSPC if is_mounted else errno.EFBIG)
+        assert said(done, "Not saved") == [1, 2, 3] and done.stdout.count(reason) == 3
+        assert said(done, "Saved") == [4, 5] == checkpoints(folder)
+        assert not hidden(folder)
+        assert steps_of(folder) == undisturbed(5)
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", str(folder / "run")], check=True)
+
+
+# Ranks that are late
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        (
+            Fault("write", "*/.checkpoint_0000002.*", sleeps(6), 1),
+            Fault("fsync", "*/.checkpoint_0000004.*", stops(6), 1),
+        ),
+        pytest.param(
+            (
+                Fault("mkdir", "*/.checkpoint_0000002.*", sleeps(6), 1),
+                Fault("open", "*/.checkpoint_0000004.*", stops(6), 1),
+            ),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            (
+                Fault("close", "*/.checkpoint_0000002.*", sleeps(6), 1),
+                Fault("close", "*/.checkpoint_0000004.*", stops(6), 1),
+            ),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_rank_later_than_the_deadline(late, folder, undisturbed):
+    """The save is given up on all ranks, and training goes on: with a slow disk at once."""
+    done = run(folder, "train.max_steps=5", "checkpoint.keep=9", "distributed.save_timeout_s=3", faults=late)
+    assert done.returncode == 0, done.stderr
+    assert said(done, "Not saved") == [2, 4] and said(done, "Saved") == [1, 3, 5] == checkpoints(folder)
+    assert done.stdout.count("no word from rank 1 within 3.0 s (distributed.save_timeout_s)") == 2
+    assert not hidden(folder)
+    assert steps_of(folder) == undisturbed(5)
+
+
+def run_impatiently(faults: list[Fault], arguments: list[str]) -> None:
+    vars(commit)["_DECISION_ARRIVES_S"] = 1
+    run_with(faults, arguments)
+
+
+@pytest.mark.parametrize("operation", ["rename", pytest.param("open", marks=pytest.mark.full)])
+def test_rank_0_decides_when_no_one_waits_any_more(operation, folder, undisturbed):
+    """What it says it has saved is whole, although the others have given up."""
+    late = Fault(operation, "*/.checkpoint_0000002.*", stops(7), 0)
+    arguments = command(
+        "train.max_steps=4", "checkpoint.keep=9", "checkpoint.mode=sync", "distributed.save_timeout_s=3"
+    )
+    done = on_ranks(2, run_impatiently, [late], arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert set(checkpoints(folder)) == set(said(done, "Saved")) >= {1, 3, 4}
+    assert steps_of(folder) == undisturbed(4)
+
+
+# Ranks that are killed
+
+
+def killed(folder: Path, fault: Fault, newest: int, grace_s: float) -> int:
+    """Run until the fault ends a rank; the newest step that was ever said to be saved."""
+    done = run(
+        folder,
+        f"train.max_steps={newest + 6}",
+        "checkpoint.keep=1",
+        "distributed.save_timeout_s=20",
+        faults=(fault,),
+        grace_s=grace_s,
+    )
+    assert done.returncode == -9, (fault, done.stdout, done.stderr)
+    assert not newest or said(done, "Resumed from")[:1] >= [newest] or "Saved" not in done.stdout
+    newest = max([newest, *said(done, "Saved")])
+    assert max(checkpoints(folder), default=0) >= newest
+    return newest
+
+
+def check_kills(folder: Path, faults: list[Fault], undisturbed: Callable[[int], list[Any]]) -> None:
+    """Launch after launch of one run, each killed; of the others every second time also the rest, at once."""
+    newest = 0
+    for number, fault in enumerate(faults):
+        newest = killed(folder, fault, newest, grace_s=number % 2 * 1.5)
+    total = max(checkpoints(folder)) + 2
+    done = run(folder, f"train.max_steps={total}")
+    assert done.returncode == 0, done.stderr
+    assert not hidden(folder)
+    assert steps_of(folder) == undisturbed(total)
+
+
+def test_killed_at_any_point_the_run_goes_on_as_if_it_had_not_been(folder, undisturbed):
+    faults = [
+        Fault("rename", "*/.checkpoint_*", kills(), rank=0, nth=2),
+        Fault("write", "*/rank_00001.safetensors", kills(), rank=1, nth=70),
+        Fault("unlink", "*.deleting/*", kills(), rank=0, nth=3),
+        Fault("fsync", "*/COMPLETE", then(kills()), rank=0, nth=2),
+    ]
+    check_kills(folder, faults, undisturbed)
+
+
+def note_calls(do: Callable[..., Any], path: Path) -> Any:
+    """At the beginning of the third save, leave what this rank has called in a file; patterns in place of numbers."""
+    calls = []
+    for call in vars(disk)["os"].calls:
+        pattern = re.sub(r"/\.checkpoint_\d{7}\.[0-9a-f]{12}", "/.checkpoint_*." + "?" * 12, call.path)
+        calls.append([call.operation, re.sub(r"checkpoint_\d{7}", "checkpoint_*", pattern)])
+    Path(f"calls{os.environ['RANK']}.json").write_text(json.dumps(calls), encoding="utf-8")
+    return do(path)
+
+
+def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
+    """Every call of the second save of a run, as rank, operation, pattern and count; of many on one file, three."""
+    done = run(
+        folder,
+        "train.max_steps=3",
+        "checkpoint.keep=1",
+        faults=(Fault("mkdir", "*/.checkpoint_0000003.*", note_calls),),
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        calls = [tuple(call) for call in json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))]
+        second = [
+            n for n, (operation, pattern) in enumerate(calls) if operation == "mkdir" and "/.checkpoint" in pattern
+        ]
+        second = [n for n in second if "huggingface" not in calls[n][1]][-1]
+        for operation, pattern in dict.fromkeys(calls[second:]):
+            before, all_of_them = calls[:second].count((operation, pattern)), calls.count((operation, pattern))
+            for nth in sorted({before + 1, (before + 1 + all_of_them) // 2, all_of_them}):
+                yield rank, operation, pattern, nth
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("when", [kills(), then(kills())], ids=["before", "after"])
+def test_killed_at_every_point(when, folder, tmp_path, inputs, undisturbed):
+    clean = Path(shutil.copytree(inputs, tmp_path / "clean"))
+    faults = [Fault(operation, pattern, when, rank, nth) for rank, operation, pattern, nth in points(clean)]
+    print(f"{len(faults)} points")
+    check_kills(folder, faults, undisturbed)
+
+
+# Checkpoints that are not what was saved
+
+
+@pytest.fixture(scope="module")
+def saved(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with three checkpoints."""
+    here = Path(shutil.copytree(inputs, tmp_path_factory.mktemp("saved") / "here"))
+    assert run(here, "train.max_steps=3", "checkpoint.keep=3").returncode == 0
+    return here
+
+
+def resumed_step(folder: Path, resume: str = "auto") -> int:
+    found = agree_on_checkpoint(RunDir(folder / "run", [0], None), resume, world_of(0, 1, dist.HashStore()))
+    return found.step if found else 0
+
+
+def tensor_at(file: Path, offset: int) -> str:
+    """The tensor that has this byte of a safetensors file, or nothing."""
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__")
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    return next((name for name, (begin, end) in places.items() if begin <= offset - start < end), "")
+
+
+def flips(newest: Path) -> Iterator[tuple[Path, int, int]]:
+    """200 bits of a checkpoint, as many of each of its files; and all of its smallest file."""
+    source, files = random.Random(0), sorted(path for path in newest.rglob("*") if path.is_file())
+    for number in range(200):
+        file = files[number % len(files)]
+        yield file, source.randrange(file.stat().st_size), source.randrange(8)
+    yield from ((newest / "COMPLETE", offset, bit) for offset, bit in itertools.product(range(33), range(8)))
+
+
+def test_every_flipped_bit_is_found_and_named(saved, tmp_path, capsys):
+    folder = Path(shutil.copytree(saved, tmp_path / "here"))
+    in_tensors = 0
+    for file, offset, bit in flips(folder / "run/checkpoints/checkpoint_0000003"):
+        good = file.read_bytes()
+        tensor = tensor_at(file, offset) if file.suffix == ".safetensors" else ""
+        file.write_bytes(good[:offset] + bytes([good[offset] ^ 1 << bit]) + good[offset + 1 :])
+        assert resumed_step(folder) == 2, (file, offset, bit)
+        said = capsys.readouterr().out
+        assert "Not accepted: " in said and str(file).replace("COMPLETE", "manifest.json") in said
+        assert f"first in tensor {tensor} " in said or not tensor
+        in_tensors += bool(tensor)
+        file.write_bytes(good)
+    assert in_tensors > 30
+    assert resumed_step(folder) == 3
+
+
+def truncated(checkpoint: Path) -> str:
+    os.truncate(checkpoint / "rank_00001.safetensors", 100_000)
+    return "rank_00001.safetensors: its bytes are not those that were saved (its length is not "
+
+
+def extended(checkpoint: Path) -> str:
+    with (checkpoint / "rank_00000.safetensors").open("ab") as file:
+        file.write(b"0")
+    return "rank_00000.safetensors: its bytes are not those that were saved (its length is not "
+
+
+def swapped(checkpoint: Path) -> str:
+    files = [checkpoint / f"rank_0000{rank}.safetensors" for rank in (0, 1)]
+    files[0].rename(checkpoint / "other")
+    files[1].rename(files[0])
+    (checkpoint / "other").rename(files[1])
+    return "rank_00000.safetensors: its bytes are not those that were saved"
+
+
+def missing(checkpoint: Path) -> str:
+    (checkpoint / "rank_00001.safetensors").unlink()
+    return "rank_00001.safetensors, written on node 0 ("
+
+
+def missing_asset(checkpoint: Path) -> str:
+    (checkpoint / ASSETS / "tokenizer.json").unlink()
+    return "huggingface/tokenizer.json, written on node 0 ("
+
+
+def foreign(checkpoint: Path) -> str:
+    shutil.copy(checkpoint.with_name("checkpoint_0000002") / "rank_00001.safetensors", checkpoint)
+    return "rank_00001.safetensors: its bytes are not those that were saved, first in tensor "
+
+
+def foreign_manifest(checkpoint: Path) -> str:
+    for name in ("manifest.json", "COMPLETE"):
+        shutil.copy(checkpoint.with_name("checkpoint_0000002") / name, checkpoint)
+    return "checkpoint_0000003: "
+
+
+def foreign_mark(checkpoint: Path) -> str:
+    shutil.copy(checkpoint.with_name("checkpoint_0000002") / "COMPLETE", checkpoint)
+    return "manifest.json: is not what COMPLETE vouches for"
+
+
+DAMAGES = [truncated, extended, swapped, missing, missing_asset, foreign, foreign_manifest, foreign_mark]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_what_was_saved_is_named_and_the_one_before_is_taken(damage, saved, tmp_path, capsys):
+    folder = Path(shutil.copytree(saved, tmp_path / "here"))
+    newest = folder / "run/checkpoints/checkpoint_0000003"
+    named = damage(newest)
+    assert resumed_step(folder) == 2
+    said = capsys.readouterr().out
+    assert "Not accepted: " in said and "checkpoint_0000003" in said and named in said
+    if damage is not foreign_manifest:
+        with pytest.raises(Refused, match=re.escape(named)):
+            resumed_step(folder, str(newest))
+
+
+# For long
+
+
+def note_size(do: Callable[..., Any], path: Path) -> Any:
+    """Resident memory and open files, before a save."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    with Path("sizes").open("a", encoding="utf-8") as file:
+        file.write(f"{pages * resource.getpagesize()} {files}\n")
+    return do(path)
+
+
+def random_faults(saves: int, seed: int) -> Iterator[Fault]:
+    source = random.Random(seed)
+    effects = [*(fails(error) for error in ERRORS), fails(ValueError("x")), writes_less(100), sleeps(0.05)]
+    for step in range(2, saves):
+        if source.random() < 0.5:
+            names = ("rank_00000.safetensors", "manifest.json", "COMPLETE", "huggingface*", "")
+            pattern = f"*/.checkpoint_{step:07d}.{'?' * 12}" + source.choice(
+                [f"/{name}" for name in names if name] + [""]
+            )
+            operation = source.choice(("open", "write", "fsync", "close", "mkdir", "rename"))
+            effect = source.choice(effects if operation == "write" else [*effects[:5], effects[-1]])
+            yield Fault(operation, pattern, effect, nth=source.randint(1, 3))
+        if source.random() < 0.1:
+            yield Fault(source.choice(("unlink", "rmdir")), f"*/.checkpoint_{step - 1:07d}.deleting*", fails(errno.EIO))
+
+
+@pytest.mark.full
+def test_200_saves_with_random_faults_leave_memory_and_files_as_they_were(folder, undisturbed):
+    saves = 201
+    faults = (Fault("mkdir", "*/.checkpoint_*." + "?" * 12, note_size, times=ALWAYS), *random_faults(saves, 7))
+    done = run(folder, f"train.max_steps={saves}", "checkpoint.keep=2", faults=faults, ranks=1)
+    assert done.returncode == 0, done.stderr
+    failed = said(done, "Not saved")
+    assert len(failed) > 20 and sorted(failed + said(done, "Saved")) == list(range(1, saves + 1))
+    sizes = [tuple(map(int, line.split())) for line in (folder / "sizes").read_text(encoding="utf-8").splitlines()]
+    memory, files = zip(*sizes, strict=True)
+    assert max(memory[-20:]) < max(memory[20:40]) + 4_000_000
+    assert max(files[-20:]) <= max(files[20:40])
