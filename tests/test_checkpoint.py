@@ -324,7 +324,7 @@ def test_nothing_that_is_moved_aside_is_lost(three_steps: Path) -> None:
     before = digests(checkpoints)
     done = train(1, *CONTINUE, cwd=three_steps)
     assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
-    assert "Not accepted: run/checkpoints/checkpoint_0000003: not a complete checkpoint" in done.stdout
+    assert "Not accepted: run/checkpoints/checkpoint_0000003/COMPLETE: cannot be read (" in done.stdout
     moved = {"checkpoint_0000003/": "checkpoint_0000003.aside2/", "checkpoint_0000009/": "checkpoint_0000009.aside1/"}
     for old, new in moved.items():
         assert f"Set aside, not being part of this run: run/checkpoints/{new[:-1]}\n" in done.stdout

@@ -31,8 +31,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardtune.checkpoint import Saver, agree_on_checkpoint, disk, load_checkpoint, open_checkpoint, set_aside
-from shardtune.checkpoint.files import ASSETS, check_files, checkpoint_name, find_checkpoints, step_of
+from shardtune.checkpoint import (
+    Saver,
+    agree_on_checkpoint,
+    delete_unfinished,
+    disk,
+    load_checkpoint,
+    open_checkpoint,
+    set_aside,
+)
+from shardtune.checkpoint.files import (
+    ASSETS,
+    DamagedCheckpoint,
+    check_files,
+    checkpoint_name,
+    find_checkpoints,
+    step_of,
+)
 from shardtune.checkpoint.state import random_state, training_state
 from shardtune.config import CheckpointConfig, DistributedConfig
 from shardtune.errors import Refused
@@ -304,14 +319,14 @@ class Judge:
                 _make(root, tree)
             try:
                 self.verdicts[trees] = self._judge(roots)
-            except (AssertionError, Refused) as wrong:
+            except (AssertionError, Refused, DamagedCheckpoint) as wrong:
                 self.verdicts[trees] = Verdict(str(wrong), 0, 0)
         return self.verdicts[trees]
 
     def _judge(self, roots: list[Path]) -> Verdict:
         """
         Raises:
-            AssertionError, Refused: something that looks like a checkpoint is not one, or none can be resumed from.
+            AssertionError, Refused, DamagedCheckpoint: what looks like a checkpoint is none, or none can be used.
         """
         self._require_whole(roots)
         visible = [max(map(step_of, find_checkpoints(root / CHECKPOINTS)), default=0) for root in roots]
@@ -337,6 +352,7 @@ class Judge:
         run_dir = RunDir(root, list(range(world.size)), None)
         checkpoint = agree_on_checkpoint(run_dir, "auto", world)
         set_aside(run_dir, checkpoint, world)
+        delete_unfinished(run_dir, checkpoint, world)
         return checkpoint.step if checkpoint else 0
 
     def _require_saved(self, roots: list[Path], step: int) -> None:

@@ -150,8 +150,11 @@ def test_verify_of_what_is_sound_and_of_what_is_no_checkpoint(copied: Path) -> N
     assert re.fullmatch(r"checkpoint_0000002: intact, \d+ files, 0\.00 GB\n", sound.stdout)
     (copied / "COMPLETE").unlink()
     torn = verify(copied)
-    assert torn.returncode == 2 and torn.stdout == ""
-    assert torn.stderr.startswith(f"ERROR: {copied}: not a complete checkpoint") and torn.stderr.count("\n") == 1
+    assert torn.returncode == 1 and torn.stdout == ""
+    assert torn.stderr.startswith(f"ERROR: {copied}/COMPLETE: cannot be read") and torn.stderr.count("\n") == 1
+    (copied / "manifest.json").unlink()
+    no_checkpoint = verify(copied)
+    assert no_checkpoint.returncode == 2 and "not a complete checkpoint" in no_checkpoint.stderr
     assert run(["verify", str(copied / "nowhere")]) == 2
 
 
