@@ -430,7 +430,7 @@ def test_every_sync_and_every_rename_is_needed(ranks: int, disks: int, judges: C
             if not violation:
                 unneeded.add(number)
             is_of_names = operation.kind == SYNC and operation.inode in judge.recording.directories
-            if is_of_names and _follows_an_attempts_mkdir(operations[:number], operation.inode):
+            if is_of_names and _makes_no_more_than_attempts_durable(operations[:number], operation.inode):
                 made_up_for.add(number)
             if f"/{ASSETS}" in operation.label and not operation.label.startswith("disk0"):
                 copies.add(number)
@@ -443,10 +443,11 @@ def test_every_sync_and_every_rename_is_needed(ranks: int, disks: int, judges: C
         assert named(unneeded) == named(made_up_for)
 
 
-def _follows_an_attempts_mkdir(before: Sequence[Operation], directory: int) -> bool:
-    """Whether what this sync makes durable is the name of a hidden directory, or of that of the assets."""
-    last = next(operation for operation in reversed(before) if operation.directory == directory and operation.name)
-    return last.kind == "create" and (last.name.startswith(".") or last.name == ASSETS)
+def _makes_no_more_than_attempts_durable(before: Sequence[Operation], directory: int) -> bool:
+    """Whether all that this sync makes durable are names of an attempt that is not complete yet."""
+    last_sync = max((n for n, o in enumerate(before) if o.kind == SYNC and o.inode == directory), default=-1)
+    changes = [o for o in before[last_sync + 1 :] if o.directory == directory and o.name]
+    return all(o.kind == "create" and re.match(rf"\.|rank_|{ASSETS}$", o.name) for o in changes)
 
 
 def _place(operations: Sequence[Operation], kind: str, pattern: str) -> int:

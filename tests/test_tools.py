@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -167,9 +168,11 @@ def test_verify_shows_its_progress_on_a_terminal(
         monkeypatch.setattr(sys, "stderr", screen)
         assert verify_checkpoint([copied]) == []
         screen.flush()
-        shown = os.read(terminal, 1 << 16).decode()
+        shown = ""
+        while "\rcheckpoint_0000002: 100%" not in shown:
+            assert select.select([terminal], [], [], 10)[0], shown
+            shown += os.read(terminal, 1 << 16).decode()
     os.close(terminal)
-    assert "\rcheckpoint_0000002: 100%" in shown
     assert "\r" not in capsys.readouterr().out
 
 
