@@ -1,5 +1,5 @@
-"""Nodes that are network namespaces of this one machine, joined by a bridge in a namespace of its own: nothing that they
-send can leave it. Needs Linux, root and `ip` of iproute2."""
+"""Nodes that are network namespaces of this one machine, joined by a bridge in a namespace of its own: what they send
+cannot leave it. Needs Linux, root and `ip` of iproute2."""
 
 from __future__ import annotations
 
