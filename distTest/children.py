@@ -39,20 +39,26 @@ class Child:
         )
         self._process.start()
         theirs.close()
-        self.link = Link(ours, name)
+        self.link = Link(ours, name, None)
         self.link.trust()
+        self._unread: list[Message] = []
 
     def fileno(self) -> int:
         return self.link.fileno()
 
     def result(self) -> Message | None:
-        """What it has reported, once it is readable: its last message; None if that is not whole yet."""
+        """The next that it has reported, once it is readable; None if that is not whole yet."""
         try:
-            messages = self.link.messages()
+            self._unread += [] if self._unread else self.link.messages()
         except Gone:
             self._process.join(5)
             return {"problems": [f"{self._name} ended without a word (exit code {self._process.exitcode}) - see above"]}
-        return messages[-1] if messages else None
+        return self._unread.pop(0) if self._unread else None
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether `result` has something at once, which the connection does not show."""
+        return bool(self._unread)
 
     def end(self) -> None:
         """With SIGKILL, if it has not ended by itself."""
@@ -91,7 +97,7 @@ def _run(
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     ours.close()
-    link = Link(theirs, "parent")
+    link = Link(theirs, "parent", None)
     link.trust()
     try:
         work(link, *arguments)

@@ -16,17 +16,15 @@ _FREE_DISK_BYTES = 10e9
 _CHECKPOINT_PER_WEIGHT = 6  # float32 weights and two moments, for weights that are stored in 2 bytes
 _SHM_BYTES = 1 << 29
 _FILES = 1024
+_SAME_VERSIONS = "install the same requirements.txt on every node"
 _SAME_CODE = "bring every node to the same commit, without changes of its own"
 _SAME_CONFIG = "start every node with the same configuration"
 _SAME_FILES = "copy the same files to every node"
 
 
-def problems_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
+def problems_of_files(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
     """`<what> - <what to do>` for everything in which a node differs from node 0; `names` is how lines call them."""
-    problems = list(_differences("versions", facts, names, "install the same requirements.txt on every node"))
-    if len({each["device"] for each in facts}) > 1:
-        has = " and ".join(f"{each['device']}s on {name}" for each, name in zip(facts, names, strict=True))
-        problems.append(f"some nodes would train on CPUs, others on GPUs ({has}) - see what nvidia-smi says there")
+    problems = list(_differences("versions", facts, names, _SAME_VERSIONS))
     problems += _differences("code", facts, names, _SAME_CODE)
     problems += _differences("config", facts, names, _SAME_CONFIG)
     problems += _differences("data", facts, names, _SAME_FILES)
@@ -35,6 +33,15 @@ def problems_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
     for each, name in zip(facts, names, strict=True):
         if abs(each["clock_ahead_s"]) > _SKEW_REFUSED_S:
             problems.append(f"{_clock(each, name, names[0])} - set the clocks (chronyd, ntpd or timedatectl)")
+    return problems
+
+
+def problems_of_machines(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
+    """The same for what is known of the devices."""
+    problems = list(_differences("libraries", facts, names, _SAME_VERSIONS))
+    if len({each["device"] for each in facts}) > 1:
+        has = " and ".join(f"{each['device']}s on {name}" for each, name in zip(facts, names, strict=True))
+        problems.append(f"some nodes would train on CPUs, others on GPUs ({has}) - see what nvidia-smi says there")
     return problems
 
 
@@ -58,14 +65,15 @@ def warnings_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
 def agreement(facts: Sequence[Message]) -> list[str]:
     """What is the same, in a few lines."""
     first = facts[0]
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version != "none")
+    versions = first["versions"] | first["libraries"]
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version != "none")
     digests = ", ".join(f"{key} {digest_of(first[key])}" for key in ("code", "config", "data", "model") if first[key])
     shared = [node for node, each in enumerate(facts) if each["shares_run_dir"]]
     where = "shared by all nodes" if len(shared) == len(facts) else "on each node's own disk"
     if 1 < len(shared) < len(facts):
         where = f"shared by nodes {', '.join(map(str, shared))}, another directory on the rest"
     free = " and ".join(f"{each['free_disk_bytes'] / 1e9:.0f}" for each in facts[:8])
-    lines = [versions, f"digests: {digests}"]
+    lines = [installed, f"digests: {digests}"]
     lines.append(f"run.dir {first['run_dir']}" + (f" is {where}" if len(facts) > 1 else "") + f", {free} GB free")
     return [*lines, *first["remarks"]]
 
@@ -122,7 +130,7 @@ def _machine_warnings(each: Message) -> Iterator[str]:
         yield f"/dev/shm has {each['shm_bytes'] / 1e6:.0f} MB, NCCL wants {_SHM_BYTES / 1e6:.0f} (docker: --shm-size)"
     if 0 <= each["nofile"] < _FILES:
         yield f"only {each['nofile']} open files are allowed (ulimit -n), {_FILES} are safe"
-    if each["has_rdma"] and 0 <= each["memlock"] < math.inf and each["device"] == "gpu":
+    if each["has_rdma"] and 0 <= each["memlock"] < math.inf and each["device"] == "GPU":
         yield f"only {each['memlock']} bytes may be locked in memory (ulimit -l), RDMA wants no limit"
 
 

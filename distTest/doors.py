@@ -7,6 +7,7 @@ import socket
 import time
 from typing import Any
 
+from distTest.network import listen
 from distTest.wire import Gone, Link, Member, readable
 
 _HELLO_TIMEOUT_S = 10.0
@@ -21,10 +22,16 @@ def side_port(port: int) -> int:
 class Doors:
     """Who comes says hello in one line. Anything else, such as a port scan, is a stranger, and let go."""
 
-    def __init__(self, listeners: list[socket.socket], host: str) -> None:
-        self._listeners = listeners
+    def __init__(self, host: str) -> None:
+        self.has_main = False
         self._host = host
+        self._listeners: list[socket.socket] = []
         self._strangers: list[Link] = []
+
+    def open(self, port: int, is_main: bool) -> None:
+        """Listen at a port of every address of this machine. Raises OSError."""
+        self._listeners.append(listen(port))
+        self.has_main |= is_main
 
     def sources(self) -> list[Any]:
         """What to wait for."""

@@ -28,55 +28,61 @@ _MAY_DIFFER = ("run.dir", "distributed.join_timeout_s")
 _GPU_TIMEOUT_S = 60.0
 
 
-def gather_facts(settings: Settings) -> Message:
-    """This node's; torch is imported here, and CUDA started in a fork alone."""
+def facts_of_files(settings: Settings) -> Message:
+    """What this node has installed, and what it is to run on; quick, since nothing large is imported."""
     config = settings.config
     assert config is not None
     remarks: list[str] = []
-    gpus = _gpus()
-    if gpus.get("problems"):
-        return gpus
-    is_cpu = config.distributed.backend == "gloo" or not gpus["gpus"]
     flat = {f"{name}.{key}": value for name, section in to_dict(config).items() for key, value in section.items()}
-    nofile, memlock = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     model = _model(Path(config.model.path), remarks)
-    problems = []
-    if not is_cpu and (settings.processes or 0) > len(gpus["gpus"]):
-        problems.append(
-            f"{settings.name}: GPUS_PER_NODE is {settings.processes} and {len(gpus['gpus'])} GPUs are visible - set it "
-            "to that number, or look at CUDA_VISIBLE_DEVICES and nvidia-smi"
-        )
+    packages = ("torch", "transformers", "datasets", "safetensors")
     return {
-        "problems": problems,
-        "versions": _versions(),
-        "device": "cpu" if is_cpu else "gpu",
-        "gpus": [] if is_cpu else gpus["gpus"][: settings.processes],
-        "gpu_users": "" if is_cpu else _ask_nvidia("--query-compute-apps=pid,process_name,used_memory"),
-        "driver": "" if is_cpu else (_ask_nvidia("--query-gpu=driver_version").partition("; ")[0]),
-        "processes": settings.processes,
+        "versions": {name: importlib.metadata.version(name) for name in packages}
+        | {"Python": ".".join(platform.python_version_tuple()[:2])},
         "code": _code(),
         "config": {key: value for key, value in flat.items() if key not in _MAY_DIFFER},
         "data": _data({"data.train": config.data.train, "data.eval": config.data.eval}, remarks),
         "model": model,
         "weights_bytes": sum(entry["bytes"] for entry in model.values() if entry["is_weights"]),
         "remarks": remarks,
+        "processes": settings.processes,
         "run_dir": config.run.dir,
         "free_disk_bytes": shutil.disk_usage(existing_part(Path(config.run.dir))).free,
+    }
+
+
+def facts_of_machine(settings: Settings) -> Message:
+    """Its devices and limits. torch is imported here, and CUDA begun in a fork alone."""
+    import torch
+
+    assert settings.config is not None
+    found = _gpus()
+    if found.get("problems"):
+        return found
+    gpus = [] if settings.config.distributed.backend == "gloo" else found["gpus"]
+    problems = []
+    if gpus and (settings.processes or 0) > len(gpus):
+        problems.append(
+            f"{settings.name}: GPUS_PER_NODE is {settings.processes} and {len(gpus)} GPUs are visible - set it "
+            "to that number, or look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+        )
+    nofile, memlock = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    cuda = torch.version.cuda
+    return {
+        "problems": problems,
+        "libraries": {
+            "CUDA": cuda or "none",
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
+        },
+        "device": "GPU" if gpus else "CPU",
+        "gpus": gpus[: settings.processes],
+        "gpu_users": _ask_nvidia("--query-compute-apps=pid,process_name,used_memory") if gpus else "",
+        "driver": _ask_nvidia("--query-gpu=driver_version").partition("; ")[0] if gpus else "",
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
         "nofile": nofile,
         "memlock": memlock,
         "has_rdma": Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()),
     }
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    names = {name: importlib.metadata.version(name) for name in ("transformers", "datasets", "safetensors")}
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
-    python = ".".join(platform.python_version_tuple()[:2])
-    cuda = torch.version.cuda or "none"
-    return {"torch": torch.__version__, **names, "Python": python, "CUDA": cuda, "NCCL": nccl}
 
 
 def _gpus() -> Message:

@@ -21,7 +21,7 @@ _KNOCK_TIMEOUT_S = 3.0
 _SILENT_S = 30.0
 _STRANGER_S = 10.0
 _REFUSED_BY_ITSELF_S = 45.0
-_ASK_SIDE_DOOR_EVERY_S = 10.0
+_ASK_SIDE_DOOR_EVERY_S = 10.0  # while the master port refuses, as it does before node 0 is started
 _UP_PORTS = (22, 1, 80, 443)
 _UP_TIMEOUT_S = 3.0
 
@@ -133,7 +133,7 @@ class Knocking:
                 sight.kind, _REFUSED_BY_ITSELF_S if self._is_own else self._patience_s
             )
             is_over = is_late or lasted_s >= may_last_s
-            if is_over or time.monotonic() >= asked_side + _ASK_SIDE_DOOR_EVERY_S:
+            if is_over or sight.kind != "refused" or time.monotonic() >= asked_side + _ASK_SIDE_DOOR_EVERY_S:
                 asked_side = time.monotonic()
                 if welcome := self._ask_side_door(sight):
                     return welcome

@@ -52,6 +52,8 @@ class Meeting:
         values: dict[int, Message] = {}
         if isinstance(own, dict):
             self._hand_in(own, values)
+        elif own.has_unread:
+            self._hand_in(own.result() or {}, values)
         deadline = time.monotonic() + timeout_s
         next_word = time.monotonic() + SAY_EVERY_S
         is_refused = False

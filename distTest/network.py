@@ -20,7 +20,8 @@ def addresses() -> dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Interf
     found = {}
     for name, entries in psutil.net_if_addrs().items():
         ordered = sorted((entry for entry in entries if entry.family in _FAMILIES), key=lambda entry: entry.family)
-        found[name] = [_with_network(entry.address.partition("%")[0], entry.netmask) for entry in ordered]
+        own = [_with_network(entry.address.partition("%")[0], entry.netmask) for entry in ordered]
+        found[name] = [one for one in own if one.version == 4 or not one.ip.is_link_local]
     for _, name in socket.if_nameindex():  # one without any address is in no other list
         found.setdefault(name, [])
     return found
@@ -29,7 +30,8 @@ def addresses() -> dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Interf
 def described_addresses() -> str:
     """`lo (127.0.0.1), enp26s0np0 (10.11.7.50)`."""
     return ", ".join(
-        f"{name} ({' '.join(str(one.ip) for one in own) or 'without an address'})" for name, own in addresses().items()
+        f"{name} ({' '.join(str(one.ip) for one in own if str(one.ip) != '::1') or 'without an address'})"
+        for name, own in addresses().items()
     )
 
 

@@ -20,7 +20,7 @@ from types import FrameType
 from distTest import compare, network, ranks
 from distTest.children import Child, die_with_parent
 from distTest.doors import Doors, side_port
-from distTest.facts import gather_facts
+from distTest.facts import facts_of_files, facts_of_machine
 from distTest.knocking import Knocking, Welcome, knock
 from distTest.meeting import Meeting
 from distTest.paths import require_paths
@@ -104,7 +104,7 @@ def meet(settings: Settings, voice: Voice) -> Meeting:
         with contextlib.ExitStack() as opened:
             doors = _open_doors(settings, me, voice)
             opened.callback(doors.close)
-            is_other_possible = bool(voice.problems) and settings.master_ip is not None
+            is_other_possible = not (settings.owns_master and doors.has_main) and settings.master_ip is not None
             ask = (lambda: _ask(me, settings)) if is_other_possible else None
             if voice.problems and settings.is_alone:
                 raise Refused(*voice.problems)
@@ -120,9 +120,9 @@ def meet(settings: Settings, voice: Voice) -> Meeting:
 def _open_doors(settings: Settings, me: Member, voice: Voice) -> Doors:
     """Listen at all addresses, whatever is wrong: nodes that come are to be told."""
     assert settings.port is not None
-    listeners = []
+    doors = Doors(me.host)
     try:
-        listeners.append(network.listen(settings.port))
+        doors.open(settings.port, is_main=True)
     except OSError as error:
         by = (
             f"taken by {network.port_holder(settings.port)}"
@@ -137,12 +137,12 @@ def _open_doors(settings: Settings, me: Member, voice: Voice) -> Doors:
         )
     if not settings.is_alone:
         with contextlib.suppress(OSError):  # it only helps to find out
-            listeners.append(network.listen(side_port(settings.port)))
-    return Doors(listeners, me.host)
+            doors.open(side_port(settings.port), is_main=False)
+    return doors
 
 
 def _ask(me: Member, settings: Settings) -> list[str]:
-    """A node 0 that cannot be the master asks whoever is, as a second node 0; what that says of it."""
+    """A node 0 that cannot be the master asks whoever is, as a second node 0; why that refuses, if there is one."""
     assert settings.master_ip is not None and settings.port is not None
     found = knock(me, settings.master_ip, settings.port, _ASK_TIMEOUT_S)
     if not isinstance(found, Welcome):
@@ -155,11 +155,17 @@ def _ask(me: Member, settings: Settings) -> list[str]:
 
 def _compare(meeting: Meeting, helper: Child, settings: Settings, voice: Voice) -> list[Message]:
     """Every node's facts. Raises Refused on every node alike, since all of them have all facts."""
-    facts = meeting.gather("the facts (versions, digests of code, data and model)", helper, _FACTS_TIMEOUT_S)
-    for fact, seen in zip(facts, _look_at_each_other(meeting, settings), strict=True):
-        fact |= seen
     names = [member.name for member in meeting.members]
-    if problems := compare.problems_of(facts, names):
+    looks = _look_at_each_other(meeting, settings)
+    facts = meeting.gather("the facts of its files (digests of code, data and model)", helper, _FACTS_TIMEOUT_S)
+    for fact, look in zip(facts, looks, strict=True):
+        fact |= look
+    if problems := compare.problems_of_files(facts, names):
+        raise Refused(*problems)
+    machines = meeting.gather("the facts of its devices", helper, _FACTS_TIMEOUT_S)
+    for fact, machine in zip(facts, machines, strict=True):
+        fact |= machine
+    if problems := compare.problems_of_machines(facts, names):
         raise Refused(*problems)
     if meeting.node == 0:
         for line in compare.agreement(facts):
@@ -234,7 +240,8 @@ def _require_free(port: int) -> None:
 
 def _help(link: Link, settings: Settings) -> None:
     """The process that imports torch: this node's facts, and later its measurements."""
-    link.send(gather_facts(settings))
+    link.send(facts_of_files(settings))
+    link.send(facts_of_machine(settings))
     while True:
         for job in link.receive(24 * 3600.0):
             link.send(ranks.measure(job))

@@ -18,11 +18,11 @@ from distTest.wire import Link, Message
 _PART_TIMEOUT_S = 30.0
 _ALL_TIMEOUT_S = 120.0
 _AFTER_FAILURE_S = 2.0
-_REDUCED_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}
-_REDUCTIONS = {"cpu": 2, "gpu": 10}
+_REDUCED_BYTES = {"CPU": 1 << 20, "GPU": 64 << 20}
+_REDUCTIONS = {"CPU": 2, "GPU": 10}
 _SMALL_REDUCTIONS = 10
-_GEMM_SIZE = {"cpu": 256, "gpu": 8192}
-_GEMMS = {"cpu": 5, "gpu": 20}
+_GEMM_SIZE = {"CPU": 256, "GPU": 8192}
+_GEMMS = {"CPU": 40, "GPU": 20}
 _SLOW = 0.8  # of the median
 
 
@@ -118,7 +118,7 @@ def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> 
         part.write_text(what, encoding="utf-8")
 
     kind, sizes = job["device"], job["sizes"]
-    device = torch.device("cuda", local_rank) if kind == "gpu" else torch.device("cpu")
+    device = torch.device("cuda", local_rank) if kind == "GPU" else torch.device("cpu")
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=_PART_TIMEOUT_S)
     try:
@@ -126,8 +126,8 @@ def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> 
         flops = _gemm_flops(torch, device, kind)
         begin("the rendezvous of the ranks")
         store = dist.TCPStore(job["address"], job["port"], sum(sizes), rank == 0, timeout, wait_for_workers=False)
-        own = device if kind == "gpu" else None
-        backend = "nccl" if kind == "gpu" else "gloo"
+        own = device if kind == "GPU" else None
+        backend = "nccl" if kind == "GPU" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=sum(sizes), timeout=timeout, device_id=own)
         begin("the all-reduce inside the node")
         groups = [dist.new_group(range(sum(sizes[:node]), sum(sizes[: node + 1]))) for node in range(len(sizes))]
@@ -157,11 +157,11 @@ def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> 
 def _gemm_flops(torch: Any, device: Any, kind: str) -> float:
     """The best of a few, in operations a second; on CPUs a second of this thread, however many share a core."""
     size = _GEMM_SIZE[kind]
-    dtype = torch.bfloat16 if kind == "gpu" else torch.float32
+    dtype = torch.bfloat16 if kind == "GPU" else torch.float32
     factors = [torch.randn(size, size, device=device, dtype=dtype) for _ in range(2)]
     torch.matmul(*factors)
     times = []
-    clock = time.perf_counter if kind == "gpu" else time.thread_time
+    clock = time.perf_counter if kind == "GPU" else time.thread_time
     for _ in range(_GEMMS[kind]):
         _wait_for(torch, device)
         started = clock()

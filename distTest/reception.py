@@ -124,21 +124,22 @@ class Reception:
         return problems
 
     def _tell_everyone(self, until: float) -> None:
-        """Stay until every node has come and been told, or until then."""
-        told: set[int | None] = set()
-        asked = 0.0
+        """Stay until as many nodes as there should be have come and been told, or until then."""
+        n_told = 0
+        next_question = time.monotonic()
         while True:
-            if self._ask and time.monotonic() > asked + SAY_EVERY_S:
-                self._voice.report(self._ask())
-                asked = time.monotonic()
-            for member, link in self._guests:
+            if self._ask and time.monotonic() >= next_question:
+                next_question = time.monotonic() + SAY_EVERY_S
+                if heard := self._ask():  # the master tells the others
+                    self._voice.report(heard)
+                    return
+            for _, link in self._guests:
                 with contextlib.suppress(Gone):
                     link.send({"problems": self._voice.problems})
                 link.close()
-                told.add(member.node)
+                n_told += 1
             self._guests = []
-            is_everyone = self._me.nodes is not None and told >= set(range(1, self._me.nodes))
-            if is_everyone or time.monotonic() >= until:
+            if n_told >= (self._me.nodes or 2) - 1 or time.monotonic() >= until:
                 return
             self._turn(min(until, time.monotonic() + SAY_EVERY_S))
 

@@ -55,15 +55,15 @@ class Member:
 
 
 class Link:
-    """A connection to another node; reading and writing end within seconds."""
+    """A connection to another node, or process; what is sent must be taken within `send_timeout_s`."""
 
-    def __init__(self, connection: socket.socket, address: str) -> None:
+    def __init__(self, connection: socket.socket, address: str, send_timeout_s: float | None = _SEND_TIMEOUT_S) -> None:
         self._socket = connection
         self.address = address
         self._unread = b""
         self._longest = _LONGEST_HELLO_BYTES
         self.since = time.monotonic()
-        connection.settimeout(_SEND_TIMEOUT_S)
+        connection.settimeout(send_timeout_s)
         with contextlib.suppress(OSError):
             for level, option, value in (
                 (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
