@@ -177,6 +177,27 @@ def test_a_node_that_waits_in_vain(script: str, words: str, folder: Path) -> Non
     assert code == 2 and line.startswith(f"ERROR: {words.format(port=port)}")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_launch_that_is_ended_while_it_waits(number: signal.Signals, folder: Path) -> None:
+    node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port())
+    assert node.stdout is not None
+    while "waiting for node 1 of 2" not in node.stdout.readline():
+        assert node.poll() is None
+    (preflight,) = children(node.pid)
+    helpers = children(preflight)
+    node.send_signal(number)
+    code, _, errors = end(node)
+    if number == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+    else:
+        line = f"ERROR: ended by {number.name} during the preflight - run the same command again\n"
+        assert (code, errors) == (1, line)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{process}").exists() for process in (preflight, *helpers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def refused(cwd: Path, **settings: str) -> list[str]:
     """The errors of a node 0 that refuses by itself, and has the shortest time to tell the others."""
     alone = {"JOIN_TIMEOUT": "1", "MASTER_PORT": a_free_port()}
@@ -259,3 +280,42 @@ def test_the_defaults_are_the_guides(tmp_path: Path) -> None:
         BANNER.format(role="WORKER", node=1, port=29600, nodes=2, gpus=8).replace("127.0.0.1", "10.11.7.50")
     )
     assert "--nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=10.11.7.50 --master_port=29600" in done.stdout
+
+
+def test_a_slurm_job(tmp_path: Path) -> None:
+    """What `sbatch` and `srun` do, on two nodes of different size; a Python that only prints its arguments."""
+    a_python(tmp_path / "bin", "python")
+    stubs = {
+        "scontrol": '[ "$*" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"',
+        "srun": (
+            'while [ "${1#--}" != "$1" ]; do shift; done\n'
+            'SLURM_NODEID=0 SLURM_GPUS_ON_NODE=8 "$@" &&\n'
+            'SLURM_NODEID=1 SLURM_GPUS_ON_NODE=4 "$@"'
+        ),
+    }
+    for name, text in stubs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NODELIST": "n[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    }
+    known = environment(VIRTUAL_ENV=str(tmp_path), **slurm)
+    for name in ("MASTER_ADDR", "GPUS_PER_NODE"):
+        del known[name]
+    spooled = shutil.copy(REPOSITORY / "launch_slurm.sbatch", tmp_path / "slurm_script")
+    done = subprocess.run(
+        ["bash", spooled, "train.epochs=1"],
+        cwd=REPOSITORY,
+        env=known,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "#SBATCH --ntasks-per-node=1" in Path(spooled).read_text(encoding="utf-8")
+    launched = [line for line in done.stdout.splitlines() if "torch.distributed.run" in line]
+    for line, node, gpus in zip(launched, (0, 1), (8, 4), strict=True):
+        assert f"--nnodes=2 --node_rank={node} --nproc_per_node={gpus} --master_addr=n7 --master_port=29600" in line
+        assert line.endswith("train_fsdp.py train.epochs=1")
