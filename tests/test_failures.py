@@ -10,13 +10,16 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, chats, read_metrics, write_jsonl
 from test_launch import a_free_port, children, environment
+
+from distTest import namespaces
 
 HOST = socket.gethostname()
 GONE_WITHIN_S = 60
@@ -44,6 +47,7 @@ if os.environ.get("RANK") == "{rank}":
         return original(*arguments, **options)
     {module}.{function} = {function}
 """
+Prefixes = tuple[list[str], list[str]]
 DATA, FORWARD = ("shardtune.packing", "build_batch"), ("shardtune.loss", "summed_loss")
 
 
@@ -61,10 +65,8 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 class Nodes:
     """Two nodes with two ranks each. `logs` are what `tee` would have written."""
 
-    def __init__(
-        self, folder: Path, *arguments: str, prefixes: tuple[list[str], ...] = ([], []), **settings: str
-    ) -> None:
-        self._folder, self._port = folder, a_free_port()
+    def __init__(self, folder: Path, *arguments: str, prefixes: Prefixes = ([], []), **settings: str) -> None:
+        self._folder, port = folder, a_free_port()
         self.logs = [folder / f"log{node}" for node in (0, 1)]
         self.scripts = []
         self._seen: set[int] = set()
@@ -74,7 +76,7 @@ class Nodes:
                     subprocess.Popen(
                         [*prefix, str(REPOSITORY / f"launch_node{node}.sh"), *ARGUMENTS, *arguments],
                         cwd=folder,
-                        env=environment(MASTER_PORT=self._port, **{"GPUS_PER_NODE": "2"} | settings),
+                        env=environment(MASTER_PORT=port, **{"GPUS_PER_NODE": "2"} | settings),
                         stdout=file,
                         stderr=file,
                     )
@@ -96,13 +98,6 @@ class Nodes:
 
     def torchrun(self, node: int) -> int:
         return next(pid for pid in descendants(self.scripts[node].pid) if "torchrun.py" in command(pid))
-
-    def ranks(self, node: int) -> list[int]:
-        return [
-            pid
-            for pid in descendants(self.scripts[node].pid)
-            if command(pid).count("train_fsdp.py") and pid != self.torchrun(node)
-        ]
 
     def end(self) -> list[tuple[int, str]]:
         """Exit code and last line of each node, when every process that was ever seen is gone."""
@@ -144,8 +139,8 @@ def descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def two_nodes(folder: Path, *arguments: str, **settings: str) -> Iterator[Nodes]:
-    nodes = Nodes(folder, *arguments, **settings)
+def two_nodes(folder: Path, *arguments: str, prefixes: Prefixes = ([], []), **settings: str) -> Iterator[Nodes]:
+    nodes = Nodes(folder, *arguments, prefixes=prefixes, **settings)
     try:
         yield nodes
     finally:
@@ -223,8 +218,8 @@ def test_a_rank_that_does_not_arrive(rank: int, where: tuple[str, str], phase: s
     with two_nodes(folder, "distributed.step_timeout_s=5", **fault) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
-            said = rf"ERROR: rank {rank} on {HOST}: did not arrive within 5 s \(at {at}, sitecustomize.py:\d+\), in step 5 "
-            assert code == 1 and re.match(rf"{said}\({phase}\) - see its traceback", last), nodes.texts()
+            said = rf"rank {rank} on {HOST}: did not arrive within 5 s \(at {at}, sitecustomize.py:\d+\), in step 5"
+            assert code == 1 and re.match(rf"ERROR: {said} \({phase}\) - see its traceback", last), nodes.texts()
         its_own = nodes.texts()[rank // 2]
         assert f"rank {rank} on {HOST} is here:" in its_own and "time.sleep(3600)" in its_own.partition("is here:")[2]
 
@@ -277,3 +272,68 @@ def test_a_launch_script_that_is_killed_while_it_waits(folder: Path) -> None:
         while any(is_alive(pid) for pid in nodes._seen):
             assert time.monotonic() < deadline
             time.sleep(0.2)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "")
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("how", ["power", "cable"])
+def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
+    """Nothing comes from it any more, not even the end of its connections."""
+    with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
+        prefixes = (places[0].prefix, places[1].prefix)
+        place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0"}
+        with two_nodes(folder, prefixes=prefixes, **place) as nodes:
+            nodes.wait_for_step(4)
+            places[lost].ip("link", "set", places[lost].interface, "down")
+            if how == "power":
+                places[lost].kill_all()
+            ended = nodes.end()
+        silent = r"rank 2 on node1 \(and rank 3 on node1\): no sign of life for \d+ s, last heard of in step \d+ .*"
+        no_store = (
+            r"rank [23] on node1: node 0 \(node0\) is gone, .* 10.11.7.50:\d+ has not answered for 40 s, in step .*"
+        )
+        for node, said in enumerate((silent, no_store)):
+            code, last = ended[node]
+            if how == "cable" or node != lost:
+                assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+    resumes(folder)
+
+
+def torchrun(*options: str, folder: Path, **settings: str) -> subprocess.Popen[str]:
+    script = [str(REPOSITORY / "train_fsdp.py"), *ARGUMENTS, "train.max_steps=12"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *options, *script],
+        cwd=folder,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.full
+def test_torchrun_starts_the_ranks_again(folder: Path) -> None:
+    fault = break_rank(folder, 1, DATA, "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), 9)")
+    run = torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=1", folder=folder, **fault)
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, said
+    assert f"ERROR: rank 1 on {HOST}: ended without a word" in said and "Resumed from checkpoint_0000004" in said
+    assert [entry["step"] for entry in read_metrics(folder / "run", "step")] == list(range(1, 13))
+
+
+@pytest.mark.full
+def test_torchrun_goes_on_with_the_nodes_that_are_left(folder: Path) -> None:
+    """The two ranks of node 1 die with their torchrun; node 0 starts again, without them."""
+    port = a_free_port()
+    options = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7", "--nnodes=1:2"]
+    options += ["--nproc_per_node=2", "--max-restarts=2"]
+    fault = break_rank(folder, 3, DATA, "os.kill(os.getppid(), 9)")
+    first = torchrun(*options, "--rdzv-conf=is_host=1", folder=folder)
+    second = torchrun(*options, "--rdzv-conf=is_host=0", folder=folder, **fault)
+    said, _ = first.communicate(timeout=200)
+    second.communicate(timeout=10)
+    assert first.returncode == 0, said
+    assert "Resumed from checkpoint_0000004" in said and '"world size"' not in said
+    assert "world size was 4, is 2" in said
+    assert [entry["step"] for entry in read_metrics(folder / "run", "step")] == list(range(1, 13))
