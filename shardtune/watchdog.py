@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ _SILENT_AFTER_ERROR_S = 6  # once a collective failed, somebody is gone
 _BLAME_S = 15  # for the watchdog of any rank to say who, before a rank takes its own failed collective for the cause
 _LEAVE_S = 4  # for the others to hear of a failure, before the store may end with node 0
 _END_S = 15  # for a process that has failed to end by itself
+_UNWATCHABLE = -1
 _LIMITED = (*STEP_PHASES, "evaluation")
 AGAIN = "the same command resumes from the last checkpoint"
 
@@ -59,8 +61,18 @@ class Failure(NamedTuple):
     blamed: list[int]
 
 
+class Beat(NamedTuple):
+    """What a rank says of itself every second. `silence_s`: for how long it may then say nothing."""
+
+    turn: int
+    arrivals: int
+    place: str
+    frame: str
+    silence_s: int
+
+
 class Watchdog:
-    """`start` starts its threads. The main thread calls the other methods, when it ends."""
+    """`start` starts its threads, once all ranks have made theirs. The rest is for a main thread that ends."""
 
     def __init__(self, rank: int, peers: Sequence[Peer], store: dist.Store, progress: Progress) -> None:
         self.me, self._peers, self._progress = peers[rank], peers, progress
@@ -69,7 +81,7 @@ class Watchdog:
         self._siblings = {peer.rank: _handle(peer) for peer in peers if peer.node == self.me.node and peer != self.me}
         self._ends = select.poll()
         for handle in self._siblings.values():
-            if handle is not None:
+            if handle is not None and handle != _UNWATCHABLE:
                 self._ends.register(handle, select.POLLIN)
         self._turns = 0
         self._last_seen: dict[int, int] = {}
@@ -81,6 +93,7 @@ class Watchdog:
         self._is_suspicious = False
         self._main_ends = threading.Event()
         self._exit_code: int | None = None
+        self._post_beat(self._store)
 
     def start(self) -> None:
         for work in (self._talk, self._guard):
@@ -123,7 +136,7 @@ class Watchdog:
         self._exit_code = code
         with contextlib.suppress(RuntimeError):
             _leave(self._store, self._peers, self.me, wait_s=_LEAVE_S if code else 0)
-        _write_place(self.me, None, 0)
+        _write_place(self.me, None)
 
     # The thread that talks to the store.
 
@@ -137,10 +150,8 @@ class Watchdog:
             self._lose_store(f"closed the connection ({str(error).splitlines()[0]})")
 
     def _look(self) -> None:
-        store, progress = self._channel, self._progress
-        silent_s = _SILENT_BEFORE_STEPS_S if progress.step is None else _SILENT_S
-        beat = [self._turns, progress.arrivals, progress.place, _innermost_frame(), silent_s]
-        store.set(f"beat/{self.me.rank}", json.dumps(beat))
+        store = self._channel
+        self._post_beat(store)
         lost = self._lost(store)  # before the look at what they said
         if store.check(["failure"]):
             self._fail(Failure(*json.loads(store.get("failure"))))
@@ -157,6 +168,15 @@ class Watchdog:
             )
         elif self._is_idle():
             self._blame_the_last()
+
+    def _post_beat(self, store: dist.Store) -> None:
+        progress = self._progress
+        beat = Beat(self._turns, progress.arrivals, progress.place, _innermost_frame(), _silence_s(progress))
+        store.set(f"beat/{self.me.rank}", json.dumps(beat))
+
+    def _beats(self, ranks: Sequence[int]) -> list[Beat]:
+        """Their heartbeats; each posted one before any thread started."""
+        return [Beat(*json.loads(beat)) for beat in self._channel.multi_get([f"beat/{rank}" for rank in ranks])]
 
     def _gone(self) -> list[int]:
         """The siblings whose processes have ended."""
@@ -176,15 +196,12 @@ class Watchdog:
         size, me = len(self._peers), self.me.rank
         neighbour = (me + 1) % size
         everyone = self._is_suspicious or self._unchanged[neighbour] >= _SILENT_AFTER_ERROR_S
+        watched = [rank for rank in range(size) if rank != me] if everyone else [neighbour]
         limits = {}
-        for rank in range(size) if everyone else (neighbour,):
-            if rank == me or not self._channel.check([f"beat/{rank}"]):
-                continue
-            turn, _, _, _, limits[rank] = json.loads(self._channel.get(f"beat/{rank}"))
-            self._unchanged[rank] = self._unchanged[rank] + 1 if self._last_seen.get(rank) == turn else 0
-            self._last_seen[rank] = turn
-        if self._is_suspicious:
-            limits = dict.fromkeys(limits, _SILENT_AFTER_ERROR_S)
+        for rank, beat in zip(watched, self._beats(watched), strict=True):
+            self._unchanged[rank] = self._unchanged[rank] + 1 if self._last_seen.get(rank) == beat.turn else 0
+            self._last_seen[rank] = beat.turn
+            limits[rank] = _SILENT_AFTER_ERROR_S if self._is_suspicious else beat.silence_s
         if not any(self._unchanged[rank] >= limit for rank, limit in limits.items()):
             return []
         # Those that fell silent with it are named with it.
@@ -199,8 +216,8 @@ class Watchdog:
         return self.limit_s is not None and ticks * _TICK_S > self.limit_s
 
     def _blame_the_last(self) -> None:
-        beats = [json.loads(self._channel.get(f"beat/{rank}")) for rank in range(len(self._peers))]
-        arrivals = [beat[1] for beat in beats]
+        beats = self._beats(range(len(self._peers)))
+        arrivals = [beat.arrivals for beat in beats]
         last = [rank for rank, number in enumerate(arrivals) if number == min(arrivals)]
         raising = f"or raise distributed.step_timeout_s if that may take so long; {AGAIN}"
         if len(last) == len(self._peers):
@@ -208,15 +225,13 @@ class Watchdog:
                 [self.me.rank], f"nothing moved for {self.limit_s:g} s, with no rank behind the others", raising
             )
         else:
-            what = f"did not arrive within {self.limit_s:g} s (at {beats[last[0]][3]})"
+            what = f"did not arrive within {self.limit_s:g} s (at {beats[last[0]].frame})"
             self._blame(last, what, f"see its traceback there, {raising}", "in")
 
     def _blame(self, ranks: list[int], what: str, remedy: str, seen: str = "last heard of in") -> None:
-        place = "starting"
-        if self._channel.check([f"beat/{ranks[0]}"]):
-            place = json.loads(self._channel.get(f"beat/{ranks[0]}"))[2]
+        (beat,) = self._beats(ranks[:1])
         others = f" (and {_named(ranks[1:], self._peers)})" if ranks[1:] else ""
-        line = f"{self._peers[ranks[0]]}{others}: {what}, {seen} {place} - {remedy}"
+        line = f"{self._peers[ranks[0]]}{others}: {what}, {seen} {beat.place} - {remedy}"
         self._fail(_report(self._channel, Failure(line, 1, self.me.rank, ranks)))
 
     # The thread that keeps off the store.
@@ -224,9 +239,8 @@ class Watchdog:
     def _guard(self) -> None:
         turns, stuck, ending = -1, 0, 0
         while True:
-            silent_s = _SILENT_BEFORE_STEPS_S if self._progress.step is None else _SILENT_S
             if self._exit_code is None:
-                _write_place(self.me, self._progress, silent_s)
+                _write_place(self.me, self._progress)
             time.sleep(_TICK_S)
             stuck = stuck + 1 if turns == self._turns and self._failure is None else 0
             turns = self._turns
@@ -265,7 +279,10 @@ class Watchdog:
         if store_answers:
             with contextlib.suppress(RuntimeError):
                 _leave(self._channel, self._peers, self.me, _LEAVE_S)
-        _write_place(self.me, None, 0)
+                for rank in {*failure.blamed} & {*self._siblings} - {*self._gone()}:
+                    if not self._channel.check([f"ended/{rank}"]):  # stopped: torchrun would wait for it
+                        os.kill(self._peers[rank].pid, signal.SIGKILL)
+        _write_place(self.me, None)
         os._exit(failure.code)
 
 
@@ -281,12 +298,18 @@ def _leave(store: dist.Store, peers: Sequence[Peer], me: Peer, wait_s: float) ->
         time.sleep(0.1)
 
 
+def _silence_s(progress: Progress) -> int:
+    return _SILENT_BEFORE_STEPS_S if progress.step is None else _SILENT_S
+
+
 def _handle(peer: Peer) -> int | None:
-    """Something that becomes readable when the process ends; None if it has."""
+    """Something that becomes readable when the process ends; None if it has ended."""
     try:
         return os.pidfd_open(peer.pid)
     except ProcessLookupError:
         return None
+    except OSError:  # this system has no such thing, and its silence will tell
+        return _UNWATCHABLE
 
 
 def _named(ranks: Sequence[int], peers: Sequence[Peer]) -> str:
@@ -307,7 +330,7 @@ def tell_launcher(file_name: str, text: str) -> None:
             file.write(text)
 
 
-def _write_place(me: Peer, progress: Progress | None, silent_s: int) -> None:
+def _write_place(me: Peer, progress: Progress | None) -> None:
     """Leave for the launch script where this rank is, should it be killed; nothing when it ends with a word."""
     if not (folder := os.environ.get("SHARDTUNE_LAUNCH_DIR")):
         return
@@ -317,5 +340,5 @@ def _write_place(me: Peer, progress: Progress | None, silent_s: int) -> None:
             file.unlink(missing_ok=True)
         else:
             new = file.with_suffix(".new")
-            new.write_text(f"{me}, in {progress.place}\n{me.pid} {silent_s}\n", encoding="utf-8")
+            new.write_text(f"{me}, in {progress.place}\n{me.pid} {_silence_s(progress)}\n", encoding="utf-8")
             new.replace(file)

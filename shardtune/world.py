@@ -97,6 +97,7 @@ class World:
         if self.size > 1:
             numbered = [Peer(rank, *peer) for rank, peer in enumerate(peers)]
             _watchdogs.append(Watchdog(self.rank, numbered, self.store, self.progress))
+            self.gather(None)
             _watchdogs[0].start()
 
     def limit_steps(self, timeout_s: float) -> None:
