@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -599,3 +600,17 @@ def test_data_that_is_too_large_to_read_is_sampled(tmp_path: Path) -> None:
     content[-1] = 1
     file.write_bytes(content)
     assert facts.digest(file, True) != whole and facts.digest(file, False) != sampled
+
+
+def test_a_python_without_the_packages(tmp_path: Path) -> None:
+    venv.create(tmp_path / "empty", with_pip=False)
+    done = subprocess.run(
+        [REPOSITORY / "launch_node0.sh"],
+        env=os.environ | {"VIRTUAL_ENV": str(tmp_path / "empty"), "NNODES": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"ERROR: \S+/empty/bin/python has no torch, .*, yaml - activate .*\n", done.stderr)
