@@ -45,7 +45,7 @@ _SETTINGS = [
     *("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "JOIN_TIMEOUT"),
 ]
 
-STEPS, STEPS_BETWEEN_SAVES = 12, 4
+STEPS, STEPS_BETWEEN_SAVES = 7, 3
 _NODES_MAY_END_WITHIN_S = 60
 _PATIENCE_S = 600  # for what a few seconds suffice on a machine with nothing else to do
 
@@ -74,6 +74,7 @@ def rehearse(arguments: Sequence[str], folder: Path) -> None:
     started = time.monotonic()
     options, assignments = _read_arguments(arguments)
     _end_on_signals()
+    quiet_libraries(is_main=False)
     print(f"Rehearsing {options.nodes} nodes x {options.procs_per_node} processes over CPU, in {folder}")
     with _places(options, folder) as (places, master):
         changed = _prepare(folder, options, assignments)
@@ -147,7 +148,8 @@ def _places(options: Any, folder: Path) -> Iterator[tuple[list[Place], str]]:
         else:
             port = _free_port()
             here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_SOCKET_IFNAME": "lo"}
-            print(f"All nodes are this host, over loopback: {why_not}. Set for them: {_listed(here)}")
+            print(f"All nodes are this host, over loopback: {why_not}")
+            print(f"Set for them: {' '.join(f'{name}={value}' for name, value in here.items())}")
             master = f"127.0.0.1:{port}"
             places = [Place([], s, common | here | o) for s, o in zip(scripts, own, strict=True)]
         yield places, master
@@ -225,7 +227,8 @@ def _is_behind_a_save(terminals: Terminals) -> bool:
 
 
 def _check_rendezvous(plan: Plan, terminals: Terminals) -> None:
-    block = rf"^Training Configuration:\n  Hostname: .+\n  World Size: {plan.ranks}\n  Number of Nodes: {plan.nodes}\n(?:  .+\n)+\n"
+    sizes = rf"  World Size: {plan.ranks}\n  Number of Nodes: {plan.nodes}\n"
+    block = rf"^Training Configuration:\n  Hostname: .+\n{sizes}(?:  .+\n)+\n"
     nodes = range(plan.nodes)
     terminals.read_until(
         "Training Configuration: on every node",
@@ -285,6 +288,8 @@ def _run_to_the_end(plan: Plan, places: list[Place], folder: Path, saved: str, b
         for key in ("loss", "grad_norm"):
             if one[key] != other[key]:
                 raise Failed(f"{key} of step {one['step']} was {one[key]} before the kill and is {other[key]} now")
+    if len(before) == first:
+        raise Failed(f"no step was repeated, the kill came right behind the save of {resumed[0]}")
     _passed("repeated steps", f"{len(before) - first} of them, with the same losses to the last bit as before the kill")
     if plan.config.export.final:
         _check_model(Path(plan.config.run.dir) / "model")
@@ -303,16 +308,11 @@ def _passed(check: str, what: str) -> None:
     print(f"PASSED {check}: {what}", flush=True)
 
 
-def _listed(values: dict[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items())
-
-
 def run(arguments: Sequence[str]) -> int:
     """Rehearse; the exit code, after an `ERROR:` line unless it is 0. The logs are kept if a check failed."""
     folder = Path(tempfile.mkdtemp(prefix="shardtune-rehearsal-"))
     code, lines, is_kept = 0, [], False
     try:
-        quiet_libraries(is_main=False)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         rehearse(arguments, folder)
