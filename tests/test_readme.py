@@ -136,6 +136,7 @@ def test_make_demo(tmp_path: Path) -> None:
         assert said in done.stdout
 
 
+@pytest.mark.full
 def test_the_rehearsal(repository: Path) -> None:
     """Its command with options; test_rehearse.py runs the make target."""
     assert "make rehearse" in COMMANDS
