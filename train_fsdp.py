@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from transformers import set_seed
 
 from shardtune import checkpoint
-from shardtune.config import Config, changed_keys, load_config, remarks, to_dict, write_config
-from shardtune.console import Parser, quiet_libraries
+from shardtune.arguments import read_run_arguments
+from shardtune.config import Config, changed_keys, remarks, to_dict, write_config
+from shardtune.console import quiet_libraries
 from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data, require_sources
 from shardtune.errors import Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
@@ -44,7 +45,7 @@ from shardtune.world import World, describe, join_world, run
 
 
 def main() -> None:
-    config = read_arguments()
+    config = read_run_arguments(sys.argv[1:], Path(__file__).resolve().parent / "config.yaml")
     world = join_world(config.distributed)
     quiet_libraries(world.is_main)
     world.say(describe(world), on_every_node=True)
@@ -208,20 +209,6 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad()
     return loss, grad_norm
-
-
-def read_arguments() -> Config:
-    parser = Parser(description="Fine-tune a causal language model with FSDP.", allow_abbrev=False)
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=Path(__file__).resolve().parent / "config.yaml",
-        metavar="FILE",
-        help="YAML file with the run's configuration (default: the config.yaml beside this script)",
-    )
-    parser.add_argument("assignments", nargs="*", metavar="section.key=value", help="values that override the file's")
-    arguments = parser.parse_intermixed_args()  # an assignment may stand behind an option
-    return load_config(arguments.config, arguments.assignments, os.environ)
 
 
 def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> checkpoint.Checkpoint | None:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardtune import inspect_data
+from shardtune.arguments import Parser
 from shardtune.checkpoint import DamagedCheckpoint, open_checkpoint, verify_checkpoint
-from shardtune.console import Parser, quiet_libraries
+from shardtune.console import quiet_libraries
 from shardtune.errors import Refused
 from shardtune.export import export_checkpoint
 

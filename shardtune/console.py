@@ -1,23 +1,12 @@
-"""The terminal: how a command line is refused, and what libraries print beside a command's own lines."""
+"""The terminal: what libraries print beside a command's own lines."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import NoReturn
 
 import datasets
 import huggingface_hub.utils
 import transformers
-
-from shardtune.errors import Refused
-
-
-class Parser(argparse.ArgumentParser):
-    """Refuses what it does not understand, so that it is said and ends as every other refusal."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Refused(f"{message} - see {self.prog} --help")
 
 
 def quiet_libraries(is_main: bool) -> None:
