@@ -32,8 +32,9 @@ from distTest import namespaces
 from distTest.terminals import Failed, Place, Terminals
 from distTest.tiny import ROW_TOKENS, make_model, write_chats
 from shardtune.__main__ import run as run_tool
+from shardtune.arguments import Parser
 from shardtune.config import Config, load_config, to_dict
-from shardtune.console import Parser, quiet_libraries
+from shardtune.console import quiet_libraries
 from shardtune.errors import Ended, Refused
 from shardtune.signals import ignore_signals
 
