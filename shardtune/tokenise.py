@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -197,10 +198,9 @@ def encode_chunks(tokeniser: Tokeniser, chunks: Iterator[Chunk]) -> Generator[En
     pending: deque[Future[EncodedChunk]] = deque()
     with ProcessPoolExecutor(n_workers, spawn, _start_worker, (tokeniser,)) as pool:
         try:
-            with _keyboard_interrupt_delayed():
-                pending.append(pool.submit(_encode_in_worker, chunk))
-            for following in chunks:
-                pending.append(pool.submit(_encode_in_worker, following))
+            for following in itertools.chain([chunk], chunks):
+                with _keyboard_interrupt_delayed():  # whichever of these may start a worker
+                    pending.append(pool.submit(_encode_in_worker, following))
                 if len(pending) >= _CHUNKS_PER_WORKER * n_workers:
                     yield pending.popleft().result()
             while pending:
