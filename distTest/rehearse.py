@@ -127,7 +127,9 @@ def _places(options: Any, folder: Path) -> Iterator[tuple[list[Place], str]]:
     common = {name: value for name, value in os.environ.items() if name not in _SETTINGS}
     if unused := [name for name in _SETTINGS if name in os.environ]:
         print(f"Not used, the rehearsal has its own: {', '.join(unused)}")
-    common |= {"CUDA_VISIBLE_DEVICES": "", "SHARDTUNE_CACHE": str(folder / "cache")}
+    (folder / "tmp").mkdir()
+    # What a killed node leaves behind goes with the folder.
+    common |= {"CUDA_VISIBLE_DEVICES": "", "SHARDTUNE_CACHE": str(folder / "cache"), "TMPDIR": str(folder / "tmp")}
     common |= {"GPUS_PER_NODE": str(options.procs_per_node)} if options.procs_per_node != PROCESSES else {}
     common |= {"NNODES": str(options.nodes)} if options.nodes != 2 else {}
     own = [{} if node < 2 else {"NODE_RANK": str(node)} for node in range(options.nodes)]
