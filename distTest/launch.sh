@@ -5,23 +5,13 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 export MASTER_ADDR=${MASTER_ADDR:-10.11.7.50}
 export MASTER_PORT=${MASTER_PORT:-29600}
-NNODES=${NNODES:-2}
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+export NNODES=${NNODES:-2}
+export GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+export NODE_RANK
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-enp26s0np0}
 export GLOO_SOCKET_IFNAME=$NCCL_SOCKET_IFNAME
 # One thread per process is torchrun's own default; naming it spares its warning.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-
-problems=()
-for name in MASTER_PORT NNODES GPUS_PER_NODE ${JOIN_TIMEOUT:+JOIN_TIMEOUT}; do
-    [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || problems+=("$name is '${!name}' - set it to a whole number above 0")
-done
-if ! [[ $NODE_RANK =~ ^(0|[1-9][0-9]{0,8})$ ]] || { (( ! ${#problems[@]} )) && (( NODE_RANK >= NNODES )); }; then
-    problems+=("NODE_RANK is '$NODE_RANK' and NNODES '$NNODES' - node ranks run from 0 to NNODES - 1")
-fi
-if [[ -d /sys/class/net && ! -e /sys/class/net/$NCCL_SOCKET_IFNAME ]]; then
-    problems+=("NCCL_SOCKET_IFNAME is '$NCCL_SOCKET_IFNAME' and this node has $(echo $(ls /sys/class/net)) - name one of them")
-fi
 
 if [[ -n ${VIRTUAL_ENV:-} ]]; then python=$VIRTUAL_ENV/bin/python
 elif [[ -n ${CONDA_PREFIX:-} ]]; then python=$CONDA_PREFIX/bin/python
@@ -37,10 +27,22 @@ Total Nodes: $NNODES
 GPUs per Node: $GPUS_PER_NODE
 ========================================
 BANNER
-if (( ${#problems[@]} )); then
-    printf 'ERROR: %s\n' "${problems[@]}" >&2
-    exit 2
+
+# In the background, so that this script hears signals; -P: a folder of the caller's may be named as a module is.
+PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$python" -P -m distTest.preflight "$@" &
+preflight=$!
+for signal in INT TERM HUP USR1; do trap 'kill -s TERM "$preflight" 2>/dev/null' "$signal"; done
+while kill -0 "$preflight" 2>/dev/null; do
+    wait "$preflight"
+done
+wait "$preflight"
+code=$?
+if (( code > 2 )); then
+    echo "ERROR: the preflight ended without a word (code $code) - see above, and the kernel's log" >&2
+    exit 1
 fi
+(( code == 0 )) || exit "$code"
+trap - INT TERM HUP USR1
 
 # torchrun's own exit code is always 1. Here the processes leave their ids when they start, and their exit code and last
 # line when they fail.

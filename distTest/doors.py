@@ -1,0 +1,75 @@
+"""Where node 0 listens: the master port, and a side door that tells a blocked port from a node that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from typing import Any
+
+from distTest.network import listen
+from distTest.wire import Gone, Link, Member, readable
+
+_HELLO_TIMEOUT_S = 10.0
+_MOST_STRANGERS = 64
+
+
+def side_port(port: int) -> int:
+    """Where a worker asks when the master port does not answer as it should."""
+    return port + 1000 if port + 1000 <= 65535 else port - 1000
+
+
+class Doors:
+    """Who comes says hello in one line. Anything else, such as a port scan, is a stranger, and let go."""
+
+    def __init__(self, host: str) -> None:
+        self.has_main = False
+        self._host = host
+        self._listeners: list[socket.socket] = []
+        self._strangers: list[Link] = []
+
+    def open(self, port: int, is_main: bool) -> None:
+        """Listen at a port of every address of this machine. Raises OSError."""
+        self._listeners.append(listen(port))
+        self.has_main |= is_main
+
+    def sources(self) -> list[Any]:
+        """What to wait for."""
+        return [*self._listeners, *self._strangers]
+
+    def arrivals(self, ready: list[Any]) -> list[tuple[Member, Link]]:
+        """Nodes that have said hello, and were answered; `ready` holds those of `sources` that are readable."""
+        for listener in self._listeners:
+            if listener in ready:
+                with contextlib.suppress(OSError):  # it has gone again
+                    connection, (address, *_) = listener.accept()
+                    self._strangers.append(Link(connection, address.removeprefix("::ffff:")))
+        arrived = []
+        for link in self._strangers[:]:
+            is_old = time.monotonic() - link.since > _HELLO_TIMEOUT_S
+            try:
+                messages = link.messages() if link in ready or readable([link], 0) else []
+                if messages:
+                    member = Member.of(messages[0], link.address)
+                    link.send({"welcome": time.time(), "host": self._host})
+                    link.trust()
+                    arrived.append((member, link))
+                    self._strangers.remove(link)
+                elif is_old or self._strangers.index(link) < len(self._strangers) - _MOST_STRANGERS:
+                    raise Gone("it says nothing")
+            except (Gone, ValueError):
+                self._strangers.remove(link)
+                link.close()
+        return arrived
+
+    def turn_away(self, ready: list[Any], problem: str) -> None:
+        """Have whoever comes now refuse."""
+        for _, link in self.arrivals(ready):
+            with contextlib.suppress(Gone):
+                link.send({"problems": [problem]})
+            link.close()
+
+    def close(self) -> None:
+        for source in self.sources():
+            source.close()
+        self._listeners, self._strangers = [], []

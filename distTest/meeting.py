@@ -1,0 +1,153 @@
+"""Nodes that have met: node 0 holds a connection to each other node, and what one refuses is refused by all."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
+
+from distTest.children import Child
+from distTest.doors import Doors
+from distTest.wire import Gone, Link, Member, Message, readable
+from shardtune.errors import Refused
+
+SAY_EVERY_S = 5.0
+# After one node's refusal node 0 waits so long for those of others, and another node so long for node 0's word.
+_MORE_PROBLEMS_S = 1.0
+_VERDICT_S = 10.0
+
+
+class Meeting:
+    """One node's side of it. `links` are node 0's to every other node, or another's to node 0.
+
+    `clock_ahead_s` is how far this node's clock is ahead of node 0's, give or take `clock_error_s`.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        members: list[Member],
+        links: Mapping[int, Link],
+        say: Callable[[str], None],
+        doors: Doors | None = None,
+        clock_ahead_s: float = 0.0,
+        clock_error_s: float = 0.0,
+    ) -> None:
+        self.node = node
+        self.members = members
+        self.clock_ahead_s, self.clock_error_s = clock_ahead_s, clock_error_s
+        self._say = say
+        self._links = dict(links)
+        self._doors = doors
+        self._round = 0
+
+    def gather(self, what: str, own: Message | Child, timeout_s: float) -> list[Message]:
+        """Every node's value, in the order of their ranks, on every node; a Child's is the one that it reports.
+
+        Raises:
+            Refused: on every node, with the `problems` that a value names, or because a node is lost or late.
+        """
+        self._round += 1
+        values: dict[int, Message] = {}
+        if isinstance(own, dict):
+            self._hand_in(own, values)
+        elif own.has_unread:
+            self._hand_in(own.result() or {}, values)
+        deadline = time.monotonic() + timeout_s
+        next_word = time.monotonic() + SAY_EVERY_S
+        is_refused = False
+        while len(values) < len(self.members) or is_refused:
+            if time.monotonic() >= deadline or (is_refused and len(values) == len(self.members)):
+                self.refuse(_problems(values) or [f"{self._awaited(values)} is late with {what} - see its log"])
+            if self.node == 0 and time.monotonic() >= next_word:
+                next_word += SAY_EVERY_S
+                self._say(f"waiting for {self._awaited(values)}: {what}")
+            for node, message in self._receive(
+                own, values, min(deadline, next_word) if self.node == 0 else deadline, what
+            ):
+                if node == self.node:
+                    self._hand_in(message, values)
+                elif isinstance(message.get("problems"), list):
+                    self.refuse(map(str, message["problems"]))
+                elif message.get("round") == self._round and isinstance(message.get("value"), dict):
+                    values[node] = message["value"]
+                elif message.get("round") == self._round and isinstance(message.get("values"), list):
+                    values = dict(enumerate(message["values"]))
+            if not is_refused and _problems(values):
+                is_refused = True
+                deadline = min(deadline, time.monotonic() + (_MORE_PROBLEMS_S if self.node == 0 else _VERDICT_S))
+        in_order = [values[node] for node in range(len(self.members))]
+        if self.node == 0:
+            self.send_to_all({"round": self._round, "values": in_order})
+        return in_order
+
+    def send_to_all(self, message: Message) -> None:
+        """Raises Refused where a node is lost."""
+        for node in list(self._links):
+            self._send(node, message)
+
+    def close_doors(self) -> None:
+        """Free the port; the connections stay."""
+        if self._doors:
+            self._doors.close()
+            self._doors = None
+
+    def refuse(self, problems: Iterable[str]) -> NoReturn:
+        """Raise Refused here, and on every node that still listens."""
+        unique = list(dict.fromkeys(problems))
+        for link in self._links.values():
+            with contextlib.suppress(Gone):
+                link.send({"problems": unique})
+        raise Refused(*unique)
+
+    def _receive(
+        self, own: Message | Child, values: dict[int, Message], until: float, what: str
+    ) -> list[tuple[int, Message]]:
+        """What has come from other nodes and from this one's own child, by the rank of the node."""
+        child = own if isinstance(own, Child) and self.node not in values else None
+        at_doors = self._doors.sources() if self._doors else []
+        sources = [*self._links.values(), *at_doors, *([child] if child else [])]
+        ready = readable(sources, until - time.monotonic())
+        if self._doors:
+            self._doors.turn_away(ready, f"all {len(self.members)} nodes have met already - end that run first")
+        received = []
+        for node, link in list(self._links.items()):
+            if link in ready:
+                try:
+                    received += [(node, message) for message in link.messages()]
+                except Gone as gone:
+                    self._lose(node, f"{gone}, {what}")
+        if child in ready and child and (message := child.result()) is not None:
+            received.append((self.node, message))
+        return received
+
+    def _hand_in(self, value: Message, values: dict[int, Message]) -> None:
+        values[self.node] = value
+        if self.node != 0:
+            self._send(0, {"round": self._round, "value": value})
+
+    def _send(self, node: int, message: Message) -> None:
+        try:
+            self._links[node].send(message)
+        except Gone as gone:
+            self._lose(node, str(gone))
+
+    def _lose(self, node: int, why: str) -> NoReturn:
+        link = self._links.pop(node)
+        with contextlib.suppress(Gone):  # its last words, if it has not been read to the end
+            while readable([link], 0):
+                for message in link.messages():
+                    if isinstance(message.get("problems"), list):
+                        self.refuse(map(str, message["problems"]))
+        self.refuse([f"{self.members[node].name} went away ({why}) - see its log, and start every node again"])
+
+    def _awaited(self, values: dict[int, Message]) -> str:
+        """Whom this node waits for."""
+        if self.node != 0:
+            return self.members[0 if self.node in values else self.node].name
+        return ", ".join(member.name for node, member in enumerate(self.members) if node not in values)
+
+
+def _problems(values: Mapping[int, Message]) -> list[str]:
+    return [problem for node in sorted(values) for problem in values[node].get("problems") or ()]

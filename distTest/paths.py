@@ -1,0 +1,114 @@
+"""Whether any two nodes reach each other as NCCL and gloo need it: on any port, and with large messages."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
+from distTest import network
+from distTest.meeting import Meeting
+from distTest.settings import Settings
+
+_CONNECT_TIMEOUT_S = 5.0
+_MESSAGE_TIMEOUT_S = 5.0
+_SMALL_BYTES = 64
+_LARGE_BYTES = 4 << 20
+_AT_ONCE = 16
+_GATHER_TIMEOUT_S = 60.0
+
+
+def require_paths(meeting: Meeting, settings: Settings) -> None:
+    """Connect every node with every other, and send both ways; afterwards nothing of it is left.
+
+    Raises:
+        Refused: on every node, with who cannot reach whom, and how.
+    """
+    assert settings.own_ip is not None
+    with network.listen(0, settings.own_ip) as listener:
+        threading.Thread(target=_answer_all, args=(listener,), daemon=True).start()
+        mtu = psutil.net_if_stats()[settings.interface].mtu
+        place = {"ip": settings.own_ip, "port": listener.getsockname()[1], "mtu": f"{settings.interface} {mtu}"}
+        places = meeting.gather("ports that can be reached", place, _GATHER_TIMEOUT_S)
+
+        def problem_towards(node: int) -> str | None:
+            me, other = meeting.members[meeting.node].name, meeting.members[node].name
+            ip, port = places[node]["ip"], places[node]["port"]
+            if (trouble := _try(ip, port)) is None:
+                return None
+            if trouble == "large":
+                mtus = f"{places[meeting.node]['mtu']} here and {places[node]['mtu']} there"
+                return (
+                    f"small messages pass between {me} and {other}, large ones do not: the MTU ({mtus}) is more than "
+                    "the way between them carries - set one that every interface and switch takes (ip link set dev "
+                    "INTERFACE mtu N)"
+                )
+            return (
+                f"{me} cannot reach {other} at port {port} of {ip} ({trouble}): ports other than {settings.port} are "
+                "blocked, and NCCL and gloo need them - open all ports between the nodes in the firewall"
+            )
+
+        others = [node for node in range(len(meeting.members)) if node != meeting.node]
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            problems = [problem for problem in threads.map(problem_towards, others) if problem]
+        meeting.gather("connections between the nodes", {"problems": problems}, _GATHER_TIMEOUT_S)
+        _end(listener)
+
+
+def _try(ip: str, port: int) -> str | None:
+    """What keeps a small and then a large message from passing both ways; `large` if it is only the latter."""
+    try:
+        connection = socket.create_connection((ip, port), _CONNECT_TIMEOUT_S)
+    except OSError as error:
+        return error.strerror or "timed out"
+    with connection:
+        passed = 0
+        try:
+            for size in (_SMALL_BYTES, _LARGE_BYTES):
+                _send_and_receive(connection, size, first=_send)
+                passed = size
+        except OSError as error:
+            return "large" if passed else (error.strerror or "small messages time out")
+    return None
+
+
+def _answer_all(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed in the end
+        while True:
+            threading.Thread(target=_answer, args=(listener.accept()[0],), daemon=True).start()
+
+
+def _answer(connection: socket.socket) -> None:
+    with connection, contextlib.suppress(OSError):
+        for size in (_SMALL_BYTES, _LARGE_BYTES):
+            _send_and_receive(connection, size, first=_receive)
+
+
+def _send_and_receive(connection: socket.socket, size: int, first: Callable[[socket.socket, int], None]) -> None:
+    connection.settimeout(_MESSAGE_TIMEOUT_S)
+    first(connection, size)
+    (_receive if first is _send else _send)(connection, size)
+
+
+def _send(connection: socket.socket, size: int) -> None:
+    connection.sendall(bytes(size))
+
+
+def _receive(connection: socket.socket, size: int) -> None:
+    deadline = time.monotonic() + _MESSAGE_TIMEOUT_S
+    while size > 0:
+        received = connection.recv(min(size, 1 << 20))
+        if not received or time.monotonic() > deadline:
+            raise TimeoutError
+        size -= len(received)
+
+
+def _end(listener: socket.socket) -> None:
+    """Wake the thread that accepts, which closing alone does not."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,34 @@
+"""What a node says of the preflight: lines that `tee` can take, without control characters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable
+
+from distTest.wire import printable
+
+
+class Voice:
+    """Problems are said once each, as soon as they are known; the last one is the last line on stderr."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def say(self, line: str) -> None:
+        try:
+            print(f"Preflight: {printable(line)}", flush=True)
+        except OSError:  # `tee` may have ended before
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def warn(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"Warning: {printable(line)}", flush=True)
+
+    def report(self, problems: Iterable[str]) -> None:
+        for problem in problems:
+            if problem not in self.problems:
+                self.problems.append(problem)
+                with contextlib.suppress(OSError):
+                    print(f"ERROR: {printable(problem)}", file=sys.stderr, flush=True)
