@@ -41,12 +41,14 @@ from shardtune.packing import Position, Schedule, Step, build_batch, make_schedu
 from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest, end_on_signal
 from shardtune.source import read_model_config
+from shardtune.stragglers import Stragglers
 from shardtune.world import World, describe, join_world, run
 
 
 def main() -> None:
     config = read_run_arguments(sys.argv[1:], Path(__file__).resolve().parent / "config.yaml")
     world = join_world(config.distributed)
+    world.watch_others()
     quiet_libraries(world.is_main)
     world.say(describe(world), on_every_node=True)
     for remark in remarks(config):
@@ -56,6 +58,7 @@ def main() -> None:
     run_dir = open_run_dir(Path(config.run.dir), world)
     resumed = choose_checkpoint(config, run_dir, world)
     date = world.from_main(lambda: resumed.state["date"] if resumed else datetime.date.today().isoformat())
+    world.progress.enter("preparing the data")
     model_config, _ = world.agree(
         lambda: all_of(
             lambda: read_model_config(config.model, config.data.max_length),
@@ -73,6 +76,7 @@ def main() -> None:
         write_final_model(config, resumed, assets, run_dir, world)
         world.say(f"Finished: {resumed.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
+    world.progress.enter("loading the model")
     model = world.agree(lambda: build_model(config, model_config, world))
     optimizer = build_optimizer(model, config.optimizer)
     world.say(describe_state(model))
@@ -112,6 +116,7 @@ def train(
     def evaluate_at(step: int) -> None:
         if data.eval is None:
             return
+        world.progress.enter("evaluation", step)
         found = evaluate(
             model,
             data.eval,
@@ -124,7 +129,7 @@ def train(
         world.say(f"{label} Perplexity: {found.perplexity:.4f} | Loss: {found.loss:.4f} | Tokens: {found.tokens}{tail}")
         metrics.write("eval", step=step, loss=found.loss, perplexity=found.perplexity, tokens=found.tokens)
 
-    stop = StopRequest()
+    stop, stragglers = StopRequest(), Stragglers(model, metrics, world)
     if config.eval.baseline and not is_resumed:
         evaluate_at(0)
     unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
@@ -134,6 +139,8 @@ def train(
         set_learning_rate(optimizer, lr)
         loss, grad_norm = train_step(config, step, data, model, optimizer, world)
         must_stop, memory_bytes = world.maxima(stop.received is not None, peak_memory_bytes(world.device))
+        stragglers.step_ended(step.number)
+        world.limit_steps(config.distributed.step_timeout_s)
 
         seconds = time.perf_counter() - step_ended
         metrics.write(
@@ -171,6 +178,7 @@ def train(
         if is_last or is_due(step.number, config.eval.every_steps):
             evaluate_at(step.number)
         saver.say_if_ended()
+        world.progress.enter("saving")
         if is_last or must_stop or is_due(step.number, config.checkpoint.every_steps):
             metrics.sync()
             saver.save(vars(step.end) | {"date": date, "data": data.key, "config": to_dict(config)})
@@ -195,15 +203,19 @@ def train_step(
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for sequences in step.micro_batches(world.rank, world.size, config.train.micro_batch_size):
+        world.progress.enter("data", step.number)
         batch = build_batch(data.train, sequences, config.data.packing).to(world.device)
+        world.progress.enter("forward and backward")
         micro_batch_sum = summed_loss(model, batch)
         # FSDP2 averages gradients over ranks; the factor turns that into the sum over ranks per trained token.
         (micro_batch_sum * (world.size / max(1, step.trained_tokens))).backward()
         loss_sum += micro_batch_sum.detach()
-    dist.all_reduce(loss_sum)
-    norm = global_gradient_norm(model)
+    with world.progress.waiting():
+        dist.all_reduce(loss_sum)
+        norm = global_gradient_norm(model)
     loss, grad_norm = loss_sum.item() / max(1, step.trained_tokens), norm.item()
     require_finite(step.number, loss, grad_norm, model, world)
+    world.progress.enter("optimizer")
     if config.train.max_grad_norm is not None:
         clip_gradients(model, config.train.max_grad_norm, norm)
     optimizer.step()
@@ -271,6 +283,7 @@ def plan_steps(config: Config, data: PreparedData, resumed: checkpoint.Checkpoin
 def write_final_model(
     config: Config, last: checkpoint.Checkpoint, assets: dict[str, bytes], run_dir: RunDir, world: World
 ) -> None:
+    world.progress.enter("writing the final model", last.step)
     out = run_dir.path / "model"
     export = Export(last, config.export.dtype, assets)
     if config.export.final and not world.from_main(lambda: is_exported(export, out)):

@@ -44,15 +44,15 @@ fi
 (( code == 0 )) || exit "$code"
 trap - INT TERM HUP USR1
 
-# torchrun's own exit code is always 1. Here the processes leave their ids when they start, and their exit code and last
-# line when they fail.
+# torchrun's own exit code is always 1. Here the processes leave their ids when they start, where they are, and their
+# exit code and last line when they fail.
 export SHARDTUNE_LAUNCH_DIR=$(mktemp -d)
 trap 'rm -rf "$SHARDTUNE_LAUNCH_DIR"' EXIT
 # torchrun waits for the other nodes before a process can read its configuration.
 timeout_s=${JOIN_TIMEOUT:-300}
 
 # In a session of its own, so that Ctrl-C reaches this script alone.
-setsid "$python" -m torch.distributed.run \
+setsid "$python" "$here/distTest/torchrun.py" \
     --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=$timeout_s" \
     "$here/train_fsdp.py" "$@" &
@@ -71,11 +71,18 @@ done
 wait "$torchrun"
 code=$?
 (( code == 0 )) && exit 0
+# The first process of this node that was there to the end.
+place=$(head -qn 1 "$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9] 2>/dev/null | head -n 1)
+resume='the same command resumes from the last checkpoint'
 if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
     { read -r code; read -r line; } < "$SHARDTUNE_LAUNCH_DIR/outcome"
+elif (( code > 128 )); then
+    line="torchrun of node $NODE_RANK on $(uname -n) was ended by SIG$(kill -l $((code - 128)))${place:+ and its processes \
+with it: $place} - $resume"
+    code=1
 elif [[ -e $SHARDTUNE_LAUNCH_DIR/processes ]]; then
-    code=1 line="a process of node $NODE_RANK ended without a word - see above, the other nodes' logs, and the kernel's \
-log for processes killed for memory"
+    code=1 line="${place:-a process of node $NODE_RANK on $(uname -n)} ended without a word - see above, the other nodes' \
+logs, and the kernel's log for processes killed for memory; $resume"
 else
     code=2 line="node $NODE_RANK started no process - see above; start all $NNODES nodes within $timeout_s s (JOIN_TIMEOUT) \
 with one MASTER_ADDR that they reach and a MASTER_PORT that is free there"

@@ -43,6 +43,7 @@ def evaluate(
     with forward_only(model):
         for sequences in deal(sequences_of_rows, world.rank, world.size, rows_per_micro_batch):
             total += summed_loss(model, build_batch(dataset, sequences, packing).to(world.device))
-    dist.all_reduce(total)
+    with world.progress.waiting():
+        dist.all_reduce(total)
     tokens = int(dataset.trained_counts.sum())
     return Evaluation(total.item() / tokens, tokens)

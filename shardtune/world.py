@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .config import DistributedConfig
 from .errors import Ended, Interrupted, Refused, Stopped
+from .progress import Progress
 from .signals import end_on_signal, end_with_torchrun, ignore_signals
+from .watchdog import AGAIN, Peer, Watchdog, tell_launcher
 
 T = TypeVar("T")
 
@@ -33,10 +34,14 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 # Tokenising or reading a large input may take hours on one node while the others wait for it. A process that dies
 # meanwhile is noticed by its launcher, not by this wait.
 _AGREE_TIMEOUT_S = 2 * 24 * 3600.0
-_FIRST_RANK_SPEAKS_S = 20
+_FIRST_RANK_SPEAKS_S = 10
 _REFUSED_KEY = "refused"
 _STORE_VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
 _JOINING = threading.Event()  # set once this process has looked for the others: then they know of it
+# Collectives before the first step wait for whatever a rank sets up: compilation, slow disks, a first evaluation.
+_FIRST_STEP_TIMEOUT_S = 1800
+_WATCHDOG_SPEAKS_S = 60  # before a collective's own timeout, which knows no names
+_watchdogs: list[Watchdog] = []  # this process's, once it has joined
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,11 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     store: dist.Store
+    progress: Progress = field(init=False)
     _round: count[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "progress", Progress(self.device))
 
     @property
     def is_main(self) -> bool:
@@ -82,10 +91,29 @@ class World:
         unpost(self.store, f"gather/{number - 1}/{self.rank}")
         return [read(self.store, key) for key in keys]
 
+    def watch_others(self) -> None:
+        """From now on this process ends, and says why, when another rank fails, stops or is gone."""
+        peers = self.gather([self.node_rank, socket.gethostname(), os.getpid()])
+        if self.size > 1:
+            numbered = [Peer(rank, *peer) for rank, peer in enumerate(peers)]
+            _watchdogs.append(Watchdog(self.rank, numbered, self.store, self.progress))
+            self.gather(None)
+            _watchdogs[0].start()
+
+    def limit_steps(self, timeout_s: float) -> None:
+        """From now on the run ends when no rank moves for so long within a step, naming the one that is behind.
+
+        The collectives' own timeout, until now a long one for the first step, is the net below.
+        """
+        if _watchdogs and _watchdogs[0].limit_s is None:
+            _watchdogs[0].limit_s = timeout_s
+            _set_collective_timeout(timeout_s + _WATCHDOG_SPEAKS_S)
+
     def maxima(self, *values: float) -> list[float]:
         """The largest of each value over the ranks: a collective, for what every step needs."""
         largest = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        with self.progress.waiting():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.tolist()
 
     def agree(self, work: Callable[[], T]) -> T:
@@ -192,7 +220,7 @@ def join_world(config: DistributedConfig) -> World:
             store=dist.PrefixStore("default_pg", store),
             rank=rank,
             world_size=size,
-            timeout=datetime.timedelta(seconds=max(config.join_timeout_s, config.step_timeout_s)),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
@@ -202,8 +230,14 @@ def join_world(config: DistributedConfig) -> World:
             f"({str(error).splitlines()[0]}) - start every node within that time, with one MASTER_ADDR and "
             "MASTER_PORT that all of them reach"
         ) from error
+    _set_collective_timeout(max(_FIRST_STEP_TIMEOUT_S, config.step_timeout_s))
     mesh = dist.init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return World(rank, size, local_rank, local_size, node_rank, device, mesh, dist.PrefixStore("shardtune", store))
+
+
+def _set_collective_timeout(timeout_s: float) -> None:
+    """Of the only process group, the mesh's too; PyTorch has no public name for it, and its trainers use this one."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
 
 
 def _wait_for_everyone(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
@@ -295,40 +329,47 @@ def run(main: Callable[[], None]) -> None:
     The last line on stderr of a failure is `ERROR: ...`; what all ranks share is printed once a node. The launch
     scripts, from which torchrun hides the code, name a folder for it in SHARDTUNE_LAUNCH_DIR.
     """
-    is_shared = True
     end_with_torchrun()
     end_on_signal("before the first step, with nothing to save", code=1)
-    _tell_launcher("processes", f"{os.getpid()}\n")
+    tell_launcher("processes", f"{os.getpid()}\n")
+    is_shared = False
     try:
         main()
     except Refused as refused:
-        code, lines = 2, refused.problems
+        code, lines, is_shared = 2, refused.problems, True
     except Interrupted as interrupted:
-        code, lines = 75, [str(interrupted)]
+        code, lines, is_shared = 75, [str(interrupted)], True
     except Stopped as stopped:
-        code, lines = 1, [str(stopped)]
+        code, lines, is_shared = 1, [str(stopped)], True
     except Ended as ended:
-        # The others of this node have had the signal too, and the first one speaks.
-        code, lines, is_shared = ended.code, [str(ended)] if os.environ.get("LOCAL_RANK", "0") == "0" else [], False
-    except Exception as error:
+        code, lines = _first_failure(ended.code, str(ended), may_be_innocent=False)
+        if not _watchdogs and os.environ.get("LOCAL_RANK", "0") != "0":
+            lines = []  # the others of this node have had the signal too, and the first one speaks
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not dist.is_initialized():
+            raise
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        code, lines, is_shared = 1, [_failure(error)], False
+        code, lines = _first_failure(1, _failure(error), may_be_innocent=_is_of_a_connection(error))
     else:
         code, lines = 0, []
-    ignore_signals()  # it ends anyway
+    ignore_signals()
     if lines and is_shared and os.environ.get("LOCAL_RANK", "0") != "0":
         # The node's first rank says it. Ending before it would have torchrun end it before it does; once it has ended,
         # torchrun's signal ends this one.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for watchdog in _watchdogs:
+            watchdog.leave(code)
         time.sleep(_FIRST_RANK_SPEAKS_S)
     if code == 2:
         _tell_the_others(lines)
     if lines:
-        _tell_launcher("outcome", f"{code}\n{lines[-1]}\n")
+        tell_launcher("outcome", f"{code}\n{lines[-1]}\n")
     with contextlib.suppress(OSError):  # `tee` may have ended before
         for line in lines:
             print(f"ERROR: {line}", file=sys.stderr, flush=True)
+    for watchdog in _watchdogs:
+        watchdog.leave(code)
     if dist.is_initialized() and code == 0:
         dist.destroy_process_group()
     with contextlib.suppress(OSError):
@@ -337,16 +378,32 @@ def run(main: Callable[[], None]) -> None:
     os._exit(code)
 
 
-def _failure(error: Exception) -> str:
+def _first_failure(code: int, line: str, may_be_innocent: bool) -> tuple[int, list[str]]:
+    """With what this rank ends that fails by itself: the code and the lines that it prints.
+
+    They are another rank's, if that one failed first, and none, if another process of this node prints them.
+    """
+    ignore_signals()  # torchrun's, for instance, which ends this process because another one failed
+    if not _watchdogs:
+        return code, [line]
+    watchdog = _watchdogs[0]
+    me = str(watchdog.me)
+    told = line if line.startswith(me) else f"{me}: {line}"
+    failure = watchdog.settle(told, code, may_be_innocent)
+    if failure.line == told:
+        return code, [line]
+    return failure.code, [failure.line] if watchdog.speaks(failure) else []
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Whether it is what a rank gets when another is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
+def _failure(error: BaseException) -> str:
     first_line = (str(error).splitlines() or [""])[0]
+    place = f", in {_watchdogs[0].place}" if _watchdogs else ""
     return (
-        f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}: {type(error).__name__}: {first_line} - "
-        "see the traceback there; the same command resumes from the last checkpoint"
+        f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}: {type(error).__name__}: {first_line}{place} - "
+        f"see the traceback there; {AGAIN}"
     )
-
-
-def _tell_launcher(file_name: str, text: str) -> None:
-    """Append to a file of the launch script; the first process of the node to fail has the first word there."""
-    if folder := os.environ.get("SHARDTUNE_LAUNCH_DIR"):
-        with contextlib.suppress(OSError), (Path(folder) / file_name).open("a", encoding="utf-8") as file:
-            file.write(text)

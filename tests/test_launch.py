@@ -158,9 +158,12 @@ def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
     (rank,) = children(torchrun)
     os.kill(rank, signal.SIGKILL)
     code, _, errors = end(worker)
-    assert code == 1 and "ERROR: a process of node 1 ended without a word - " in errors.splitlines()[-1]
+    rank1 = rf"rank 1 on {socket.gethostname()}"
+    assert code == 1 and re.match(rf"ERROR: {rank1}, in step \d+ .* ended without a word - ", errors.splitlines()[-1])
     code, _, errors = end(master)
-    assert code == 1 and re.fullmatch(r"ERROR: rank 0 on .+: RuntimeError: .+ - .+", errors.splitlines()[-1])
+    assert code == 1 and re.match(
+        rf"ERROR: {rank1}: no sign of life for \d+ s, last heard of in step", errors.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(("script", "node"), [("launch_node0.sh", 0), ("launch_node1.sh", 1)])
@@ -232,7 +235,7 @@ def test_the_choice_of_python(tmp_path: Path) -> None:
     assert said(VIRTUAL_ENV="", CONDA_PREFIX=str(tmp_path / "conda")).startswith(f"{conda} ")
     command = said(VIRTUAL_ENV="", JOIN_TIMEOUT="7", MASTER_PORT="29601", GPUS_PER_NODE="4", NNODES="3", NODE_RANK="2")
     assert command == (
-        f"{beside} -m torch.distributed.run --nnodes=3 --node_rank=2 --nproc_per_node=4 --master_addr=127.0.0.1 "
+        f"{beside} {copy}/distTest/torchrun.py --nnodes=3 --node_rank=2 --nproc_per_node=4 --master_addr=127.0.0.1 "
         f"--master_port=29601 --rdzv_conf=timeout=7 {copy}/train_fsdp.py --config my own.yaml train.epochs=1"
     )
     beside.unlink()

@@ -1,0 +1,344 @@
+"""Ends this process when another rank fails, stops or does not arrive, and says which one, where, in what and why.
+
+A rank that is blocked in a collective hears of nothing. So in each process a thread has a connection of its own to the
+store of the launcher: every second it posts a heartbeat, looks whether the processes of its own node live, whether the
+heartbeat of the next rank moves, and whether the run has failed. The first failure of a run is everybody's: all ranks
+end with it. A second thread, which never touches the store, ends the process when the store does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
+
+from .progress import STEP_PHASES, Progress
+
+_TICK_S = 1.0
+# A heartbeat, or the store, that stands still so long is taken for lost. Before the first step a library may hold the
+# interpreter for minutes, reading a large file.
+_SILENT_S = 40
+_SILENT_BEFORE_STEPS_S = 300
+_SILENT_AFTER_ERROR_S = 6  # once a collective failed, somebody is gone
+_BLAME_S = 15  # for the watchdog of any rank to say who, before a rank takes its own failed collective for the cause
+_LEAVE_S = 4  # for the others to hear of a failure, before the store may end with node 0
+_END_S = 15  # for a process that has failed to end by itself
+_UNWATCHABLE = -1
+_LIMITED = (*STEP_PHASES, "evaluation")
+AGAIN = "the same command resumes from the last checkpoint"
+
+
+class Peer(NamedTuple):
+    """A rank as the others know it."""
+
+    rank: int
+    node: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+class Failure(NamedTuple):
+    """Why the run ends: `<what> - <what to do>`, the ranks to blame, and the rank that says so."""
+
+    line: str
+    code: int
+    author: int
+    blamed: list[int]
+
+
+class Beat(NamedTuple):
+    """What a rank says of itself every second. `silence_s`: for how long it may then say nothing."""
+
+    turn: int
+    arrivals: int
+    place: str
+    frame: str
+    silence_s: int
+
+
+class Watchdog:
+    """`start` starts its threads, once all ranks have made theirs. The rest is for a main thread that ends."""
+
+    def __init__(self, rank: int, peers: Sequence[Peer], store: dist.Store, progress: Progress) -> None:
+        self.me, self._peers, self._progress = peers[rank], peers, progress
+        self._store = dist.PrefixStore("watchdog", store)  # the main thread's
+        self._channel = dist.PrefixStore("watchdog", cast(Any, store).clone())  # the talking thread's
+        self._siblings = {peer.rank: _handle(peer) for peer in peers if peer.node == self.me.node and peer != self.me}
+        self._ends = select.poll()
+        for handle in self._siblings.values():
+            if handle is not None and handle != _UNWATCHABLE:
+                self._ends.register(handle, select.POLLIN)
+        self._turns = 0
+        self._last_seen: dict[int, int] = {}
+        self._unchanged: Counter[int] = Counter()
+        self._idle: tuple[int, float] = (-1, 0.0)
+        self.limit_s: float | None = None
+        self._lock = threading.Lock()
+        self._failure: Failure | None = None
+        self._is_suspicious = False
+        self._main_ends = threading.Event()
+        self._exit_code: int | None = None
+        self._post_beat(self._store)
+
+    def start(self) -> None:
+        for work in (self._talk, self._guard):
+            threading.Thread(target=work, name=f"watchdog{work.__name__}", daemon=True).start()
+
+    @property
+    def place(self) -> str:
+        return self._progress.place
+
+    # What the main thread asks for, when it ends.
+
+    def settle(self, line: str, code: int, may_be_innocent: bool) -> Failure:
+        """The failure with which this process ends: its own, unless another one came before.
+
+        A rank that lost its connection to another, or a sibling, waits for the word on who that is.
+        """
+        self._main_ends.set()
+        own = Failure(line, code, self.me.rank, [self.me.rank])
+        try:
+            if may_be_innocent or self._lost(self._store):
+                self._is_suspicious = True
+                deadline = time.monotonic() + _BLAME_S
+                while self._failure is None and time.monotonic() < deadline:
+                    time.sleep(0.1)
+            return self._failure or _report(self._store, own)
+        except RuntimeError:  # the store is gone, and nobody can be told
+            return self._failure or own
+
+    def speaks(self, failure: Failure) -> bool:
+        """Whether this process is the one of its node that prints a failure."""
+        author = self._peers[failure.author]
+        first = min({self.me.rank, *self._siblings} - set(self._gone()))
+        return author == self.me or (author.node != self.me.node and first == self.me.rank)
+
+    def leave(self, code: int) -> None:
+        """Say that this process ends. One that failed gives the others time to hear why: with node 0 the store ends."""
+        if self._exit_code is not None:
+            return
+        self._main_ends.set()
+        self._exit_code = code
+        with contextlib.suppress(RuntimeError):
+            _leave(self._store, self._peers, self.me, wait_s=_LEAVE_S if code else 0)
+        _write_place(self.me, None)
+
+    # The thread that talks to the store.
+
+    def _talk(self) -> None:
+        try:
+            while self._exit_code is None:
+                self._look()
+                self._turns += 1
+                time.sleep(_TICK_S)
+        except RuntimeError as error:
+            self._lose_store(f"closed the connection ({str(error).splitlines()[0]})")
+
+    def _look(self) -> None:
+        store = self._channel
+        self._post_beat(store)
+        lost = self._lost(store)  # before the look at what they said
+        if store.check(["failure"]):
+            self._fail(Failure(*json.loads(store.get("failure"))))
+            return
+        if lost:
+            self._blame(
+                lost, "ended without a word", f"most often killed for memory, see the kernel's log there; {AGAIN}"
+            )
+        elif silent := self._silent():
+            self._blame(
+                silent,
+                f"no sign of life for {max(self._unchanged[rank] for rank in silent)} s",
+                f"its process is stopped or gone, its node or the network down: look there; {AGAIN}",
+            )
+        elif self._is_idle():
+            self._blame_the_last()
+
+    def _post_beat(self, store: dist.Store) -> None:
+        progress = self._progress
+        beat = Beat(self._turns, progress.arrivals, progress.place, _innermost_frame(), _silence_s(progress))
+        store.set(f"beat/{self.me.rank}", json.dumps(beat))
+
+    def _beats(self, ranks: Sequence[int]) -> list[Beat]:
+        """Their heartbeats; each posted one before any thread started."""
+        return [Beat(*json.loads(beat)) for beat in self._channel.multi_get([f"beat/{rank}" for rank in ranks])]
+
+    def _gone(self) -> list[int]:
+        """The siblings whose processes have ended."""
+        ended = [None, *(handle for handle, _ in self._ends.poll(0))]
+        return [rank for rank, handle in self._siblings.items() if handle in ended]
+
+    def _lost(self, store: dist.Store) -> list[int]:
+        """The siblings that ended without a word."""
+        return [rank for rank in self._gone() if not store.check([f"ended/{rank}"])]
+
+    def _silent(self) -> list[int]:
+        """The ranks whose heartbeats have stood still for too long.
+
+        Each rank watches the next one, and all of them once that one hesitates: traffic grows with the ranks, and not
+        with their square. Turns are counted, not time, so that a process that was stopped itself accuses nobody.
+        """
+        size, me = len(self._peers), self.me.rank
+        neighbour = (me + 1) % size
+        everyone = self._is_suspicious or self._unchanged[neighbour] >= _SILENT_AFTER_ERROR_S
+        watched = [rank for rank in range(size) if rank != me] if everyone else [neighbour]
+        limits = {}
+        for rank, beat in zip(watched, self._beats(watched), strict=True):
+            self._unchanged[rank] = self._unchanged[rank] + 1 if self._last_seen.get(rank) == beat.turn else 0
+            self._last_seen[rank] = beat.turn
+            limits[rank] = _SILENT_AFTER_ERROR_S if self._is_suspicious else beat.silence_s
+        if not any(self._unchanged[rank] >= limit for rank, limit in limits.items()):
+            return []
+        # Those that fell silent with it are named with it.
+        return [rank for rank, limit in limits.items() if self._unchanged[rank] >= limit / 2]
+
+    def _is_idle(self) -> bool:
+        """Whether this rank has been in one place of a step for longer than a step may hang."""
+        arrivals, ticks = self._idle
+        is_limited = self.limit_s is not None and self._progress.phase in _LIMITED
+        ticks = ticks + 1 if is_limited and arrivals == self._progress.arrivals else 0
+        self._idle = (self._progress.arrivals, ticks)
+        return self.limit_s is not None and ticks * _TICK_S > self.limit_s
+
+    def _blame_the_last(self) -> None:
+        beats = self._beats(range(len(self._peers)))
+        arrivals = [beat.arrivals for beat in beats]
+        last = [rank for rank, number in enumerate(arrivals) if number == min(arrivals)]
+        raising = f"or raise distributed.step_timeout_s if that may take so long; {AGAIN}"
+        if len(last) == len(self._peers):
+            self._blame(
+                [self.me.rank], f"nothing moved for {self.limit_s:g} s, with no rank behind the others", raising
+            )
+        else:
+            what = f"did not arrive within {self.limit_s:g} s (at {beats[last[0]].frame})"
+            self._blame(last, what, f"see its traceback there, {raising}", "in")
+
+    def _blame(self, ranks: list[int], what: str, remedy: str, seen: str = "last heard of in") -> None:
+        (beat,) = self._beats(ranks[:1])
+        others = f" (and {_named(ranks[1:], self._peers)})" if ranks[1:] else ""
+        line = f"{self._peers[ranks[0]]}{others}: {what}, {seen} {beat.place} - {remedy}"
+        self._fail(_report(self._channel, Failure(line, 1, self.me.rank, ranks)))
+
+    # The thread that keeps off the store.
+
+    def _guard(self) -> None:
+        turns, stuck, ending = -1, 0, 0
+        while True:
+            if self._exit_code is None:
+                _write_place(self.me, self._progress)
+            time.sleep(_TICK_S)
+            stuck = stuck + 1 if turns == self._turns and self._failure is None else 0
+            turns = self._turns
+            if stuck * _TICK_S >= _SILENT_S:
+                self._lose_store(f"has not answered for {_SILENT_S} s")
+            ending += self._exit_code is not None or (self._failure is not None and not self._main_ends.is_set())
+            if ending * _TICK_S >= _END_S:
+                os._exit(self._exit_code if self._exit_code is not None else 1)
+
+    def _lose_store(self, what: str) -> None:
+        if self._exit_code is not None:
+            return
+        host = next(peer.host for peer in self._peers if peer.node == 0)
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        line = (
+            f"{self.me}: node 0 ({host}) is gone, its torchrun ended or the node or the network is down: "
+            f"{address} {what}, in {self._progress.place} - look there; {AGAIN}"
+        )
+        self._fail(Failure(line, 1, self.me.rank, []), store_answers=False)
+
+    def _fail(self, failure: Failure, store_answers: bool = True) -> None:
+        """End this process with a failure, unless another was found before; the main thread may be doing it already."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+        if self._main_ends.is_set():
+            return
+        with contextlib.suppress(OSError):
+            if self.me.rank in failure.blamed:
+                main = sys._current_frames()[cast(int, threading.main_thread().ident)]
+                print(f"{self.me} is here:\n{''.join(traceback.format_stack(main))}", file=sys.stderr, flush=True)
+            if self.speaks(failure):
+                print(f"ERROR: {failure.line}", file=sys.stderr, flush=True)
+        tell_launcher("outcome", f"{failure.code}\n{failure.line}\n")
+        if store_answers:
+            with contextlib.suppress(RuntimeError):
+                _leave(self._channel, self._peers, self.me, _LEAVE_S)
+                for rank in {*failure.blamed} & {*self._siblings} - {*self._gone()}:
+                    if not self._channel.check([f"ended/{rank}"]):  # stopped: torchrun would wait for it
+                        os.kill(self._peers[rank].pid, signal.SIGKILL)
+        _write_place(self.me, None)
+        os._exit(failure.code)
+
+
+def _report(store: dist.Store, failure: Failure) -> Failure:
+    """Make it the failure of the run, unless another one is; the one that is."""
+    return Failure(*json.loads(store.compare_set("failure", "", json.dumps(failure))))
+
+
+def _leave(store: dist.Store, peers: Sequence[Peer], me: Peer, wait_s: float) -> None:
+    store.set(f"ended/{me.rank}", "")
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and not store.check([f"ended/{peer.rank}" for peer in peers]):
+        time.sleep(0.1)
+
+
+def _silence_s(progress: Progress) -> int:
+    return _SILENT_BEFORE_STEPS_S if progress.step is None else _SILENT_S
+
+
+def _handle(peer: Peer) -> int | None:
+    """Something that becomes readable when the process ends; None if it has ended."""
+    try:
+        return os.pidfd_open(peer.pid)
+    except ProcessLookupError:
+        return None
+    except OSError:  # this system has no such thing, and its silence will tell
+        return _UNWATCHABLE
+
+
+def _named(ranks: Sequence[int], peers: Sequence[Peer]) -> str:
+    """The first few of some ranks."""
+    return ", ".join(str(peers[rank]) for rank in ranks[:3]) + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
+
+
+def _innermost_frame() -> str:
+    """What the main thread executes."""
+    code = sys._current_frames()[cast(int, threading.main_thread().ident)]
+    return f"{code.f_code.co_name}, {Path(code.f_code.co_filename).name}:{code.f_lineno}"
+
+
+def tell_launcher(file_name: str, text: str) -> None:
+    """Append to a file of the launch script; the first process of the node to fail has the first word there."""
+    if folder := os.environ.get("SHARDTUNE_LAUNCH_DIR"):
+        with contextlib.suppress(OSError), (Path(folder) / file_name).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _write_place(me: Peer, progress: Progress | None) -> None:
+    """Leave for the launch script where this rank is, should it be killed; nothing when it ends with a word."""
+    if not (folder := os.environ.get("SHARDTUNE_LAUNCH_DIR")):
+        return
+    file = Path(folder) / f"rank_{me.rank}"
+    with contextlib.suppress(OSError):
+        if progress is None:
+            file.unlink(missing_ok=True)
+        else:
+            new = file.with_suffix(".new")
+            new.write_text(f"{me}, in {progress.place}\n{me.pid} {_silence_s(progress)}\n", encoding="utf-8")
+            new.replace(file)

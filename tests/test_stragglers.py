@@ -1,0 +1,103 @@
+"""The rank that the others wait for is named, with what it does meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import chats, read_metrics, write_jsonl
+from ranks import on_ranks, run_script, train, train_until
+
+from shardtune import optim, packing
+from shardtune.stragglers import slowest
+
+ARGUMENTS = (
+    "--config",
+    "config.yaml",
+    "model.compute_dtype=float32",
+    "data.max_length=128",
+    "train.epochs=99",
+    "train.gradient_accumulation_steps=2",
+    "export.final=false",
+)
+SLOW_S = 0.03
+
+
+def slowed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(SLOW_S)
+        return original(*arguments, **options)
+
+    return slow
+
+
+def run_with_a_slow_rank(rank: int, phase: str, arguments: list[str]) -> None:
+    if int(os.environ["RANK"]) == rank:
+        module, name = {
+            "data": (packing, "build_batch"),
+            "forward and backward": (torch.nn.functional, "silu"),  # within a layer, between its collectives
+            "optimizer": (optim, "clip_gradients"),
+        }[phase]
+        setattr(module, name, slowed(getattr(module, name)))
+    run_script(arguments)
+
+
+def run(folder: Path, model: Path, rank: int, phase: str, *more: str) -> str:
+    write_jsonl(folder / "train.jsonl", chats(30))
+    (folder / "config.yaml").write_text("run: {dir: run}\ndata: {train: train.jsonl}\n", encoding="utf-8")
+    arguments = [*ARGUMENTS, f"model.path={model}", "checkpoint.every_steps=0", *more]
+    done = on_ranks(2, run_with_a_slow_rank, rank, phase, arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        (1, "forward and backward"),
+        pytest.param(0, "data", marks=pytest.mark.full),
+        pytest.param(1, "optimizer", marks=pytest.mark.full),
+    ],
+)
+def test_a_slow_rank_is_named(rank: int, phase: str, tmp_path: Path, models: dict[str, Path]) -> None:
+    said = run(tmp_path, models["llama"], rank, phase, "train.max_steps=11")
+    lines = re.findall(
+        r"^Slowest: rank (\d) on (\S+), (\d+\.\d\d) x the median, in (.+) \(a step: data \S+ s, forward and backward "
+        r"\S+ s, optimizer \S+ s, waiting \S+ s\)$",
+        said,
+        re.MULTILINE,
+    )
+    assert len(lines) == 1
+    entries = read_metrics(tmp_path / "run", "ranks")
+    assert [entry["step"] for entry in entries] == [11]
+    for line, entry in zip(lines, entries, strict=True):
+        assert line == (str(rank), socket.gethostname(), f"{entry['ratio']:.2f}", phase)
+        assert (entry["slowest_rank"], entry["host"], entry["phase"]) == (rank, socket.gethostname(), phase)
+        assert entry["seconds"][phase] > SLOW_S
+
+
+@pytest.mark.full
+def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(tmp_path: Path, models: dict[str, Path]) -> None:
+    """The run is killed after the report at step 11, and goes on from step 8."""
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    arguments = [*ARGUMENTS[2:], f"model.path={models['llama']}", "data.train=train.jsonl", "checkpoint.every_steps=8"]
+    train_until(13, 0.5, 2, *arguments, cwd=tmp_path)
+    run_dir = tmp_path / "runs/config"
+    assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [11]
+    done = train(2, *arguments, "train.max_steps=19", cwd=tmp_path)
+    assert "Resumed from checkpoint_0000008" in done.stdout, done.stderr
+    assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(range(1, 20))
+    assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [19]
+
+
+def test_which_rank_is_the_slowest() -> None:
+    assert slowest([[0.1, 1.0, 0.1], [0.1, 2.3, 0.1], [0.1, 1.1, 0.1]]) == (1, pytest.approx(2.5 / 1.3), 1)
+    assert slowest([[0.1, 1.0, 0.1], [1.1, 0.9, 0.1]]) == (1, pytest.approx(2.1 / 1.2), 0)
+    assert slowest([[1.0, 1.0, 1.0]]) == (0, 1.0, 0)
