@@ -135,7 +135,7 @@ def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
     is_whole = sum(file.stat().st_size for file in files.values()) <= _WHOLE_BYTES
     if not is_whole:
         remarks.append(f"the data is over {_WHOLE_BYTES >> 30} GiB: samples of each file are compared, and its size")
-    return {name: f"{file.stat().st_size} bytes, digest {_digest(file, is_whole)}" for name, file in files.items()}
+    return {name: f"{file.stat().st_size} bytes, digest {digest(file, is_whole)}" for name, file in files.items()}
 
 
 def _model(folder: Path, remarks: list[str]) -> dict[str, dict[str, Any]]:
@@ -146,7 +146,7 @@ def _model(folder: Path, remarks: list[str]) -> dict[str, dict[str, Any]]:
     found = {}
     for file in _files_in(folder):
         size, is_weights = file.stat().st_size, file.suffix in _WEIGHT_SUFFIXES
-        told = f"{size} bytes" + ("" if is_weights else f", digest {_digest(file, is_whole=True)}")
+        told = f"{size} bytes" + ("" if is_weights else f", digest {digest(file, is_whole=True)}")
         found[file.name] = {"bytes": size, "is_weights": is_weights, "told": told}
     return found
 
@@ -155,18 +155,19 @@ def _files_in(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
 
 
-def _digest(file: Path, is_whole: bool) -> str:
-    digest = xxhash.xxh3_64()
+def digest(file: Path, is_whole: bool) -> str:
+    """xxh3 of a file's content, or of blocks of it at even distances, the first and the last among them."""
+    found = xxhash.xxh3_64()
     size = file.stat().st_size
     with file.open("rb") as stream:
         if is_whole or size <= _BLOCKS * _BLOCK_BYTES:
             while block := stream.read(8 * _BLOCK_BYTES):
-                digest.update(block)
+                found.update(block)
         else:
             for number in range(_BLOCKS):
                 stream.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
-                digest.update(stream.read(_BLOCK_BYTES))
-    return digest.hexdigest()
+                found.update(stream.read(_BLOCK_BYTES))
+    return found.hexdigest()
 
 
 def digest_of(value: Any) -> str:

@@ -31,7 +31,7 @@ BANNER
 # In the background, so that this script hears signals; -P: a folder of the caller's may be named as a module is.
 PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$python" -P -m distTest.preflight "$@" &
 preflight=$!
-for signal in INT TERM HUP USR1; do trap 'kill -s TERM "$preflight" 2>/dev/null' "$signal"; done
+for signal in INT TERM HUP USR1; do trap "kill -s $signal $preflight 2>/dev/null" "$signal"; done
 while kill -0 "$preflight" 2>/dev/null; do
     wait "$preflight"
 done

@@ -166,33 +166,59 @@ def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("script", "node"), [("launch_node0.sh", 0), ("launch_node1.sh", 1)])
-def test_a_node_that_waits_in_vain(script: str, node: int, folder: Path) -> None:
-    started = time.monotonic()
-    code, _, errors = end(
-        start(script, "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port(), JOIN_TIMEOUT="2")
-    )
-    assert code == 2 and time.monotonic() - started < 40
-    last = errors.splitlines()[-1]
-    assert re.fullmatch(rf"ERROR: node {node} started no process - see above; .* within 2 s .*", last)
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("launch_node0.sh", "node 1 of 2 did not come to node 0 within 2 s - was it started"),
+        ("launch_node1.sh", "no node 0 came to 127.0.0.1:{port} within 2 s, 127.0.0.1 refuses connections to node 1"),
+    ],
+)
+def test_a_node_that_waits_in_vain(script: str, words: str, folder: Path) -> None:
+    port = a_free_port()
+    code, _, errors = end(start(script, "--config", "config.yaml", cwd=folder, MASTER_PORT=port, JOIN_TIMEOUT="2"))
+    (line,) = errors.splitlines()
+    assert code == 2 and line.startswith(f"ERROR: {words.format(port=port)}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_launch_that_is_ended_while_it_waits(number: signal.Signals, folder: Path) -> None:
+    node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port())
+    assert node.stdout is not None
+    while "waiting for node 1 of 2" not in node.stdout.readline():
+        assert node.poll() is None
+    (preflight,) = children(node.pid)
+    helpers = children(preflight)
+    node.send_signal(number)
+    code, _, errors = end(node)
+    if number == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+    else:
+        line = f"ERROR: ended by {number.name} during the preflight - run the same command again\n"
+        assert (code, errors) == (1, line)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{process}").exists() for process in (preflight, *helpers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def refused(cwd: Path, **settings: str) -> list[str]:
-    code, output, errors = end(start("launch_node0.sh", cwd=cwd, **settings))
+    """The errors of a node 0 that refuses by itself, and has the shortest time to tell the others."""
+    alone = {"JOIN_TIMEOUT": "1", "MASTER_PORT": a_free_port()}
+    code, output, errors = end(start("launch_node0.sh", "--config", "config.yaml", cwd=cwd, **alone | settings))
     lines = errors.splitlines()
-    assert code == 2 and "torchrun" not in output and all(re.fullmatch(r"ERROR: .+ - .+", line) for line in lines)
-    return lines
+    assert code == 2 and "Training" not in output and all(re.fullmatch(r"ERROR: .+ - .+", line) for line in lines)
+    return [re.sub(r"^ERROR: (node \S+ \(.+?\): )?", "", line) for line in lines]
 
 
-def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
-    lines = refused(tmp_path, NNODES="two", GPUS_PER_NODE="0", MASTER_PORT="29600x", JOIN_TIMEOUT="soon")
-    assert [line.split()[1] for line in lines] == ["MASTER_PORT", "NNODES", "GPUS_PER_NODE", "JOIN_TIMEOUT"]
-    assert "NODE_RANK is '2' and NNODES '2'" in refused(tmp_path, NODE_RANK="2")[0]
-    assert "NODE_RANK is 'one'" in refused(tmp_path, NODE_RANK="one")[0]
+def test_bad_settings_are_refused_together(folder: Path) -> None:
+    lines = refused(folder, NNODES="two", GPUS_PER_NODE="0", MASTER_PORT="29600x", JOIN_TIMEOUT="soon")
+    assert [line.split()[0] for line in lines] == ["MASTER_PORT", "NNODES", "GPUS_PER_NODE", "JOIN_TIMEOUT"]
+    assert "NODE_RANK is '2' and NNODES '2'" in refused(folder, NODE_RANK="2")[0]
+    assert "NODE_RANK is 'one'" in refused(folder, NODE_RANK="one")[0]
 
 
-def test_an_interface_that_this_node_lacks(tmp_path: Path) -> None:
-    (line,) = refused(tmp_path, NCCL_SOCKET_IFNAME="eth77")
+def test_an_interface_that_this_node_lacks(folder: Path) -> None:
+    (line,) = refused(folder, NCCL_SOCKET_IFNAME="eth77", NNODES="1")
     assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
     assert all(name in line for _, name in socket.if_nameindex())
 
@@ -257,3 +283,42 @@ def test_the_defaults_are_the_guides(tmp_path: Path) -> None:
         BANNER.format(role="WORKER", node=1, port=29600, nodes=2, gpus=8).replace("127.0.0.1", "10.11.7.50")
     )
     assert "--nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=10.11.7.50 --master_port=29600" in done.stdout
+
+
+def test_a_slurm_job(tmp_path: Path) -> None:
+    """What `sbatch` and `srun` do, on two nodes of different size; a Python that only prints its arguments."""
+    a_python(tmp_path / "bin", "python")
+    stubs = {
+        "scontrol": '[ "$*" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"',
+        "srun": (
+            'while [ "${1#--}" != "$1" ]; do shift; done\n'
+            'SLURM_NODEID=0 SLURM_GPUS_ON_NODE=8 "$@" &&\n'
+            'SLURM_NODEID=1 SLURM_GPUS_ON_NODE=4 "$@"'
+        ),
+    }
+    for name, text in stubs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NODELIST": "n[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    }
+    known = environment(VIRTUAL_ENV=str(tmp_path), **slurm)
+    for name in ("MASTER_ADDR", "GPUS_PER_NODE"):
+        del known[name]
+    spooled = shutil.copy(REPOSITORY / "launch_slurm.sbatch", tmp_path / "slurm_script")
+    done = subprocess.run(
+        ["bash", spooled, "train.epochs=1"],
+        cwd=REPOSITORY,
+        env=known,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "#SBATCH --ntasks-per-node=1" in Path(spooled).read_text(encoding="utf-8")
+    launched = [line for line in done.stdout.splitlines() if "torch.distributed.run" in line]
+    for line, node, gpus in zip(launched, (0, 1), (8, 4), strict=True):
+        assert f"--nnodes=2 --node_rank={node} --nproc_per_node={gpus} --master_addr=n7 --master_port=29600" in line
+        assert line.endswith("train_fsdp.py train.epochs=1")

@@ -5,17 +5,24 @@ Nodes are network namespaces with the guide's own addresses where there is root,
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY, chats, write_jsonl
 
+from distTest import compare, facts, ranks
 from distTest.namespaces import Node, joined_nodes, why_not
 
 INTERFACE = "enp26s0np0"
@@ -345,9 +352,10 @@ def ended(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, 
     return process.returncode, output, errors
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=fault.name, marks=() if fault.is_quick else pytest.mark.full) for fault in FAULTS]
-)
+CASES = [pytest.param(fault, id=fault.name, marks=() if fault.is_quick else pytest.mark.full) for fault in FAULTS]
+
+
+@pytest.mark.parametrize("fault", CASES)
 def test_fault(fault: Fault, machines: list[Machine]) -> None:
     fault.prepare(*machines)
     started = [machine.start() for machine in machines]
@@ -359,3 +367,231 @@ def test_fault(fault: Fault, machines: list[Machine]) -> None:
         last = errors.splitlines()[-1]
         assert last.startswith("ERROR: ") and " - " in last and words in last, output + errors
         assert "Training Configuration" not in output
+
+
+@pytest.mark.full
+def test_a_late_worker_with_another_clock(machines: list[Machine]) -> None:
+    """It comes after 25 s, is a few seconds ahead, has a disk of its own, and both train."""
+    master, worker = machines
+    clock_ahead(5)(master, worker)
+    both(machines, JOIN_TIMEOUT="300")
+    first = master.start()
+    time.sleep(25)
+    second = worker.start()
+    (code0, output0, errors0), (code1, _, errors1) = ended(first, 240), ended(second, 240)
+    assert (code0, code1) == (0, 0), output0 + errors0 + errors1
+    assert output0.count("Preflight: waiting for node 1 of 2") >= 5
+    assert "Warning: the clock of node 1 (node1) is 5.0 s ahead of that of node 0 (node0)" in output0
+    assert "run.dir runs/config is on each node's own disk" in output0
+    assert "Preflight: all 2 nodes agree" in output0 and "Saved the final model" in output0
+
+
+def on_loopback(node: int, cwd: Path, port: str, *arguments: str, **settings: str) -> subprocess.Popen[str]:
+    """The preflight alone, as a node of this machine."""
+    inherited = {name: value for name, value in os.environ.items() if name not in CHOOSING}
+    own = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "MASTER_PORT": port, "NODE_RANK": str(node)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml", *arguments],
+        cwd=cwd,
+        env=inherited | own | {"GPUS_PER_NODE": "2", "PYTHONPATH": str(REPOSITORY)} | settings,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def a_free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def wait_for(process: subprocess.Popen[str], words: str) -> str:
+    """What the process has printed when it prints these words."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(said)
+
+
+def test_nodes_that_agree(inputs: Callable[[str], Path]) -> None:
+    """Nodes of different size; something else than a node knocks at the master port first, and is ignored."""
+    folder, port = inputs("both"), a_free_port()
+    master = on_loopback(0, folder, port)
+    output = wait_for(master, "waiting for node 1 of 2, 300 s more")
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": []}\n', b"[" * 100_000 + b"\n"):
+        with socket.create_connection(("127.0.0.1", int(port))) as scanner, contextlib.suppress(ConnectionError):
+            scanner.sendall(noise)
+            scanner.settimeout(5)
+            assert scanner.recv(100) == b""
+    worker = on_loopback(1, folder, port, GPUS_PER_NODE="1")
+    (code0, more, errors0), (code1, _, errors1) = ended(master), ended(worker)
+    assert (code0, code1) == (0, 0), errors0 + errors1
+    lines = (output + more).splitlines()
+    assert len([line for line in lines if not line.startswith("Preflight: waiting")]) <= 12
+    assert "run.dir runs/config is shared by all nodes" in more
+    row = r"^Preflight: {node}     \S+ +{size} x CPU process +\S+( GB/s)? +\S+ GB/s +\d+ us +\S+ TFLOP/s$"
+    for node, size in ((0, 2), (1, 1)):
+        assert re.search(row.format(node=node, size=size), more, re.MULTILINE), more
+    assert re.fullmatch(r"Preflight: all 2 nodes agree \(\d+ s\)", lines[-1])
+    assert not errors0 + errors1 and not list(folder.rglob(".preflight*"))
+    with socket.create_server(("127.0.0.1", int(port))):
+        pass  # torchrun is next
+
+
+def test_a_node_that_leaves_and_two_of_one_rank(inputs: Callable[[str], Path]) -> None:
+    """Three nodes: one is stopped and started again, which is no fault, and then there are two of it."""
+    folder, port = inputs("all"), a_free_port()
+    master = on_loopback(0, folder, port, NNODES="3")
+    worker = on_loopback(1, folder, port, NNODES="3")
+    wait_for(worker, "has found node 0")
+    worker.send_signal(signal.SIGINT)
+    code, _, errors = ended(worker)
+    assert code == 1 and errors == "ERROR: ended by SIGINT during the preflight - run the same command again\n"
+    wait_for(master, "has left again")
+    again = [on_loopback(1, folder, port, NNODES="3") for _ in range(2)]
+    for code, _, errors in map(ended, [master, *again]):
+        assert code == 2 and "ERROR: two nodes call themselves node 1: " in errors.splitlines()[-1], errors
+
+
+@pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGTERM])
+def test_a_master_that_dies_while_a_node_waits(cause: signal.Signals, inputs: Callable[[str], Path]) -> None:
+    folder, port = inputs("all"), a_free_port()
+    master = on_loopback(0, folder, port, NNODES="3")
+    worker = on_loopback(1, folder, port, NNODES="3")
+    wait_for(worker, "with node 0, waiting for node 2 of 3")
+    children = processes_below(master.pid)
+    assert children
+    master.send_signal(cause)
+    code, _, errors = ended(worker)
+    assert code == 2 and "ended while node 1" in errors.splitlines()[-1]
+    assert ended(master)[0] == (1 if cause == signal.SIGTERM else -signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def processes_below(pid: int) -> list[int]:
+    children = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
+    return children + [grandchild for child in children for grandchild in processes_below(child)]
+
+
+def test_a_stale_process_holds_the_port(inputs: Callable[[str], Path]) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as stale:
+        node = on_loopback(0, inputs("one"), str(stale.getsockname()[1]), NNODES="1")
+        code, _, errors = ended(node)
+    assert code == 2 and f"is taken by process {os.getpid()} (`" in errors.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_two_nodes_of_eight_processes(inputs: Callable[[str], Path]) -> None:
+    folder, port = inputs("both"), a_free_port()
+    nodes = [on_loopback(node, folder, port, GPUS_PER_NODE="8") for node in range(2)]
+    for code, _, errors in map(ended, nodes):
+        assert code == 0, errors
+
+
+def test_ranks_that_fail(inputs: Callable[[str], Path]) -> None:
+    """gloo finds no such interface: what failed is named, on both nodes, with what it said."""
+    folder, port = inputs("both"), a_free_port()
+    nodes = [on_loopback(node, folder, port, GLOO_SOCKET_IFNAME="eth77") for node in range(2)]
+    for code, _, errors in map(ended, nodes):
+        last = errors.splitlines()[-1]
+        assert code == 2 and "the rendezvous of the ranks failed" in last and "eth77" in last, errors
+
+
+FACTS: dict[str, Any] = {
+    "versions": {"torch": "2.13.0"},
+    "libraries": {"CUDA": "13.0", "NCCL": "2.28.9"},
+    "code": {},
+    "config": {"parallel.replicate": 1, "parallel.expert": 1},
+    "data": {},
+    "model": {},
+    "weights_bytes": 0,
+    "remarks": [],
+    "processes": 8,
+    "run_dir": "runs/config",
+    "free_disk_bytes": 1e13,
+    "shares_run_dir": True,
+    "clock_ahead_s": 0.0,
+    "clock_error_s": 0.001,
+    "device": "GPU",
+    "gpus": [{"name": "H100", "free_bytes": 79e9, "total_bytes": 80e9}] * 8,
+    "gpu_users": "",
+    "driver": "580.1",
+    "shm_bytes": 1e11,
+    "nofile": 1 << 20,
+    "memlock": -1,
+    "has_rdma": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("different", "words"),
+    [
+        ({}, ""),
+        ({"libraries": {"CUDA": "13.0", "NCCL": "2.27.3"}}, "NCCL is 2.28.9 on node 0 (a) and 2.27.3 on node 1 (b)"),
+        ({"device": "CPU", "gpus": []}, "GPUs on node 0 (a) and CPUs on node 1 (b)"),
+        (
+            {"processes": 4},
+            "12 (8 + 4 processes on node 0 (a), node 1 (b)), which parallel.replicate=8 does not divide",
+        ),
+        (
+            {"config": {"parallel.replicate": 1, "parallel.expert": 1, "new": None}},
+            "new is missing on node 0 (a) and null",
+        ),
+        ({"clock_ahead_s": -40.0}, "the clock of node 1 (b) is 40.0 s behind that of node 0 (a)"),
+    ],
+)
+def test_facts_that_are_refused(different: dict[str, Any], words: str) -> None:
+    facts = [FACTS, FACTS | different]
+    if "processes" in different:
+        facts = [fact | {"config": {"parallel.replicate": 8, "parallel.expert": 1}} for fact in facts]
+    names = ["node 0 (a)", "node 1 (b)"]
+    problems = compare.problems_of_files(facts, names) + compare.problems_of_machines(facts, names)
+    assert [words in problem for problem in problems] == [True] * bool(different)
+
+
+@pytest.mark.parametrize(
+    ("different", "words"),
+    [
+        ({}, ""),
+        ({"driver": "570.2"}, "the GPU drivers differ: 580.1 on node 0 (a), 570.2 on node 1 (b)"),
+        ({"gpus": [{"name": "A100", "free_bytes": 40e9, "total_bytes": 40e9}]}, "the GPUs differ: 8 x H100 on node 0"),
+        (
+            {"gpus": [FACTS["gpus"][0] | {"free_bytes": 9e9}], "gpu_users": "77, python, 70 GB"},
+            "node 1 (b): GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (processes on its GPUs: 77",
+        ),
+        ({"weights_bytes": 214 * 10**10}, "has 10000.0 GB free, a checkpoint may need up to 12840 GB"),
+        ({"free_disk_bytes": 9e9}, "run.dir runs/config has 9.0 GB free"),
+        ({"shm_bytes": 64e6}, "/dev/shm has 64 MB"),
+        ({"nofile": 256}, "only 256 open files"),
+        ({"memlock": 65536}, "only 65536 bytes may be locked"),
+        ({"clock_ahead_s": 2.0}, "the clock of node 1 (b) is 2.0 s ahead of that of node 0 (a)"),
+        ({"clock_ahead_s": 2.0, "clock_error_s": 1.5}, ""),
+    ],
+)
+def test_facts_that_are_warned_of(different: dict[str, Any], words: str) -> None:
+    found = compare.warnings_of([FACTS, FACTS | different], ["node 0 (a)", "node 1 (b)"])
+    assert [words in warning for warning in found] == [True] * bool(words)
+
+
+def test_a_slow_device() -> None:
+    figures = [{"flops": [6e14, 6.1e14]}, {"flops": [4.6e14, 5.9e14]}]
+    (warning,) = ranks.slow_devices(figures, ["node 0 (a)", "node 1 (b)"])
+    assert warning.startswith("node 1 (b): device 0 is slow, its GEMM runs at 460 TFLOP/s")
+
+
+def test_data_that_is_too_large_to_read_is_sampled(tmp_path: Path) -> None:
+    """The last block of a file is always among the samples."""
+    file = tmp_path / "train.jsonl"
+    content = bytearray(20 << 20)
+    file.write_bytes(content)
+    whole, sampled = (facts.digest(file, is_whole) for is_whole in (True, False))
+    content[-1] = 1
+    file.write_bytes(content)
+    assert facts.digest(file, True) != whole and facts.digest(file, False) != sampled

@@ -144,6 +144,26 @@ def test_the_rehearsal(repository: Path) -> None:
     assert "Rehearsed in " in run(command, repository).splitlines()[-1]
 
 
+def test_the_ways_to_start_all_nodes(tmp_path: Path) -> None:
+    """An ssh that stays here, an sbatch that says what it is given, and a Python that only prints its arguments."""
+    (tmp_path / "bin").mkdir()
+    stubs = {"ssh": '[ "$1" = worker ] && exec sh -c "$2"', "sbatch": 'ls "$1"', "python": 'echo "$*"'}
+    for name, text in stubs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    copy = tmp_path / "clone"
+    shutil.copytree(REPOSITORY / "distTest", copy / "distTest")
+    for file in REPOSITORY.glob("launch_*"):
+        shutil.copy(file, copy)
+    stubbed = environment(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", VIRTUAL_ENV=str(tmp_path))
+    (by_ssh,) = [command for command in COMMANDS if command.startswith("ssh")]
+    subprocess.run(["bash", "-c", by_ssh], cwd=copy, env=stubbed, check=True, timeout=60, capture_output=True)
+    for file_name, node in (("multinode_training.log", 0), ("worker.log", 1)):
+        assert f"--nnodes=2 --node_rank={node} " in (copy / file_name).read_text(encoding="utf-8")
+    (by_slurm,) = [command for command in COMMANDS if command.startswith("sbatch")]
+    subprocess.run(["bash", "-c", by_slurm], cwd=copy, env=stubbed, check=True, timeout=60, capture_output=True)
+
+
 def test_every_command_is_run() -> None:
     """A new command in the README needs a test here."""
     known = (
@@ -151,6 +171,8 @@ def test_every_command_is_run() -> None:
         "make rehearse",
         "python -m distTest",
         "./launch_node",
+        "ssh",
+        "sbatch",
         "grep",
         "torchrun",
         "accelerate launch",
