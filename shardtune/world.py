@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -214,7 +215,7 @@ def join_world(config: DistributedConfig) -> World:
             store = dist.HashStore()
         else:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-            _wait_for_everyone(store, rank, size, config.join_timeout_s)
+            store = _meet(store, rank, size, config.join_timeout_s)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),
@@ -240,23 +241,45 @@ def _set_collective_timeout(timeout_s: float) -> None:
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
 
 
-def _wait_for_everyone(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-    """Return when every rank has come to the store.
+def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """A part of the store for these processes alone, when every rank has come.
+
+    torchrun keeps its store when it starts the ranks again, with all that the last ones left there, and nodes may count
+    the restarts differently. So rank 0 names the attempt and who it has seen, until each has found itself there.
 
     Raises:
-        Refused: some did not in time, or one was refused before it came (see `_tell_the_others`).
+        Refused: some did not come in time, or one was refused before it came (see `_tell_the_others`).
     """
-    store.set(f"joined/{rank}", "")
-    deadline = time.monotonic() + timeout_s
-    while late := [other for other in range(size) if not store.check([f"joined/{other}"])]:
+    me = secrets.token_hex(8)
+    store.set(f"hello/{rank}", me)
+    attempt: dict[str, Any] = {"seen": []}
+    deadline, pause_s = time.monotonic() + timeout_s, 0.01
+    while True:
+        if rank == 0:
+            seen = [store.get(key).decode() if store.check([key]) else "" for key in _keys("hello", size)]
+            if seen != attempt["seen"]:
+                store.set("attempt", json.dumps({"id": secrets.token_hex(8), "seen": seen}))
+        if store.check(["attempt"]):
+            attempt = json.loads(store.get("attempt"))
+            if attempt["seen"][rank : rank + 1] == [me]:
+                own = dist.PrefixStore(attempt["id"], store)
+                own.set(f"here/{rank}", "")
+                if own.check(_keys("here", size)):
+                    return own
         if store.check([_REFUSED_KEY]):
             raise Refused(*json.loads(store.get(_REFUSED_KEY)))
         if time.monotonic() > deadline:
+            late = [r for r, key in enumerate(_keys("hello", size)) if not store.check([key])]
             raise Refused(
-                f"rank {_named(late)} of {size} did not come within {timeout_s} s - start every node within "
-                "that time, and look at the logs of those that did not come"
+                f"rank {_named(late) or 'that was started again'} of {size} did not come within {timeout_s} s - start "
+                "every node within that time, and look at the logs of those that did not come"
             )
-        time.sleep(0.2)
+        time.sleep(pause_s)
+        pause_s = min(0.2, 1.5 * pause_s)
+
+
+def _keys(name: str, size: int) -> list[str]:
+    return [f"{name}/{rank}" for rank in range(size)]
 
 
 def _tell_the_others(problems: list[str]) -> None:
