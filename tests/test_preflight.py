@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, chats, write_jsonl
+from documented import require_documented
 
 from distTest import compare, facts, ranks
 from distTest.namespaces import Node, joined_nodes, why_not
@@ -366,6 +367,7 @@ def test_fault(fault: Fault, machines: list[Machine]) -> None:
         assert code == 2, output + errors
         last = errors.splitlines()[-1]
         assert last.startswith("ERROR: ") and " - " in last and words in last, output + errors
+        require_documented("preflight", last)
         assert "Training Configuration" not in output
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
+from documented import QUOTES, is_in
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distTest import namespaces, rehearse, terminals, tiny
@@ -67,6 +68,7 @@ def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
     assert re.search(r"^Rehearsed in \d+ s: every check passed\.", output.splitlines()[-1])
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", output)
     assert not list(tmp_path.glob("shardtune-rehearsal-*"))
+    assert all(is_in(quote, output) for quote in QUOTES["check"])
 
 
 @needs_namespaces
