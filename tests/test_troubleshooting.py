@@ -119,7 +119,7 @@ def test_every_message_of_torch_has_a_test() -> None:
 @pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "")
 @pytest.mark.parametrize("kind", ["preflight", "running"])
 def test_every_message_of_ours_is_met(kind: str, request: pytest.FixtureRequest) -> None:
-    """By test_preflight.py, test_failures.py and test_stragglers.py, which ran before unless only some were asked for."""
+    """By test_preflight.py and test_failures.py, which ran before, unless only some tests were asked for."""
     if not request.config.option.keyword and request.config.args == request.config.getini("testpaths"):
         assert set(QUOTES[kind]) <= MET
 
