@@ -180,14 +180,13 @@ def train(
         saver.say_if_ended()
         world.progress.enter("saving")
         if is_last or must_stop or is_due(step.number, config.checkpoint.every_steps):
-            metrics.sync()
-            saver.save(vars(step.end) | {"date": date, "data": data.key, "config": to_dict(config)})
+            saver.save(vars(step.end) | {"date": date, "data": data.key, "config": to_dict(config)}, metrics.sync)
         if is_last or must_stop:
             last = saver.finish()
         if must_stop and not is_last:
             raise Interrupted(
-                f"stopped by {stop.received or 'a signal to another rank'} after saving step "
-                f"{step.number} - run the same command again to resume"
+                f"stopped by {stop.received or 'a signal to another rank'} after saving step {step.number} - run the "
+                f"same command again{'' if config.run.resume == 'auto' else ' with run.resume=auto'} to resume"
             )
         step_ended = time.perf_counter()
     return last

@@ -110,7 +110,11 @@ class Meeting:
         sources = [*self._links.values(), *at_doors, *([child] if child else [])]
         ready = readable(sources, until - time.monotonic())
         if self._doors:
-            self._doors.turn_away(ready, f"all {len(self.members)} nodes have met already - end that run first")
+            self._doors.turn_away(
+                ready,
+                f"{self.members[0].name} was started with NNODES={len(self.members)} and has met them all already - "
+                "start every node with the same NNODES, or end that run first",
+            )
         received = []
         for node, link in list(self._links.items()):
             if link in ready:

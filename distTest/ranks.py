@@ -119,6 +119,8 @@ def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> 
 
     kind, sizes = job["device"], job["sizes"]
     device = torch.device("cuda", local_rank) if kind == "GPU" else torch.device("cpu")
+    if kind == "GPU":
+        torch.cuda.set_device(device)
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=_PART_TIMEOUT_S)
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import tempfile
 from collections import deque
@@ -97,7 +99,7 @@ class Export:
     @property
     def mark(self) -> str:
         """Of what checkpoint and dtype the exported model is."""
-        return f"{self.checkpoint.name} {self.checkpoint.digest} {str(self.dtype).removeprefix('torch.')}\n"
+        return f"{self.checkpoint.name} {self.checkpoint.digest} {str(self.dtype).removeprefix('torch.')}"
 
     def names(self, share: slice = slice(None)) -> list[str]:
         """The stored tensors in the order in which these files take them."""
@@ -125,7 +127,8 @@ class Export:
             total = sum(unit.bytes for units in self._files for unit in units)
             index = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
             disk.write_file(out / "model.safetensors.index.json", [memoryview(index.encode())])
-        disk.write_file(out / _MARK, [memoryview(self.mark.encode())])
+        lines = [self.mark, *(_size_and_name(path) for path in sorted(out.iterdir()))]
+        disk.write_file(out / _MARK, [memoryview("\n".join(lines).encode())])
         disk.sync_directory(out)
 
     def _convert(self, unit: _Unit, tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -139,7 +142,7 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
 
     Raises:
-        Refused: `out` exists, or a file of the checkpoint does not.
+        Refused: `out` exists or is being written, or a file of the checkpoint does not exist.
         DamagedCheckpoint: a tensor or a file is not what was saved.
     """
     if out.exists():
@@ -149,15 +152,23 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     names = [name for name in checkpoint.files if name.startswith(f"{ASSETS}/")]
     assets = {name.removeprefix(f"{ASSETS}/"): _read_asset(checkpoint, name) for name in names}
     export, unfinished = Export(checkpoint, dtype, assets), _unfinished(out)
-    disk.delete(unfinished)
     disk.make_directory(unfinished)
+    lock = os.open(unfinished, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise Refused(f"another export writes {out} - wait for it, or name another directory") from error
+    try:
+        for left_behind in unfinished.iterdir():  # by an export that was killed
+            disk.delete(left_behind)
         export.write_files(unfinished, (read_tensor(checkpoint, name, read_chunk) for name in export.names()))
         export.write_rest(unfinished)
         disk.rename(unfinished, out)
     except BaseException:
         disk.delete(unfinished)
         raise
+    finally:
+        os.close(lock)
 
 
 def export_final(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
@@ -204,9 +215,19 @@ def export_final(export: Export, out: Path, run_dir: RunDir, world: World) -> No
 
 
 def is_exported(export: Export, out: Path) -> bool:
-    """Whether `out` is that model already."""
-    mark = out / _MARK
-    return mark.is_file() and mark.read_text(encoding="utf-8") == export.mark
+    """Whether `out` is that model already, with all its files."""
+    if not (out / _MARK).is_file():
+        return False
+    mark, *files = (out / _MARK).read_text(encoding="utf-8").splitlines()
+    return mark == export.mark and all(line == _size_and_name(out / line.partition(" ")[2]) for line in files)
+
+
+def _size_and_name(path: Path) -> str:
+    return f"{path.stat().st_size if path.is_file() else 'no'} {path.name}"
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(f".{out.name}.writing")
 
 
 def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
@@ -220,7 +241,7 @@ def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) ->
         part = transfer(checkpoint, chunk, box, 0, run_dir, world, group)
         return torch.empty(0) if part is None else part
 
-    problems = []
+    problems: list[Exception] = []
     try:
         if world.is_main:
             export.write_files(out, (read_tensor(export.checkpoint, name, fetch) for name in export.names()))
@@ -228,7 +249,7 @@ def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) ->
         while left:  # whoever sends must be rid of it, although nothing is done with it any more
             try:
                 fetch(export.checkpoint, left[0])
-            except OSError as error:
+            except (OSError, DamagedCheckpoint) as error:
                 problems.append(error)
     if problems:
         raise problems[0]
@@ -297,7 +318,3 @@ def _into_files(units: list[_Unit]) -> list[list[_Unit]]:
 
 def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _unfinished(out: Path) -> Path:
-    return out.with_name(f".{out.name}.writing")

@@ -6,8 +6,9 @@ import json
 import math
 import os
 import resource
+import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -15,27 +16,52 @@ from .world import World
 
 
 class Metrics:
-    """`metrics.jsonl` of the run, written by rank 0. Opening it after a resume drops what lies behind that step."""
+    """`metrics.jsonl` of the run, written by rank 0. Opening it after a resume drops what lies behind that step.
+
+    Lines that the disk does not take, such as a full one, are kept and written with the next that it takes.
+    """
 
     def __init__(self, path: Path, world: World, resumed_step: int | None) -> None:
-        self._path = path if world.is_main else None
-        if self._path is None:
+        self._file: IO[bytes] | None = None
+        self._world, self._lock = world, threading.Lock()
+        self._unwritten, self._is_said = b"", False
+        if not world.is_main:
             return
-        kept = _lines_up_to(self._path, resumed_step) if resumed_step is not None else []
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(self._path)
+        kept = _lines_up_to(path, resumed_step) if resumed_step is not None else []
+        temporary = path.with_suffix(".tmp")
+        self._file = temporary.open("wb", buffering=0)
+        self._append("".join(kept))
+        self.sync()
+        temporary.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(directory)
+        os.close(directory)
 
     def write(self, kind: str, **values: Any) -> None:
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind} | {key: _finite(value) for key, value in values.items()}) + "\n")
+        if self._file is not None:
+            try:
+                self._append(json.dumps({"kind": kind} | {key: _finite(value) for key, value in values.items()}) + "\n")
+            except OSError as error:
+                if not self._is_said:
+                    self._world.say(f"metrics.jsonl cannot be written now ({error.strerror}): its lines wait in memory")
+                self._is_said = True
 
     def sync(self) -> None:
-        """Bring what was written to the disk: a checkpoint that follows must not know more steps than the file."""
-        if self._path is not None and self._path.exists():
-            with self._path.open("rb") as file:
-                os.fsync(file.fileno())
+        """Bring what was written to the disk: a checkpoint that follows must not know more steps than the file.
+
+        Raises:
+            OSError: lines wait that the disk has not taken, or it fails now.
+        """
+        if self._file is not None:
+            self._append("")
+            os.fsync(self._file.fileno())
+
+    def _append(self, text: str) -> None:
+        assert self._file is not None
+        with self._lock:
+            self._unwritten += text.encode()
+            while self._unwritten:  # a write may be short
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def _finite(value: Any) -> Any:

@@ -6,11 +6,13 @@ import ctypes
 import math
 import os
 import signal
+import time
 from types import FrameType
 
 from .errors import Ended
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_SAME_REQUEST_S = 2.0  # a scheduler signals every process, and the launch script and torchrun pass theirs on
 _PR_SET_PDEATHSIG = 1  # prctl(2); Linux only, as are the launch scripts
 _TORCHRUN_KILLS_AFTER_S = 30.0  # its default, see `torchrun --help`
 
@@ -37,20 +39,23 @@ def ignore_signals() -> None:
 
 
 class StopRequest:
-    """Whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come since this was made; a second one ends the process at once.
+    """Whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come since this was made; a later second one raises Ended.
 
     The handler only takes a note: signals reach the ranks at different steps, and a save needs all of them.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._received_s = 0.0
         for number in _SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            os._exit(128 + number)
-        self.received = signal.Signals(number).name
+        name = signal.Signals(number).name
+        if self.received is None:
+            self.received, self._received_s = name, time.monotonic()
+        elif time.monotonic() - self._received_s > _SAME_REQUEST_S:
+            raise Ended(f"ended by a second signal, {name}, without a save - the same command resumes", code=1)
 
 
 def remark_on_kill_delay(save_s: float) -> str | None:

@@ -88,10 +88,11 @@ def then(effect: Effect) -> Effect:
 
 
 class DiskOs:
-    """`os`, with faults. It keeps a list of the calls that were made."""
+    """`os`, with faults. It keeps a list of the calls that were made, if asked to with what they wrote."""
 
-    def __init__(self, *faults: Fault) -> None:
+    def __init__(self, *faults: Fault, keeps_data: bool = False) -> None:
         self.calls: list[Call] = []
+        self.keeps_data = keeps_data
         rank = int(os.environ.get("RANK", "0"))
         self._faults = [fault for fault in faults if fault.rank in (None, rank)]
         self._counts = [0] * len(self._faults)
@@ -110,7 +111,7 @@ class DiskOs:
         if operation == "open":
             self._opened[result] = path
         if operation == "write":
-            arguments = (bytes(arguments[0][:result]),)
+            arguments = (bytes(arguments[0][:result]),) if self.keeps_data else ()
         self.calls.append(Call(time.monotonic(), operation, path, arguments))
         return result
 
@@ -125,9 +126,9 @@ class DiskOs:
         return due
 
 
-def install(*faults: Fault) -> DiskOs:
+def install(*faults: Fault, keeps_data: bool = False) -> DiskOs:
     """Let these happen in this process from now on."""
-    stand_in = DiskOs(*faults)
+    stand_in = DiskOs(*faults, keeps_data=keeps_data)
     vars(disk)["os"] = stand_in
     return stand_in
 

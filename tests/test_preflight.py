@@ -464,22 +464,26 @@ def test_a_master_that_dies_while_a_node_waits(cause: signal.Signals, inputs: Ca
     folder, port = inputs("all"), a_free_port()
     master = on_loopback(0, folder, port, NNODES="3")
     worker = on_loopback(1, folder, port, NNODES="3")
-    wait_for(worker, "with node 0, waiting for node 2 of 3")
-    children = processes_below(master.pid)
-    assert children
+    wait_for(worker, "has found node 0")
     master.send_signal(cause)
     code, _, errors = ended(worker)
     assert code == 2 and "ended while node 1" in errors.splitlines()[-1]
     assert ended(master)[0] == (1 if cause == signal.SIGTERM else -signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
-def processes_below(pid: int) -> list[int]:
-    children = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
-    return children + [grandchild for child in children for grandchild in processes_below(child)]
+def test_a_child_dies_with_its_parent() -> None:
+    """At once, whatever it is doing, as a rank within a collective."""
+    program = (
+        "import os, time; from distTest.children import Child\n"
+        "def work(link): print(os.getpid(), flush=True); time.sleep(99)\n"
+        "child = Child('a child', work); time.sleep(99)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = Path("/proc") / parent.stdout.readline().strip()
+    assert child.exists()
+    parent.kill()
+    parent.communicate(timeout=10)  # which ends when nobody holds its output any more
 
 
 def test_a_stale_process_holds_the_port(inputs: Callable[[str], Path]) -> None:

@@ -195,7 +195,7 @@ def set_aside(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list
 
 
 def _is_part(path: Path, checkpoint: Checkpoint | None) -> bool:
-    return checkpoint is not None and any(path.samefile(part) for part in checkpoint.directories)
+    return checkpoint is not None and path.exists() and any(path.samefile(part) for part in checkpoint.directories)
 
 
 def _entries(directory: Path) -> list[Path]:

@@ -22,7 +22,7 @@ import xxhash
 
 from ..world import World, post, read, unpost, wait_for
 from . import disk
-from .files import ASSETS, find_checkpoints, rank_file, step_of
+from .files import ASSETS, find_checkpoints, find_committed, rank_file, step_of
 
 _DECISION_ARRIVES_S = 60
 
@@ -112,12 +112,15 @@ def _lead(attempt: Attempt, deadline: float, make_manifest: Callable[[list[dict[
         post(attempt.store, "manifest", {"manifest": raw} if others else {})
         _prepare(attempt, raw.encode())
         _collect(attempt, "prepared", others, deadline)
+        if time.monotonic() > deadline:
+            raise NotSaved(f"it took longer than {attempt.timeout_s} s (distributed.save_timeout_s)")
         post(attempt.store, "commit", {})
         # From here on it is a checkpoint: where renaming fails, the next start takes it up.
         outcome["decided"] = bool(others)
-        _rename(attempt)
-        _collect(attempt, "renamed", others, deadline)
-        outcome["committed"] = [path.name for path in find_checkpoints(attempt.final.parent)]
+        own = _rename(attempt)
+        listed = [own, *_collect(attempt, "renamed", others, deadline)]
+        # On a disk that came to the run later, older ones are missing: what is not on all disks does not count.
+        outcome["committed"] = [name for name in own if all(name in of_disk for of_disk in listed)]
     except Exception as error:
         outcome["problem"] = str(error) if isinstance(error, NotSaved) else _problem(attempt, error)
         for decision in ("manifest", "commit"):
@@ -128,16 +131,16 @@ def _lead(attempt: Attempt, deadline: float, make_manifest: Callable[[list[dict[
 
 def _follow(attempt: Attempt, deadline: float) -> None:
     """The part of the other disks' first ranks."""
-    for decision, act, done in (
+    parts: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
         ("manifest", lambda told: _prepare(attempt, told["manifest"].encode()), "prepared"),
         ("commit", lambda told: _rename(attempt), "renamed"),
-    ):
+    ]
+    for decision, act, done in parts:
         told = _wait(attempt, decision, deadline + _DECISION_ARRIVES_S)
         if "problem" in told:
             return
-        report: dict[str, Any] = {"done": {}}
         try:
-            act(told)
+            report = {"done": act(told)}
         except Exception as error:
             report = {"problem": _problem(attempt, error)}
         post(attempt.store, f"{done}/{attempt.rank}", report)
@@ -170,13 +173,16 @@ def _prepare(attempt: Attempt, raw: bytes) -> None:
     disk.sync_directory(attempt.hidden)
 
 
-def _rename(attempt: Attempt) -> None:
+def _rename(attempt: Attempt) -> list[str]:
+    """Give this disk's part its name; the names of all checkpoints there up to this one, newest first."""
     if attempt.final.exists():
         move_aside(attempt.final)
     disk.rename(attempt.hidden, attempt.final)
+    step = step_of(attempt.final)
+    return [path.name for path in find_committed(attempt.final.parent) if step_of(path) <= step]
 
 
-def _collect(attempt: Attempt, what: str, ranks: Iterable[int], deadline: float) -> list[dict[str, Any]]:
+def _collect(attempt: Attempt, what: str, ranks: Iterable[int], deadline: float) -> list[Any]:
     """The reports of these ranks, in their order.
 
     Raises:
@@ -212,11 +218,12 @@ def _clean(attempt: Attempt) -> None:
 
 
 def keep_newest(checkpoints: Path, keep: int, committed: Sequence[str]) -> None:
-    """Delete what is older than the newest `keep` of the committed ones, which are named newest first. Each loses its
-    name first, so that none is ever seen in part."""
-    oldest_kept = committed[:keep][-1]
+    """Delete what is older than the newest `keep` of the committed ones, which are named newest first, if there are so
+    many. Each loses its name first, so that none is ever seen in part."""
+    if len(committed) < keep:
+        return
     for path in find_checkpoints(checkpoints):
-        if step_of(path) < step_of(Path(oldest_kept)):
+        if step_of(path) < step_of(Path(committed[keep - 1])):
             nameless = path.with_name(f".{path.name}.deleting")
             disk.rename(path, nameless)
             disk.delete(nameless)

@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import xxhash
 
@@ -132,6 +131,11 @@ def find_checkpoints(directory: Path) -> list[Path]:
         return []
     named = [(int(match[1]), entry) for entry in directory.iterdir() if (match := _NAME.fullmatch(entry.name))]
     return [entry for _, entry in sorted(named, reverse=True)]
+
+
+def find_committed(directory: Path) -> list[Path]:
+    """The checkpoints in `directory` that have their COMPLETE, newest first."""
+    return [path for path in find_checkpoints(directory) if (path / "COMPLETE").is_file()]
 
 
 def open_checkpoint(*directories: Path) -> Checkpoint:
@@ -252,19 +256,24 @@ def read_tensor(checkpoint: Checkpoint, name: str, read: Callable[[Checkpoint, C
 
 
 def read_chunk(checkpoint: Checkpoint, chunk: Chunk, box: Sequence[slice] | None = None) -> torch.Tensor:
-    """One chunk, or a box within it, mapped from the first directory that has its file.
+    """One chunk, or a box within it, from the first directory that has its file.
+
+    It is read whole and compared with its digest: what was intact when it was checked need not be so when it is read.
 
     Raises:
-        FileNotFoundError: none has it.
-        DamagedCheckpoint: the file ends before the chunk does.
+        OSError: it cannot be read; FileNotFoundError: no directory has it.
+        DamagedCheckpoint: it is not what was saved.
     """
     path = checkpoint.find(chunk.file)
     if path is None:
         raise FileNotFoundError(f"{chunk.file} is in none of {', '.join(map(str, checkpoint.directories))}")
-    if path.stat().st_size < chunk.end:
-        raise DamagedCheckpoint(f"{path}: ends within tensor {chunk.tensor}")
-    # Copy-on-write, because torch has no tensors that cannot be written to. Nothing is written to these.
-    mapped = np.memmap(path, np.uint8, mode="c", offset=chunk.begin, shape=(chunk.end - chunk.begin,))
-    dtype = DTYPES[checkpoint.manifest["tensors"][chunk.tensor]["dtype"]]
-    whole = torch.from_numpy(mapped).view(dtype).reshape(chunk.sizes)
-    return whole if box is None else whole[tuple(box)]
+    content = torch.empty(chunk.end - chunk.begin, dtype=torch.uint8)
+    left = whole = tensor_bytes(content)
+    with path.open("rb", buffering=0) as file:  # not mapped: there, an error of the disk would end the process
+        file.seek(chunk.begin)
+        while left and (count := file.readinto(left)):
+            left = left[count:]
+    if left or xxhash.xxh3_128(whole).hexdigest() != chunk.xxh3_128:
+        raise DamagedCheckpoint(f"{path}: tensor {chunk.tensor} is not what was saved")
+    tensor = content.view(DTYPES[checkpoint.manifest["tensors"][chunk.tensor]["dtype"]]).reshape(chunk.sizes)
+    return tensor if box is None else tensor[tuple(box)]

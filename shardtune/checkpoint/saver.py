@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Saver:
         self._leader_of = run_dir.leader_of
         self._config, self._timeout_s, self._assets, self._world = config, timeout_s, assets, world
         self._tensors = training_state(model, optimizer)
+        self._tied = dict(model.all_tied_weights_keys)
         self._parts = plan_save(self._tensors, world)
         self._places = world.gather({"node": world.node_rank, "host": socket.gethostname()})
         self._store = channel(world)
@@ -65,10 +66,11 @@ class Saver:
         self._longest_s = 0.0
         self._is_warned = False
 
-    def save(self, state: dict[str, Any]) -> None:
+    def save(self, state: dict[str, Any], before: Callable[[], None] = lambda: None) -> None:
         """Start `checkpoint_<state["step"]>` when the one before has ended; with mode `sync`, end it too.
 
-        What does not succeed is said, and training goes on.
+        `before` makes durable, on this rank, what must not be behind the checkpoint. What does not succeed is said, and
+        training goes on.
         """
         self._settle()
         if not self._is_warned and (remark := remark_on_kill_delay(self._longest_s)):
@@ -91,7 +93,7 @@ class Saver:
             store=dist.PrefixStore(f"{self._attempts}", self._store),
             timeout_s=self._timeout_s,
         )
-        self._flight = _Flight(self, attempt, *self._stage(), state)
+        self._flight = _Flight(self, attempt, *self._stage(), state, before)
         self._flight.start()
         if self._config.mode == "sync":
             self._settle()
@@ -118,7 +120,11 @@ class Saver:
         return replace(checkpoint, holders=holders)
 
     def _settle(self) -> None:
-        """Wait until the save in flight has ended on every rank, and say how."""
+        """Wait until the save in flight has ended on every rank, and say how.
+
+        Raises:
+            Stopped: on every rank, if it still writes the tensors of the run long after its deadline.
+        """
         flight = self._flight
         if flight is None:
             return
@@ -126,6 +132,11 @@ class Saver:
         reports = self._world.gather(None if flight.is_alive() else [flight.problem, flight.seconds])
         if stuck := [rank for rank, report in enumerate(reports) if report is None]:
             self._problem = f"the disk of rank {stuck[0]} does not answer"
+            if self._config.mode == "sync":  # what it writes, when it does, are the tensors of the run
+                raise Stopped(
+                    f"{self._name} was not saved: {self._problem}, and checkpoint.mode=sync cannot go on meanwhile - "
+                    "mend the disk; the same command resumes from the last checkpoint"
+                )
             return
         flight.say_once(self._world)
         self._flight = None
@@ -182,6 +193,7 @@ class Saver:
             },
             "files": files,
             "tensors": tensors,
+            "tied_weights": self._tied,  # each name that is not stored, and the stored one that is the same weight
         }
 
 
@@ -195,12 +207,13 @@ class _Flight(threading.Thread):
         tensors: dict[str, torch.Tensor],
         parts: dict[str, Part],
         state: dict[str, Any],
+        before: Callable[[], None],
     ) -> None:
         super().__init__(name=f"save {attempt.final.name}", daemon=True)
         self.attempt = attempt
         self.problem: str | None = None
         self.seconds = 0.0
-        self._saver, self._tensors, self._parts, self._state = saver, tensors, parts, state
+        self._saver, self._tensors, self._parts, self._state, self._before = saver, tensors, parts, state, before
         self._remark: str | None = None
         self._is_said = False
 
@@ -222,12 +235,16 @@ class _Flight(threading.Thread):
             return
         self._is_said = True
         name = self.attempt.final.name
-        world.say(f"Not saved: {name}: {self.problem}" if self.problem else f"Saved {name}")
+        if self.problem:
+            world.say(f"Not saved: {name}: {self.problem}", on_every_node=True)
+        else:
+            world.say(f"Saved {name}")
         if self._remark:
             world.say(self._remark, on_every_node=True)
 
     def _write(self, directory: Path) -> dict[str, Any]:
         """This rank's file; what rank 0 must know of it."""
+        self._before()
         names = sorted(self._tensors, key=lambda name: (-self._tensors[name].itemsize, name))
         offsets = {name: {"saved_offsets": self._parts[name].offsets} for name in names}
         file = rank_file(self.attempt.rank)
