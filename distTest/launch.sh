@@ -81,7 +81,7 @@ elif (( code > 128 )); then
 with it: $place} - $resume"
     code=1
 elif [[ -e $SHARDTUNE_LAUNCH_DIR/processes ]]; then
-    code=1 line="${place:-a process of node $NODE_RANK on $(uname -n)} ended without a word - see above, the other nodes' \
+    code=1 line="ended without a word: ${place:-a process of node $NODE_RANK on $(uname -n)} - see above, the other nodes' \
 logs, and the kernel's log for processes killed for memory; $resume"
 else
     code=2 line="node $NODE_RANK started no process - see above; start all $NNODES nodes within $timeout_s s (JOIN_TIMEOUT) \

@@ -18,7 +18,7 @@ class Progress:
 
     def __init__(self, device: torch.device) -> None:
         self.step: int | None = None  # None before the first evaluation or step
-        self.phase = "starting"
+        self.phase = "start-up"
         self.arrivals = 0  # how often this rank has come to a place where it needs the others
         self._is_timed_by_stream = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)

@@ -228,7 +228,7 @@ class Watchdog:
             what = f"did not arrive within {self.limit_s:g} s (at {beats[last[0]].frame})"
             self._blame(last, what, f"see its traceback there, {raising}", "in")
 
-    def _blame(self, ranks: list[int], what: str, remedy: str, seen: str = "last heard of in") -> None:
+    def _blame(self, ranks: list[int], what: str, remedy: str, seen: str = "last seen in") -> None:
         (beat,) = self._beats(ranks[:1])
         others = f" (and {_named(ranks[1:], self._peers)})" if ranks[1:] else ""
         line = f"{self._peers[ranks[0]]}{others}: {what}, {seen} {beat.place} - {remedy}"
@@ -340,5 +340,5 @@ def _write_place(me: Peer, progress: Progress | None) -> None:
             file.unlink(missing_ok=True)
         else:
             new = file.with_suffix(".new")
-            new.write_text(f"{me}, in {progress.place}\n{me.pid} {_silence_s(progress)}\n", encoding="utf-8")
+            new.write_text(f"{me}, last seen in {progress.place}\n{me.pid} {_silence_s(progress)}\n", encoding="utf-8")
             new.replace(file)

@@ -173,8 +173,8 @@ def break_rank(folder: Path, rank: int, where: tuple[str, str], effect: str, nth
     return {"PYTHONPATH": str(folder / "fault")}
 
 
-KILLED = r"rank 3 on {host}: ended without a word, last heard of in step \d \(.+\) - most often killed for memory, .*"
-STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last heard of in step \d \(.+\) - its process is stopped or .*"
+KILLED = r"rank 3 on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"
+STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(.+\) - its process is stopped or .*"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_torchrun_that_is_killed(node: int, folder: Path) -> None:
         os.kill(nodes.torchrun(node), signal.SIGKILL)
         ended = nodes.end()
         code, last = ended[node]
-        place = rf"rank {2 * node} on {HOST}, in step \d+ \(.+\)"
+        place = rf"rank {2 * node} on {HOST}, last seen in step \d+ \(.+\)"
         killed = (
             rf"ERROR: torchrun of node {node} on {HOST} was ended by SIGKILL and its processes with it: {place} - .*"
         )
@@ -242,9 +242,7 @@ def test_a_torchrun_that_is_killed(node: int, folder: Path) -> None:
         if node == 0:
             said = rf"ERROR: rank [23] on {HOST}: node 0 \({HOST}\) is gone, its torchrun ended or .*, in step \d+ .*"
         else:
-            said = (
-                rf"ERROR: rank 2 on {HOST} \(and rank 3 on {HOST}\): no sign of life .*, last heard of in step \d+ .*"
-            )
+            said = rf"ERROR: rank 2 on {HOST} \(and rank 3 on {HOST}\): no sign of life .*, last seen in step \d+ .*"
         assert code == 1 and re.fullmatch(said, last), nodes.texts()
         require_documented("running", last)
     resumes(folder)
@@ -292,7 +290,7 @@ def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
             if how == "power":
                 places[lost].kill_all()
             ended = nodes.end()
-        silent = r"rank 2 on node1 \(and rank 3 on node1\): no sign of life for \d+ s, last heard of in step \d+ .*"
+        silent = r"rank 2 on node1 \(and rank 3 on node1\): no sign of life for \d+ s, last seen in step \d+ .*"
         no_store = (
             r"rank [23] on node1: node 0 \(node0\) is gone, .* 10.11.7.50:\d+ has not answered for 40 s, in step .*"
         )

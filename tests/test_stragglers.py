@@ -89,7 +89,8 @@ def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(tmp_path: Path, mo
     """The run is killed after the report at step 11, and goes on from step 8."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     arguments = [*ARGUMENTS[2:], f"model.path={models['llama']}", "data.train=train.jsonl", "checkpoint.every_steps=8"]
-    train_until(13, 0.5, 2, *arguments, cwd=tmp_path)
+    arguments.append("checkpoint.mode=sync")
+    train_until(13, 0, 2, *arguments, cwd=tmp_path)
     run_dir = tmp_path / "runs/config"
     assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [11]
     done = train(2, *arguments, "train.max_steps=19", cwd=tmp_path)
