@@ -1,8 +1,8 @@
-# make demo | test | test-full | bench | clean. Each sets up .venv by itself and may be run again.
+# make demo | rehearse | test | test-full | bench | clean. Each sets up .venv by itself and may be run again.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full bench lint clean
+.PHONY: help setup demo rehearse test test-full bench lint clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,6 +10,8 @@ MODEL := models/SmolLM2-135M-Instruct
 # Where the demo writes, and more settings for it, such as train.max_steps=2.
 RUN ?= runs/demo
 DEMO_ARGS ?=
+# Options of the rehearsal, such as --procs-per-node 2.
+REHEARSE_ARGS ?=
 
 help:
 	@sed -n '1s/^# //p' Makefile
@@ -44,6 +46,9 @@ demo: $(MODEL)/config.json
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$$processes \
 	    train_fsdp.py --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
 	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 17 --questions examples/chats/eval.jsonl
+
+rehearse: .venv/.installed
+	$(BIN)/python -m distTest.rehearse $(REHEARSE_ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

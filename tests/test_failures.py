@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, chats, read_metrics, write_jsonl
+from documented import require_documented
 from test_launch import a_free_port, children, environment
 
 from distTest import namespaces
@@ -201,6 +202,7 @@ def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: st
         nodes.wait_for_step(4)
         for code, last in nodes.end():
             assert code == 1 and re.fullmatch(f"ERROR: {said.format(host=HOST)}", last), nodes.texts()
+            require_documented("running", last)
     resumes(folder)
 
 
@@ -218,6 +220,7 @@ def test_a_rank_that_does_not_arrive(rank: int, where: tuple[str, str], phase: s
         for code, last in nodes.end():
             said = rf"rank {rank} on {HOST}: did not arrive within 5 s \(at {at}, sitecustomize.py:\d+\), in step 5"
             assert code == 1 and re.match(rf"ERROR: {said} \({phase}\) - see its traceback", last), nodes.texts()
+            require_documented("running", last)
         its_own = nodes.texts()[rank // 2]
         assert f"rank {rank} on {HOST} is here:" in its_own and "time.sleep(3600)" in its_own.partition("is here:")[2]
 
@@ -234,12 +237,14 @@ def test_a_torchrun_that_is_killed(node: int, folder: Path) -> None:
             rf"ERROR: torchrun of node {node} on {HOST} was ended by SIGKILL and its processes with it: {place} - .*"
         )
         assert code == 1 and re.fullmatch(killed, last), nodes.texts()
+        require_documented("running", last)
         code, last = ended[1 - node]
         if node == 0:
             said = rf"ERROR: rank [23] on {HOST}: node 0 \({HOST}\) is gone, its torchrun ended or .*, in step \d+ .*"
         else:
             said = rf"ERROR: rank 2 on {HOST} \(and rank 3 on {HOST}\): no sign of life .*, last seen in step \d+ .*"
         assert code == 1 and re.fullmatch(said, last), nodes.texts()
+        require_documented("running", last)
     resumes(folder)
 
 
@@ -293,6 +298,7 @@ def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
             code, last = ended[node]
             if how == "cable" or node != lost:
                 assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+                require_documented("running", last)
     resumes(folder)
 
 

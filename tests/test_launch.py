@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, chats, read_metrics, write_jsonl
+from documented import require_documented
 
 BANNER = """========================================
 Launching {role} NODE (Node {node})
@@ -160,6 +161,7 @@ def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
     code, _, errors = end(worker)
     rank1 = rf"rank 1 on {socket.gethostname()}"
     assert code == 1 and re.match(rf"ERROR: ended without a word: {rank1}, last seen in .+ - ", errors.splitlines()[-1])
+    require_documented("running", errors.splitlines()[-1])
     code, _, errors = end(master)
     assert code == 1 and re.match(
         rf"ERROR: {rank1}: no sign of life for \d+ s, last seen in .+ - ", errors.splitlines()[-1]

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, chats, write_jsonl
+from documented import require_documented
 
 from distTest import compare, facts, ranks
 from distTest.namespaces import Node, joined_nodes, why_not
@@ -367,6 +368,7 @@ def test_fault(fault: Fault, machines: list[Machine]) -> None:
         assert code == 2, output + errors
         last = errors.splitlines()[-1]
         assert last.startswith("ERROR: ") and " - " in last and words in last, output + errors
+        require_documented("preflight", last)
         assert "Training Configuration" not in output
 
 
@@ -467,6 +469,7 @@ def test_a_master_that_dies_while_a_node_waits(cause: signal.Signals, inputs: Ca
     master.send_signal(cause)
     code, _, errors = ended(worker)
     assert code == 2 and "ended while node 1" in errors.splitlines()[-1]
+    require_documented("preflight", errors.splitlines()[-1])
     assert ended(master)[0] == (1 if cause == signal.SIGTERM else -signal.SIGKILL)
 
 
@@ -507,6 +510,7 @@ def test_ranks_that_fail(inputs: Callable[[str], Path]) -> None:
     for code, _, errors in map(ended, nodes):
         last = errors.splitlines()[-1]
         assert code == 2 and "the rendezvous of the ranks failed" in last and "eth77" in last, errors
+        require_documented("preflight", last)
 
 
 FACTS: dict[str, Any] = {

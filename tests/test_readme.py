@@ -105,7 +105,7 @@ def test_the_configuration_and_the_commands_on_one_machine(repository: Path) -> 
     (repository / "mine.yaml").write_text(text, encoding="utf-8")
     load_config(repository / "mine.yaml", [], {})
     assert set(yaml.safe_load(text)) <= {"model", "data", "train", "optimizer"}
-    ran = [command for command in COMMANDS if command.startswith(("torchrun", "python", "accelerate"))]
+    ran = [c for c in COMMANDS if c.startswith(("torchrun", "python -m shardtune", "accelerate"))]
     outputs = [run(command, repository) for command in ran]
     assert len(outputs) == 4
     assert outputs[-1].startswith("checkpoint_0000001: intact, ")
@@ -136,6 +136,14 @@ def test_make_demo(tmp_path: Path) -> None:
         assert said in done.stdout
 
 
+@pytest.mark.full
+def test_the_rehearsal(repository: Path) -> None:
+    """Its command with options; test_rehearse.py runs the make target."""
+    assert "make rehearse" in COMMANDS
+    (command,) = [command for command in COMMANDS if command.startswith("python -m distTest.rehearse")]
+    assert "Rehearsed in " in run(command, repository).splitlines()[-1]
+
+
 def test_the_ways_to_start_all_nodes(tmp_path: Path) -> None:
     """An ssh that stays here, an sbatch that says what it is given, and a Python that only prints its arguments."""
     (tmp_path / "bin").mkdir()
@@ -160,6 +168,8 @@ def test_every_command_is_run() -> None:
     """A new command in the README needs a test here."""
     known = (
         "make demo",
+        "make rehearse",
+        "python -m distTest",
         "./launch_node",
         "ssh",
         "sbatch",

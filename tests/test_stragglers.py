@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import chats, read_metrics, write_jsonl
+from documented import QUOTES, is_in
 from ranks import on_ranks, run_script, train, train_until
 
 from shardtune import optim, packing
@@ -74,7 +75,7 @@ def test_a_slow_rank_is_named(rank: int, phase: str, tmp_path: Path, models: dic
         said,
         re.MULTILINE,
     )
-    assert len(lines) == 1
+    assert len(lines) == 1 and is_in(QUOTES["slow"][0], said)
     entries = read_metrics(tmp_path / "run", "ranks")
     assert [entry["step"] for entry in entries] == [11]
     for line, entry in zip(lines, entries, strict=True):

@@ -1,0 +1,154 @@
+"""docs/troubleshooting.md: every message that it quotes is made to happen, here or by the tests that name its kind."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import REPOSITORY
+from documented import DOCUMENT, MET, QUOTES, is_in
+from ranks import on_ranks
+from test_launch import a_free_port, environment
+
+from distTest import namespaces
+
+SECONDS = datetime.timedelta(seconds=1)
+
+
+def torchrun_alone(node: int) -> str:
+    """What a node says when the other one does not come, or when something else listens at its port."""
+    port = a_free_port()
+    options = [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}", "--rdzv_conf=timeout=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", *options, "distTest/demo_reduce.py"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    return done.stderr
+
+
+def port_taken(folder: Path) -> str:
+    with socket.create_server(("", 0)) as listener:
+        try:
+            dist.TCPStore("127.0.0.1", listener.getsockname()[1], 2, is_master=True, timeout=2 * SECONDS)
+        except dist.DistNetworkError as error:
+            return f"torch.distributed.DistNetworkError: {error}"
+    raise AssertionError("the port was free")
+
+
+def on_two_ranks(work: Callable[[], None]) -> Callable[[Path], str]:
+    def run(folder: Path) -> str:
+        done = on_ranks(2, work, cwd=folder, grace_s=8)
+        assert done.returncode != 0
+        return done.stderr
+
+    return run
+
+
+def one_in_the_barrier() -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(60)
+    os.environ |= {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DIST_INIT_BARRIER": "1"}
+    dist.init_process_group("gloo", timeout=SECONDS)
+
+
+def no_such_interface() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth77"
+    dist.init_process_group("gloo")
+
+
+def one_has_ended() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        time.sleep(1)
+        dist.all_reduce(torch.ones(1))
+    os._exit(0)
+
+
+def others_than_each_other() -> None:
+    dist.init_process_group("gloo", timeout=SECONDS)
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.ones(3), 0)
+    else:
+        dist.all_reduce(torch.ones(3))
+
+
+def others_in_detail() -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    others_than_each_other()
+
+
+# A part of each quote, and what makes torch say it.
+TORCH: dict[str, Callable[[Path], str]] = {
+    "clients joined": lambda folder: torchrun_alone(0),
+    "client socket has timed out": lambda folder: torchrun_alone(1),
+    "Timed out initializing process group": on_two_ranks(one_in_the_barrier),
+    "EADDRINUSE": port_taken,
+    "Unable to find address": on_two_ranks(no_such_interface),
+    "by peer": on_two_ranks(one_has_ended),
+    "for recv operation": on_two_ranks(others_than_each_other),
+    "for send operation": on_two_ranks(others_than_each_other),
+    "Detected mismatch": on_two_ranks(others_in_detail),
+}
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.full] if "Timed out init" in part else []) for part in TORCH]
+)
+def test_what_torch_says(part: str, tmp_path: Path) -> None:
+    (quote,) = [quote for quote in QUOTES["torch"] if part in quote]
+    said = TORCH[part](tmp_path)
+    assert is_in(quote, said), said
+
+
+def test_every_message_of_torch_has_a_test() -> None:
+    assert len(QUOTES["torch"]) == len(TORCH)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "")
+@pytest.mark.parametrize("kind", ["preflight", "running"])
+def test_every_message_of_ours_is_met(kind: str, request: pytest.FixtureRequest) -> None:
+    """By test_preflight.py and test_failures.py, which ran before, unless only some tests were asked for."""
+    if not request.config.option.keyword and request.config.args == request.config.getini("testpaths"):
+        assert set(QUOTES[kind]) <= MET
+
+
+def test_the_links_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.+)$", DOCUMENT, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([^)]+)\)", DOCUMENT)) <= anchors
+
+
+@pytest.mark.full
+def test_the_ladder(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Its commands on one machine, over CPU and loopback; rehearsal and demo_reduce.py have tests of their own."""
+    for name in ("train_fsdp.py", "launch_node0.sh", "examples"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    model = tmp_path / "models/SmolLM2-135M-Instruct"
+    shutil.copytree(models["llama"], model)
+    longer = (
+        (model / "config.json")
+        .read_text(encoding="utf-8")
+        .replace('"max_position_embeddings": 512', '"max_position_embeddings": 1024')
+    )
+    (model / "config.json").write_text(longer, encoding="utf-8")
+    commands = re.findall(r"^\| one .+? \| `(.+?)` \|", DOCUMENT, re.MULTILINE)
+    assert len(commands) == 2
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    here = environment(PATH=path, MASTER_PORT=a_free_port(), GPUS_PER_NODE="2")
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=here, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0 and "Step 2/2 | Loss" in done.stdout, done.stdout + done.stderr
