@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ranks import run_script
@@ -79,7 +80,22 @@ def kills() -> Effect:
 
 def stops(seconds: float) -> Effect:
     """Stop this rank with all its threads, as `kill -STOP` does, and let it go on after a while."""
-    return partial(_send, partial(_stop, seconds))
+    return partial(_send, partial(_stop, f"sleep {seconds}"))
+
+
+def stops_until(path: str) -> Effect:
+    """The same until there is a file of that name."""
+    return partial(_send, partial(_stop, f"until [ -e {path} ]; do sleep 0.05; done"))
+
+
+def waits_until(is_time: Callable[[], bool]) -> Effect:
+    """Make the call, on this thread alone, when something has come true."""
+    return partial(_send, partial(_wait, is_time))
+
+
+def leaves(path: str) -> Effect:
+    """Create an empty file of that name before the call."""
+    return partial(_send, partial(Path.touch, Path(path)))
 
 
 def then(effect: Effect) -> Effect:
@@ -165,6 +181,11 @@ def _signal(number: int) -> None:
     time.sleep(0.2)  # another thread may have taken it, and this one is to do nothing before it ends or stops as well
 
 
-def _stop(seconds: float) -> None:
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+def _stop(wait: str) -> None:
+    subprocess.Popen(["sh", "-c", f"{wait}; kill -CONT {os.getpid()}"])
     _signal(signal.SIGSTOP)
+
+
+def _wait(is_time: Callable[[], bool]) -> None:
+    while not is_time():
+        time.sleep(0.01)

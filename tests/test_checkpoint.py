@@ -158,6 +158,12 @@ def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved: dict[str, Path]
     sorted_json = json.dumps(config, sort_keys=True).encode()
     assert manifest["config_xxh3_128"] == xxhash.xxh3_128(sorted_json).hexdigest()
     assert (manifest["state"]["step"], manifest["state"]["epoch"]) == (3, 0) and manifest["state"]["row"] == 9
+    assert manifest["tied_weights"] == {}
+    tied = json.loads((checkpoint(saved["llama"] / "run", 3) / "manifest.json").read_text(encoding="utf-8"))
+    assert tied["tied_weights"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert tied["tensors"].keys() & {"model.lm_head.weight", "model.model.embed_tokens.weight"} == {
+        "model.model.embed_tokens.weight"
+    }
     for rank in range(3):
         assert {f"random.{generator}.0000{rank}" for generator in ("torch", "python", "numpy")} <= manifest[
             "tensors"
@@ -223,13 +229,22 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, models: dict[
             assert not key.startswith("model.") or (tensor == step).all(), key
 
 
+STRANGERS = (("checkpoint_9999999", "COMPLETE"), ("checkpoint_0000003", "notes.txt"))
+
+
 def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting: int) -> None:
-    """Note which whole checkpoints there are after each renaming; let one save fail, and die in one deletion."""
+    """Note which whole checkpoints there are after each renaming; let one save fail, and die in one deletion.
+
+    With the first renaming come the directories of STRANGERS.
+    """
     rename, delete, write_file = disk.rename, disk.delete, disk.write_file
 
     def noted(old: Path, new: Path) -> None:
         rename(old, new)
-        whole = sorted(int(path.parent.name[-7:]) for path in new.parent.glob("checkpoint_*/COMPLETE"))
+        for stranger, file in () if list(new.parent.glob(f"{STRANGERS[0][0]}*")) else STRANGERS:
+            (new.parent / stranger).mkdir()
+            (new.parent / stranger / file).touch()
+        whole = sorted(int(path.parent.name[-7:]) for path in new.parent.glob("checkpoint_000*[0-9]/COMPLETE"))
         with Path("seen.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(whole)}\n")
 
@@ -249,7 +264,8 @@ def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting:
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_as_many_are_kept_as_were_asked_for(keep: int, tmp_path: Path, models: dict[str, Path]) -> None:
-    """Never fewer, although a save in between fails, and the run is killed where it deletes."""
+    """Never fewer, although a save in between fails, and the run is killed where it deletes. What others put there is
+    neither counted nor deleted."""
     write_inputs(tmp_path, models["llama"])
     settings = (*SETTINGS, *CONSTANT, "train.max_steps=7", "checkpoint.every_steps=1", f"checkpoint.keep={keep}")
     arguments = ["--config", "config.yaml", *settings, "export.final=false"]
@@ -266,7 +282,10 @@ def test_as_many_are_kept_as_were_asked_for(keep: int, tmp_path: Path, models: d
         committed |= set(whole)
         assert set(sorted(committed)[-keep:]) <= set(whole) and len(whole) <= keep + 1
     assert committed == {1, 2, 4, 5, 6, 7}
-    assert names(checkpoints) == [f"checkpoint_{step:07d}" for step in sorted(committed)[-keep:]]
+    of_strangers = ["checkpoint_0000003", "checkpoint_9999999.aside1"]
+    kept = [f"checkpoint_{step:07d}" for step in sorted(committed)[-keep:]]
+    assert names(checkpoints) == sorted(kept + of_strangers)
+    assert [names(checkpoints / name) for name in of_strangers] == [["notes.txt"], ["COMPLETE"]]
 
 
 def run_impatiently(arguments: list[str]) -> None:
@@ -320,6 +339,7 @@ def test_nothing_that_is_moved_aside_is_lost(three_steps: Path) -> None:
         (checkpoints / taken).mkdir()
         (checkpoints / taken / "notes.txt").write_text(f"of the user, in {taken}", encoding="utf-8")
     before = digests(checkpoints)
+    (checkpoints / "latest").symlink_to("checkpoint_0000012")
     done = train(1, *CONTINUE, cwd=three_steps)
     assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
     assert "Not accepted: run/checkpoints/checkpoint_0000003/COMPLETE: cannot be read (" in done.stdout
@@ -330,6 +350,7 @@ def test_nothing_that_is_moved_aside_is_lost(three_steps: Path) -> None:
     after = digests(checkpoints)
     assert before.items() <= after.items()
     assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"checkpoint_0000004"}
+    assert (checkpoints / "latest").readlink() == Path("checkpoint_0000012")
 
 
 def test_a_part_of_this_run_may_have_any_name(three_steps: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -12,18 +13,33 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from conftest import chats, read_metrics, write_jsonl
-from faults import ALWAYS, Fault, fails, kills, run_with, sleeps, stops, then, writes_less
+from faults import (
+    ALWAYS,
+    Fault,
+    fails,
+    kills,
+    leaves,
+    run_with,
+    sleeps,
+    stops,
+    stops_until,
+    then,
+    waits_until,
+    writes_less,
+)
 from ranks import on_ranks, world_of
 
-from shardtune.checkpoint import agree_on_checkpoint, commit, disk, open_checkpoint
+from shardtune.checkpoint import agree_on_checkpoint, commit, disk, open_checkpoint, saver
 from shardtune.checkpoint.files import ASSETS, check_files, find_checkpoints, step_of
 from shardtune.errors import Refused
+from shardtune.metrics import Metrics
 from shardtune.rundir import RunDir
 
 Completed = subprocess.CompletedProcess[str]
@@ -207,27 +223,38 @@ def make_room(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
     return do(path, *arguments)
 
 
-def run_with_room(bytes_per_file: int, faults: list[Fault], arguments: list[str]) -> None:
+def run_without_room(bytes_per_file: int, faults: list[Fault], arguments: list[str]) -> None:
+    """On a disk that another fills to the last byte when the run begins, or where no file may grow larger."""
+    begin = Metrics.__init__
+
+    def begin_and_fill(metrics: Metrics, *rest: Any) -> None:
+        begin(metrics, *rest)
+        with contextlib.suppress(OSError), Path("run/filler").open("ab", buffering=0) as filler:
+            while metrics._file and not bytes_per_file:
+                filler.write(bytes(1000))
+
+    Metrics.__init__ = begin_and_fill
     if bytes_per_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_per_file, resource.RLIM_INFINITY))
     run_with(faults, arguments)
 
 
 def test_a_disk_that_is_really_full(folder, undisturbed):
-    """A small filesystem with one file too many, which is deleted before the fourth save; without the right to mount
+    """A small filesystem, filled up by others until they make room before the fourth save; without the right to mount
     one, files that may not grow."""
     (folder / "run").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder / "run")]
     is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
     try:
-        (folder / "run/filler").write_bytes(bytes(3_800_000 if is_mounted else 1))
         room = Fault("mkdir", "*/.checkpoint_0000004.*", make_room)
         arguments = command("train.max_steps=5")
         limit = 0 if is_mounted else 100_000
-        done = on_ranks(2, run_with_room, limit, [room], arguments, cwd=folder)
+        done = on_ranks(2, run_without_room, limit, [room], arguments, cwd=folder)
         assert done.returncode == 0, done.stderr
         reason = os.strerror(errno.ENOSPC if is_mounted else errno.EFBIG)
-        assert said(done, "Not saved") == [1, 2, 3] and done.stdout.count(reason) == 3
+        assert said(done, "Not saved") == [1, 2, 3]
+        assert len(re.findall(rf"^Not saved: .*{reason}$", done.stdout, re.MULTILINE)) == 3
+        assert done.stdout.count(f"metrics.jsonl cannot be written now ({reason})") == is_mounted
         assert said(done, "Saved") == [4, 5] == checkpoints(folder)
         assert not hidden(folder)
         assert steps_of(folder) == undisturbed(5)
@@ -236,55 +263,131 @@ def test_a_disk_that_is_really_full(folder, undisturbed):
             subprocess.run(["umount", str(folder / "run")], check=True)
 
 
+class FullFile:
+    """The file of the metrics, of which the disk takes half a line and then no more, until it is told to."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left, self.has_room = file, 100, False
+
+    def write(self, data: bytes) -> int:
+        if not self.has_room and not self._left:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        written = int(self._file.write(data if self.has_room else data[: self._left]))
+        self._left = 0
+        return written
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+
+def run_with_full_metrics(arguments: list[str]) -> None:
+    begin, write = Metrics.__init__, Metrics.write
+
+    def begin_full(metrics: Metrics, *rest: Any) -> None:
+        begin(metrics, *rest)
+        metrics._file = metrics._file and FullFile(metrics._file)
+
+    def make_room_and_write(metrics: Metrics, kind: str, **values: Any) -> None:
+        if metrics._file:
+            metrics._file.has_room = values["step"] > 2
+        write(metrics, kind, **values)
+
+    Metrics.__init__, Metrics.write = begin_full, make_room_and_write
+    run_with([], arguments)
+
+
+def test_no_checkpoint_is_ahead_of_the_metrics(folder, undisturbed):
+    """Their disk takes none of the first steps' lines: training goes on, nothing is saved, and no line is lost."""
+    arguments = command("train.max_steps=4", "checkpoint.mode=sync", "checkpoint.keep=9")
+    done = on_ranks(2, run_with_full_metrics, arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    reason = os.strerror(errno.EDQUOT)
+    assert said(done, "Not saved") == [1, 2] and len(re.findall(f"Not saved: .*{reason}", done.stdout)) == 2
+    assert done.stdout.count(f"metrics.jsonl cannot be written now ({reason}): its lines wait in memory\n") == 1
+    assert said(done, "Saved") == [3, 4] == checkpoints(folder)
+    assert steps_of(folder) == undisturbed(4)
+
+
 # Ranks that are late
 
 
+def run_with_deadlines(deadlines_s: dict[int, float], faults: list[Fault], arguments: list[str]) -> None:
+    """The saves of these steps have so many seconds, and all others as long as they take."""
+
+    def limited(**fields: Any) -> commit.Attempt:
+        return commit.Attempt(**fields | {"timeout_s": deadlines_s.get(step_of(fields["final"]), 1000.0)})
+
+    vars(saver)["Attempt"] = limited
+    run_with(faults, arguments)
+
+
+def late(operation: str, step: int, effect: Callable[[str], Any]) -> tuple[Fault, Fault]:
+    """Rank 1 is held up in that save until rank 0 has given it up."""
+    given_up = f"given_up_{step}"
+    return (
+        Fault("rmdir", f"*/.checkpoint_{step:07d}." + "?" * 12, then(leaves(given_up)), 0),
+        Fault(operation, f"*/.checkpoint_{step:07d}.*", effect(given_up), 1),
+    )
+
+
+def waits_for(path: str) -> Any:
+    return waits_until(Path(path).exists)
+
+
 @pytest.mark.parametrize(
-    "late",
-    [
-        (
-            Fault("write", "*/.checkpoint_0000002.*", sleeps(6), 1),
-            Fault("fsync", "*/.checkpoint_0000004.*", stops(6), 1),
-        ),
-        pytest.param(
-            (
-                Fault("mkdir", "*/.checkpoint_0000002.*", sleeps(6), 1),
-                Fault("open", "*/.checkpoint_0000004.*", stops(6), 1),
-            ),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            (
-                Fault("close", "*/.checkpoint_0000002.*", sleeps(6), 1),
-                Fault("close", "*/.checkpoint_0000004.*", stops(6), 1),
-            ),
-            marks=pytest.mark.full,
-        ),
-    ],
+    ("slow", "stopped"),
+    [("write", "fsync"), *(pytest.param(name, name, marks=pytest.mark.full) for name in ("open", "close"))],
 )
-def test_a_rank_later_than_the_deadline(late, folder, undisturbed):
+def test_a_rank_later_than_the_deadline(slow, stopped, folder, undisturbed):
     """The save is given up on all ranks, and training goes on: with a slow disk at once."""
-    done = run(folder, "train.max_steps=5", "checkpoint.keep=9", "distributed.save_timeout_s=3", faults=late)
+    faults = [*late(slow, 2, waits_for), *late(stopped, 4, stops_until)]
+    arguments = command("train.max_steps=5", "checkpoint.keep=9")
+    done = on_ranks(2, run_with_deadlines, {2: 0.5, 4: 0.5}, faults, arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert said(done, "Not saved") == [2, 4] and said(done, "Saved") == [1, 3, 5] == checkpoints(folder)
-    assert done.stdout.count("no word from rank 1 within 3.0 s (distributed.save_timeout_s)") == 2
+    assert done.stdout.count("no word from rank 1 within 0.5 s (distributed.save_timeout_s)") == 2
     assert not hidden(folder)
     assert steps_of(folder) == undisturbed(5)
 
 
-def run_impatiently(faults: list[Fault], arguments: list[str]) -> None:
-    vars(commit)["_DECISION_ARRIVES_S"] = 1
-    run_with(faults, arguments)
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.full)])
+def test_nothing_is_committed_behind_the_deadline(mode, folder):
+    """Although all have reported: here the one rank, to itself."""
+    arguments = command("train.max_steps=3", "checkpoint.keep=9", f"checkpoint.mode={mode}")
+    done = on_ranks(1, run_with_deadlines, {2: 0}, [], arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Not saved: checkpoint_0000002: it took longer than 0 s (distributed.save_timeout_s)\n" in done.stdout
+    assert said(done, "Saved") == [1, 3] == checkpoints(folder)
+    assert not hidden(folder)
+
+
+def run_impatiently(deadlines_s: dict[int, float], faults: list[Fault], arguments: list[str]) -> None:
+    vars(commit)["_DECISION_ARRIVES_S"] = 0.5
+    vars(saver)["_STUCK_AFTER_S"] = 1
+    run_with_deadlines(deadlines_s, faults, arguments)
+
+
+def has_trained(step: int) -> bool:
+    return len(read_metrics(Path("run"), "step")) >= step
+
+
+def test_nobody_trains_while_a_stalled_disk_has_the_tensors_of_the_run(folder):
+    """With mode `sync` they are not copied. The disk answers when the weights have changed, if they do."""
+    stalled = Fault("write", "*/rank_00000.safetensors", waits_until(partial(has_trained, 4)), 0, nth=3)
+    settings = ("checkpoint.every_steps=2", "checkpoint.mode=sync", "distributed.save_timeout_s=0.5")
+    done = on_ranks(2, run_impatiently, {2: 0.5}, [stalled], command("train.max_steps=6", *settings), cwd=folder)
+    assert done.returncode == 1, done.stdout
+    line = next(line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
+    assert line.startswith("ERROR: checkpoint_0000002 was not saved: the disk of rank 0 does not answer, and ")
+    assert len(steps_of(folder)) == 2 and not list(folder.glob("run/checkpoints/*/COMPLETE"))
 
 
 @pytest.mark.parametrize("operation", ["rename", pytest.param("open", marks=pytest.mark.full)])
 def test_rank_0_decides_when_no_one_waits_any_more(operation, folder, undisturbed):
     """What it says it has saved is whole, although the others have given up."""
-    late = Fault(operation, "*/.checkpoint_0000002.*", stops(7), 0)
-    arguments = command(
-        "train.max_steps=4", "checkpoint.keep=9", "checkpoint.mode=sync", "distributed.save_timeout_s=3"
-    )
-    done = on_ranks(2, run_impatiently, [late], arguments, cwd=folder)
+    stopped = Fault(operation, "*/.checkpoint_0000002.*", stops(3), 0)
+    arguments = command("train.max_steps=4", "checkpoint.keep=9", "checkpoint.mode=sync")
+    done = on_ranks(2, run_impatiently, {2: 0.5}, [stopped], arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert set(checkpoints(folder)) == set(said(done, "Saved")) >= {1, 3, 4}
     assert steps_of(folder) == undisturbed(4)

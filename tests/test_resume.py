@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from small_runs import CONSTANT, SETTINGS, checkpoint, close_to, digests, names, steps_of, write_inputs
 
 import shardtune.model
+from shardtune.checkpoint import disk
 
 
 @pytest.mark.parametrize(
@@ -213,12 +214,14 @@ def run_script_without_a_model(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-@pytest.mark.parametrize("ranks", [2, 1, 3])
-def test_a_finished_run_writes_its_model_again(ranks: int, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "lost"), [(2, "."), (1, "model.safetensors"), pytest.param(3, "config.json", marks=pytest.mark.full)]
+)
+def test_a_finished_run_writes_its_model_again(ranks: int, lost: str, folder: Path) -> None:
     run_dir = folder / "run"
     checkpoints, model = digests(run_dir / "checkpoints"), digests(run_dir / "model")
     metrics = (run_dir / "metrics.jsonl").read_bytes()
-    shutil.rmtree(run_dir / "model")
+    disk.delete(run_dir / "model" / lost)
 
     def again(dtype: str) -> str:
         arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=2", f"export.dtype={dtype}"]

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from shardtune import export
 from shardtune.__main__ import run
-from shardtune.checkpoint import disk, verify_checkpoint
+from shardtune.checkpoint import disk, open_checkpoint, verify_checkpoint
+from shardtune.checkpoint.files import DamagedCheckpoint, read_chunk
 
 Runs = Callable[[str, int], Path]
 
@@ -254,6 +255,26 @@ def test_export_refuses_what_was_not_saved(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copied"]
 
 
+def test_a_chunk_is_what_was_saved_or_an_error(copied: Path) -> None:
+    """However long ago it was checked."""
+    saved = open_checkpoint(copied)
+    chunk = saved.chunks["model.model.layers.1.mlp.experts.down_proj"][1]
+    file = copied / chunk.file
+    content = file.read_bytes()
+    rows = read_chunk(saved, chunk, [slice(1, 2), *(slice(0, n) for n in chunk.sizes[1:])])
+    assert torch.equal(rows, load_file(file)[chunk.tensor][1:2])
+
+    flip(file, chunk.end - 1)
+    for length in (len(content), chunk.end - 1, chunk.begin, 0):
+        os.truncate(file, length)
+        with pytest.raises(DamagedCheckpoint, match=re.escape(f"{file}: tensor {chunk.tensor} is not what was saved")):
+            read_chunk(saved, chunk)
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # whose first pages cannot be read: EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        read_chunk(saved, chunk)
+
+
 def export_and_die(source: str, out: str, after_writes: int) -> None:
     write_file, written = disk.write_file, []
 
@@ -287,6 +308,25 @@ def test_export_is_whole_or_not_there(
     assert run(["export", str(copied), str(out)]) == 2
     assert capsys.readouterr().err == f"ERROR: {out} exists - name a directory that does not\n"
     assert digests(out) == before
+
+
+def test_two_exports_to_one_place(
+    copied: Path, tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second, which comes while the first writes, is refused and disturbs nothing."""
+    out, write_file, codes = tmp_path / "out", disk.write_file, []
+
+    def write_and_export(path: Path, parts: Any) -> Any:
+        written = write_file(path, parts)
+        codes.append(run(["export", str(copied), str(out)]))
+        return written
+
+    monkeypatch.setattr(disk, "write_file", write_and_export)
+    exported(copied, out)
+    assert len(codes) > 5 and set(codes) == {2}
+    line = f"ERROR: another export writes {out} - wait for it, or name another directory\n"
+    assert capsys.readouterr().err == line * len(codes)
+    assert digests(out) == digests(runs("glm", 2) / "model")
 
 
 def run_script_with_small_files(arguments: list[str]) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from faults import Fault, fails, run_with
 from ranks import on_nodes, run_script, train, train_on_nodes
 from safetensors.torch import load_file
 from small_runs import CONSTANT, SETTINGS, checkpoint, close_to, digests, names, steps_of, write_inputs
 
+import shardtune.checkpoint
 from shardtune.__main__ import run
 from shardtune.checkpoint import Checkpoint, Saver, disk
+from shardtune.errors import Stopped
 
 SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "checkpoint.keep=9")
 HIDDEN = ".checkpoint_0000004.0123456789ab0001"
+SPOILT = "model.model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -262,35 +268,98 @@ def test_the_final_model_is_that_of_a_shared_disk(a: Path, b: Path, whole: Path,
     assert digests(tmp_path / "out") == digests(a / "run/model")
 
 
+def spoil(of: Checkpoint, rank: int, damage: str) -> None:
+    """The file of one rank, by a process that sees it, before any other goes on."""
+    file = Path(f"run/checkpoints/{of.name}/rank_{rank:05d}.safetensors")
+    if os.environ["RANK"] == "2" and damage == "missing":
+        file.unlink()
+    elif os.environ["RANK"] == "2" and damage == "truncated":
+        os.truncate(file, 3000)
+    elif os.environ["RANK"] == "2":
+        content = bytearray(file.read_bytes())
+        chunk = next(chunk for chunk in of.chunks[SPOILT] if chunk.file == file.name)
+        content[chunk.begin] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+
+
 def damage_before_the_export(arguments: list[str], damage: str) -> None:
     """Between the last save and the final model, on the second node's disk."""
     finish = Saver.finish
 
     def finish_and_damage(saver: Saver) -> Checkpoint:
         done = finish(saver)
-        file = Path("run/checkpoints/checkpoint_0000006/rank_00002.safetensors")
-        if os.environ["RANK"] == "2" and damage == "missing":
-            file.unlink()
-        elif os.environ["RANK"] == "2":
-            content = bytearray(file.read_bytes())
-            chunk = done.chunks["model.model.layers.0.mlp.up_proj.weight"][-1]
-            assert chunk.file == file.name
-            content[chunk.begin] ^= 1
-            file.write_bytes(content)
-        dist.barrier()
+        spoil(done, 2, damage)
         return done
 
     Saver.finish = finish_and_damage
     run_script(arguments)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "missing"])
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
 def test_nobody_waits_for_a_part_that_is_not_sound(damage: str, a: Path, b: Path) -> None:
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     done = on_nodes([(a, 2), (b, 1)], damage_before_the_export, arguments, damage, timeout_s=60)
     assert done.returncode == 1 and "rank_00002.safetensors" in done.stderr
     assert not (a / "run/model").exists()
     if damage == "flipped":
-        line = done.stderr.splitlines()[-1]
-        assert "tensor model.model.layers.0.mlp.up_proj.weight is not what was saved" in line
+        assert f"tensor {SPOILT} is not what was saved" in done.stderr.splitlines()[-1]
         assert not (a / "run/.model.writing").exists()
+
+
+def damage_before_the_load(arguments: list[str], damage: str) -> None:
+    """Between the check of every byte and the load; each rank notes how that ended for it."""
+    load = shardtune.checkpoint.load_checkpoint
+
+    def damage_and_load(found: Checkpoint, *rest: Any) -> None:
+        spoil(found, 0, damage)
+        try:
+            load(found, *rest)
+        except Stopped as stopped:
+            Path(f"stopped{os.environ['RANK']}").write_text(str(stopped), encoding="utf-8")
+            dist.barrier()
+            raise
+
+    shardtune.checkpoint.load_checkpoint = damage_and_load
+    run_script(arguments)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("flipped", f"DamagedCheckpoint: .*/rank_00000.safetensors: tensor {SPOILT} is not what was saved"),
+        ("missing", "FileNotFoundError: rank_00000.safetensors is in none of .*/checkpoint_0000004"),
+    ],
+)
+def test_what_goes_bad_between_check_and_load_ends_all_ranks(damage: str, said: str, a: Path, b: Path) -> None:
+    """The disks were swapped: the ranks wait for what the other node sends."""
+    arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
+    done = on_nodes([(b, 2), (a, 1)], damage_before_the_load, arguments, damage)
+    assert done.returncode == 1
+    for note in (b / "stopped0", b / "stopped1", a / "stopped2"):
+        assert re.match(rf"rank 2 on \S+: {said} - ", note.read_text(encoding="utf-8"))
+
+
+KEEP_2 = (*SAVES[:-1], "checkpoint.keep=2", "export.final=false")
+
+
+def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(a: Path, b: Path, tmp_path: Path) -> None:
+    """As many as are kept must be on all disks before an older one is deleted on any."""
+    new = write_inputs(tmp_path / "new", a / "model", dropout=0.2)
+    for file in checkpoint(b / "run", 4).glob("rank_*"):
+        shutil.copy(file, checkpoint(a / "run", 4))
+    for last, of_new, of_old in ((6, [6], [2, 4, 6]), (8, [6, 8], [6, 8])):
+        done = train_on_nodes([(new, 1), (a, 2)], *KEEP_2, f"train.max_steps={last}")
+        assert done.returncode == 0 and f"Resumed from checkpoint_000000{last - 2}\n" in done.stdout, done.stderr
+        for folder, steps in ((new, of_new), (a, of_old)):
+            assert names(folder / "run/checkpoints") == [f"checkpoint_000000{step}" for step in steps]
+
+
+def test_what_has_no_name_on_one_disk_does_not_count_on_the_others(a: Path, b: Path) -> None:
+    unnamed = Fault("rename", "*/.checkpoint_0000006.*", fails(errno.EIO), rank=2)
+    arguments = ["--config", "config.yaml", *KEEP_2, "train.max_steps=8"]
+    done = on_nodes([(a, 2), (b, 1)], run_with, [unnamed], arguments)
+    assert done.returncode == 0 and "Not saved: checkpoint_0000006: rank 2 on " in done.stdout, done.stderr
+    for folder, steps in ((a, (4, 6, 8)), (b, (4, 8))):
+        named = [name for name in names(folder / "run/checkpoints") if not name.startswith(".")]
+        assert named == [f"checkpoint_000000{step}" for step in steps]

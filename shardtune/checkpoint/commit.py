@@ -22,7 +22,7 @@ import xxhash
 
 from ..world import World, post, read, unpost, wait_for
 from . import disk
-from .files import ASSETS, find_checkpoints, find_committed, rank_file, step_of
+from .files import ASSETS, find_committed, rank_file, step_of
 
 _DECISION_ARRIVES_S = 60
 
@@ -222,7 +222,7 @@ def keep_newest(checkpoints: Path, keep: int, committed: Sequence[str]) -> None:
     many. Each loses its name first, so that none is ever seen in part."""
     if len(committed) < keep:
         return
-    for path in find_checkpoints(checkpoints):
+    for path in find_committed(checkpoints):
         if step_of(path) < step_of(Path(committed[keep - 1])):
             nameless = path.with_name(f".{path.name}.deleting")
             disk.rename(path, nameless)
