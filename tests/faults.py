@@ -17,7 +17,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,11 @@ def stops_until(path: str) -> Effect:
 def waits_until(is_time: Callable[[], bool]) -> Effect:
     """Make the call, on this thread alone, when something has come true."""
     return partial(_send, partial(_wait, is_time))
+
+
+def gets(*numbers: int) -> Effect:
+    """Send this rank these signals before the call."""
+    return partial(_send, partial(_get, numbers))
 
 
 def leaves(path: str) -> Effect:
@@ -184,6 +189,11 @@ def _signal(number: int) -> None:
 def _stop(wait: str) -> None:
     subprocess.Popen(["sh", "-c", f"{wait}; kill -CONT {os.getpid()}"])
     _signal(signal.SIGSTOP)
+
+
+def _get(numbers: Sequence[int]) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
 
 
 def _wait(is_time: Callable[[], bool]) -> None:

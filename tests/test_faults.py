@@ -288,7 +288,7 @@ def run_with_full_metrics(arguments: list[str]) -> None:
         metrics._file = metrics._file and FullFile(metrics._file)
 
     def make_room_and_write(metrics: Metrics, kind: str, **values: Any) -> None:
-        if metrics._file:
+        if metrics._file and kind == "step":
             metrics._file.has_room = values["step"] > 2
         write(metrics, kind, **values)
 

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from conftest import REPOSITORY, chats, launch, read_metrics, write_jsonl
+from faults import Fault, gets, run_with
+from ranks import on_ranks
 from safetensors.torch import load_file, save_file
 
+from shardtune import signals
+from shardtune.errors import Ended
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LONG = (
     "model.compute_dtype=float32",
     "data.max_length=128",
@@ -95,9 +106,12 @@ def test_ranks_end_with_torchrun_and_the_same_command_goes_on(tmp_path: Path, mo
         capture_output=True,
         text=True,
         timeout=60,
+        env=os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "0"},
         check=False,
     )
     assert again.returncode == 0 and "Resumed from checkpoint_" in again.stdout, again.stderr
+    said = r"A save takes \d+ s, and torchrun kills its processes 0 s after a signal: start it with --shutdown-timeout="
+    assert len(re.findall(said, again.stdout)) == 1
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, models: dict[str, Path]) -> None:
@@ -119,7 +133,7 @@ def two_nodes(tmp_path: Path, worker_cwd: Path, common: list[str], worker: list[
         "MASTER_PORT": str(free_port()),
         "GPUS_PER_NODE": "1",
         "NCCL_SOCKET_IFNAME": "lo",
-        "JOIN_TIMEOUT": "40",
+        "JOIN_TIMEOUT": "90",
         "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
     }
     processes = [
@@ -139,10 +153,8 @@ def two_nodes(tmp_path: Path, worker_cwd: Path, common: list[str], worker: list[
 
 def test_node_0_says_why_node_1_refused(tmp_path: Path, models: dict[str, Path]) -> None:
     write_jsonl(tmp_path / "train.jsonl", chats(10))
-    started = time.monotonic()
     common = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
     master, worker = two_nodes(tmp_path, tmp_path, common, ["optimizer.lrr=1"])
-    assert time.monotonic() - started < 35  # it did not wait for the join timeout
     assert master[0] == worker[0] == 2
     for _, _, errors in (master, worker):
         assert "optimizer.lrr" in errors.splitlines()[-1] and "optimizer.lr" in errors.splitlines()[-1]
@@ -212,6 +224,106 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path: Path, models: d
     assert process.wait(timeout=60) == 75
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one started, and theirs."""
+    own = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").open().read().split()
+    ]
+    return [*own, *(below for child in own for below in children(child))]
+
+
+def test_a_scheduler_that_signals_every_process_asks_once(tmp_path: Path, models: dict[str, Path]) -> None:
+    """The launch script and torchrun pass theirs on to the ranks, which have it already."""
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    environ = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NNODES": "1",
+        "GPUS_PER_NODE": "2",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
+    }
+    arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [str(REPOSITORY / "launch_node0.sh"), *arguments], cwd=tmp_path, env=environ, stdout=log, stderr=log
+        )
+    wait_for_steps(tmp_path / "run", 3)
+    for pid in (process.pid, *children(process.pid)):
+        os.kill(pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
+    step = read_metrics(tmp_path / "run", "step")[-1]["step"]
+    assert last.startswith(f"ERROR: stopped by SIGTERM after saving step {step} - ")
+    assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Put back how this process takes signals."""
+    before = [(number, signal.getsignal(number)) for number in SIGNALS]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_later_signal_is_another_request(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(signals, "time", clock)
+    stop = signals.StopRequest()
+    assert stop.received is None
+    for second in (number, *SIGNALS):
+        signal.raise_signal(number)
+        signal.raise_signal(second)
+        assert stop.received == signal.Signals(number).name
+    clock.now_s += 5
+    with pytest.raises(Ended, match=f"^ended by a second signal, {signal.Signals(number).name}, .* - ") as ended:
+        signal.raise_signal(number)
+    assert ended.value.code == 1
+
+
+def forked(cwd: Path, *arguments: str, faults: Sequence[Fault], ranks: int) -> subprocess.CompletedProcess[str]:
+    """A run that saves after each step."""
+    write_jsonl(cwd / "train.jsonl", chats(30))
+    (cwd / "config.yaml").touch()
+    settings = (*LONG[:-1], "checkpoint.every_steps=1", "run.dir=run", *arguments)
+    return on_ranks(ranks, run_with, list(faults), ["--config", "config.yaml", *settings], cwd=cwd)
+
+
+@pytest.mark.parametrize(("number", "resume"), [(signal.SIGHUP, "auto"), (signal.SIGUSR1, "never")])
+def test_what_resumes_after_a_signal_is_said(
+    number: signal.Signals, resume: str, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    asked = Fault("open", "*/rank_00000.safetensors", gets(number, number, signal.SIGTERM), rank=0)
+    done = forked(tmp_path, f"model.path={models['llama']}", f"run.resume={resume}", faults=[asked], ranks=2)
+    step = read_metrics(tmp_path / "run", "step")[-1]["step"]
+    how = "" if resume == "auto" else " with run.resume=auto"
+    line = f"ERROR: stopped by {number.name} after saving step {step} - run the same command again{how} to resume\n"
+    assert done.returncode == 75 and done.stderr.endswith(line), done.stderr
+    assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
+
+
+def insist(do: Any, *arguments: Any) -> Any:
+    """A second signal, late enough, while the save does not end."""
+    vars(signals)["_SAME_REQUEST_S"] = -1
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+    return do(*arguments)
+
+
+def test_a_second_request_does_not_wait_for_the_save(tmp_path: Path, models: dict[str, Path]) -> None:
+    asked = Fault("open", "*/.checkpoint_0000001.*/rank_00000.safetensors", gets(signal.SIGTERM))
+    asked_again = Fault("write", "*/.checkpoint_000000[2-9].*/rank_00000.safetensors", insist)
+    done = forked(tmp_path, f"model.path={models['llama']}", faults=[asked, asked_again], ranks=1)
+    line = "ERROR: ended by a second signal, SIGTERM, without a save - the same command resumes\n"
+    assert done.returncode == 1 and done.stderr.endswith(line), done.stderr
+    assert [path.parent.name for path in tmp_path.glob("run/checkpoints/*/COMPLETE")] == ["checkpoint_0000001"]
 
 
 def test_what_the_model_cannot_know_is_refused_by_name(tmp_path: Path, models: dict[str, Path]) -> None:
