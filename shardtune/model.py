@@ -63,7 +63,7 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     else:
         model = _load_sharded(type(skeleton), config.model.path, skeleton.config, master, world, policy)
     if config.model.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     return model.train()
 
