@@ -180,7 +180,7 @@ STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(
 @pytest.mark.parametrize(
     ("where", "effect", "said"),
     [
-        (DATA, "os.kill(os.getpid(), signal.SIGKILL)", KILLED),
+        pytest.param(DATA, "os.kill(os.getpid(), signal.SIGKILL)", KILLED, marks=pytest.mark.full),
         pytest.param(
             FORWARD,
             "raise ValueError('no such token')",
