@@ -27,10 +27,7 @@ import torch.distributed as dist
 from .progress import STEP_PHASES, Progress
 
 _TICK_S = 1.0
-# A heartbeat, or the store, that stands still so long is taken for lost. Before the first step a library may hold the
-# interpreter for minutes, reading a large file.
-_SILENT_S = 40
-_SILENT_BEFORE_STEPS_S = 300
+_SILENT_S = 40  # a heartbeat, or the store, that stands still so long is taken for lost
 _SILENT_AFTER_ERROR_S = 6  # once a collective failed, somebody is gone
 _BLAME_S = 15  # for the watchdog of any rank to say who, before a rank takes its own failed collective for the cause
 _LEAVE_S = 4  # for the others to hear of a failure, before the store may end with node 0
@@ -62,13 +59,12 @@ class Failure(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """What a rank says of itself every second. `silence_s`: for how long it may then say nothing."""
+    """What a rank says of itself every second."""
 
     turn: int
     arrivals: int
     place: str
     frame: str
-    silence_s: int
 
 
 class Watchdog:
@@ -171,7 +167,7 @@ class Watchdog:
 
     def _post_beat(self, store: dist.Store) -> None:
         progress = self._progress
-        beat = Beat(self._turns, progress.arrivals, progress.place, _innermost_frame(), _silence_s(progress))
+        beat = Beat(self._turns, progress.arrivals, progress.place, _innermost_frame())
         store.set(f"beat/{self.me.rank}", json.dumps(beat))
 
     def _beats(self, ranks: Sequence[int]) -> list[Beat]:
@@ -197,15 +193,14 @@ class Watchdog:
         neighbour = (me + 1) % size
         everyone = self._is_suspicious or self._unchanged[neighbour] >= _SILENT_AFTER_ERROR_S
         watched = [rank for rank in range(size) if rank != me] if everyone else [neighbour]
-        limits = {}
+        limit = _SILENT_AFTER_ERROR_S if self._is_suspicious else _SILENT_S
         for rank, beat in zip(watched, self._beats(watched), strict=True):
             self._unchanged[rank] = self._unchanged[rank] + 1 if self._last_seen.get(rank) == beat.turn else 0
             self._last_seen[rank] = beat.turn
-            limits[rank] = _SILENT_AFTER_ERROR_S if self._is_suspicious else beat.silence_s
-        if not any(self._unchanged[rank] >= limit for rank, limit in limits.items()):
+        if not any(self._unchanged[rank] >= limit for rank in watched):
             return []
         # Those that fell silent with it are named with it.
-        return [rank for rank, limit in limits.items() if self._unchanged[rank] >= limit / 2]
+        return [rank for rank in watched if self._unchanged[rank] >= limit / 2]
 
     def _is_idle(self) -> bool:
         """Whether this rank has been in one place of a step for longer than a step may hang."""
@@ -298,10 +293,6 @@ def _leave(store: dist.Store, peers: Sequence[Peer], me: Peer, wait_s: float) ->
         time.sleep(0.1)
 
 
-def _silence_s(progress: Progress) -> int:
-    return _SILENT_BEFORE_STEPS_S if progress.step is None else _SILENT_S
-
-
 def _handle(peer: Peer) -> int | None:
     """Something that becomes readable when the process ends; None if it has ended."""
     try:
@@ -340,5 +331,5 @@ def _write_place(me: Peer, progress: Progress | None) -> None:
             file.unlink(missing_ok=True)
         else:
             new = file.with_suffix(".new")
-            new.write_text(f"{me}, last seen in {progress.place}\n{me.pid} {_silence_s(progress)}\n", encoding="utf-8")
+            new.write_text(f"{me}, last seen in {progress.place}\n{me.pid} {_SILENT_S}\n", encoding="utf-8")
             new.replace(file)
