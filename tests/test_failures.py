@@ -225,7 +225,7 @@ def test_a_rank_that_does_not_arrive(rank: int, where: tuple[str, str], phase: s
         assert f"rank {rank} on {HOST} is here:" in its_own and "time.sleep(3600)" in its_own.partition("is here:")[2]
 
 
-@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_torchrun_that_is_killed(node: int, folder: Path) -> None:
     with two_nodes(folder) as nodes:
         nodes.wait_for_step(4)
