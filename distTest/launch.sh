@@ -54,7 +54,7 @@ timeout_s=${JOIN_TIMEOUT:-300}
 # In a session of its own, so that Ctrl-C reaches this script alone.
 setsid "$python" "$here/distTest/torchrun.py" \
     --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
-    --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=$timeout_s" \
+    --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=$timeout_s" --log_dir="$SHARDTUNE_LAUNCH_DIR/torchrun" \
     "$here/train_fsdp.py" "$@" &
 torchrun=$!
 # Signals go to the processes, which save and then end, however long that takes; torchrun would kill them 30 s later.
@@ -70,9 +70,9 @@ while kill -0 "$torchrun" 2>/dev/null; do
 done
 wait "$torchrun"
 code=$?
-(( code == 0 )) && exit 0
-# The first process of this node that was there to the end.
+# The first process of this node that was there to the end. One that ends in order leaves no such file, whatever its code.
 place=$(head -qn 1 "$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9] 2>/dev/null | head -n 1)
+(( code == 0 )) && [[ -z $place ]] && exit 0
 resume='the same command resumes from the last checkpoint'
 if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
     { read -r code; read -r line; } < "$SHARDTUNE_LAUNCH_DIR/outcome"

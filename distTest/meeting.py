@@ -16,6 +16,7 @@ SAY_EVERY_S = 5.0
 # After one node's refusal node 0 waits so long for those of others, and another node so long for node 0's word.
 _MORE_PROBLEMS_S = 1.0
 _VERDICT_S = 10.0
+_SILENT_S = 20.0  # a node says that it lives every SAY_EVERY_S, whatever it does
 
 
 class Meeting:
@@ -56,16 +57,23 @@ class Meeting:
             self._hand_in(own.result() or {}, values)
         deadline = time.monotonic() + timeout_s
         next_word = time.monotonic() + SAY_EVERY_S
+        heard = dict.fromkeys(self._links, time.monotonic())
         is_refused = False
         while len(values) < len(self.members) or is_refused:
             if time.monotonic() >= deadline or (is_refused and len(values) == len(self.members)):
                 self.refuse(_problems(values) or [f"{self._awaited(values)} is late with {what} - see its log"])
-            if self.node == 0 and time.monotonic() >= next_word:
+            if time.monotonic() >= next_word:
                 next_word += SAY_EVERY_S
                 self._say(f"waiting for {self._awaited(values)}: {what}")
-            for node, message in self._receive(
-                own, values, min(deadline, next_word) if self.node == 0 else deadline, what
-            ):
+                for node in list(self._links):
+                    self._send(node, {"alive": True})
+            for node in [node for node, at in heard.items() if time.monotonic() - at > _SILENT_S]:
+                self._lose(
+                    node, f"no sign of life for {_SILENT_S:.0f} s, its preflight is stopped or its machine hangs"
+                )
+            for node, message in self._receive(own, values, min(deadline, next_word), what):
+                if node in heard:
+                    heard[node] = time.monotonic()
                 if node == self.node:
                     self._hand_in(message, values)
                 elif isinstance(message.get("problems"), list):

@@ -161,7 +161,7 @@ def _master_ip(master: str, own_ip: str | None, is_alone: bool, problems: list[s
         )
         return None
     is_loopback = ipaddress.ip_address(ip).is_loopback
-    if is_loopback and not is_alone and (own_ip is None or not ipaddress.ip_address(own_ip).is_loopback):
+    if is_loopback and not is_alone and own_ip is not None and not ipaddress.ip_address(own_ip).is_loopback:
         problems.append(
             f"MASTER_ADDR is '{master}', which is {ip} here: a loopback address, where every machine finds only "
             f"itself - set it to node 0's address in the network{f' (this node has {own_ip})' if own_ip else ''}"

@@ -32,12 +32,14 @@ _REPORTED = (*STEP_PHASES, "waiting")
 
 
 class Stragglers:
-    """Every rank calls `step_ended`; each tenth time the slowest goes to `metrics.jsonl`, and a slow one is said."""
+    """Every rank calls `step_ended`; each tenth time the slowest goes to `metrics.jsonl`, and one that is slow again is
+    said."""
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
         self._metrics, self._world = metrics, world
         self._hosts = world.gather(socket.gethostname())
         self._seconds: Counter[str] = Counter()
+        self._suspect: int | None = None
         self._steps = -1  # the first step also sets things up, and is no measure
         for module in model.modules():
             if isinstance(module, FSDPModule) and world.size > 1:
@@ -67,12 +69,15 @@ class Stragglers:
     def _report(self, step: int, of_ranks: list[list[float]]) -> None:
         rank, ratio, phase = slowest([seconds[: len(STEP_PHASES)] for seconds in of_ranks])
         seconds = dict(zip(_REPORTED, of_ranks[rank], strict=True))
-        if ratio > _SAID_ABOVE:
+        is_slow = ratio > _SAID_ABOVE
+        # Once may be chance, the same one twice in a row is not.
+        if is_slow and self._suspect == rank:
             spent = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
             self._world.say(
                 f"Slowest: rank {rank} on {self._hosts[rank]}, {ratio:.2f} x the median, in {STEP_PHASES[phase]} "
                 f"(a step: {spent})"
             )
+        self._suspect = rank if is_slow else None
         self._metrics.write(
             "ranks",
             step=step,

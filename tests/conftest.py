@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,6 +51,11 @@ CHATML = (
 )
 # Odd, so that no number of ranks above one divides it: only then does a tied weight that lost its twin show.
 VOCABULARY = 331
+
+
+# A suite that runs in the background is started with Ctrl-C ignored, and so is whatever it starts, unless it says otherwise.
+for _number, _action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    signal.signal(_number, _action)
 
 
 @pytest.fixture(scope="session", autouse=True)
