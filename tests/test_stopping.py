@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,30 +262,26 @@ def test_a_scheduler_that_signals_every_process_asks_once(tmp_path: Path, models
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Put back how this process takes signals."""
-    before = [(number, signal.getsignal(number)) for number in SIGNALS]
-    yield
-    for number, handler in before:
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_later_signal_is_another_request(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def ask_again_and_again() -> None:
+    """Each signal several times, with the others, and five seconds later."""
     clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr(signals, "time", clock)
-    stop = signals.StopRequest()
-    assert stop.received is None
-    for second in (number, *SIGNALS):
-        signal.raise_signal(number)
-        signal.raise_signal(second)
-        assert stop.received == signal.Signals(number).name
-    clock.now_s += 5
-    with pytest.raises(Ended, match=f"^ended by a second signal, {signal.Signals(number).name}, .* - ") as ended:
-        signal.raise_signal(number)
-    assert ended.value.code == 1
+    vars(signals)["time"] = clock
+    for number in SIGNALS:
+        stop = signals.StopRequest()
+        assert stop.received is None
+        for other in SIGNALS:
+            signal.raise_signal(number)
+            signal.raise_signal(other)
+            assert stop.received == number.name
+        clock.now_s += 5
+        with pytest.raises(Ended, match=f"^ended by a second signal, {number.name}, .* - ") as ended:
+            signal.raise_signal(number)
+        assert ended.value.code == 1
+
+
+def test_only_a_later_signal_is_another_request(tmp_path: Path) -> None:
+    done = on_ranks(1, ask_again_and_again, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def forked(cwd: Path, *arguments: str, faults: Sequence[Fault], ranks: int) -> subprocess.CompletedProcess[str]:
