@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -219,6 +220,8 @@ def test_short_writes_are_continued(folder, undisturbed):
 
 def make_room(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
     Path("run/filler").unlink(missing_ok=True)
+    while shutil.disk_usage("run").free < 2_000_000:  # by the other rank, whose unlinking has not ended
+        time.sleep(0.01)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return do(path, *arguments)
 

@@ -69,7 +69,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path: Path, mo
     process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for_steps(tmp_path / "run", 3)
     process.send_signal(signal.SIGTERM)
-    said, errors = process.communicate(timeout=60)
+    said, errors = process.communicate(timeout=240)
     assert process.returncode == 75, errors
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     assert said.splitlines()[-1] == f"Saved checkpoint_{step:07d}"
@@ -80,7 +80,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path: Path, mo
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert again.returncode == 0, again.stderr
@@ -105,7 +105,7 @@ def test_ranks_end_with_torchrun_and_the_same_command_goes_on(tmp_path: Path, mo
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "0"},
         check=False,
     )
@@ -121,7 +121,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, models: di
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     errors = process.stderr.read().decode()
-    assert process.wait(timeout=60) == 0, errors
+    assert process.wait(timeout=240) == 0, errors
     assert len(read_metrics(tmp_path / "run", "step")) == 5
     assert (tmp_path / "run/checkpoints/checkpoint_0000005/COMPLETE").is_file()
 
@@ -221,7 +221,7 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path: Path, models: d
     wait_for_steps(tmp_path / "run", 3)
     process.stdout.close()
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 75
+    assert process.wait(timeout=240) == 75
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
@@ -255,7 +255,7 @@ def test_a_scheduler_that_signals_every_process_asks_once(tmp_path: Path, models
     wait_for_steps(tmp_path / "run", 3)
     for pid in (process.pid, *children(process.pid)):
         os.kill(pid, signal.SIGTERM)
-    assert process.wait(timeout=60) == 75
+    assert process.wait(timeout=240) == 75
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     assert last.startswith(f"ERROR: stopped by SIGTERM after saving step {step} - ")
