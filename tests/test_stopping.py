@@ -51,7 +51,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def wait_for_steps(run_dir: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (run_dir / "metrics.jsonl").is_file() or len(read_metrics(run_dir, "step")) < count:
         assert time.monotonic() < deadline
         time.sleep(0.1)
