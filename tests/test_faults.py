@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -219,6 +220,8 @@ def test_short_writes_are_continued(folder, undisturbed):
 
 def make_room(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
     Path("run/filler").unlink(missing_ok=True)
+    while shutil.disk_usage("run").free < 2_000_000:  # by the other rank, whose unlinking has not ended
+        time.sleep(0.01)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return do(path, *arguments)
 
@@ -264,17 +267,16 @@ def test_a_disk_that_is_really_full(folder, undisturbed):
 
 
 class FullFile:
-    """The file of the metrics, of which the disk takes half a line and then no more, until it is told to."""
+    """The file of the metrics, on a disk that takes half a line at a time, and then no more until it is told to."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self._left, self.has_room = file, 100, False
+        self._file, self._is_full, self.has_room = file, False, False
 
     def write(self, data: bytes) -> int:
-        if not self.has_room and not self._left:
+        if self._is_full and not self.has_room:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        written = int(self._file.write(data if self.has_room else data[: self._left]))
-        self._left = 0
-        return written
+        self._is_full = True
+        return int(self._file.write(data[:100]))
 
     def fileno(self) -> int:
         return int(self._file.fileno())
