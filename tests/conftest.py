@@ -53,7 +53,7 @@ CHATML = (
 VOCABULARY = 331
 
 
-# A suite that runs in the background is started with Ctrl-C ignored, and so is whatever it starts, unless it says otherwise.
+# A suite that runs in the background is started with Ctrl-C ignored, and so would be all that it starts.
 for _number, _action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     signal.signal(_number, _action)
 

@@ -320,7 +320,7 @@ def test_a_slurm_job(tmp_path: Path) -> None:
         timeout=60,
     )
     assert "#SBATCH --ntasks-per-node=1" in Path(spooled).read_text(encoding="utf-8")
-    launched = [line for line in done.stdout.splitlines() if "torch.distributed.run" in line]
+    launched = [line for line in done.stdout.splitlines() if "distTest/torchrun.py" in line]
     for line, node, gpus in zip(launched, (0, 1), (8, 4), strict=True):
         assert f"--nnodes=2 --node_rank={node} --nproc_per_node={gpus} --master_addr=n7 --master_port=29600" in line
         assert line.endswith("train_fsdp.py train.epochs=1")
