@@ -28,7 +28,7 @@ from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.loss import require_separate_documents, summed_loss
 from shardtune.metrics import Metrics, peak_memory_bytes, step_line
 from shardtune.model import build_model
-from shardtune.opening import announce, describe_state, require_same_config
+from shardtune.opening import announce, describe_state, model_settings, require_same_config, require_same_model
 from shardtune.optim import (
     build_optimizer,
     clip_gradients,
@@ -71,6 +71,8 @@ def main() -> None:
     schedule = plan_steps(config, data, resumed, world)
 
     assets = world.agree(lambda: model_assets(model_config, config.model.path, encoder.tokenizer))
+    if resumed:
+        require_same_model(resumed, assets)
     checkpoint.delete_unfinished(run_dir, resumed, world)
     if resumed and resumed.step >= schedule.total_steps:
         write_final_model(config, resumed, assets, run_dir, world)
@@ -80,7 +82,7 @@ def main() -> None:
     model = world.agree(lambda: build_model(config, model_config, world))
     optimizer = build_optimizer(model, config.optimizer)
     world.say(describe_state(model))
-    set_seed(config.run.seed + world.rank)
+    set_seed((config.run.seed + world.rank) % 2**32)
     if config.data.packing:
         require_separate_documents(model, world.device)
     if resumed:
@@ -94,7 +96,8 @@ def main() -> None:
     saver = checkpoint.Saver(
         run_dir, config.checkpoint, config.distributed.save_timeout_s, model, optimizer, assets, world
     )
-    last = train(config, schedule, data, date, model, optimizer, metrics, saver, world, is_resumed=bool(resumed))
+    fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
+    last = train(config, schedule, data, fixed, model, optimizer, metrics, saver, world, is_resumed=bool(resumed))
     end_on_signal("after the last step was saved, while the final model was written", code=75)
     write_final_model(config, last, assets, run_dir, world)
 
@@ -103,7 +106,7 @@ def train(
     config: Config,
     schedule: Schedule,
     data: PreparedData,
-    date: str,
+    fixed: dict[str, Any],
     model: Any,
     optimizer: torch.optim.Optimizer,
     metrics: Metrics,
@@ -177,10 +180,11 @@ def train(
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
         if is_last or is_due(step.number, config.eval.every_steps):
             evaluate_at(step.number)
+            must_stop = must_stop or world.maxima(stop.received is not None)[0]
         saver.say_if_ended()
         world.progress.enter("saving")
         if is_last or must_stop or is_due(step.number, config.checkpoint.every_steps):
-            saver.save(vars(step.end) | {"date": date, "data": data.key, "config": to_dict(config)}, metrics.sync)
+            saver.save(vars(step.end) | fixed, metrics.sync)
         if is_last or must_stop:
             last = saver.finish()
         if must_stop and not is_last:

@@ -33,7 +33,9 @@ def main() -> int:
     sum_ = torch.tensor(rank + 1, device=device)
     dist.all_reduce(sum_)
     got, right = sum_.item(), sum(range(1, ranks + 1))
-    print(f"rank {rank} of {ranks} on {socket.gethostname()}, {device}: got {got}, right is {right}", flush=True)
+    print(
+        f"rank {rank} of {ranks} on {socket.gethostname()}, {device}: got {got}, right is {right}\n", end="", flush=True
+    )
     dist.destroy_process_group()
     return int(got != right)
 

@@ -30,7 +30,7 @@ class Metrics:
         kept = _lines_up_to(path, resumed_step) if resumed_step is not None else []
         temporary = path.with_suffix(".tmp")
         self._file = temporary.open("wb", buffering=0)
-        self._append("".join(kept))
+        self._append(b"".join(kept))
         self.sync()
         temporary.replace(path)
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -40,7 +40,8 @@ class Metrics:
     def write(self, kind: str, **values: Any) -> None:
         if self._file is not None:
             try:
-                self._append(json.dumps({"kind": kind} | {key: _finite(value) for key, value in values.items()}) + "\n")
+                line = json.dumps({"kind": kind} | {key: _finite(value) for key, value in values.items()}) + "\n"
+                self._append(line.encode())
             except OSError as error:
                 if not self._is_said:
                     self._world.say(f"metrics.jsonl cannot be written now ({error.strerror}): its lines wait in memory")
@@ -53,13 +54,13 @@ class Metrics:
             OSError: lines wait that the disk has not taken, or it fails now.
         """
         if self._file is not None:
-            self._append("")
+            self._append(b"")
             os.fsync(self._file.fileno())
 
-    def _append(self, text: str) -> None:
+    def _append(self, lines: bytes) -> None:
         assert self._file is not None
         with self._lock:
-            self._unwritten += text.encode()
+            self._unwritten += lines
             while self._unwritten:  # a write may be short
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
@@ -69,15 +70,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The whole lines of steps up to `step`; a line that a crash cut short is not one."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else ():
+def _lines_up_to(path: Path, step: int) -> list[bytes]:
+    """The whole lines of steps up to `step`; a line that a crash cut short, or garbled, is not one."""
+    kept: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:
-            entry = json.loads(line)
-        except ValueError:
+            is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= step
+        except (ValueError, TypeError, KeyError):
             continue
-        if line.endswith("\n") and entry["step"] <= step:
+        if is_kept:
             kept.append(line)
     return kept
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from .checkpoint import Checkpoint
 from .config import Config, changed_keys, to_dict
 from .dataset import PreparedData
 from .errors import Refused
@@ -36,6 +39,28 @@ def require_same_config(config: Config, world: World) -> None:
             raise Refused(*problems)
 
     world.agree(compare)
+
+
+def require_same_model(resumed: Checkpoint, assets: Mapping[str, bytes]) -> None:
+    """The architecture must be that of the checkpoint.
+
+    Raises:
+        Refused: with both values of every setting that differs.
+    """
+    old, new = resumed.state["model"], model_settings(assets)
+    if problems := [
+        f"{key} of the model's config.json is {json.dumps(new.get(key))} and was {json.dumps(old.get(key))} in "
+        f"{resumed.name} - bring the same model back, or start anew with another run.dir"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+    ]:
+        raise Refused(*problems)
+
+
+def model_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
+    """What config.json says of the model itself."""
+    settings: dict[str, Any] = json.loads(assets["config.json"])
+    return {key: value for key, value in settings.items() if key not in ("transformers_version", "_name_or_path")}
 
 
 def announce(config: Config, data: PreparedData, schedule: Schedule, world: World) -> None:

@@ -44,8 +44,13 @@ def open_run_dir(path: Path, world: World) -> RunDir:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / f".seen.{secrets.token_hex(8)}"
             probe.touch()
+            if os.path.lexists(path / "checkpoints"):  # a disk of its own, perhaps
+                (path / "checkpoints" / probe.name).touch()
+                (path / "checkpoints" / probe.name).unlink()
         except OSError as error:
-            raise Refused(f"run.dir={path} cannot be written: {error.strerror} - name one that can be") from error
+            raise Refused(
+                f"{error.filename or path} cannot be written: {error.strerror} - name a run.dir that can be"
+            ) from error
         return probe.name
 
     mine = world.agree(lambda: write_probe() if world.is_node_main else "")

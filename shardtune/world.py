@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import json
 import os
 import secrets
@@ -75,7 +76,7 @@ class World:
         """Print on node 0's standard output, which may have been closed: `tee` may end before the run does."""
         if self.is_main or (on_every_node and self.is_node_main):
             try:
-                print(line, flush=True)
+                print(f"{line}\n", end="", flush=True)  # in one piece
             except OSError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -352,6 +353,8 @@ def run(main: Callable[[], None]) -> None:
     The last line on stderr of a failure is `ERROR: ...`; what all ranks share is printed once a node. The launch
     scripts, from which torchrun hides the code, name a folder for it in SHARDTUNE_LAUNCH_DIR.
     """
+    for stream in (sys.stdout, sys.stderr):
+        cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")  # a name may have what a terminal lacks
     end_with_torchrun()
     end_on_signal("before the first step, with nothing to save", code=1)
     tell_launcher("processes", f"{os.getpid()}\n")

@@ -96,7 +96,7 @@ def save_twice(folder: Path, disks: int) -> None:
     class Ear:
         def write(self, text: str) -> None:
             if text.startswith("Saved "):
-                stand_in.calls.append(Call(time.monotonic(), SAID, text.removeprefix("Saved "), ()))
+                stand_in.calls.append(Call(time.monotonic(), SAID, text.removeprefix("Saved ").rstrip(), ()))
 
         def flush(self) -> None: ...
 

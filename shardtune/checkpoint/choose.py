@@ -23,7 +23,7 @@ from .files import (
     step_of,
 )
 
-_HIDDEN = re.compile(r"\.checkpoint_\d{7,}\.[0-9a-f]{12,}")  # an attempt's directory, see Saver.save
+_HIDDEN = re.compile(r"\.(checkpoint_\d{7,})\.[0-9a-f]{12,}")  # an attempt's directory, see Saver.save
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,32 @@ def _take_up(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoin
 
 
 def delete_unfinished(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> None:
-    """End unfinished saves and deletions on every disk, when it is agreed on which checkpoint to go on from."""
+    """End unfinished saves and deletions on every disk, when it is agreed on which checkpoint to go on from.
 
-    def delete() -> None:
-        for entry in _entries(run_dir.path / "checkpoints"):
-            if entry.name.startswith(".checkpoint_") and not _is_part(entry, resumed):
+    What is prepared here and has its name on another disk is a part of a checkpoint, and set aside.
+    """
+    directory = run_dir.path / "checkpoints"
+    is_leader = run_dir.leader_of[world.rank] == world.rank
+
+    def digest(entry: Path) -> str | None:
+        try:
+            return (entry / "COMPLETE").read_text(encoding="ascii")
+        except (OSError, ValueError):
+            return None
+
+    def delete(named: set[str | None]) -> None:
+        for entry in _entries(directory):
+            if not entry.name.startswith(".checkpoint_") or _is_part(entry, resumed):
+                continue
+            found = digest(entry)
+            if found is not None and found in named and (match := _HIDDEN.fullmatch(entry.name)):
+                move_aside(entry, entry.with_name(match[1]))
+            else:
                 disk.delete(entry)
 
-    world.agree(lambda: delete() if run_dir.leader_of[world.rank] == world.rank else None)
+    own = [digest(path) for path in find_checkpoints(directory)] if is_leader else []
+    named = {found for of_rank in world.gather(own) for found in of_rank}
+    world.agree(lambda: delete(named) if is_leader else None)
 
 
 def set_aside(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list[str]:

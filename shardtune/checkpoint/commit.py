@@ -229,10 +229,10 @@ def keep_newest(checkpoints: Path, keep: int, committed: Sequence[str]) -> None:
             disk.delete(nameless)
 
 
-def move_aside(path: Path) -> Path:
-    """Rename what is in the way, so that it is neither overwritten nor deleted; the new name."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.aside{number}")).exists():
+def move_aside(path: Path, name: Path | None = None) -> Path:
+    """Rename what is in the way, so that it is neither overwritten nor deleted; its new name, from `name` if given."""
+    name, number = name or path, 1
+    while (aside := name.with_name(f"{name.name}.aside{number}")).exists():
         number += 1
     disk.rename(path, aside)
     return aside

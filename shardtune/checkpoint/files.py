@@ -22,7 +22,7 @@ import xxhash
 from ..errors import Refused
 from .streamed import DTYPES, tensor_bytes
 
-FORMAT = 2
+FORMAT = 3
 ASSETS = "huggingface"
 _NAME = re.compile(r"checkpoint_(\d{7,})")
 _READ_BYTES = 1 << 24
