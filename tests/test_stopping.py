@@ -237,13 +237,13 @@ def children(pid: int) -> list[int]:
 
 
 def test_a_scheduler_that_signals_every_process_asks_once(tmp_path: Path, models: dict[str, Path]) -> None:
-    """The launch script and torchrun pass theirs on to the ranks, which have it already."""
+    """The launch script and torchrun pass theirs on to the rank, which has it already."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     environ = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "NNODES": "1",
-        "GPUS_PER_NODE": "2",
+        "GPUS_PER_NODE": "1",
         "NCCL_SOCKET_IFNAME": "lo",
         "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
     }
