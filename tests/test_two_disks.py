@@ -160,15 +160,6 @@ def test_a_node_whose_part_is_gone_is_named(a: Path, b: Path, tmp_path: Path, mo
     assert aside - {"checkpoint_0000004.aside1/huggingface"} <= digests(a / "run/checkpoints").keys()
 
 
-def test_a_node_that_has_nothing_can_take_part(a: Path, b: Path, tmp_path: Path, models: dict[str, Path]) -> None:
-    """Even as the first, when all parts are on disks that are still there."""
-    new = write_inputs(tmp_path / "new", models["glm"], dropout=0.2)
-    for file in checkpoint(b / "run", 4).glob("rank_*"):
-        shutil.copy(file, checkpoint(a / "run", 4))
-    done = train_on_nodes([(new, 1), (a, 2)], *SAVES, "train.max_steps=6")
-    assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
-
-
 @pytest.mark.parametrize("renamed", ["a", "b", "none"])
 def test_a_crash_between_the_phases_rolls_forward(renamed: str, a: Path, b: Path, whole: Path) -> None:
     """Prepared everywhere, and renamed on one disk or on none."""
@@ -344,7 +335,8 @@ KEEP_2 = (*SAVES[:-1], "checkpoint.keep=2", "export.final=false")
 
 
 def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(a: Path, b: Path, tmp_path: Path) -> None:
-    """As many as are kept must be on all disks before an older one is deleted on any."""
+    """Its node can take part, even as the first, when all parts are on disks that are still there. As many as are kept
+    must be on all disks before an older one is deleted on any."""
     new = write_inputs(tmp_path / "new", a / "model", dropout=0.2)
     for file in checkpoint(b / "run", 4).glob("rank_*"):
         shutil.copy(file, checkpoint(a / "run", 4))
