@@ -328,7 +328,7 @@ def test_what_goes_bad_between_check_and_load_ends_all_ranks(damage: str, said: 
     done = on_nodes([(b, 2), (a, 1)], damage_before_the_load, arguments, damage)
     assert done.returncode == 1
     for note in (b / "stopped0", b / "stopped1", a / "stopped2"):
-        assert re.match(rf"rank 2 on \S+: {said} - ", note.read_text(encoding="utf-8"))
+        assert re.match(rf"rank 2 on \S+: {said}, in loading the model - ", note.read_text(encoding="utf-8"))
 
 
 KEEP_2 = (*SAVES[:-1], "checkpoint.keep=2", "export.final=false")
