@@ -49,7 +49,7 @@ def open_run_dir(path: Path, world: World) -> RunDir:
                 (path / "checkpoints" / probe.name).unlink()
         except OSError as error:
             raise Refused(
-                f"{error.filename or path} cannot be written: {error.strerror} - name a run.dir that can be"
+                f"run.dir={path} cannot be written: {error.strerror} ({error.filename}) - name one that can be"
             ) from error
         return probe.name
 

@@ -234,6 +234,10 @@ def test_a_run_dir_that_cannot_be_written(folder: Path) -> None:
     for run_dir in ("taken", "taken/below"):
         (problem,) = refusal(folder, f"run.dir={run_dir}")
         assert f"run.dir={run_dir} cannot be written" in problem
+    (folder / "below").mkdir()
+    (folder / "below/checkpoints").symlink_to("/nowhere")
+    (problem,) = refusal(folder, "run.dir=below")
+    assert problem.startswith("ERROR: run.dir=below cannot be written: No such file") and "below/checkpoints" in problem
 
 
 def run_in_environment(environment: dict[str, str], arguments: list[str]) -> None:

@@ -206,6 +206,29 @@ def test_what_may_not_change_is_refused_with_both_values(folder: Path) -> None:
     assert done.stderr.count("ERROR: ") == len(MAY_NOT_CHANGE)
 
 
+def test_another_model_is_refused_with_both_values(folder: Path) -> None:
+    before = digests(folder / "run")
+    file = folder / "model/config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(settings | {"rms_norm_eps": 0.5, "max_position_embeddings": 4096}), encoding="utf-8")
+    done = train(2, *SETTINGS, *CONSTANT, "train.max_steps=4", cwd=folder)
+    assert done.returncode == 2 and digests(folder / "run") == before
+    for key, new in (("max_position_embeddings", 4096), ("rms_norm_eps", 0.5)):
+        old = json.dumps(settings[key])
+        assert f"ERROR: {key} of the model's config.json is {new} and was {old} in checkpoint_0000002 - " in done.stderr
+    assert done.stderr.count("ERROR: ") == 2
+
+
+def test_what_garbles_the_metrics_does_not_stop_a_resume(folder: Path) -> None:
+    metrics = folder / "run/metrics.jsonl"
+    kept = metrics.read_bytes()
+    metrics.write_bytes(kept + b'\xff\xfe\n17\n{"kind": "step"}\n' + bytes(100) + b'\n{"kind": "st')
+    done = train(2, *SETTINGS, *CONSTANT, "train.max_steps=3", cwd=folder)
+    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
+    assert metrics.read_bytes().startswith(kept)
+    assert [step["step"] for step in steps_of(folder / "run")] == [1, 2, 3]
+
+
 def run_script_without_a_model(arguments: list[str]) -> None:
     def build_model(*_: object) -> None:
         raise AssertionError("the model was built")

@@ -173,6 +173,19 @@ def test_a_crash_between_the_phases_rolls_forward(renamed: str, a: Path, b: Path
         assert names(folder / "run/checkpoints") == [f"checkpoint_000000{step}" for step in (2, 4, 6)]
 
 
+def test_a_part_without_its_name_yet_is_set_aside_with_the_damaged_other(a: Path, b: Path) -> None:
+    """The crash came between the two names, so it was a checkpoint; mend the bad part, and it is one again."""
+    checkpoint(b / "run", 4).rename(b / "run/checkpoints" / HIDDEN)
+    parts = digests(b / "run/checkpoints" / HIDDEN)
+    damaged = checkpoint(a / "run", 4) / "rank_00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=3")
+    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
+    for folder in (a, b):
+        assert (folder / "run/checkpoints/checkpoint_0000004.aside1").is_dir()
+    assert digests(b / "run/checkpoints/checkpoint_0000004.aside1") == parts
+
+
 @pytest.mark.parametrize("lacks", ["COMPLETE", "everything"])
 def test_what_is_not_prepared_everywhere_was_never_saved(lacks: str, a: Path, b: Path, whole: Path) -> None:
     """It is collected, but not before there is another one to go on from."""
