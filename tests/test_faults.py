@@ -437,14 +437,16 @@ def test_killed_at_any_point_the_run_goes_on_as_if_it_had_not_been(folder, undis
     check_kills(folder, faults, undisturbed)
 
 
-def note_calls(do: Callable[..., Any], path: Path) -> Any:
-    """At the beginning of the third save, leave what this rank has called in a file; patterns in place of numbers."""
-    calls = []
-    for call in vars(disk)["os"].calls:
+def note_calls(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
+    """At the beginning of the third save, leave what this rank has called in a file: first how many calls came before
+    the second save, then each, with patterns in place of numbers."""
+    made = vars(disk)["os"].calls
+    calls: list[Any] = [next(n for n, call in enumerate(made) if "/.checkpoint_0000002." in call.path)]
+    for call in made:
         pattern = re.sub(r"/\.checkpoint_\d{7}\.[0-9a-f]{12}", "/.checkpoint_*." + "?" * 12, call.path)
         calls.append([call.operation, re.sub(r"checkpoint_\d{7}", "checkpoint_*", pattern)])
     Path(f"calls{os.environ['RANK']}.json").write_text(json.dumps(calls), encoding="utf-8")
-    return do(path)
+    return do(path, *arguments)
 
 
 def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
@@ -453,16 +455,15 @@ def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
         folder,
         "train.max_steps=3",
         "checkpoint.keep=1",
-        faults=(Fault("mkdir", "*/.checkpoint_0000003.*", note_calls),),
+        faults=(Fault("open", "*/.checkpoint_0000003.*/rank_*", note_calls),),
     )
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        calls = [tuple(call) for call in json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))]
-        second = [
-            n for n, (operation, pattern) in enumerate(calls) if operation == "mkdir" and "/.checkpoint" in pattern
-        ]
-        second = [n for n in second if "huggingface" not in calls[n][1]][-1]
+        second, *listed = json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))
+        calls = [tuple(call) for call in listed]
         for operation, pattern in dict.fromkeys(calls[second:]):
+            if operation == "mkdir" and "huggingface" not in pattern:
+                continue  # whichever rank comes first does it
             before, all_of_them = calls[:second].count((operation, pattern)), calls.count((operation, pattern))
             for nth in sorted({before + 1, (before + 1 + all_of_them) // 2, all_of_them}):
                 yield rank, operation, pattern, nth
