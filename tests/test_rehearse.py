@@ -53,7 +53,7 @@ def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
     """As `make rehearse`; a value of the user's reaches the scripts, and settings of the real cluster do not."""
     options = "--loopback --procs-per-node 1 -- optimizer.lr=2e-3 data.max_length=99"
     there = here | {"MASTER_ADDR": "192.0.2.1", "NNODES": "7"}
-    done = run("make", "rehearse", f"REHEARSE_ARGS={options}", cwd=REPOSITORY, env=there)
+    done = run("make", "--no-print-directory", "rehearse", f"REHEARSE_ARGS={options}", cwd=REPOSITORY, env=there)
     output = done.stdout
     assert done.returncode == 0, output + done.stderr
     assert passed(output) == CHECKS
