@@ -26,7 +26,7 @@ from shardtune.errors import Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.loss import require_separate_documents, summed_loss
-from shardtune.metrics import Metrics, peak_memory_bytes, step_line
+from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
 from shardtune.model import build_model
 from shardtune.opening import announce, describe_state, model_settings, require_same_config, require_same_model
 from shardtune.optim import (
@@ -115,27 +115,10 @@ def train(
     is_resumed: bool,
 ) -> checkpoint.Checkpoint:
     """All the steps that are left, with their evaluations and checkpoints; the last checkpoint."""
-
-    def evaluate_at(step: int) -> None:
-        if data.eval is None:
-            return
-        world.progress.enter("evaluation", step)
-        found = evaluate(
-            model,
-            data.eval,
-            world,
-            max_length=config.data.max_length,
-            packing=config.data.packing,
-            rows_per_micro_batch=config.train.micro_batch_size,
-        )
-        label, tail = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
-        world.say(f"{label} Perplexity: {found.perplexity:.4f} | Loss: {found.loss:.4f} | Tokens: {found.tokens}{tail}")
-        metrics.write("eval", step=step, loss=found.loss, perplexity=found.perplexity, tokens=found.tokens)
-
+    lines = StepLines(world, schedule.total_steps, config.logging.every_steps)
     stop, stragglers = StopRequest(), Stragglers(model, metrics, world)
     if config.eval.baseline and not is_resumed:
-        evaluate_at(0)
-    unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
+        evaluate_at(0, config, data, model, metrics, world)
     step_ended = time.perf_counter()
     for step in schedule.steps():
         lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
@@ -146,40 +129,13 @@ def train(
         world.limit_steps(config.distributed.step_timeout_s)
 
         seconds = time.perf_counter() - step_ended
-        metrics.write(
-            "step",
-            step=step.number,
-            epoch=step.epoch,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=step.tokens,
-            trained_tokens=step.trained_tokens,
-            seconds=seconds,
-        )
-        unsaid_steps, unsaid_seconds, unsaid_tokens = (
-            unsaid_steps + 1,
-            unsaid_seconds + seconds,
-            unsaid_tokens + step.tokens,
-        )
+        told = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": step.tokens, "seconds": seconds}
+        metrics.write("step", step=step.number, epoch=step.epoch, trained_tokens=step.trained_tokens, **told)
+        lines.step_ended(step.number, memory_bytes=memory_bytes, **told)
         is_last = step.number == schedule.total_steps
-        if step.number % config.logging.every_steps == 0 or is_last:
-            world.say(
-                step_line(
-                    step.number,
-                    schedule.total_steps,
-                    loss=loss,
-                    grad_norm=grad_norm,
-                    lr=lr,
-                    seconds=unsaid_seconds / unsaid_steps,
-                    tokens=unsaid_tokens / unsaid_steps,
-                    memory_bytes=memory_bytes,
-                )
-            )
-            unsaid_steps, unsaid_seconds, unsaid_tokens = 0, 0.0, 0
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
         if is_last or is_due(step.number, config.eval.every_steps):
-            evaluate_at(step.number)
+            evaluate_at(step.number, config, data, model, metrics, world)
             must_stop = must_stop or world.maxima(stop.received is not None)[0]
         saver.say_if_ended()
         world.progress.enter("saving")
@@ -194,6 +150,24 @@ def train(
             )
         step_ended = time.perf_counter()
     return last
+
+
+def evaluate_at(step: int, config: Config, data: PreparedData, model: Any, metrics: Metrics, world: World) -> None:
+    """The perplexity over the evaluation data, if there is any, said and written; step 0 is the baseline."""
+    if data.eval is None:
+        return
+    world.progress.enter("evaluation", step)
+    found = evaluate(
+        model,
+        data.eval,
+        world,
+        max_length=config.data.max_length,
+        packing=config.data.packing,
+        rows_per_micro_batch=config.train.micro_batch_size,
+    )
+    label, tail = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
+    world.say(f"{label} Perplexity: {found.perplexity:.4f} | Loss: {found.loss:.4f} | Tokens: {found.tokens}{tail}")
+    metrics.write("eval", step=step, loss=found.loss, perplexity=found.perplexity, tokens=found.tokens)
 
 
 def train_step(

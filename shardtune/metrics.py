@@ -90,23 +90,26 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def step_line(
-    step: int,
-    total_steps: int,
-    *,
-    loss: float,
-    grad_norm: float,
-    lr: float,
-    seconds: float,
-    tokens: float,
-    memory_bytes: float,
-) -> str:
-    """The line of one step, or the mean speed of the steps since the last line (`seconds` and `tokens` per step)."""
-    return (
-        f"Step {step}/{total_steps} | Loss: {loss:.4f} | Grad Norm: {grad_norm:.3f} | LR: {lr:.2e} | "
-        f"{1 / seconds:.2f} it/s | {tokens / seconds:.0f} tok/s | {memory_bytes / 1e9:.1f} GB | "
-        f"ETA {_duration((total_steps - step) * seconds)}"
-    )
+class StepLines:
+    """Says every so many steps, and at the last one, where the run is and the mean speed since the line before."""
+
+    def __init__(self, world: World, total_steps: int, every_steps: int) -> None:
+        self._world, self._total_steps, self._every_steps = world, total_steps, every_steps
+        self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
+
+    def step_ended(
+        self, step: int, *, seconds: float, tokens: float, loss: float, grad_norm: float, lr: float, memory_bytes: float
+    ) -> None:
+        self._steps, self._seconds, self._tokens = self._steps + 1, self._seconds + seconds, self._tokens + tokens
+        if step % self._every_steps and step != self._total_steps:
+            return
+        left = (self._total_steps - step) * self._seconds / self._steps
+        self._world.say(
+            f"Step {step}/{self._total_steps} | Loss: {loss:.4f} | Grad Norm: {grad_norm:.3f} | LR: {lr:.2e} | "
+            f"{self._steps / self._seconds:.2f} it/s | {self._tokens / self._seconds:.0f} tok/s | "
+            f"{memory_bytes / 1e9:.1f} GB | ETA {_duration(left)}"
+        )
+        self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
 
 
 def _duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from shardtune.chat import ChatEncoder, ChatError, Encoded, stop_token_ids
+from shardtune.chat import ChatEncoder, ChatError, Encoded, Text, stop_token_ids
 from shardtune.errors import Refused
 
 DATE = datetime.date(2026, 3, 9)
@@ -23,7 +23,9 @@ CHATML, GLM = TEMPLATES["chatml"], TEMPLATES["glm-4.5"]
 # Tokenizers
 
 
-def bytes_tokenizer(template: str = CHATML, stops: str = "<|im_end|>", more: str = "") -> PreTrainedTokenizerFast:
+def bytes_tokenizer(
+    template: str | dict[str, str] = CHATML, stops: str = "<|im_end|>", more: str = ""
+) -> PreTrainedTokenizerFast:
     """A token a byte, but two line breaks are one token, as in large vocabularies; `more`: other added tokens."""
     vocab = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"])}
     backend = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ"), ("Ġ", "a")]))
@@ -331,7 +333,7 @@ def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart() -> None
 
 def test_templates_by_name_and_no_template() -> None:
     named = {"default": CHATML, "tool_use": "tools!" + CHATML}
-    tokenizer = bytes_tokenizer(named)  # type: ignore[arg-type]
+    tokenizer = bytes_tokenizer(named)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE, "T")
     assert show(tokenizer, chat.encode_messages(TWO_TURNS[:2]).sequences[0]).startswith("<|im_start|>")
     tools = [{"type": "function", "function": {"name": "g"}}]
@@ -369,7 +371,7 @@ def test_fields_of_messages_that_the_template_does_not_mention() -> None:
     template = CHATML + "{{ messages[0].name }}{{ messages[0]['weight'] }}"
     assert encoder(template).template.unread_fields(record) == ["messages.train"]
     named = {"default": CHATML, "tool_use": template}
-    tokenizer = bytes_tokenizer(named)  # type: ignore[arg-type]
+    tokenizer = bytes_tokenizer(named)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
     assert chat.template.unread_fields({"prompt": record["messages"], "completion": []}) == ["prompt.train"]
     assert chat.template.unread_fields({"text": "a"}) == []
@@ -398,9 +400,9 @@ def test_stop_token_ids(tmp_path: Path) -> None:
 # Prompt and completion, text
 
 
-def completed(prompt: object, completion: object, loss_on: str = "assistant") -> str:
+def completed(prompt: Text, completion: Text, loss_on: str = "assistant") -> str:
     chat = encoder(CHATML, loss_on)
-    (sequence,) = chat.encode_prompt_completion(prompt, completion).sequences  # type: ignore[arg-type]
+    (sequence,) = chat.encode_prompt_completion(prompt, completion).sequences
     return show(chat.tokenizer, sequence)
 
 
@@ -417,7 +419,7 @@ def completed(prompt: object, completion: object, loss_on: str = "assistant") ->
         (TWO_TURNS[:3], TWO_TURNS[3:], Q1 + A + "a1<|im_end|>\n" + Q2 + A + "‹a2<|im_end|>›\n"),
     ],
 )
-def test_prompt_and_completion(prompt: object, completion: object, expected: str) -> None:
+def test_prompt_and_completion(prompt: Text, completion: Text, expected: str) -> None:
     assert completed(prompt, completion) == expected
 
 
