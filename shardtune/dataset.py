@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import errno
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -412,17 +412,13 @@ def _is_intact(entry: Path) -> bool:
 
 def _publish(folder: Path, entry: Path) -> None:
     """Rename `folder` to `entry`, unless another process has put an intact one there meanwhile."""
-    while not _is_intact(entry):
-        try:
+    with (entry.parent / "lock").open("a") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # nobody may see an intact entry go: it may be in use already
+        if not _is_intact(entry):
+            if entry.exists():
+                shutil.rmtree(entry)
             folder.rename(entry)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            damaged = _hidden_sibling(entry)
-            with contextlib.suppress(FileNotFoundError):  # another process has moved it away already
-                entry.rename(damaged)
-                shutil.rmtree(damaged)
-    _sync_directory(entry.parent)
+            _sync_directory(entry.parent)
 
 
 def _hidden_sibling(entry: Path) -> Path:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != "lock")
 
 
 @pytest.fixture(scope="session")
@@ -220,17 +220,20 @@ def test_a_refused_build_leaves_nothing(model: Path, tmp_path: Path, cache: Path
 PREPARE = """
 import datetime, sys
 from shardtune.config import DataConfig
-from shardtune.dataset import build_encoder, prepare_data
+from shardtune.dataset import build_encoder, open_prepared, prepare_data
 from shardtune import tokenise
 from shardtune.world import run
 def main():
-    model, train, alone_s = sys.argv[1:]
+    model, train, alone_s, *more = sys.argv[1:]
     tokenise._ALONE_S = float(alone_s)
-    data = DataConfig(train=train)
-    encoder = build_encoder(model, data, datetime.date(2026, 1, 31))
-    print("ready", flush=True)
-    input()
-    print(prepare_data(data, encoder, print), flush=True)
+    for train in (train, *more):
+        data = DataConfig(train=train)
+        encoder = build_encoder(model, data, datetime.date(2026, 1, 31))
+        print("ready", flush=True)
+        input()
+        entry = prepare_data(data, encoder, print)
+        open_prepared(entry)
+        print(entry, flush=True)
 if __name__ == "__main__":
     run(main)
 """
@@ -252,16 +255,21 @@ def start(tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
     return process
 
 
-def test_processes_that_race_share_one_entry(model: Path, tmp_path: Path, cache: Path) -> None:
-    train = write(tmp_path / "a.jsonl", [chat(f"number {i}") for i in range(1000)])
-    processes = [start(tmp_path, model, train, 60) for _ in range(2)]
+def go_together(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        while (line := process.stdout.readline()) != "ready\n":
+            assert line, process.communicate()
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
+
+
+def test_processes_that_race_share_one_entry(model: Path, tmp_path: Path, cache: Path) -> None:
+    train = write(tmp_path / "a.jsonl", [chat(f"number {i}") for i in range(1000)])
+    processes = [start(tmp_path, model, train, 60) for _ in range(2)]
+    go_together(processes)
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert all("Data: tokenised" in output for output in outputs)
@@ -270,6 +278,19 @@ def test_processes_that_race_share_one_entry(model: Path, tmp_path: Path, cache:
     run = Run(model, train)
     assert run.said == [f"Data: cached in {cache / name}"]
     assert len(run.texts()) == 1000
+
+
+def test_processes_that_finish_together_leave_the_entry_that_one_of_them_reads(
+    model: Path, tmp_path: Path, cache: Path
+) -> None:
+    trains = [write(tmp_path / f"{i}.jsonl", [chat(f"number {i}")]) for i in range(60)]
+    processes = [start(tmp_path, model, trains[0], 60, *trains[1:]) for _ in range(2)]
+    for _ in trains:
+        go_together(processes)
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert len(names_in(cache)) == len(trains)
 
 
 def test_workers_write_the_same_entry(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,9 @@ def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def test_one_node(folder: Path) -> None:
-    """Through a symbolic link, from another directory."""
+    """Through a symbolic link, from another directory; nothing stays in the folder of temporary files."""
     (folder / "elsewhere").mkdir()
+    (folder / "temporary").mkdir()
     script = folder / "elsewhere/train"
     script.symlink_to(REPOSITORY / "launch_node0.sh")
     port = a_free_port()
@@ -96,9 +97,11 @@ def test_one_node(folder: Path) -> None:
             NNODES="1",
             GPUS_PER_NODE="2",
             MASTER_PORT=port,
+            TMPDIR=str(folder / "temporary"),
         )
     )
     assert code == 0, errors
+    assert not list((folder / "temporary").iterdir())
     assert output.startswith(BANNER.format(role="MASTER", node=0, port=port, nodes=1, gpus=2))
     assert BLOCK.format(host=socket.gethostname(), world=2, nodes=1, gpus=2, port=port) in output
     assert [step["step"] for step in read_metrics(folder / "elsewhere/runs/config", "step")] == [1, 2]
@@ -223,6 +226,8 @@ def test_an_interface_that_this_node_lacks(folder: Path) -> None:
     (line,) = refused(folder, NCCL_SOCKET_IFNAME="eth77", NNODES="1")
     assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
     assert all(name in line for _, name in socket.if_nameindex())
+    (line,) = refused(folder, NCCL_SOCKET_IFNAME="eth77")  # and nothing of an address that only another makes wrong
+    assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
 
 
 def a_python(path: Path, name: str) -> Path:

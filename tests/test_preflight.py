@@ -473,6 +473,21 @@ def test_a_master_that_dies_while_a_node_waits(cause: signal.Signals, inputs: Ca
     assert ended(master)[0] == (1 if cause == signal.SIGTERM else -signal.SIGKILL)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_preflight_that_is_stopped(stopped: int, inputs: Callable[[str], Path]) -> None:
+    """The other says who fell silent; the stopped one hears of it when it goes on."""
+    folder, port = inputs("all"), a_free_port()
+    nodes = [on_loopback(node, folder, port) for node in (0, 1)]
+    wait_for(nodes[1], "has found node 0")
+    nodes[stopped].send_signal(signal.SIGSTOP)
+    code, _, errors = ended(nodes[1 - stopped])
+    assert code == 2, errors
+    assert re.match(rf"ERROR: node {stopped} \(.+\) went away \(no sign of life for 20 s, ", errors.splitlines()[-1])
+    nodes[stopped].send_signal(signal.SIGCONT)
+    assert ended(nodes[stopped])[0] == 2
+
+
 def test_a_child_dies_with_its_parent() -> None:
     """At once, whatever it is doing, as a rank within a collective."""
     program = (

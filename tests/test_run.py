@@ -557,6 +557,19 @@ def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path: Path, models: dict[s
     assert min(with_evaluations) < 3 * max(without)
 
 
+def test_a_large_seed_and_a_name_that_the_terminal_cannot_show(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    write_jsonl(tmp_path / "train.jsonl", [record | {"źródło": "x"} for record in chats(12)])
+    settings = [f"model.path={models['llama']}", "data.train=train.jsonl", "data.max_length=128", "train.max_steps=1"]
+    (tmp_path / "config.yaml").touch()
+    command = [sys.executable, str(REPOSITORY / "train_fsdp.py"), "--config", "config.yaml", f"run.seed={2**63 - 1}"]
+    done = subprocess.run([*command, *settings], cwd=tmp_path, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert rb"\u017ar\xf3d\u0142o" in done.stdout.replace(b"\xf3", rb"\xf3")
+
+
 def test_what_is_switched_off_is_said(tmp_path: Path, models: dict[str, Path]) -> None:
     write_inputs(tmp_path, models["llama"])
     done = train(
