@@ -209,7 +209,7 @@ def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: st
 @pytest.mark.full
 def test_a_rank_alone_on_its_node_that_ends_with_0(folder: Path) -> None:
     """torchrun sees nothing wrong in it."""
-    with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, 1, DATA, "os._exit(0)")) as nodes:
+    with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, 1, DATA, "time.sleep(3); os._exit(0)")) as nodes:
         nodes.wait_for_step(4)
         (code0, last0), (code1, last1) = nodes.end()
     assert (code0, code1) == (1, 1), nodes.texts()
@@ -220,7 +220,7 @@ def test_a_rank_alone_on_its_node_that_ends_with_0(folder: Path) -> None:
 @pytest.mark.full
 def test_a_rank_that_is_stopped_before_the_first_step(folder: Path) -> None:
     loading = ("shardtune.optim", "build_optimizer")
-    fault = break_rank(folder, 3, loading, "os.kill(os.getpid(), signal.SIGSTOP)", nth=1)
+    fault = break_rank(folder, 3, loading, "time.sleep(3); os.kill(os.getpid(), signal.SIGSTOP)", nth=1)
     with two_nodes(folder, **fault) as nodes:
         deadline = time.monotonic() + 120
         while "Trained tokens" not in nodes.texts()[0]:
