@@ -19,13 +19,14 @@ from transformers import set_seed
 
 from shardtune import checkpoint
 from shardtune.arguments import read_run_arguments
+from shardtune.attention import choose_attention
 from shardtune.config import Config, changed_keys, remarks, to_dict, write_config
 from shardtune.console import quiet_libraries
 from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data, require_sources
 from shardtune.errors import Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
-from shardtune.loss import require_separate_documents, summed_loss
+from shardtune.loss import summed_loss, use_loss_head
 from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
 from shardtune.model import build_model
 from shardtune.opening import announce, describe_state, model_settings, require_same_config, require_same_model
@@ -83,8 +84,9 @@ def main() -> None:
     optimizer = build_optimizer(model, config.optimizer)
     world.say(describe_state(model))
     set_seed((config.run.seed + world.rank) % 2**32)
-    if config.data.packing:
-        require_separate_documents(model, world.device)
+    is_flat = choose_attention(model, config, world)
+    if why_not := use_loss_head(model, world.device):
+        world.say(f"Loss: logits are made for every position, since {why_not}")
     if resumed:
         checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run_dir, world)
     for moved in checkpoint.set_aside(run_dir, resumed, world):
@@ -97,7 +99,9 @@ def main() -> None:
         run_dir, config.checkpoint, config.distributed.save_timeout_s, model, optimizer, assets, world
     )
     fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
-    last = train(config, schedule, data, fixed, model, optimizer, metrics, saver, world, is_resumed=bool(resumed))
+    last = train(
+        config, schedule, data, fixed, model, optimizer, metrics, saver, world, is_flat, is_resumed=bool(resumed)
+    )
     end_on_signal("after the last step was saved, while the final model was written", code=75)
     write_final_model(config, last, assets, run_dir, world)
 
@@ -112,18 +116,19 @@ def train(
     metrics: Metrics,
     saver: checkpoint.Saver,
     world: World,
+    is_flat: bool,
     is_resumed: bool,
 ) -> checkpoint.Checkpoint:
     """All the steps that are left, with their evaluations and checkpoints; the last checkpoint."""
     lines = StepLines(world, schedule.total_steps, config.logging.every_steps)
     stop, stragglers = StopRequest(), Stragglers(model, metrics, world)
     if config.eval.baseline and not is_resumed:
-        evaluate_at(0, config, data, model, metrics, world)
+        evaluate_at(0, config, data, model, metrics, world, is_flat)
     step_ended = time.perf_counter()
     for step in schedule.steps():
         lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
         set_learning_rate(optimizer, lr)
-        loss, grad_norm = train_step(config, step, data, model, optimizer, world)
+        loss, grad_norm = train_step(config, step, data, model, optimizer, world, is_flat)
         must_stop, memory_bytes = world.maxima(stop.received is not None, peak_memory_bytes(world.device))
         stragglers.step_ended(step.number)
         world.limit_steps(config.distributed.step_timeout_s)
@@ -135,7 +140,7 @@ def train(
         is_last = step.number == schedule.total_steps
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
         if is_last or is_due(step.number, config.eval.every_steps):
-            evaluate_at(step.number, config, data, model, metrics, world)
+            evaluate_at(step.number, config, data, model, metrics, world, is_flat)
             must_stop = must_stop or world.maxima(stop.received is not None)[0]
         saver.say_if_ended()
         world.progress.enter("saving")
@@ -152,7 +157,9 @@ def train(
     return last
 
 
-def evaluate_at(step: int, config: Config, data: PreparedData, model: Any, metrics: Metrics, world: World) -> None:
+def evaluate_at(
+    step: int, config: Config, data: PreparedData, model: Any, metrics: Metrics, world: World, is_flat: bool
+) -> None:
     """The perplexity over the evaluation data, if there is any, said and written; step 0 is the baseline."""
     if data.eval is None:
         return
@@ -163,6 +170,7 @@ def evaluate_at(step: int, config: Config, data: PreparedData, model: Any, metri
         world,
         max_length=config.data.max_length,
         packing=config.data.packing,
+        is_flat=is_flat,
         rows_per_micro_batch=config.train.micro_batch_size,
     )
     label, tail = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
@@ -171,7 +179,13 @@ def evaluate_at(step: int, config: Config, data: PreparedData, model: Any, metri
 
 
 def train_step(
-    config: Config, step: Step, data: PreparedData, model: Any, optimizer: torch.optim.Optimizer, world: World
+    config: Config,
+    step: Step,
+    data: PreparedData,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    is_flat: bool,
 ) -> tuple[float, float]:
     """One optimizer step over its global batch; the exact loss per trained token and the global gradient norm.
 
@@ -181,7 +195,7 @@ def train_step(
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for sequences in step.micro_batches(world.rank, world.size, config.train.micro_batch_size):
         world.progress.enter("data", step.number)
-        batch = build_batch(data.train, sequences, config.data.packing).to(world.device)
+        batch = build_batch(data.train, sequences, is_flat).to(world.device)
         world.progress.enter("forward and backward")
         micro_batch_sum = summed_loss(model, batch)
         # FSDP2 averages gradients over ranks; the factor turns that into the sum over ranks per trained token.

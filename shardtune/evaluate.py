@@ -34,6 +34,7 @@ def evaluate(
     *,
     max_length: int,
     packing: bool,
+    is_flat: bool,
     rows_per_micro_batch: int,
 ) -> Evaluation:
     """The loss over `dataset`, summed in float64 over micro-batches and ranks."""
@@ -42,7 +43,7 @@ def evaluate(
     sequences_of_rows = [rows[row].tolist() for row in range(len(rows))]
     with forward_only(model):
         for sequences in deal(sequences_of_rows, world.rank, world.size, rows_per_micro_batch):
-            total += summed_loss(model, build_batch(dataset, sequences, packing).to(world.device))
+            total += summed_loss(model, build_batch(dataset, sequences, is_flat).to(world.device))
     with world.progress.waiting():
         dist.all_reduce(total)
     tokens = int(dataset.trained_counts.sum())

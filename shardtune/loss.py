@@ -1,14 +1,25 @@
-"""The loss: a sum over trained tokens, divided once by their number in the whole global batch."""
+"""The loss: a sum over trained tokens, divided once by their number in the whole global batch.
+
+Only the positions that predict a trained token reach the head of the model. Projection and cross-entropy go through
+them in chunks, and the gradients are made with the loss, so that no tensor of tokens x vocabulary ever exists (the
+idea of arXiv 2410.10989 and 2411.09009).
+"""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from .errors import Refused
+from .attention import documents
 from .model import forward_only
 from .packing import Batch
+
+_CHUNK_BYTES = 1 << 28  # of float32 logits; larger ones hardly help the matrix products
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -17,44 +28,139 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     A sum, because a mean over a micro-batch or a rank weights tokens by where they happen to lie, and is NaN where
     nothing is trained. Here such a batch gives zero, with a graph, so that its backward joins the collectives.
     """
-    inputs = {name: value for name in ("position_ids", "attention_mask") if (value := getattr(batch, name)) is not None}
-    logits = model(input_ids=batch.input_ids, **inputs).logits
-    predicting = logits.flatten(0, 1).index_select(0, batch.predicting)
-    return F.cross_entropy(predicting.float(), batch.targets, reduction="sum")
+    head = model.get_output_embeddings()
+    documents.set(batch.lengths, batch.boundaries)
+    if isinstance(head, LossHead):
+        head.batch = batch
+    try:
+        output = model(**batch.inputs()).logits
+    finally:
+        if isinstance(head, LossHead):
+            head.batch = None
+    if not isinstance(head, LossHead):
+        output = output.flatten(0, 1).index_select(0, batch.predicting)
+    elif not head.is_last:
+        output = output.squeeze(0)
+    else:
+        return cast(torch.Tensor, output)
+    return F.cross_entropy(output.float(), batch.targets, reduction="sum")
 
 
-def require_separate_documents(model: PreTrainedModel, device: torch.device) -> None:
-    """Check on the model itself that a packed document is not changed by the one before it in its row.
+class LossHead(nn.Linear):
+    """A model's head while a batch is asked for: it projects what predicts trained tokens, and nothing else.
 
-    Raises:
-        Refused: it is; the architecture cannot be packed.
+    Where nothing follows the head in the model (`is_last`) it gives the summed loss itself, else (1, n, vocabulary)
+    logits, which the model goes on to scale or cap.
     """
-    vocabulary = model.config.get_text_config().vocab_size
-    length = 16
-    first = torch.arange(2 * length, device=device).view(1, -1) % vocabulary
-    other = first.clone()
-    other[0, :length] = other[0, :length].flip(0) + vocabulary // 2
-    positions = torch.arange(length, device=device).repeat(2).view(1, -1)
-    runs = ((first, positions), (other, positions), (first[:, length:], positions[:, length:]))
-    with forward_only(model):
-        packed, disturbed, alone = (
-            model(input_ids=ids % vocabulary, position_ids=at).logits[0, -length:] for ids, at in runs
-        )
-    spread = alone.float().std().item()
-    by_neighbour, by_packing = _distance(packed, disturbed) / spread, _distance(packed, alone) / spread
-    # Kernels round differently for other shapes: through 30 layers of bfloat16 a token's logits move by 5%.
-    rounding, rounding_of_shapes = (2e-5, 2e-5) if alone.dtype == torch.float32 else (2e-2, 0.25)
-    # A model that is not finite by itself is for the first step to name.
-    if alone.isfinite().all() and not (by_neighbour <= rounding and by_packing <= rounding_of_shapes):
-        raise Refused(
-            f"{model.config.model_type} lets a packed document see the one before it (its logits change by "
-            f"{max(by_neighbour, by_packing):.1%} of their spread) - use data.packing=false"
-        )
+
+    batch: Batch | None
+    is_last: bool
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.batch is None:
+            return super().forward(hidden)
+        predicting = hidden.flatten(0, -2).index_select(0, self.batch.predicting)
+        if not self.is_last:
+            return super().forward(predicting).unsqueeze(0)
+        arguments = (predicting, self.weight, self.bias, self.batch.targets, torch.is_grad_enabled())
+        return cast(torch.Tensor, _SummedCrossEntropy.apply(*arguments))
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The root mean square difference of a token's logits, (tokens, vocabulary) both; the median over tokens.
+class _SummedCrossEntropy(torch.autograd.Function):
+    """sum_i logsumexp(W h_i + b) - (W h_i + b)[target_i], and its gradients, chunk by chunk.
 
-    Not the largest: rounding may send a single token to another expert, where a leak reaches nearly all of them.
+    Matrix products are in the dtype of their operands, as in the plain head; softmax, loss and the sums over chunks
+    in float32.
     """
-    return (a.float() - b.float()).square().mean(-1).sqrt().median().item()
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # (n, width)
+        weight: torch.Tensor,  # (vocabulary, width)
+        bias: torch.Tensor | None,  # (vocabulary,)
+        targets: torch.Tensor,  # (n,)
+        wants_gradients: bool,
+    ) -> torch.Tensor:
+        vocabulary = weight.shape[0]
+        rows = max(1, min(len(hidden), _CHUNK_BYTES // (4 * vocabulary)))
+        logits_of_chunk = hidden.new_empty(rows, vocabulary)
+        softmax_of_chunk = logits_of_chunk if hidden.dtype == torch.float32 else logits_of_chunk.float()
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        gradients = _Gradients(hidden, weight, bias, is_one_chunk=rows == len(hidden)) if wants_gradients else None
+        for start in range(0, len(hidden), rows):
+            chunk, wanted = hidden[start : start + rows], targets[start : start + rows, None]
+            logits, softmax = logits_of_chunk[: len(chunk)], softmax_of_chunk[: len(chunk)]
+            if bias is None:
+                torch.mm(chunk, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, chunk, weight.t(), out=logits)
+            softmax.copy_(logits)
+            target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
+            torch.softmax(softmax, 1, out=softmax)
+            # log sum exp is what lies between the largest logit and its log-probability.
+            loss += (largest - softmax.amax(1, keepdim=True).log() - target_logits).sum()
+            if gradients:
+                softmax.scatter_add_(1, wanted, softmax.new_full(wanted.shape, -1.0))
+                gradients.add(start, chunk, logits.copy_(softmax))
+        ctx.gradients = gradients and (gradients.of_hidden, gradients.of_weight, gradients.of_bias)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good for one backward
+        return (*(None if gradient is None else gradient.mul_(of_loss) for gradient in gradients), None, None)
+
+
+class _Gradients:
+    """Those of hidden states, weight and bias, filled chunk by chunk."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_one_chunk: bool
+    ) -> None:
+        self._weight = weight
+        dtype = weight.dtype if is_one_chunk else torch.float32
+        self.of_hidden = torch.empty_like(hidden)
+        self.of_weight = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
+        self.of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+
+    def add(self, start: int, chunk: torch.Tensor, of_logits: torch.Tensor) -> None:
+        torch.mm(of_logits, self._weight, out=self.of_hidden[start : start + len(chunk)])
+        if self.of_weight is not None and self.of_weight.dtype == chunk.dtype:
+            self.of_weight.addmm_(of_logits.t(), chunk)
+        elif self.of_weight is not None:
+            self.of_weight += of_logits.t() @ chunk
+        if self.of_bias is not None:
+            self.of_bias += of_logits.sum(0, dtype=torch.float32)
+
+
+def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Let the head give the loss, if the model's own forward shows that it may; the reason why it does not, if any.
+
+    A stand-in for the logits must come out of the model as it came out of the head.
+    """
+    head: Any = model.get_output_embeddings()
+    kind: Any = type(head)
+    if kind is not nn.Linear:
+        return f"its head is {kind.__name__}"
+    ids = torch.arange(8, device=device).view(1, -1) % model.config.get_text_config().vocab_size
+    documents.set([8], torch.tensor([0, 8], dtype=torch.int32, device=device))
+    seen: list[torch.Size] = []
+    marker = torch.zeros(1, 8, head.weight.shape[0], device=device)
+
+    def stand_in(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden.shape)
+        return marker
+
+    head.forward = stand_in
+    try:
+        with forward_only(model):
+            logits = model(input_ids=ids).logits
+    finally:
+        del head.forward
+    if len(seen) != 1 or seen[0][:-1].numel() != ids.numel():
+        return f"its forward calls the head {len(seen)} times, or not for every token"
+    head.__class__ = LossHead
+    head.batch, head.is_last = None, logits is marker
+    return None

@@ -121,7 +121,7 @@ def _short_rope_length(model_config: PreTrainedConfig) -> int | None:
 
 
 def _can_be_packed(model_class: type[PreTrainedModel]) -> bool:
-    """Whether restarting positions can tell it documents apart; `require_separate_documents` sees whether they do."""
+    """Whether restarting positions can tell it documents apart; `choose_attention` sees whether they do."""
     return "position_ids" in inspect.signature(model_class.forward).parameters and not model_class._is_stateful
 
 

@@ -71,9 +71,9 @@ def _best_fit(order: np.ndarray, lengths: np.ndarray, max_length: int) -> list[l
 class Batch:
     """What one rank feeds the model in one micro-batch, and the positions whose next token the loss counts.
 
-    Packed rows are flattened into one row of T tokens, `input_ids` and `position_ids` of shape (1, T): positions
-    restart with each sequence, which is how transformers tells documents apart. Without packing the shape is
-    (rows, longest), padded on the right, which causal attention never looks at.
+    Flat, its sequences stand in one row of T tokens, `input_ids` and `position_ids` of shape (1, T): positions restart
+    with each sequence, which is how transformers tells documents apart. Else the shape is (sequences, longest), padded
+    on the right, which causal attention never looks at.
     """
 
     input_ids: torch.Tensor
@@ -81,15 +81,23 @@ class Batch:
     attention_mask: torch.Tensor | None
     predicting: torch.Tensor  # (n,) positions in the flattened logits
     targets: torch.Tensor  # (n,) the token that each of them is to predict
+    lengths: list[int]  # of the sequences
+    boundaries: torch.Tensor  # int32 (sequences + 1,): where each begins in a flat row, and the end
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a model's forward gets."""
+        names = ("input_ids", "position_ids", "attention_mask")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def to(self, device: torch.device) -> Batch:
         moved: dict[str, Any] = {
-            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
+            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(self).items()
         }
         return Batch(**moved)
 
 
-def build_batch(dataset: TokenDataset, sequences: list[int], packing: bool) -> Batch:
+def build_batch(dataset: TokenDataset, sequences: list[int], is_flat: bool) -> Batch:
     """The batch of these sequences; without any, the shortest one, nothing of it trained (the rank must take part)."""
     pairs = [dataset[i] for i in sequences]
     if not pairs:
@@ -97,9 +105,10 @@ def build_batch(dataset: TokenDataset, sequences: list[int], packing: bool) -> B
         tokens, _ = dataset[int(dataset.lengths.argmin())]
         pairs = [(tokens, np.zeros(len(tokens), np.bool_))]
     lengths = [len(ids) for ids, _ in pairs]
-    width = sum(lengths) if packing else max(lengths)
-    starts = np.cumsum([0, *lengths[:-1]]) if packing else np.arange(len(pairs)) * width
-    size = width if packing else len(pairs) * width
+    ends = np.cumsum([0, *lengths])
+    width = sum(lengths) if is_flat else max(lengths)
+    starts = ends[:-1] if is_flat else np.arange(len(pairs)) * width
+    size = width if is_flat else len(pairs) * width
     ids, real, positions = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
     predicting, targets = [], []
     for (tokens, trained), start, length in zip(pairs, starts.tolist(), lengths, strict=True):
@@ -112,10 +121,12 @@ def build_batch(dataset: TokenDataset, sequences: list[int], packing: bool) -> B
     shape = (-1, width)
     return Batch(
         torch.from_numpy(ids).view(shape),
-        torch.from_numpy(positions).view(shape) if packing else None,
-        None if packing else torch.from_numpy(real).view(shape),
+        torch.from_numpy(positions).view(shape) if is_flat else None,
+        None if is_flat else torch.from_numpy(real).view(shape),
         torch.from_numpy(np.concatenate(predicting)),
         torch.from_numpy(np.concatenate(targets)),
+        lengths,
+        torch.from_numpy(ends.astype(np.int32)),
     )
 
 

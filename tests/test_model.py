@@ -14,7 +14,6 @@ import torch
 from conftest import VOCABULARY, chats, write_jsonl
 from ranks import config_for, on_ranks, train
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -27,9 +26,7 @@ from transformers import (
 )
 
 from shardtune.config import Config
-from shardtune.errors import Refused
-from shardtune.loss import require_separate_documents
-from shardtune.model import build_model, shard
+from shardtune.model import build_model
 from shardtune.world import join_world
 
 Tensors = dict[str, torch.Tensor]
@@ -289,51 +286,3 @@ def test_full_activation_checkpointing_computes_a_layer_again(models, tmp_path):
     ]
     assert on_ranks(1, count_forwards, configs, tmp_path, cwd=tmp_path).returncode == 0
     assert json.loads((tmp_path / "counts.json").read_text(encoding="utf-8")) == [1, 2]
-
-
-def check_documents(models: dict[str, Path], config: Config) -> None:
-    """On a rank: models that can be packed pass, also where their kernels round differently, and others do not."""
-    world = join_world(config.distributed)
-    for dtype in torch.float32, torch.bfloat16:
-        policy = MixedPrecisionPolicy(param_dtype=dtype)
-        for path in models.values():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-            model.config.use_cache = False
-            shard(model, world, policy)
-            require_separate_documents(model, world.device)
-            assert model.training
-        leaking = OPTForCausalLM(
-            OPTConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=32,
-                num_hidden_layers=2,
-                ffn_dim=64,
-                num_attention_heads=4,
-                word_embed_proj_dim=32,
-                use_cache=False,
-            )
-        )
-        shard(leaking, world, policy)
-        with pytest.raises(Refused, match=r"opt lets a packed document see .* use data\.packing=false"):
-            require_separate_documents(leaking, world.device)
-
-    deep = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False),
-        dtype=torch.float32,
-    )
-    shard(deep, world, policy)
-    outputs = []
-
-    def choose_kernel(module: Any, arguments: Any, options: dict[str, Any]) -> None:
-        """As on a GPU, where a row without a mask takes another kernel."""
-        module.set_attn_implementation("eager" if options["input_ids"].shape[1] == 16 else "sdpa")
-
-    deep.register_forward_pre_hook(choose_kernel, with_kwargs=True)
-    deep.register_forward_hook(lambda module, arguments, output: outputs.append(output.logits[0, -16:].float()))
-    require_separate_documents(deep, world.device)
-    assert (outputs[0] - outputs[-1]).std() > 0.01 * outputs[0].std()
-
-
-def test_documents_are_separate_or_packing_is_refused(models, tmp_path):
-    checked = on_ranks(1, check_documents, models, config_for(models["llama"], tmp_path), cwd=tmp_path)
-    assert checked.returncode == 0, checked.stderr

@@ -199,26 +199,30 @@ def written_by_hand(folder: Path) -> TokenDataset:
 
 
 def listed(batch) -> dict[str, object]:
-    return {name: tensor if tensor is None else tensor.tolist() for name, tensor in vars(batch).items()}
+    return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in vars(batch).items()}
 
 
 def test_a_packed_batch_is_one_row_whose_positions_restart(tmp_path):
-    assert listed(build_batch(written_by_hand(tmp_path), [2, 0, 1], packing=True)) == {
+    assert listed(build_batch(written_by_hand(tmp_path), [2, 0, 1], is_flat=True)) == {
         "input_ids": [[31, 32, 33, 34, 11, 12, 13, 21, 22]],
         "position_ids": [[0, 1, 2, 3, 0, 1, 2, 0, 1]],
         "attention_mask": None,
         "predicting": [1, 4, 5, 7],
         "targets": [33, 12, 13, 22],
+        "lengths": [4, 3, 2],
+        "boundaries": [0, 4, 7, 9],
     }
 
 
 def test_a_padded_batch_has_a_row_for_each_sequence(tmp_path):
-    assert listed(build_batch(written_by_hand(tmp_path), [2, 0, 1], packing=False)) == {
+    assert listed(build_batch(written_by_hand(tmp_path), [2, 0, 1], is_flat=False)) == {
         "input_ids": [[31, 32, 33, 34], [11, 12, 13, 0], [21, 22, 0, 0]],
         "position_ids": None,
         "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]],
         "predicting": [1, 4, 5, 8],
         "targets": [33, 12, 13, 22],
+        "lengths": [4, 3, 2],
+        "boundaries": [0, 4, 7, 9],
     }
 
 
@@ -237,7 +241,7 @@ def test_packed_and_padded_batches_have_the_same_loss_and_an_empty_one_none(fami
     train = open_prepared(prepare_data(data, encoder, print)).train
     model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
     model.config.use_cache = False
-    alone = sum(summed_loss(model, build_batch(train, [i], packing=False)).item() for i in range(12))
+    alone = sum(summed_loss(model, build_batch(train, [i], is_flat=False)).item() for i in range(12))
     for packing in True, False:
         assert summed_loss(model, build_batch(train, list(range(12)), packing)).item() == pytest.approx(alone, rel=1e-6)
         nothing = summed_loss(model, build_batch(train, [], packing))

@@ -1,0 +1,254 @@
+"""Attention within documents only: rows are flat, (1, tokens), and no mask of tokens x tokens exists.
+
+transformers' attention interface hands every layer's projections to `attend`, for any model that uses it. It goes
+through the documents one by one with PyTorch's fused attention, or through all at once with its kernel for sequences
+of many lengths, where the device has it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from .config import Config
+from .errors import Refused
+from .model import forward_only
+from .world import World
+
+_NAME = "documents"
+_PROBE = (11, 5, 16)  # tokens in each document of the row that a model is tried with
+
+
+class _Documents:
+    """The documents of the batch that is under way, its backward included; and, while a model is tried, its objections.
+
+    A global, since models do not hand unknown arguments down to their attention.
+    """
+
+    lengths: list[int]
+    boundaries: torch.Tensor
+    longest_ever = 0
+    is_trial = False
+    has_kernel = False
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """What other models asked for."""
+        self.objections: list[str] = []
+        self.masks: list[torch.Tensor | None] = []
+        self.calls = 0
+
+    def set(self, lengths: list[int], boundaries: torch.Tensor) -> None:
+        """`boundaries`: int32 [documents + 1], where each document begins, and the end."""
+        self.lengths, self.boundaries = lengths, boundaries
+
+    def object(self, reason: str) -> None:
+        if not self.is_trial:
+            raise RuntimeError(f"attention asks for {reason}, which it did not when the model was tried")
+        self.objections.append(reason)
+
+
+documents = _Documents()
+
+
+class _WatchedMask(torch.Tensor):
+    """The mask that a model has usually, which objects when anything but `attend` looks into it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function.__name__ not in ("__get__", "is_floating_point"):  # its shape, its dtype
+            documents.object("layers that read the mask")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*arguments, **(options or {}))
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each document of a flat row; in and out as transformers' attention interface has it.
+
+    query: (1, heads, tokens, width); key, value: (1, key heads, tokens, width). Returns (1, tokens, heads, width).
+    """
+    _look_at(attention_mask, options)
+    documents.calls += 1
+    documents.has_kernel = not dropout and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1])
+    lengths = documents.lengths
+    if documents.has_kernel:
+        longest = max(lengths)
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        output = varlen_attn(
+            q,
+            k,
+            v,
+            documents.boundaries,
+            documents.boundaries,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1, 0),
+            enable_gqa=True,
+        )
+        assert isinstance(output, torch.Tensor)
+        return output.unsqueeze(0), None
+    # `split` and `cat`: the backward of a slice would fill a gradient of the whole row for each document.
+    outputs = [
+        F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        ).transpose(1, 2)
+        for q, k, v in zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
+    ]
+    return torch.cat(outputs, 1), None
+
+
+def _look_at(attention_mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+    window = options.get("sliding_window")
+    if attention_mask is not None and not any(attention_mask is mask for mask in documents.masks):
+        documents.object("a mask of its own")
+    if window is not None and window < documents.longest_ever:
+        documents.object(f"a sliding window of {window} tokens")
+    if options.get("is_causal") is False:
+        documents.object("attention that is not causal")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            documents.object({"softcap": "capped scores", "s_aux": "attention sinks"}.get(name, "biased scores"))
+
+
+@functools.cache
+def _has_kernel(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
+    """Whether the kernel for sequences of many lengths runs here, forward and backward."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width != value_width:
+        return False
+    x = torch.zeros(4, 1, width, dtype=dtype, device=device, requires_grad=True)
+    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
+    try:
+        with torch.enable_grad():
+            output = varlen_attn(x, x, x, ends, ends, 3, 3, window_size=(-1, 0))
+            assert isinstance(output, torch.Tensor)
+            output.sum().backward()
+    except RuntimeError:  # this GPU is too old for it, or the heads too wide
+        return False
+    return True
+
+
+def _mask(*, local_size: int | None = None, **arguments: Any) -> torch.Tensor | None:
+    """No mask; while a model is tried, the one that it would have had, watched."""
+    if local_size is not None and local_size < documents.longest_ever:
+        documents.object(f"a sliding window or chunks of {local_size} tokens")
+    if not documents.is_trial:
+        return None
+    ends = documents.boundaries[1:].long()
+    document = torch.bucketize(torch.arange(sum(documents.lengths), device=ends.device), ends, right=True)
+    expected = (document[:, None] == document).tril()
+    mask = sdpa_mask(**arguments | {"allow_is_causal_skip": False})
+    if mask is None or not torch.equal(mask.expand(1, 1, *expected.shape)[0, 0], expected):
+        documents.object("more than a causal mask")
+    documents.masks.append(mask if mask is None else mask.as_subclass(_WatchedMask))
+    return documents.masks[-1]
+
+
+AttentionInterface.register(_NAME, torch.compiler.disable(attend))
+AttentionMaskInterface.register(_NAME, _mask)
+
+
+def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bool:
+    """Let the model attend document by document if it can, saying so, or why not; whether its rows are flat.
+
+    Both ways are tried on the model itself: a document must be what it is alone, whatever stands before it.
+
+    Raises:
+        Refused: data.packing is on, and a document sees the one before it.
+    """
+    alone = _last_document(model, _PROBE[-1:], world.device)
+    why_not = f"model.attention={config.model.attention}"
+    if config.model.attention == "auto":
+        usual = model.config._attn_implementation
+        documents.longest_ever = config.data.max_length
+        why_not = next(filter(None, world.gather(_try_documents(model, alone, world.device))), "")
+        if why_not:
+            model.set_attn_implementation(usual)
+    if not why_not:
+        kernel = "the kernel for sequences of many lengths" if documents.has_kernel else "one call for each"
+        world.say(f"Attention: within each document, without a mask ({kernel}); rows have no padding")
+        return True
+    world.say(f"Attention: {model.config._attn_implementation} under a mask of row x row ({why_not})")
+    if config.data.packing and (leak := max(world.gather(_leak(model, alone, world.device)))):
+        raise Refused(
+            f"{model.config.model_type} lets a packed document see the one before it (its logits change by "
+            f"{leak:.1%} of their spread) - use data.packing=false"
+        )
+    return config.data.packing
+
+
+def _try_documents(model: PreTrainedModel, alone: torch.Tensor, device: torch.device) -> str:
+    """Switch the model to `attend`; the reason why it must not stay so, if there is one."""
+    kind = model.config.model_type
+    if not model._can_set_attn_implementation():
+        return f"{kind} does not use transformers' attention interface"
+    model.set_attn_implementation(_NAME)
+    documents.forget()
+    documents.is_trial = True
+    _last_document(model, _PROBE, device)
+    documents.is_trial = False
+    if not documents.calls:
+        return f"{kind} does not use transformers' attention interface"
+    if documents.objections:
+        return f"{kind} has {documents.objections[0]}"
+    leak = _leak(model, alone, device)
+    return f"{kind} computes something else without it, by {leak:.1%} of its logits' spread" if leak else ""
+
+
+def _leak(model: PreTrainedModel, alone: torch.Tensor, device: torch.device) -> float:
+    """By how much the logits of a packed document differ from those that it has alone, beyond rounding; 0 if not.
+
+    In units of their spread.
+    """
+    spread = alone.float().std().item()
+    packed, disturbed = (_last_document(model, _PROBE, device, before) for before in (0, 1))
+    by_neighbour, by_packing = _distance(packed, disturbed) / spread, _distance(packed, alone) / spread
+    # Kernels round differently for other shapes: through 30 layers of bfloat16 a token's logits move by 5%.
+    rounding, rounding_of_shapes = (2e-5, 2e-5) if alone.dtype == torch.float32 else (2e-2, 0.25)
+    # A model that is not finite by itself is for the first step to name.
+    if alone.isfinite().all() and not (by_neighbour <= rounding and by_packing <= rounding_of_shapes):
+        return max(by_neighbour, by_packing)
+    return 0.0
+
+
+def _last_document(
+    model: PreTrainedModel, lengths: Sequence[int], device: torch.device, before: int = 0
+) -> torch.Tensor:
+    """The logits (tokens, vocabulary) of the last document of a row, which is always the same one; `before` changes
+    those before it."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.arange(sum(_PROBE), device=device)[-sum(lengths) :]
+    ids[: -lengths[-1]] = ids[: -lengths[-1]].flip(0) + before * (vocabulary // 2)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    documents.set(list(lengths), ends)
+    with forward_only(model):
+        row = {"input_ids": ids % vocabulary, "position_ids": positions}
+        return model(**{name: value.view(1, -1) for name, value in row.items()}).logits[0, -lengths[-1] :]
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The root mean square difference of a token's logits, (tokens, vocabulary) both; the median over tokens.
+
+    Not the largest: rounding may send a single token to another expert, where a leak reaches nearly all of them.
+    """
+    return (a.float() - b.float()).square().mean(-1).sqrt().median().item()

@@ -1,0 +1,227 @@
+"""Attention document by document and the loss head are the same function as plain transformers, one document at a
+time, with its whole logits; what cannot go that way says why and goes the usual one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCABULARY
+from ranks import config_for, on_ranks
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+
+from shardtune.attention import choose_attention
+from shardtune.config import Config
+from shardtune.errors import Refused
+from shardtune.loss import LossHead, summed_loss, use_loss_head
+from shardtune.model import shard
+from shardtune.packing import Batch
+from shardtune.world import World, join_world
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 256,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# Of each architecture: its settings, the reason why it does not attend by documents, and whether its head gives the
+# loss itself.
+FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "llama": ({"head_dim": 16, "tie_word_embeddings": True}, "", True),
+    "qwen2": ({}, "", True),
+    "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, "", True),
+    "glm4_moe": (LATENT | {"num_key_value_heads": 2, "head_dim": 16}, "", True),
+    "deepseek_v3": (LATENT, "", True),
+    "mistral": ({"head_dim": 16, "sliding_window": 64}, "", True),
+    "mistral, narrow": ({"head_dim": 16, "sliding_window": 8}, "a sliding window", True),
+    "gpt_neox": ({"rotary_pct": 0.5}, "", True),
+    "phi": ({}, "", True),  # its head has a bias
+    "starcoder2": ({"sliding_window": None}, "", True),
+    "granite": ({"logits_scaling": 4.0}, "", False),
+    "cohere": ({"logit_scale": 0.5}, "", False),
+    "gemma2": ({"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}, "a sliding window", False),
+    "gemma2, wide": ({"head_dim": 16, "sliding_window": 64, "query_pre_attn_scalar": 16}, "capped scores", False),
+    "gemma3_text": (
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": None},
+        "a sliding window",
+        True,
+    ),
+    "deepseek_v32": (
+        LATENT | {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16},
+        "layers that read the mask",
+        True,
+    ),
+}
+CHECKPOINTED = ("llama", "glm4_moe", "granite", "gemma2")
+LENGTHS = (5, 1, 23, 12, 40)
+
+
+def a_model(family: str, settings: dict[str, Any]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family.partition(",")[0], **SMALL | settings)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def a_row(lengths: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor], Batch]:
+    """Documents, which of their tokens are trained, and the flat batch of all."""
+    source = torch.Generator().manual_seed(1)
+    documents = [torch.randint(3, VOCABULARY, (length,), generator=source) for length in lengths]
+    trained = [torch.rand(length, generator=source) < 0.4 for length in lengths]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    counted = [flags[1:].nonzero().flatten() for flags in trained]
+    return (
+        documents,
+        trained,
+        Batch(
+            torch.cat(documents).view(1, -1),
+            torch.cat([torch.arange(length) for length in lengths]).view(1, -1),
+            None,
+            torch.cat([positions + start for positions, start in zip(counted, starts, strict=True)]),
+            torch.cat([ids[positions + 1] for ids, positions in zip(documents, counted, strict=True)]),
+            list(lengths),
+            torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        ),
+    )
+
+
+def one_by_one(model: PreTrainedModel, documents: list[torch.Tensor], trained: list[torch.Tensor]) -> torch.Tensor:
+    """The oracle: transformers' eager attention and all logits, each document in a forward of its own."""
+    total = torch.zeros(())
+    for ids, flags in zip(documents, trained, strict=True):
+        logits = model(input_ids=ids.view(1, -1)).logits[0].float()
+        losses = -logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        total = total + losses[flags[1:]].sum()
+    return total
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)().clone() for name, grad in found.items()}
+
+
+def compare(config: Config, out: Path) -> None:
+    """On a rank: loss and gradients of each family against the oracle, computed before it is sharded."""
+    world, reports = join_world(config.distributed), {}
+    for family, (settings, reason, is_last) in FAMILIES.items():
+        for checkpointing in (False, True) if family in CHECKPOINTED else (False,):
+            reports[f"{family} {checkpointing}"] = difference(
+                a_model(family, settings), config, world, checkpointing, reason, is_last
+            )
+    (out / "reports.json").write_text(json.dumps(reports), encoding="utf-8")
+
+
+def difference(
+    model: PreTrainedModel, config: Config, world: World, checkpointing: bool, reason: str, is_last: bool
+) -> list[float]:
+    documents, trained, batch = a_row(LENGTHS)
+    model.set_attn_implementation("eager")
+    expected = one_by_one(model, documents, trained)
+    expected.backward()
+    expected_gradients = gradients(model)
+    model.zero_grad()
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    shard(model, world, MixedPrecisionPolicy())
+    said: list[str] = []
+    object.__setattr__(world, "say", said.append)
+    assert choose_attention(model, config, world)
+    (line,) = said
+    assert (reason in line and "row x row" in line) if reason else "without a mask" in line, (reason, line)
+    assert use_loss_head(model, world.device) is None
+    head = model.get_output_embeddings()
+    assert isinstance(head, LossHead) and head.is_last is is_last, model.config.model_type
+    loss = summed_loss(model, batch)
+    loss.backward()
+    found = gradients(model)
+    assert found.keys() == expected_gradients.keys()
+    norm = sum(grad.square().sum() for grad in expected_gradients.values()).sqrt()
+    off = sum((found[name] - grad).square().sum() for name, grad in expected_gradients.items()).sqrt()
+    return [abs(loss.item() / expected.item() - 1), (off / norm).item()]
+
+
+def test_loss_and_gradients_equal_one_document_at_a_time(models: dict[str, Path], tmp_path: Path) -> None:
+    config = config_for(models["llama"], tmp_path, "data.max_length=50")
+    done = on_ranks(1, compare, config, tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    reports = json.loads((tmp_path / "reports.json").read_text(encoding="utf-8"))
+    assert len(reports) == len(FAMILIES) + len(CHECKPOINTED)
+    wrong = {name: values for name, values in reports.items() if values[0] > 2e-6 or values[1] > 2e-5}
+    assert not wrong
+
+
+def check_documents(models: dict[str, Path], config: Config, usual: Config) -> None:
+    """On a rank: models that can be packed pass, also where their kernels round differently, and others do not."""
+    world = join_world(config.distributed)
+    for dtype in torch.float32, torch.bfloat16:
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        for path in models.values():
+            for how in config, usual:
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+                model.config.use_cache = False
+                shard(model, world, policy)
+                assert choose_attention(model, how, world)
+                assert model.training
+                assert model.config._attn_implementation == ("documents" if how is config else "sdpa")
+        leaking = OPTForCausalLM(
+            OPTConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                num_hidden_layers=2,
+                ffn_dim=64,
+                num_attention_heads=4,
+                word_embed_proj_dim=32,
+                use_cache=False,
+            )
+        )
+        shard(leaking, world, policy)
+        with pytest.raises(Refused, match=r"opt lets a packed document see .* use data\.packing=false"):
+            choose_attention(leaking, config, world)
+
+    deep = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False),
+        dtype=torch.float32,
+    )
+    shard(deep, world, policy)
+    outputs = []
+
+    def choose_kernel(module: Any, arguments: Any, options: dict[str, Any]) -> None:
+        """As on a GPU, where a row without a mask takes another kernel."""
+        module.set_attn_implementation("eager" if options["input_ids"].shape[1] == 16 else "sdpa")
+
+    deep.register_forward_pre_hook(choose_kernel, with_kwargs=True)
+    deep.register_forward_hook(lambda module, arguments, output: outputs.append(output.logits[0, -16:].float()))
+    assert choose_attention(deep, usual, world)
+    assert (outputs[0] - outputs[-1]).std() > 0.01 * outputs[0].std()
+
+
+def test_documents_are_separate_or_packing_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    configs = [config_for(models["llama"], tmp_path, *more) for more in ([], ["model.attention=sdpa"])]
+    checked = on_ranks(1, check_documents, models, *configs, cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr

@@ -1,0 +1,121 @@
+"""The loss head against plain PyTorch: loss, gradients, and what it holds in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import REPOSITORY
+from torch import nn
+
+from shardtune import loss as loss_module
+from shardtune.loss import LossHead
+from shardtune.packing import Batch
+
+
+def a_head(
+    width: int, vocabulary: int, has_bias: bool, dtype: torch.dtype, predicting: torch.Tensor
+) -> tuple[LossHead, torch.Tensor]:
+    """A head that is asked for targets at these positions, and the targets."""
+    torch.manual_seed(0)
+    head = nn.Linear(width, vocabulary, bias=has_bias).to(dtype)
+    targets = torch.randint(0, vocabulary, predicting.shape)
+    empty = torch.empty(0)
+    head.__class__ = LossHead
+    assert isinstance(head, LossHead)
+    head.batch = Batch(empty, None, None, predicting, targets, [], empty)
+    head.is_last = True
+    return head, targets
+
+
+def gradients_of(loss: torch.Tensor, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(3 * loss, [tensor for tensor in tensors if tensor is not None]))
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 100])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_loss_and_gradients_equal_plain_pytorch_in_float64(
+    chunk_rows: int, has_bias: bool, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a softmax is so sharp that most probabilities are zero."""
+    monkeypatch.setattr(loss_module, "_CHUNK_BYTES", chunk_rows * 4 * 331)
+    predicting = torch.arange(0, 60, 3)
+    head, targets = a_head(16, 331, has_bias, torch.float32, predicting)
+    hidden = (scale * torch.randn(2, 30, 16)).requires_grad_()
+    got = head(hidden)
+    found = gradients_of(got, hidden, head.weight, head.bias)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight, *([head.bias] if has_bias else []))]
+    logits = F.linear(exact[0].flatten(0, 1)[predicting], *exact[1:])
+    expected = F.cross_entropy(logits, targets, reduction="sum")
+    assert got.item() == pytest.approx(expected.item(), rel=1e-6)
+    for mine, theirs in zip(found, gradients_of(expected, *exact), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=2e-5, atol=2e-5 * theirs.abs().max().item())
+
+
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_plain_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicting = torch.arange(200)
+    head, targets = a_head(64, 500, True, torch.bfloat16, predicting)
+    hidden = torch.randn(200, 64, dtype=torch.bfloat16, requires_grad=True)
+    tensors = (hidden, head.weight, head.bias)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+    def errors(loss: torch.Tensor) -> list[float]:
+        true_loss = F.cross_entropy(F.linear(*exact), targets, reduction="sum")
+        pairs = zip(gradients_of(loss, *tensors), gradients_of(true_loss, *exact), strict=True)
+        relative = [((mine.double() - theirs).norm() / theirs.norm()).item() for mine, theirs in pairs]
+        return [abs(loss.item() / true_loss.item() - 1), *relative]
+
+    plain = errors(F.cross_entropy(F.linear(*tensors).float(), targets, reduction="sum"))
+    for chunk_rows in (200, 16):
+        monkeypatch.setattr(loss_module, "_CHUNK_BYTES", chunk_rows * 4 * 500)
+        for mine, theirs in zip(errors(head(hidden)), plain, strict=True):
+            assert mine <= 1.1 * theirs + 2e-5
+
+
+def test_nothing_trained_has_a_zero_loss_with_gradients() -> None:
+    head, _ = a_head(16, 331, True, torch.float32, torch.arange(0))
+    hidden = torch.randn(1, 9, 16, requires_grad=True)
+    loss = head(hidden)
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients_of(loss, hidden, head.weight, head.bias))
+
+
+def test_without_gradients_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_Gradients", None)
+    head, _ = a_head(16, 331, False, torch.float32, torch.arange(5))
+    with torch.no_grad():
+        assert head(torch.randn(1, 9, 16)).item() > 0
+
+
+PEAK = """
+import resource, sys, torch
+from test_loss import a_head
+torch.set_num_threads(1)
+n, width, vocabulary = map(int, sys.argv[1:])
+head, targets = a_head(width, vocabulary, False, torch.float32, torch.arange(n))
+hidden = torch.randn(n, width, requires_grad=True)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+head(hidden).backward()
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.parametrize("tokens", [2048, pytest.param(8192, marks=pytest.mark.full)])
+def test_it_takes_a_tenth_of_the_memory(tokens: int) -> None:
+    """The plain way holds at least the logits and their gradient, in float32."""
+    width, vocabulary = 32, 151_552
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, (tokens, width, vocabulary))],
+        cwd=REPOSITORY / "tests",
+        env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < (0.1 if tokens == 8192 else 0.4) * (2 * tokens * vocabulary * 4)
