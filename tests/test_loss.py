@@ -73,7 +73,7 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_plain_head(monkeypatch: p
     for chunk_rows in (200, 16):
         monkeypatch.setattr(loss_module, "_CHUNK_BYTES", chunk_rows * 4 * 500)
         for mine, theirs in zip(errors(head(hidden)), plain, strict=True):
-            assert mine <= 1.1 * theirs + 2e-5
+            assert mine <= 1.25 * theirs + 2e-5
 
 
 def test_nothing_trained_has_a_zero_loss_with_gradients() -> None:
