@@ -29,7 +29,14 @@ from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.loss import summed_loss, use_loss_head
 from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
 from shardtune.model import build_model
-from shardtune.opening import announce, describe_state, model_settings, require_same_config, require_same_model
+from shardtune.opening import (
+    announce,
+    describe_mesh,
+    describe_state,
+    model_settings,
+    require_same_config,
+    require_same_model,
+)
 from shardtune.optim import (
     build_optimizer,
     clip_gradients,
@@ -39,6 +46,7 @@ from shardtune.optim import (
     set_learning_rate,
 )
 from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
+from shardtune.residency import Residency, choose_residency
 from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest, end_on_signal
 from shardtune.source import read_model_config
@@ -48,7 +56,7 @@ from shardtune.world import World, describe, join_world, run
 
 def main() -> None:
     config = read_run_arguments(sys.argv[1:], Path(__file__).resolve().parent / "config.yaml")
-    world = join_world(config.distributed)
+    world = join_world(config.distributed, config.parallel.replicate)
     world.watch_others()
     quiet_libraries(world.is_main)
     world.say(describe(world), on_every_node=True)
@@ -56,6 +64,8 @@ def main() -> None:
         world.say(remark)
 
     require_same_config(config, world)
+    if config.parallel.replicate > 1:
+        world.say(describe_mesh(world))
     run_dir = open_run_dir(Path(config.run.dir), world)
     resumed = choose_checkpoint(config, run_dir, world)
     date = world.from_main(lambda: resumed.state["date"] if resumed else datetime.date.today().isoformat())
@@ -83,6 +93,8 @@ def main() -> None:
     model = world.agree(lambda: build_model(config, model_config, world))
     optimizer = build_optimizer(model, config.optimizer)
     world.say(describe_state(model))
+    kept = resumed.state.get("residency") if resumed and resumed.world_size == world.size else None
+    residency = choose_residency(model, config.model, config.train.gradient_accumulation_steps, kept, world)
     set_seed((config.run.seed + world.rank) % 2**32)
     is_flat = choose_attention(model, config, world)
     if why_not := use_loss_head(model, world.device):
@@ -98,9 +110,26 @@ def main() -> None:
     saver = checkpoint.Saver(
         run_dir, config.checkpoint, config.distributed.save_timeout_s, model, optimizer, assets, world
     )
-    fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
+    fixed = {
+        "residency": list(vars(residency).values()),
+        "date": date,
+        "data": data.key,
+        "config": to_dict(config),
+        "model": model_settings(assets),
+    }
     last = train(
-        config, schedule, data, fixed, model, optimizer, metrics, saver, world, is_flat, is_resumed=bool(resumed)
+        config,
+        schedule,
+        data,
+        fixed,
+        model,
+        optimizer,
+        metrics,
+        saver,
+        world,
+        residency,
+        is_flat,
+        is_resumed=bool(resumed),
     )
     end_on_signal("after the last step was saved, while the final model was written", code=75)
     write_final_model(config, last, assets, run_dir, world)
@@ -116,6 +145,7 @@ def train(
     metrics: Metrics,
     saver: checkpoint.Saver,
     world: World,
+    residency: Residency,
     is_flat: bool,
     is_resumed: bool,
 ) -> checkpoint.Checkpoint:
@@ -128,7 +158,7 @@ def train(
     for step in schedule.steps():
         lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
         set_learning_rate(optimizer, lr)
-        loss, grad_norm = train_step(config, step, data, model, optimizer, world, is_flat)
+        loss, grad_norm = train_step(config, step, data, model, optimizer, world, residency, is_flat)
         must_stop, memory_bytes = world.maxima(stop.received is not None, peak_memory_bytes(world.device))
         stragglers.step_ended(step.number)
         world.limit_steps(config.distributed.step_timeout_s)
@@ -185,6 +215,7 @@ def train_step(
     model: Any,
     optimizer: torch.optim.Optimizer,
     world: World,
+    residency: Residency,
     is_flat: bool,
 ) -> tuple[float, float]:
     """One optimizer step over its global batch; the exact loss per trained token and the global gradient norm.
@@ -193,7 +224,9 @@ def train_step(
         Stopped: on every rank and before the update, if either is not finite.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    for sequences in step.micro_batches(world.rank, world.size, config.train.micro_batch_size):
+    micro_batches = step.micro_batches(world.rank, world.size, config.train.micro_batch_size)
+    for number, sequences in enumerate(micro_batches, start=1):
+        residency.begin_micro_batch(model, is_last=number == len(micro_batches))
         world.progress.enter("data", step.number)
         batch = build_batch(data.train, sequences, is_flat).to(world.device)
         world.progress.enter("forward and backward")

@@ -170,12 +170,10 @@ _PATHS = ("run.dir", "run.resume", "model.path", "data.train", "data.eval")
 
 # Of each key with values that are still to come, those that work so far.
 _BUILT: dict[str, tuple[Any, ...]] = {
-    "parallel.replicate": (1,),
     "parallel.expert": (1,),
     "optimizer.name": ("adamw",),
     "lora.rank": (None,),
     "model.compile": (False,),
-    "model.activation_checkpointing": ("none", "full"),
     "model.master_dtype": ("float32",),
 }
 

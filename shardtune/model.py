@@ -15,16 +15,33 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.attention.varlen  # makes its operator known
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig as NoParallelism
 
 from .config import Config
 from .errors import Refused
 from .world import World
+
+# What selective checkpointing keeps of a layer, as the layer's cost lies here: everything else is computed again.
+_PRODUCTS = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+] + [torch.ops.torch_attn._varlen_attn.default]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,10 +79,18 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         draw_weights(model, config.run.seed, world.device)
     else:
         model = _load_sharded(type(skeleton), config.model.path, skeleton.config, master, world, policy)
-    if config.model.activation_checkpointing == "full":
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    if config.model.activation_checkpointing != "none":
+        how: dict[str, Any] = {"use_reentrant": False}
+        if config.model.activation_checkpointing == "selective":
+            how["context_fn"] = lambda: create_selective_checkpoint_contexts(_PRODUCTS)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     model.config.use_cache = False
     return model.train()
+
+
+def local_bytes(model: PreTrainedModel) -> int:
+    """What this rank holds of the master weights."""
+    return sum(p.to_local().numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
 
 
 def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -132,16 +157,18 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
         Refused: stacked experts that neither their number nor their width spreads over the ranks.
     """
 
+    shards = world.mesh["shard"].size()
+
     def placement(parameter: nn.Parameter) -> Shard:
         """FSDP2's own choice, the first dimension, unless stacked experts would leave a rank without any."""
         experts = parameter.shape[0]
-        if parameter.dim() < 3 or -(-experts // world.size) * (world.size - 1) < experts:
+        if parameter.dim() < 3 or -(-experts // shards) * (shards - 1) < experts:
             return Shard(0)
         # The last dimension: the second is where the files' gate and up projections are joined.
-        if parameter.shape[-1] % world.size == 0:
+        if parameter.shape[-1] % shards == 0:
             return Shard(parameter.dim() - 1)
         raise Refused(
-            f"{experts} experts of width {parameter.shape[-1]} do not spread over {world.size} ranks, one of "
+            f"{experts} experts of width {parameter.shape[-1]} do not spread over {shards} ranks, one of "
             "them would hold none - use a number of ranks that divides the experts or their width"
         )
 
@@ -249,7 +276,9 @@ def forward_only(model: PreTrainedModel) -> Iterator[None]:
             yield
     finally:
         model.train()
-        cast(FSDPModule, model).reshard()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @torch.no_grad()

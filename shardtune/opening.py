@@ -6,14 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .checkpoint import Checkpoint
 from .config import Config, changed_keys, to_dict
 from .dataset import PreparedData
 from .errors import Refused
-from .model import compute_dtype
+from .model import compute_dtype, local_bytes
 from .optim import learning_rate, warmup_steps
 from .packing import Schedule
 from .world import World
@@ -97,10 +96,19 @@ def announce(config: Config, data: PreparedData, schedule: Schedule, world: Worl
     )
 
 
+def describe_mesh(world: World) -> str:
+    """How many copies of the model there are, and whether each has a node to itself."""
+    shards = world.mesh["shard"].size()
+    nodes = world.gather(world.node_rank)
+    crosses = any(len(set(nodes[start : start + shards])) > 1 for start in range(0, world.size, shards))
+    place = "across nodes, where the network carries the sharding too" if crosses else "each within one node"
+    return f"Mesh: {world.size // shards} (replicas) x {shards} (shards) = {world.size} ranks, {place}"
+
+
 def describe_state(model: PreTrainedModel) -> str:
     """How many parameters there are, and what this rank holds of them and of AdamW's two moments."""
     total = sum(p.numel() for p in model.parameters())
-    local = sum(p.to_local().numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
+    local = local_bytes(model)
     return (
         f"Parameters: {total} | On each rank: {local / 1e9:.2f} GB of weights and as much again for each of two "
         f"moments and the gradients = {4 * local / 1e9:.2f} GB"

@@ -191,11 +191,14 @@ def unpost(store: dist.Store, key: str) -> None:
         store.delete_key(key)
 
 
-def join_world(config: DistributedConfig) -> World:
+def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     """Meet the other processes that torchrun or accelerate started; without a launcher, a world of one.
 
+    The ranks make up `replicate` groups of consecutive ranks, each of which shards a whole copy of the model.
+
     Raises:
-        Refused: the launcher's environment is incomplete, the GPUs do not suffice, or not everyone came in time.
+        Refused: the launcher's environment is incomplete, the GPUs do not suffice, `replicate` does not divide the ranks, or not
+            everyone came in time.
     """
     missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if 0 < len(missing) < len(_LAUNCHER_VARIABLES) and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
@@ -208,6 +211,8 @@ def join_world(config: DistributedConfig) -> World:
     local_size = 1 if alone else _variable("LOCAL_WORLD_SIZE", size)
     node_rank = 0 if alone else _variable("GROUP_RANK", rank // local_size)
     device, backend = _device_and_backend(config.backend, local_rank)
+    if size % replicate:
+        raise Refused(f"parallel.replicate={replicate} does not divide the {size} ranks - use a number that does")
     timeout = datetime.timedelta(seconds=config.join_timeout_s)
     store: dist.Store
     _JOINING.set()
@@ -233,7 +238,8 @@ def join_world(config: DistributedConfig) -> World:
             "MASTER_PORT that all of them reach"
         ) from error
     _set_collective_timeout(max(_FIRST_STEP_TIMEOUT_S, config.step_timeout_s))
-    mesh = dist.init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    shape = {"replicate": replicate, "shard": size // replicate} if replicate > 1 else {"shard": size}
+    mesh = dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     return World(rank, size, local_rank, local_size, node_rank, device, mesh, dist.PrefixStore("shardtune", store))
 
 
