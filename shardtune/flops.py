@@ -11,6 +11,7 @@ nothing, padding counts nothing, and neither does what activation checkpointing 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections import Counter
@@ -75,8 +76,8 @@ class ModelFlops:
         """FLOPs of forward and backward over documents of so many tokens each."""
         tokens = int(lengths.sum(dtype=np.int64))
         forward = self.per_token * tokens + self.per_trained_token * trained_tokens
-        for (per_pair, *kind), count in self.layers.items():
-            forward += count * per_pair * attended_pairs(lengths, *kind)
+        for (per_pair, layer_type, span), count in self.layers.items():
+            forward += count * per_pair * attended_pairs(lengths, layer_type, span)
         return 3 * forward
 
 
@@ -157,8 +158,12 @@ def _attention(config: Any, layer: int) -> tuple[float, str, int]:
 
 
 def _first(config: Any, names: Sequence[str]) -> int | None:
-    """The first of these settings that is a number."""
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+    """The first of these settings that is a number, the same in all layers."""
+    for name in names:
+        with contextlib.suppress(RuntimeError):  # transformers' word for one that differs from layer to layer
+            if isinstance(value := getattr(config, name, None), int):
+                return value
+    return None
 
 
 class Utilisation:
@@ -166,11 +171,11 @@ class Utilisation:
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
         """Every rank calls it; what the MFU is measured against, or why there is none, is said."""
+        self._flops: ModelFlops | None = None
         try:
-            self._flops = count_flops(model)
-            self._peak = _peak_of_all(dtype, world)
+            flops = count_flops(model)
+            self._peak, self._flops = _peak_of_all(dtype, world), flops
         except NotCounted as reason:
-            self._flops, self._peak = None, 0.0
             world.say(f"MFU is left out: {reason}")
 
     def of_step(self, lengths: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
