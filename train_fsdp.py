@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import set_seed
@@ -26,9 +27,10 @@ from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepar
 from shardtune.errors import Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
+from shardtune.flops import Utilisation
 from shardtune.loss import summed_loss, use_loss_head
 from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
-from shardtune.model import build_model
+from shardtune.model import build_model, compute_dtype
 from shardtune.opening import (
     announce,
     describe_mesh,
@@ -152,6 +154,7 @@ def train(
     """All the steps that are left, with their evaluations and checkpoints; the last checkpoint."""
     lines = StepLines(world, schedule.total_steps, config.logging.every_steps)
     stop, stragglers = StopRequest(), Stragglers(model, metrics, world)
+    utilisation = Utilisation(model, compute_dtype(config.model.compute_dtype, world.device), world)
     if config.eval.baseline and not is_resumed:
         evaluate_at(0, config, data, model, metrics, world, is_flat)
     step_ended = time.perf_counter()
@@ -164,9 +167,12 @@ def train(
         world.limit_steps(config.distributed.step_timeout_s)
 
         seconds = time.perf_counter() - step_ended
-        told = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": step.tokens, "seconds": seconds}
-        metrics.write("step", step=step.number, epoch=step.epoch, trained_tokens=step.trained_tokens, **told)
-        lines.step_ended(step.number, memory_bytes=memory_bytes, **told)
+        mfu = utilisation.of_step(data.train.lengths[np.concatenate(step.sequences)], step.trained_tokens, seconds)
+        told: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": step.tokens}
+        told |= {"seconds": seconds, "mfu": mfu, "memory_bytes": int(memory_bytes)}
+        counted = {"trained_tokens": step.trained_tokens, "tokens_per_second": step.tokens / seconds}
+        metrics.write("step", step=step.number, epoch=step.epoch, **counted, **told)
+        lines.step_ended(step.number, **told)
         is_last = step.number == schedule.total_steps
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
         if is_last or is_due(step.number, config.eval.every_steps):

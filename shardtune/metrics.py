@@ -95,21 +95,32 @@ class StepLines:
 
     def __init__(self, world: World, total_steps: int, every_steps: int) -> None:
         self._world, self._total_steps, self._every_steps = world, total_steps, every_steps
-        self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
+        self._steps, self._seconds, self._tokens, self._mfu_seconds = 0, 0.0, 0.0, 0.0
 
     def step_ended(
-        self, step: int, *, seconds: float, tokens: float, loss: float, grad_norm: float, lr: float, memory_bytes: float
+        self,
+        step: int,
+        *,
+        seconds: float,
+        tokens: float,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        mfu: float | None,
+        memory_bytes: float,
     ) -> None:
         self._steps, self._seconds, self._tokens = self._steps + 1, self._seconds + seconds, self._tokens + tokens
+        self._mfu_seconds += (mfu or 0.0) * seconds
         if step % self._every_steps and step != self._total_steps:
             return
         left = (self._total_steps - step) * self._seconds / self._steps
+        utilisation = f"MFU {self._mfu_seconds / self._seconds:.1%} | " if mfu is not None else ""
         self._world.say(
             f"Step {step}/{self._total_steps} | Loss: {loss:.4f} | Grad Norm: {grad_norm:.3f} | LR: {lr:.2e} | "
             f"{self._steps / self._seconds:.2f} it/s | {self._tokens / self._seconds:.0f} tok/s | "
-            f"{memory_bytes / 1e9:.1f} GB | ETA {_duration(left)}"
+            f"{utilisation}{memory_bytes / 1e9:.1f} GB | ETA {_duration(left)}"
         )
-        self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
+        self._steps, self._seconds, self._tokens, self._mfu_seconds = 0, 0.0, 0.0, 0.0
 
 
 def _duration(seconds: float) -> str:

@@ -18,6 +18,7 @@ SETTINGS = (
     "data.max_length=128",
     "optimizer.lr=1e-3",
 )
+MEASURED = {"seconds", "tokens_per_second", "mfu", "memory_bytes"}
 # The learning rate of a step then does not depend on how many there are.
 CONSTANT = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "train.epochs=9")
 
@@ -34,8 +35,10 @@ def write_inputs(folder: Path, model: Path, dropout: float = 0.0, records: int =
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` says of the steps, but for how long they took."""
-    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in read_metrics(run_dir, "step")]
+    """What `metrics.jsonl` says of the steps, but for how fast they were and in how much memory."""
+    return [
+        {key: value for key, value in entry.items() if key not in MEASURED} for entry in read_metrics(run_dir, "step")
+    ]
 
 
 def digests(folder: Path, pattern: str = "*") -> dict[str, str]:

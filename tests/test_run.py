@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from conftest import REPOSITORY, chats, launch, read_metrics, write_jsonl
 from ranks import on_ranks, run_script, train
 from safetensors import safe_open
 from safetensors.torch import load_file
+from small_runs import MEASURED, steps_of
 
 from shardtune.config import load_config, to_dict
 
@@ -41,7 +41,7 @@ PLAN = r"Steps per epoch: (\d+) \| Total steps: (\d+) \| Records: (\d+) \| Train
 BASELINE = rf"Baseline Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+)"
 STEP = (
     rf"Step (\d+)/(\d+) \| Loss: {NUMBER} \| Grad Norm: (\d+\.\d{{3}}) \| LR: (\d\.\d\de[-+]\d\d) \| "
-    r"\d+\.\d\d it/s \| \d+ tok/s \| \d+\.\d GB \| ETA (?:\d+h\d\dm|\d+m\d\ds)"
+    r"\d+\.\d\d it/s \| \d+ tok/s \| MFU \d+\.\d% \| \d+\.\d GB \| ETA (?:\d+h\d\dm|\d+m\d\ds)"
 )
 EVAL = rf"Eval Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+) \| Step: (\d+)"
 SAVED = r"Saved checkpoint_(\d{7})"
@@ -74,11 +74,6 @@ def files_of(folder: Path) -> dict[str, str]:
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` says of the steps, but for how long they took."""
-    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in read_metrics(run_dir, "step")]
 
 
 def write_inputs(folder: Path, model: Path) -> Path:
@@ -147,12 +142,14 @@ def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> N
     assert sum(step["trained_tokens"] for step in steps) == 2 * trained_tokens
     assert [entry["step"] for entry in evals] == [0, *range(5, total, 5), total]
     assert all(
-        set(step) == {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "seconds"}
+        set(step) == {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens"} | MEASURED
         for step in steps
     )
     assert all(entry["perplexity"] == math.exp(entry["loss"]) for entry in evals)
     assert all(step["loss"] != round(step["loss"], 7) for step in steps), "a float has 17 digits"
     assert all(0 < step["trained_tokens"] < step["tokens"] <= 4 * 128 and step["seconds"] > 0 for step in steps)
+    assert all(step["tokens_per_second"] == step["tokens"] / step["seconds"] for step in steps)
+    assert all(0 < step["mfu"] < 1 and step["memory_bytes"] > 1e8 for step in steps)
 
 
 def test_the_written_configuration_is_the_one_that_ran(inputs: Path, whole: Completed) -> None:

@@ -1,0 +1,224 @@
+"""Model FLOPs against PyTorch's own count of the operations that ran, and the MFU that a run says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import chats, read_metrics, write_jsonl
+from ranks import train
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from shardtune.flops import NotCounted, attended_pairs, count_flops, published_peak
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "pad_token_id": None,
+}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "untied": ("qwen3", {"tie_word_embeddings": False}),
+    "biased": ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "head_dim": None}),
+    "experts": ("glm4_moe", EXPERTS),
+    "experts, equal": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "latent": ("deepseek_v3", {**EXPERTS, **LATENT}),
+    "sliding": ("mistral", {"sliding_window": 3}),
+    "sliding by layer": ("gemma3_text", {"sliding_window": 3, "sliding_window_pattern": 2}),
+}
+LENGTHS = np.array([7, 1, 4], np.int32)
+
+
+def build(kind: str, experts: str = "eager") -> PreTrainedModel:
+    """On one device, in training mode, with an attention that the counter sees: plain products."""
+    model_type, settings = KINDS[kind]
+    config = AutoConfig.for_model(model_type, **{k: v for k, v in {**SMALL, **settings}.items() if v is not None})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if hasattr(config, "num_experts_per_tok"):
+        model.set_experts_implementation(experts)
+    return model.train()
+
+
+def grouped(a: torch.Size, b: torch.Size, *_: Any, **options: Any) -> int:
+    """The counter does not know PyTorch's product of grouped rows."""
+    return 2 * a[0] * a[1] * b[-1]
+
+
+def counted(run: Any) -> float:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped}) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+# A cache of latents projects all of them again with every token.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "latent"])
+def test_forward_of_documents(kind: str) -> None:
+    """Fed token by token, a document's tokens meet exactly the keys that causal attention gives them."""
+    model = build(kind).eval()
+
+    def decode() -> None:
+        for length in LENGTHS.tolist():
+            cache = None
+            for token in range(length):
+                done = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+                cache = done.past_key_values
+
+    with torch.no_grad():
+        assert 3 * counted(decode) == count_flops(model).of_step(LENGTHS, int(LENGTHS.sum()))
+
+
+@pytest.mark.parametrize(("kind", "experts"), [*((kind, "eager") for kind in KINDS), ("experts", "grouped_mm")])
+def test_forward_and_backward_with_the_head_on_trained_positions(kind: str, experts: str) -> None:
+    """Documents of one token, for which the square of a length is the number of its pairs."""
+    model = build(kind, experts)
+    rows, trained = 5, [0]
+
+    def step() -> None:
+        ids = torch.arange(rows).view(-1, 1)
+        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
+        model.get_output_embeddings()(hidden[trained]).sum().backward()
+
+    assert counted(step) == count_flops(model).of_step(np.ones(rows, np.int32), len(trained))
+
+
+def test_recomputation_is_not_counted() -> None:
+    model = build("untied")
+    before = count_flops(model).of_step(LENGTHS, 5)
+    ids = torch.arange(6).view(1, -1)
+    plain = counted(lambda: model(ids, use_cache=False).logits.sum().backward())
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    assert counted(lambda: model(ids, use_cache=False).logits.sum().backward()) > 1.2 * plain
+    assert count_flops(model).of_step(LENGTHS, 5) == before
+
+
+@pytest.mark.parametrize(
+    ("layer_type", "span"), [("full_attention", 0), ("sliding_attention", 3), ("chunked_attention", 3)]
+)
+def test_pairs_are_those_of_the_mask(layer_type: str, span: int) -> None:
+    def allowed(query: int, key: int) -> bool:
+        near = {"sliding_attention": query - key < span, "chunked_attention": span and query // span == key // span}
+        return key <= query and bool(near.get(layer_type, True))
+
+    lengths = np.array([1, 2, 3, 4, 10], np.uint16)
+    pairs = sum(allowed(query, key) for length in lengths for query in range(length) for key in range(length))
+    assert attended_pairs(lengths, layer_type, span) == pairs
+
+
+def test_long_rows_do_not_overflow() -> None:
+    assert attended_pairs(np.array([200_000], np.int32), "full_attention", 0) == 200_000 * 200_001 // 2
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "minimax", "qwen3_next"])
+def test_what_does_not_attend_has_no_count(model_type: str) -> None:
+    settings = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    with pytest.raises(NotCounted, match=model_type):
+        count_flops(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H200", torch.float16, 989),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
+        ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
+        ("NVIDIA B200", torch.bfloat16, 2250),
+        ("NVIDIA H100 80GB HBM3", torch.float32, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),
+        ("NVIDIA Tomorrow", torch.bfloat16, None),
+    ],
+)
+def test_published_peaks(name: str, dtype: torch.dtype, teraflops: float | None) -> None:
+    assert published_peak(name, dtype) == (None if teraflops is None else pytest.approx(1e12 * teraflops))
+
+
+def run_steps(model: Path, folder: Path, ranks: int, *more: str) -> tuple[str, list[dict[str, Any]]]:
+    write_jsonl(folder / "train.jsonl", chats(30))
+    done = train(
+        ranks,
+        f"model.path={model}",
+        "data.train=train.jsonl",
+        "data.max_length=128",
+        "model.compute_dtype=float32",
+        "train.max_steps=3",
+        "logging.every_steps=3",
+        "export.final=false",
+        *more,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, read_metrics(folder / "runs/config", "step")
+
+
+def test_a_run_says_its_mfu(tmp_path: Path, models: dict[str, Path]) -> None:
+    said, steps = run_steps(models["glm"], tmp_path, 2)
+    (peak,) = re.findall(
+        r"^MFU counts model FLOPs against (\S+) TFLOP/s \(measured on .* float32\) x 2 \(ranks\)$", said, re.M
+    )
+    model = AutoModelForCausalLM.from_pretrained(models["glm"])
+    flops = count_flops(model)
+    for step in steps:
+        assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["seconds"])
+        # Without attention, which is the documents': the least, and with one document of all tokens the most.
+        least = 3 * (flops.per_token * step["tokens"] + flops.per_trained_token * step["trained_tokens"])
+        most = flops.of_step(np.array([step["tokens"]]), step["trained_tokens"])
+        done = step["mfu"] * step["seconds"] * 2e12 * float(peak)
+        assert 0.99 * least < done < 1.01 * most, "the peak is said with three digits"
+        assert 1e8 < step["memory_bytes"] < 1e11
+    mean = sum(step["mfu"] * step["seconds"] for step in steps) / sum(step["seconds"] for step in steps)
+    (line,) = re.findall(r"^Step 3/3 .*$", said, re.M)
+    assert f"tok/s | MFU {mean:.1%} | {steps[-1]['memory_bytes'] / 1e9:.1f} GB | ETA" in line
+
+
+def test_a_run_without_one_says_so_once(tmp_path: Path, models: dict[str, Path]) -> None:
+    config = AutoConfig.for_model(
+        "lfm2",
+        vocab_size=331,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        layer_types=["conv", "full_attention"],
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).write_bytes((models["llama"] / name).read_bytes())
+    said, steps = run_steps(tmp_path / "model", tmp_path, 1, "data.packing=false")
+    assert said.count("MFU") == said.count("MFU is left out: lfm2 ") == 1
+    assert [step["mfu"] for step in steps] == [None] * 3
