@@ -38,33 +38,65 @@ def plan_rows(lengths: np.ndarray, max_length: int, packing: bool, seed: int, ep
     """
     random = np.random.default_rng([seed, epoch])
     order = random.permutation(len(lengths))
-    rows = [[sequence] for sequence in order.tolist()] if not packing else _best_fit(order, lengths, max_length)
-    shuffled = [rows[i] for i in random.permutation(len(rows)).tolist()] if packing else rows
-    starts = np.zeros(len(shuffled) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in shuffled], out=starts[1:])
-    return Rows(np.fromiter((s for row in shuffled for s in row), np.int64, len(lengths)), starts)
+    if not packing:
+        return Rows(order, np.arange(len(order) + 1))
+    shorter_by = max_length - np.asarray(lengths)[order]
+    if max_length < 1 << 16:
+        shorter_by = shorter_by.astype(np.uint16)  # sorted by radix, in a fifth of the time
+    longest_first = order[np.argsort(shorter_by, kind="stable")]
+    del order, shorter_by
+    row_of, n_rows = _best_fit(lengths, max_length)
+    row_of = random.permutation(n_rows)[row_of]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=n_rows))])
+    return Rows(longest_first[np.argsort(row_of, kind="stable")], starts)
 
 
-def _best_fit(order: np.ndarray, lengths: np.ndarray, max_length: int) -> list[list[int]]:
-    longest_first = order[np.argsort(-np.asarray(lengths, dtype=np.int64)[order], kind="stable")]
-    rows: list[list[int]] = []
-    open_rows: list[list[int]] = [[] for _ in range(max_length + 1)]  # row numbers by the space left in them
+def count_rows(lengths: np.ndarray, max_length: int, packing: bool) -> int:
+    """How many rows `plan_rows` makes, in any epoch and with any seed."""
+    return _best_fit(lengths, max_length)[1] if packing else len(lengths)
+
+
+def _best_fit(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, int]:
+    """The row of each sequence, these in descending order of their lengths, and the number of rows.
+
+    The row that was just given a sequence is the fullest of those that can take another one of its length. So each
+    row takes as many of a length as it has space for, before the next row takes any, and all rows with the same space
+    can be filled at once.
+    """
+    counts = np.bincount(lengths, minlength=max_length + 1)
+    row_of = np.empty(len(lengths), np.int32)
+    open_rows: list[list[np.ndarray]] = [[] for _ in range(max_length + 1)]  # row numbers by the space left in them
     has_rows = 0  # bit s: some row has s tokens of space left
-    for sequence in longest_first.tolist():
-        length = int(lengths[sequence])
-        fitting = has_rows >> length
-        if fitting:
-            space = length + (fitting & -fitting).bit_length() - 1
-            row = open_rows[space].pop()
+    begin = n_rows = 0
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        end = begin + int(counts[length])
+        while begin < end:
+            fitting = has_rows >> length
+            if fitting:
+                space = length + (fitting & -fitting).bit_length() - 1
+                rows = open_rows[space].pop()
+            else:
+                space = max_length
+                needed = -(-(end - begin) // (max_length // length))
+                rows = np.arange(n_rows, n_rows + needed, dtype=np.int32)
+                n_rows += needed
+            each = space // length
+            n_full, rest = divmod(min(end - begin, len(rows) * each), each)
+            n_given = n_full + (rest > 0)
+            taken = n_full * each + rest
+            row_of[begin : begin + taken] = np.repeat(rows[:n_given], each)[:taken]
+            begin += taken
+            for left, changed in (
+                (space, rows[n_given:]),
+                (space - each * length, rows[:n_full]),
+                (space - rest * length, rows[n_full:n_given]),
+            ):
+                if len(changed):
+                    open_rows[left].append(changed)
+                    has_rows |= 1 << left
             if not open_rows[space]:
                 has_rows &= ~(1 << space)
-        else:
-            space, row = max_length, len(rows)
-            rows.append([])
-        rows[row].append(sequence)
-        open_rows[space - length].append(row)
-        has_rows |= 1 << (space - length)
-    return rows
+    return row_of, n_rows
 
 
 @dataclass(frozen=True)
@@ -210,7 +242,7 @@ def make_schedule(
 
     Where an earlier part of the run had other rows per step, it counts with the steps that it took.
     """
-    rows = len(plan_rows(dataset.lengths, max_length, packing, seed, 0))
+    rows = count_rows(dataset.lengths, max_length, packing)
     left = 0
     if start.epoch < epochs:
         left = -(-(rows - start.row) // rows_per_step) + (epochs - start.epoch - 1) * -(-rows // rows_per_step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import math
+import tracemalloc
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -16,11 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from shardtune.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
 from shardtune.loss import summed_loss
-from shardtune.packing import Position, build_batch, deal, make_schedule, plan_rows
+from shardtune.packing import Position, build_batch, count_rows, deal, make_schedule, plan_rows
 
 
 def random_lengths(count: int, longest: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, longest + 1, count).astype(np.int32)
+
+
+def log_normal_lengths(count: int, mean: float, longest: int, seed: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).lognormal(math.log(mean) - 0.5, 1, count)
+    return np.clip(drawn, 1, longest).astype(np.int32)
 
 
 def naive_best_fit(lengths: list[int], max_length: int) -> list[int]:
@@ -72,6 +79,29 @@ def test_rows_are_those_of_a_naive_best_fit(count, longest, max_length):
     rows = plan_rows(lengths, max_length, True, 1, 0)
     filled = [int(lengths[rows[row]].sum()) for row in range(len(rows))]
     assert sorted(filled) == sorted(naive_best_fit(lengths.tolist(), max_length))
+
+
+@pytest.mark.parametrize(("count", "mean", "max_length"), [(2000, 50, 400), (1500, 300, 256), (900, 2, 64)])
+def test_rows_of_skewed_lengths_are_those_of_a_naive_best_fit(count, mean, max_length):
+    """Many equal lengths, of which a row takes several at once, and, clipped, many that fill one."""
+    lengths = log_normal_lengths(count, mean, max_length, count)
+    rows = plan_rows(lengths, max_length, True, 1, 0)
+    filled = [int(lengths[rows[row]].sum()) for row in range(len(rows))]
+    assert sorted(filled) == sorted(naive_best_fit(lengths.tolist(), max_length))
+    assert count_rows(lengths, max_length, True) == len(filled)
+
+
+def test_a_plan_holds_no_python_object_per_record(tmp_path):
+    lengths = log_normal_lengths(200_000, 500, 4096, 0)
+    (tmp_path / "lengths").write_bytes(lengths.tobytes())
+    mapped = np.memmap(tmp_path / "lengths", np.int32, mode="r")
+    tracemalloc.start()
+    rows = plan_rows(mapped, 4096, True, 1, 0)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 48 * len(lengths)
+    in_memory = plan_rows(lengths, 4096, True, 1, 0)
+    assert (rows.members == in_memory.members).all() and (rows.starts == in_memory.starts).all()
 
 
 @pytest.mark.parametrize("packing", [True, False])
