@@ -37,7 +37,7 @@ from shardtune.optim import (
     require_finite,
     set_learning_rate,
 )
-from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
+from shardtune.packing import Position, Schedule, Step, build_batch, cost_of, make_schedule
 from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest, end_on_signal
 from shardtune.source import read_model_config
@@ -179,7 +179,7 @@ def train_step(
         Stopped: on every rank and before the update, if either is not finite.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    for sequences in step.micro_batches(world.rank, world.size, config.train.micro_batch_size):
+    for sequences in step.micro_batches(cost_of(model), world.rank, world.size, config.train.micro_batch_size):
         world.progress.enter("data", step.number)
         batch = build_batch(data.train, sequences, config.data.packing).to(world.device)
         world.progress.enter("forward and backward")
