@@ -47,7 +47,7 @@ from shardtune.optim import (
     require_finite,
     set_learning_rate,
 )
-from shardtune.packing import Position, Schedule, Step, build_batch, make_schedule
+from shardtune.packing import Position, Schedule, Step, build_batch, cost_of, make_schedule
 from shardtune.residency import Residency, choose_residency
 from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest, end_on_signal
@@ -230,7 +230,7 @@ def train_step(
         Stopped: on every rank and before the update, if either is not finite.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    micro_batches = step.micro_batches(world.rank, world.size, config.train.micro_batch_size)
+    micro_batches = step.micro_batches(cost_of(model), world.rank, world.size, config.train.micro_batch_size)
     for number, sequences in enumerate(micro_batches, start=1):
         residency.begin_micro_batch(model, is_last=number == len(micro_batches))
         world.progress.enter("data", step.number)

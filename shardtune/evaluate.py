@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .dataset import TokenDataset
 from .loss import summed_loss
 from .model import forward_only
-from .packing import build_batch, deal, plan_rows
+from .packing import build_batch, cost_of, deal, plan_rows
 from .world import World
 
 
@@ -40,9 +40,9 @@ def evaluate(
     """The loss over `dataset`, summed in float64 over micro-batches and ranks."""
     rows = plan_rows(dataset.lengths, max_length, packing, seed=0, epoch=0)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    sequences_of_rows = [rows[row].tolist() for row in range(len(rows))]
+    lengths = dataset.lengths[rows.members]
     with forward_only(model):
-        for sequences in deal(sequences_of_rows, world.rank, world.size, rows_per_micro_batch):
+        for sequences in deal(rows, lengths, cost_of(model), world.rank, world.size, rows_per_micro_batch):
             total += summed_loss(model, build_batch(dataset, sequences, is_flat).to(world.device))
     with world.progress.waiting():
         dist.all_reduce(total)

@@ -197,8 +197,8 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     The ranks make up `replicate` groups of consecutive ranks, each of which shards a whole copy of the model.
 
     Raises:
-        Refused: the launcher's environment is incomplete, the GPUs do not suffice, `replicate` does not divide the ranks, or not
-            everyone came in time.
+        Refused: the launcher's environment is incomplete, the GPUs do not suffice, `replicate` does not divide the
+            ranks, or not everyone came in time.
     """
     missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if 0 < len(missing) < len(_LAUNCHER_VARIABLES) and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):

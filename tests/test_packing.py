@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import math
+import tracemalloc
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -12,15 +14,20 @@ import pytest
 import torch
 from conftest import chats, write_jsonl
 from ranks import config_for
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
 from shardtune.loss import summed_loss
-from shardtune.packing import Position, build_batch, deal, make_schedule, plan_rows
+from shardtune.packing import Cost, Position, Rows, build_batch, cost_of, count_rows, deal, make_schedule, plan_rows
 
 
 def random_lengths(count: int, longest: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, longest + 1, count).astype(np.int32)
+
+
+def log_normal_lengths(count: int, mean: float, longest: int, seed: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).lognormal(math.log(mean) - 0.5, 1, count)
+    return np.clip(drawn, 1, longest).astype(np.int32)
 
 
 def naive_best_fit(lengths: list[int], max_length: int) -> list[int]:
@@ -74,6 +81,29 @@ def test_rows_are_those_of_a_naive_best_fit(count, longest, max_length):
     assert sorted(filled) == sorted(naive_best_fit(lengths.tolist(), max_length))
 
 
+@pytest.mark.parametrize(("count", "mean", "max_length"), [(2000, 50, 400), (1500, 300, 256), (900, 2, 64)])
+def test_rows_of_skewed_lengths_are_those_of_a_naive_best_fit(count, mean, max_length):
+    """Many equal lengths, of which a row takes several at once, and, clipped, many that fill one."""
+    lengths = log_normal_lengths(count, mean, max_length, count)
+    rows = plan_rows(lengths, max_length, True, 1, 0)
+    filled = [int(lengths[rows[row]].sum()) for row in range(len(rows))]
+    assert sorted(filled) == sorted(naive_best_fit(lengths.tolist(), max_length))
+    assert count_rows(lengths, max_length, True) == len(filled)
+
+
+def test_a_plan_holds_no_python_object_per_record(tmp_path):
+    lengths = log_normal_lengths(200_000, 500, 4096, 0)
+    (tmp_path / "lengths").write_bytes(lengths.tobytes())
+    mapped = np.memmap(tmp_path / "lengths", np.int32, mode="r")
+    tracemalloc.start()
+    rows = plan_rows(mapped, 4096, True, 1, 0)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 48 * len(lengths)
+    in_memory = plan_rows(lengths, 4096, True, 1, 0)
+    assert (rows.members == in_memory.members).all() and (rows.starts == in_memory.starts).all()
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_sequence_is_in_one_row_that_is_not_too_long(packing):
     lengths = random_lengths(500, 90, 3)
@@ -103,19 +133,91 @@ def test_rows_are_a_function_of_seed_and_epoch(packing):
         assert abs(np.corrcoef(range(len(first)), [of_row(row) for row in first])[0, 1]) < 0.3
 
 
+SMOLLM2_135M = Cost(2 * 135_000_000, 4 * 30 * 576)
+GLM_45_AIR = Cost(2 * 12_000_000_000, 4 * 46 * 96 * 128)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
 def test_each_row_is_dealt_to_one_rank_and_all_ranks_have_as_many_micro_batches(ranks):
     for count, rows_per_micro_batch in product((1, 2, 3, 7, 16, 61), (1, 2, 5)):
-        rows = [[row, 1000 + row] for row in range(count)]
-        dealt = [deal(rows, rank, ranks, rows_per_micro_batch) for rank in range(ranks)]
+        rows = Rows(np.arange(2 * count), np.arange(0, 2 * count + 1, 2))
+        lengths = random_lengths(2 * count, 40, count)
+        dealt = [deal(rows, lengths, SMOLLM2_135M, rank, ranks, rows_per_micro_batch) for rank in range(ranks)]
         assert len({len(micro_batches) for micro_batches in dealt}) == 1
         assert len(dealt[0]) == -(-count // (ranks * rows_per_micro_batch))
-        flat = [sequence for micro_batches in dealt for batch in micro_batches for sequence in batch]
-        assert Counter(flat) == Counter(sequence for row in rows for sequence in row)
+        pairs = [
+            batch[i : i + 2] for micro_batches in dealt for batch in micro_batches for i in range(0, len(batch), 2)
+        ]
+        assert sorted(pairs) == [[2 * row, 2 * row + 1] for row in range(count)]
         assert all(len(batch) <= 2 * rows_per_micro_batch for micro_batches in dealt for batch in micro_batches)
         for micro_batch in zip(*dealt, strict=True):
             sizes = [len(batch) // 2 for batch in micro_batch]
             assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("rows_per_micro_batch", [1, 2])
+def test_ranks_get_rows_of_like_cost_at_once_and_as_much_in_all(rows_per_micro_batch):
+    """Rows of 1 to 128 tokens, in any order."""
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 129))
+    rows = Rows(np.arange(128), np.arange(129))
+    dealt = [deal(rows, lengths, Cost(1, 0), rank, 16, rows_per_micro_batch) for rank in range(16)]
+    tokens = np.array([[lengths[batch].sum() for batch in micro_batches] for micro_batches in dealt])
+    assert (tokens.sum(1) == 129 * 4).all()
+    assert (np.ptp(tokens, axis=0) == (15 if rows_per_micro_batch == 1 else 0)).all()
+
+
+def useful_shares(lengths: np.ndarray, cost: Cost, accumulation: int, rows_per_micro_batch: int) -> tuple[float, float]:
+    """The mean of 16 ranks' time over that of the slowest, in an epoch's whole steps: where ranks wait for one another
+    at the end of a step, and where they do so in each micro-batch."""
+    per_step = 16 * accumulation * rows_per_micro_batch
+    rows = plan_rows(lengths, 4096, True, 1, 0)
+    worked = by_step = by_micro_batch = 0.0
+    for begin in range(0, len(rows) - per_step + 1, per_step):
+        step = rows.part(begin, begin + per_step)
+        of_ranks = np.zeros((16, accumulation))
+        for rank in range(16):
+            for number, batch in enumerate(deal(step, lengths[step.members], cost, rank, 16, rows_per_micro_batch)):
+                tokens = lengths[batch].astype(float)
+                of_ranks[rank, number] = (
+                    cost.per_token * tokens.sum() + cost.per_pair * (tokens * (tokens + 1)).sum() / 2
+                )
+        worked += of_ranks.sum() / 16
+        by_step += of_ranks.sum(1).max()
+        by_micro_batch += of_ranks.max(0).sum()
+    return worked / by_step, worked / by_micro_batch
+
+
+@pytest.mark.parametrize(("accumulation", "rows_per_micro_batch"), [(1, 1), (1, 2), (2, 1), (4, 1), (8, 2)])
+@pytest.mark.parametrize("cost", [SMOLLM2_135M, GLM_45_AIR])
+def test_sixteen_ranks_wait_less_than_three_percent_for_the_slowest(cost, accumulation, rows_per_micro_batch):
+    lengths = log_normal_lengths(16_000, 500, 4096, 0)
+    assert min(useful_shares(lengths, cost, accumulation, rows_per_micro_batch)) > 0.97
+
+
+def test_rows_that_stand_together_are_random_among_those_that_cost_alike():
+    """No group has the same rows in two epochs, and expensive ones are anywhere in them."""
+    lengths = log_normal_lengths(16_000, 500, 4096, 0)
+    places = []
+    for epoch in range(2):
+        rows = plan_rows(lengths, 4096, True, 1, epoch)
+        places.append({frozenset(rows.part(first, first + 32).members.tolist()) for first in range(0, len(rows), 32)})
+        longest = np.maximum.reduceat(lengths[rows.members], rows.starts[:-1])
+        assert abs(np.corrcoef(np.arange(len(rows)), longest)[0, 1]) < 0.3
+    assert not places[0] & places[1]
+
+
+def test_the_cost_of_a_model_counts_the_experts_that_a_token_meets(models):
+    config = AutoConfig.from_pretrained(models["glm"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    experts = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 3)
+    everything = sum(p.numel() for p in model.parameters())
+    share = config.num_experts_per_tok / config.n_routed_experts
+    assert 0 < share < 1 and experts
+    assert cost_of(model) == Cost(
+        2 * (everything - experts + int(experts * share)),
+        4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim,
+    )
 
 
 def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset):
@@ -127,7 +229,7 @@ def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset):
             sorted(
                 sequence
                 for rank in range(ranks)
-                for batch in step.micro_batches(rank, ranks, rows_per_micro_batch)
+                for batch in step.micro_batches(GLM_45_AIR, rank, ranks, rows_per_micro_batch)
                 for sequence in batch
             )
             for step in schedule.steps()
@@ -144,10 +246,11 @@ def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset):
     steps = list(schedule.steps())
     assert (schedule.rows_per_epoch, schedule.steps_per_epoch, schedule.total_steps) == (97, 10, 30)
     assert [step.number for step in steps] == list(range(1, 31))
-    assert [len(step.sequences) for step in steps] == ([10] * 9 + [7]) * 3
+    assert [len(step.rows) for step in steps] == ([10] * 9 + [7]) * 3
     assert [step.end for step in steps[8:11]] == [Position(9, 0, 90), Position(10, 1, 0), Position(11, 1, 10)]
     for step in steps:
-        members = [sequence for row in step.sequences for sequence in row]
+        members = step.rows.members.tolist()
+        assert step.lengths.tolist() == [len(dataset[i][0]) for i in members]
         assert step.tokens == sum(len(dataset[i][0]) for i in members)
         assert step.trained_tokens == sum(int(dataset[i][1].sum()) for i in members)
 
@@ -164,7 +267,7 @@ def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(dataset, be
     ]
     resumed = make_schedule(dataset, rows_per_step=rows_per_step, start=first[-1].end, **given)
     rest = list(resumed.steps())
-    seen = Counter((step.epoch, sequence) for step in first + rest for row in step.sequences for sequence in row)
+    seen = Counter((step.epoch, sequence) for step in first + rest for sequence in step.rows.members.tolist())
     assert seen == Counter(product(range(3), range(97)))
     assert [step.number for step in rest] == list(range(before + 1, resumed.total_steps + 1))
 
