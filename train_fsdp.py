@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import set_seed
@@ -167,7 +166,7 @@ def train(
         world.limit_steps(config.distributed.step_timeout_s)
 
         seconds = time.perf_counter() - step_ended
-        mfu = utilisation.of_step(data.train.lengths[np.concatenate(step.sequences)], step.trained_tokens, seconds)
+        mfu = utilisation.of_step(step.lengths, step.trained_tokens, seconds)
         told: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": step.tokens}
         told |= {"seconds": seconds, "mfu": mfu, "memory_bytes": int(memory_bytes)}
         counted = {"trained_tokens": step.trained_tokens, "tokens_per_second": step.tokens / seconds}
