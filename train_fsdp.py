@@ -29,7 +29,7 @@ from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.flops import Utilisation
 from shardtune.loss import summed_loss, use_loss_head
 from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
-from shardtune.model import build_model, compute_dtype
+from shardtune.model import build_model, compile_layers, compute_dtype
 from shardtune.opening import (
     announce,
     describe_mesh,
@@ -100,6 +100,8 @@ def main() -> None:
     is_flat = choose_attention(model, config, world)
     if why_not := use_loss_head(model, world.device):
         world.say(f"Loss: logits are made for every position, since {why_not}")
+    if config.model.compile:
+        compile_layers(model)
     if resumed:
         checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run_dir, world)
     for moved in checkpoint.set_aside(run_dir, resumed, world):

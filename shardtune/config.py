@@ -173,7 +173,6 @@ _BUILT: dict[str, tuple[Any, ...]] = {
     "parallel.expert": (1,),
     "optimizer.name": ("adamw",),
     "lora.rank": (None,),
-    "model.compile": (False,),
     "model.master_dtype": ("float32",),
 }
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.nn.attention.varlen  # makes its operator known
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import InductorError
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig as NoParallelism
 
 from .config import Config
-from .errors import Refused
+from .errors import Refused, Stopped
 from .world import World
 
 # What selective checkpointing keeps of a layer, as the layer's cost lies here: everything else is computed again.
@@ -172,14 +174,44 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
             "them would hold none - use a number of ranks that divides the experts or their width"
         )
 
-    layer_classes = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    layers = _layers(model)
     if not layers:
         world.say(f"{type(model).__name__} names no layers to shard by: every forward gathers the whole model at once")
     for layer in reversed(layers):  # inner layers before those around them
         fully_shard(layer, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
         _always_give_expert_gradients(layer)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, which FSDP2 may have made classes of its own."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the forward of each layer, once for all lengths; FSDP2's hooks stay outside.
+
+    It happens at the first call, which raises Stopped where it fails.
+    """
+
+    def compiled(layer: nn.Module) -> Callable[..., Any]:
+        fast = torch.compile(layer.forward, dynamic=True)
+
+        def forward(*arguments: Any, **options: Any) -> Any:
+            try:
+                return fast(*arguments, **options)
+            except (TorchDynamoException, InductorError) as error:
+                reason = str(error).strip().splitlines()[0]
+                raise Stopped(
+                    f"model.compile=true: {type(layer).__name__.removeprefix('FSDP')} cannot be compiled here ({reason}) - install what it "
+                    "lacks, such as a C++ compiler on a CPU, or use model.compile=false"
+                ) from error
+
+        return forward
+
+    for layer in _layers(model):
+        layer.forward = compiled(layer)
 
 
 def _always_give_expert_gradients(layer: nn.Module) -> None:

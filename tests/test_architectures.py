@@ -1,0 +1,242 @@
+"""Architectures whose layers, positions or experts would make a record depend on its neighbours, or ranks part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import chats, read_metrics, write_jsonl
+from plain_training import (
+    encode,
+    finish,
+    plain_perplexity,
+    plain_training,
+    settings,
+    sharpen,
+    step_losses,
+    uneven_chats,
+)
+from ranks import train
+from safetensors.torch import load_file
+from transformers import (
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+SMALL = {"vocab_size": 331, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def saved(
+    build: Callable[[], Any],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    change: Callable[[Any], None] = lambda model: None,
+) -> Path:
+    """The directory of a model with the weights that `build` draws, changed by `change`."""
+    torch.manual_seed(0)
+    model = build()
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "leaking",
+    [
+        lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
+        lambda: OPTForCausalLM(
+            OPTConfig(**SMALL, num_attention_heads=4, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0)
+        ),
+    ],
+    ids=["mamba", "opt"],
+)
+def test_a_model_whose_documents_would_mix_trains_unpacked_alone(leaking, tokenizer, tmp_path):
+    model = saved(leaking, tokenizer, tmp_path / "model")
+    records = uneven_chats()[:8]
+    given = settings(
+        model,
+        write_jsonl(tmp_path / "train.jsonl", records),
+        tmp_path / "run",
+        "train.gradient_accumulation_steps=4",
+        "train.epochs=2",
+    )
+    refused = train(2, *given, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].startswith("ERROR: ")
+    assert refused.stderr.splitlines()[-1].endswith(" - use data.packing=false")
+    finish(train(2, *given, "data.packing=false", cwd=tmp_path))
+    expected = plain_training(model, [encode(tokenizer, record) for record in records], [3e-3] * 2)
+    assert step_losses(tmp_path / "run") == pytest.approx(expected.losses, rel=1e-5)
+
+
+def longrope() -> Phi3ForCausalLM:
+    """Records of up to 60 tokens take the short factors, and longer ones factors that are far from those."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    return Phi3ForCausalLM(
+        Phi3Config(
+            **SMALL,
+            intermediate_size=64,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            original_max_position_embeddings=60,
+            rope_parameters=rope,
+        )
+    )
+
+
+def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, tmp_path):
+    model = saved(longrope, tokenizer, tmp_path / "model", sharpen)
+    records = [*chats(6, seed=4, longest_answer=8), *uneven_chats()[:4]]
+    encoded = [encode(tokenizer, record) for record in records]
+    assert 2 < sum(len(ids) > 60 for ids, _ in encoded) < 8
+    data = write_jsonl(tmp_path / "train.jsonl", records)
+    given = [f"data.eval={data}", "train.gradient_accumulation_steps=5", "train.epochs=2", "data.packing=false"]
+
+    for wrong in "data.packing=true", "train.micro_batch_size=2":
+        refused = train(2, *settings(model, data, tmp_path / "refused", *given, wrong), cwd=tmp_path)
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines()[-1] == (
+            "ERROR: phi3 turns to other rope factors for a whole forward once one of its records is longer than 60 "
+            "tokens - use data.max_length=60 or less, or data.packing=false with train.micro_batch_size=1"
+        )
+    finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
+    expected, steps = plain_training(model, encoded, [3e-3] * 2), read_metrics(tmp_path / "run", "step")
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+    baseline = read_metrics(tmp_path / "run", "eval")[0]["perplexity"]
+    assert baseline == pytest.approx(plain_perplexity(model, encoded), rel=1e-6)
+
+    short = ["data.packing=true", "data.max_length=60", "data.overflow=drop", "train.max_steps=1"]
+    finish(train(2, *settings(model, data, tmp_path / "short", *given, *short), cwd=tmp_path))
+    baseline = read_metrics(tmp_path / "short", "eval")[0]["perplexity"]
+    kept = [(ids, trained) for ids, trained in encoded if len(ids) <= 60]
+    assert baseline == pytest.approx(plain_perplexity(model, kept), rel=1e-6)
+
+
+def test_a_rank_without_rows_disturbs_no_gradient(tokenizer, tmp_path):
+    """In gemma3n the gradient at a row of padding alone, whose embedding is zero, is not finite."""
+    config = Gemma3nTextConfig(
+        **SMALL | {"pad_token_id": 0},
+        vocab_size_per_layer_input=331,
+        hidden_size_per_layer_input=8,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=64,
+        num_kv_shared_layers=0,
+        altup_num_inputs=2,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0, 0.0],
+    )
+    model = saved(lambda: Gemma3nForCausalLM(config), tokenizer, tmp_path / "model")
+    texts = ["rank node shard", "mesh step " * 20, "token loss norm " * 10]
+    given = ["data.packing=false", "train.gradient_accumulation_steps=2", "train.epochs=2"]
+    data = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in texts])
+    finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    assert not any(config.pad_token_id in of_text for of_text in ids)
+    expected = plain_training(model, [(of_text, [True] * len(of_text)) for of_text in ids], [3e-3] * 2)
+    steps = read_metrics(tmp_path / "run", "step")
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+
+
+def longcat() -> LongcatFlashForCausalLM:
+    return LongcatFlashForCausalLM(
+        LongcatFlashConfig(
+            vocab_size=331,
+            hidden_size=32,
+            num_layers=1,
+            ffn_hidden_size=64,
+            num_attention_heads=4,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            head_dim=8,
+            v_head_dim=8,
+            moe_topk=2,
+            n_routed_experts=4,
+            zero_expert_num=2,
+            expert_ffn_hidden_size=16,
+            max_position_embeddings=512,
+        )
+    )
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(checkpointing, tokenizer, tmp_path):
+    records = uneven_chats()[:2]
+    encoded = [encode(tokenizer, record) for record in records]
+
+    def part(model: Any) -> None:
+        """Leave to the experts only what the first record prefers to send them beyond anything in the second."""
+        sharpen(model)
+        router, seen = model.model.layers[0].mlp.router, []
+        router.register_forward_hook(lambda module, inputs, output: seen.append(output[0].softmax(-1)))
+        for ids, _ in encoded:
+            model(input_ids=torch.tensor([ids]))
+        margins = [(scores[:, :4].amax(-1) - scores[:, 4:].amin(-1)).amax() for scores in seen]
+        assert abs(margins[0] - margins[1]) > 1e-3
+        router.e_score_correction_bias[:4] -= sum(margins) / 2
+
+    model = saved(longcat, tokenizer, tmp_path / "model", part)
+    data = write_jsonl(tmp_path / "train.jsonl", records)
+    given = ["data.packing=false", "train.epochs=2", f"model.activation_checkpointing={checkpointing}"]
+    finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
+    expected, steps = plain_training(model, encoded, [3e-3] * 2), read_metrics(tmp_path / "run", "step")
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+
+
+def test_what_no_rank_uses_is_left_as_it_is(tokenizer, tmp_path):
+    """An indexer only chooses what attention sees, so it has no gradient, in a layer of experts neither."""
+    config = DeepseekV32Config(
+        **SMALL,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        head_dim=8,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=512,
+        max_position_embeddings=512,
+    )
+    model = saved(lambda: DeepseekV32ForCausalLM(config), tokenizer, tmp_path / "model")
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:4])
+    given = ["data.packing=false", "train.epochs=1", "optimizer.weight_decay=0.5"]
+    finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model"))
+    unused = {name for name in before if ".indexer." in name or name.endswith("e_score_correction_bias")}
+    assert len(unused) == 11
+    assert {name for name in before if torch.equal(before[name], after[name])} == unused

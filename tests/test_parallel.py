@@ -1,0 +1,147 @@
+"""However a step is spread and its memory spent, its numbers are those of plain PyTorch: replicas, whole gradients or
+a reduction in each micro-batch, layers computed again, compiled layers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import launch, read_metrics, write_jsonl
+from plain_training import (
+    Trained,
+    assert_same_weights,
+    encode,
+    finish,
+    plain_training,
+    settings,
+    sharpen,
+    uneven_chats,
+    with_weights,
+)
+from ranks import on_ranks, run_script, train
+from transformers import PreTrainedTokenizerFast
+
+from shardtune import residency
+
+RATES = (3e-3,) * 4
+
+
+@pytest.fixture(scope="module")
+def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("sharp")
+    return {name: with_weights(models[name], root / name, sharpen) for name in ("llama", "glm")}
+
+
+@pytest.fixture(scope="module")
+def expected(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> dict[str, Trained]:
+    records = [encode(tokenizer, record) for record in uneven_chats()]
+    return {name: plain_training(path, records, list(RATES)) for name, path in sharp.items()}
+
+
+def run_without_room(arguments: list[str]) -> None:
+    """On a rank: as if no memory were free."""
+    residency._SHARE = 0.0
+    run_script(arguments)
+
+
+def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) -> tuple[str, Path]:
+    """Four steps over all the data; what was said, and the run's folder."""
+    data, run_dir = write_jsonl(folder / "train.jsonl", uneven_chats()), folder / "run"
+    given = settings(model, data, run_dir, "train.epochs=4", f"train.gradient_accumulation_steps={8 // ranks}", *more)
+    if room:
+        return finish(train(ranks, *given, cwd=folder)), run_dir
+    (folder / "config.yaml").touch()
+    return finish(on_ranks(ranks, run_without_room, ["--config", "config.yaml", *given], cwd=folder)), run_dir
+
+
+def check(run_dir: Path, expected: Trained) -> None:
+    steps = read_metrics(run_dir, "step")
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+    assert_same_weights(run_dir, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "replicate", "room"),
+    [
+        ("glm", 2, True),
+        ("llama", 2, False),
+        ("llama", 4, True),
+        pytest.param("glm", 2, False, marks=pytest.mark.full),
+        pytest.param("glm", 4, True, marks=pytest.mark.full),
+        pytest.param("glm", 1, True, marks=pytest.mark.full),
+        pytest.param("glm", 1, False, marks=pytest.mark.full),
+        pytest.param("llama", 2, True, marks=pytest.mark.full),
+    ],
+)
+def test_replicas_and_reductions_equal_plain_pytorch(
+    family: str,
+    replicate: int,
+    room: bool,
+    sharp: dict[str, Path],
+    expected: dict[str, Trained],
+    tmp_path: Path,
+) -> None:
+    said, run_dir = run(sharp[family], tmp_path, 4, f"parallel.replicate={replicate}", room=room)
+    if replicate == 2:
+        assert "Mesh: 2 (replicas) x 2 (shards) = 4 ranks, each within one node" in said
+    if replicate < 4:
+        when = "once a step, after its last micro-batch" if room else "in each micro-batch"
+        assert f"Gradients: reduced {when} (whole they take " in said
+        assert f"Parameters: gathered {'once a step' if room else 'in each forward and each backward'} (" in said
+    check(run_dir, expected[family])
+
+
+def test_a_checkpoint_resumes_on_another_number_of_replicas(
+    sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
+) -> None:
+    """Down to one rank's disk: 4 = 2 x 2, then 4 = 1 x 4, then 2 = 2 x 1, then one."""
+    for steps, ranks, replicate in ((1, 4, 2), (2, 4, 1), (3, 2, 2), (4, 1, 1)):
+        more = [f"train.max_steps={steps}", f"parallel.replicate={replicate}", "checkpoint.keep=9"]
+        said, run_dir = run(sharp["glm"], tmp_path, ranks, *more)
+        assert steps == 1 or f"Resumed from checkpoint_{steps - 1:07d}" in said
+    manifest = json.loads((run_dir / "checkpoints/checkpoint_0000001/manifest.json").read_text(encoding="utf-8"))
+    assert manifest["world"]["mesh"] == {"replicate": 2, "shard": 2}
+    check(run_dir, expected["glm"])
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused(sharp: dict[str, Path], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    given = settings(sharp["llama"], tmp_path / "train.jsonl", tmp_path / "run", "parallel.replicate=3")
+    refused = train(2, *given, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "parallel.replicate=3 does not divide the 2 ranks - " in refused.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_layers_computed_again_change_no_number(
+    how: str, sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
+) -> None:
+    _, run_dir = run(sharp["glm"], tmp_path, 2, f"model.activation_checkpointing={how}")
+    check(run_dir, expected["glm"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "glm"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_compiled_layers_change_no_number(
+    family: str, checkpointing: str, sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
+) -> None:
+    more = ["model.compile=true", f"model.activation_checkpointing={checkpointing}"]
+    data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
+    (tmp_path / "config.yaml").touch()
+    given = settings(sharp[family], data, run_dir, "train.epochs=4", "train.gradient_accumulation_steps=4", *more)
+    finish(launch(2, "--config", "config.yaml", *given, cwd=tmp_path, timeout_s=900))
+    check(run_dir, expected[family])
+
+
+def test_a_compile_that_fails_names_the_layer(sharp: dict[str, Path], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    given = settings(sharp["llama"], data, tmp_path / "run", "model.compile=true")
+    (tmp_path / "config.yaml").touch()
+    failed = launch(0, "--config", "config.yaml", *given, cwd=tmp_path, env={"CXX": "/nowhere/c++"})
+    last = failed.stderr.splitlines()[-1]
+    assert failed.returncode == 1
+    assert re.match(r"ERROR: model\.compile=true: LlamaDecoderLayer cannot be compiled here \(.+\) - ", last), last
