@@ -203,9 +203,10 @@ def compile_layers(model: PreTrainedModel) -> None:
                 return fast(*arguments, **options)
             except (TorchDynamoException, InductorError) as error:
                 reason = str(error).strip().splitlines()[0]
+                name = type(layer).__name__.removeprefix("FSDP")
                 raise Stopped(
-                    f"model.compile=true: {type(layer).__name__.removeprefix('FSDP')} cannot be compiled here ({reason}) - install what it "
-                    "lacks, such as a C++ compiler on a CPU, or use model.compile=false"
+                    f"model.compile=true: {name} cannot be compiled here ({reason}) - install what it lacks, such as a "
+                    "C++ compiler on a CPU, or use model.compile=false"
                 ) from error
 
         return forward

@@ -137,6 +137,7 @@ def test_compiled_layers_change_no_number(
     check(run_dir, expected[family])
 
 
+@pytest.mark.full
 def test_a_compile_that_fails_names_the_layer(sharp: dict[str, Path], tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     given = settings(sharp["llama"], data, tmp_path / "run", "model.compile=true")
