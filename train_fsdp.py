@@ -22,7 +22,7 @@ from shardtune.arguments import read_run_arguments
 from shardtune.config import Config, changed_keys, remarks, to_dict, write_config
 from shardtune.console import quiet_libraries
 from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data, require_sources
-from shardtune.errors import Interrupted, Refused, all_of
+from shardtune.errors import AGAIN, Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.loss import require_separate_documents, summed_loss
@@ -98,7 +98,7 @@ def main() -> None:
     )
     fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
     last = train(config, schedule, data, fixed, model, optimizer, metrics, saver, world, is_resumed=bool(resumed))
-    end_on_signal("after the last step was saved, while the final model was written", code=75)
+    end_on_signal(f"after the last step was saved, while the final model was written - {AGAIN}", code=75)
     write_final_model(config, last, assets, run_dir, world)
 
 

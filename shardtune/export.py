@@ -32,7 +32,7 @@ from .checkpoint import (
     transfer,
     write_safetensors,
 )
-from .errors import Refused, Stopped
+from .errors import AGAIN, Refused, Stopped
 from .rundir import RunDir
 from .world import World
 
@@ -185,7 +185,7 @@ def export_final(export: Export, out: Path, run_dir: RunDir, world: World) -> No
         try:
             work()
         except (OSError, DamagedCheckpoint) as error:
-            problem = f"the final model was not written to {out}: {error} - make room and run the same command again"
+            problem = f"the final model was not written to {out}: {error} - make room; {AGAIN}"
         if problems := [found for found in world.gather(problem) if found]:
             if world.is_main:
                 disk.delete(unfinished)
