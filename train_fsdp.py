@@ -10,6 +10,7 @@ import datetime
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from shardtune.errors import AGAIN, Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.loss import require_separate_documents, summed_loss
-from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
+from shardtune.metrics import Metrics, StepLines, has_evaluation, peak_memory_bytes
 from shardtune.model import build_model
 from shardtune.opening import announce, describe_state, model_settings, require_same_config, require_same_model
 from shardtune.optim import (
@@ -74,7 +75,8 @@ def main() -> None:
     if resumed:
         require_same_model(resumed, assets)
     checkpoint.delete_unfinished(run_dir, resumed, world)
-    if resumed and resumed.step >= schedule.total_steps:
+    owed = owed_evaluation(config, resumed, run_dir, world)
+    if resumed and resumed.step >= schedule.total_steps and owed is None:
         write_final_model(config, resumed, assets, run_dir, world)
         world.say(f"Finished: {resumed.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
@@ -97,7 +99,7 @@ def main() -> None:
         run_dir, config.checkpoint, config.distributed.save_timeout_s, model, optimizer, assets, world
     )
     fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
-    last = train(config, schedule, data, fixed, model, optimizer, metrics, saver, world, is_resumed=bool(resumed))
+    last = train(config, schedule, data, fixed, model, optimizer, metrics, saver, world, resumed, owed)
     end_on_signal(f"after the last step was saved, while the final model was written - {AGAIN}", code=75)
     write_final_model(config, last, assets, run_dir, world)
 
@@ -112,13 +114,15 @@ def train(
     metrics: Metrics,
     saver: checkpoint.Saver,
     world: World,
-    is_resumed: bool,
+    last: checkpoint.Checkpoint | None,
+    owed: int | None,
 ) -> checkpoint.Checkpoint:
-    """All the steps that are left, with their evaluations and checkpoints; the last checkpoint."""
+    """All the steps that are left after `last`, with their evaluations and checkpoints; the last checkpoint."""
     lines = StepLines(world, schedule.total_steps, config.logging.every_steps)
-    stop, stragglers = StopRequest(), Stragglers(model, metrics, world)
-    if config.eval.baseline and not is_resumed:
-        evaluate_at(0, config, data, model, metrics, world)
+    stragglers = Stragglers(model, metrics, world)
+    if owed is not None:
+        evaluate_at(owed, config, data, model, metrics, world, lambda: False)
+    stop = StopRequest()
     step_ended = time.perf_counter()
     for step in schedule.steps():
         lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
@@ -134,28 +138,51 @@ def train(
         lines.step_ended(step.number, memory_bytes=memory_bytes, **told)
         is_last = step.number == schedule.total_steps
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
-        if is_last or is_due(step.number, config.eval.every_steps):
-            evaluate_at(step.number, config, data, model, metrics, world)
-            must_stop = must_stop or world.maxima(stop.received is not None)[0]
+        is_owed = data.eval is not None and (is_last or is_due(step.number, config.eval.every_steps))
+        if is_owed and not must_stop:
+            is_owed = not evaluate_at(step.number, config, data, model, metrics, world, lambda: bool(stop.received))
+            must_stop = is_owed or world.maxima(stop.received is not None)[0]
         saver.say_if_ended()
         world.progress.enter("saving")
         if is_last or must_stop or is_due(step.number, config.checkpoint.every_steps):
-            saver.save(vars(step.end) | fixed, metrics.sync)
+            saver.save(vars(step.end) | {"owes_evaluation": is_owed} | fixed, metrics.sync)
         if is_last or must_stop:
             last = saver.finish()
-        if must_stop and not is_last:
+        if must_stop and (is_owed or not is_last):
             raise Interrupted(
                 f"stopped by {stop.received or 'a signal to another rank'} after saving step {step.number} - run the "
                 f"same command again{'' if config.run.resume == 'auto' else ' with run.resume=auto'} to resume"
             )
         step_ended = time.perf_counter()
+    assert last
     return last
 
 
-def evaluate_at(step: int, config: Config, data: PreparedData, model: Any, metrics: Metrics, world: World) -> None:
-    """The perplexity over the evaluation data, if there is any, said and written; step 0 is the baseline."""
+def owed_evaluation(config: Config, resumed: checkpoint.Checkpoint | None, run_dir: RunDir, world: World) -> int | None:
+    """Of which step the perplexity comes before the first step: 0, the baseline, or one that a signal cut short."""
+    if resumed is None:
+        return 0 if config.eval.baseline else None
+    is_owed = resumed.state.get("owes_evaluation") and world.from_main(
+        lambda: not has_evaluation(run_dir.path / "metrics.jsonl", resumed.step)
+    )
+    return resumed.step if is_owed else None
+
+
+def evaluate_at(
+    step: int,
+    config: Config,
+    data: PreparedData,
+    model: Any,
+    metrics: Metrics,
+    world: World,
+    must_stop: Callable[[], bool],
+) -> bool:
+    """The perplexity over the evaluation data, if there is any, said and written; step 0 is the baseline.
+
+    False on every rank, and nothing said or written, if `must_stop` has cut it short.
+    """
     if data.eval is None:
-        return
+        return True
     world.progress.enter("evaluation", step)
     found = evaluate(
         model,
@@ -164,10 +191,14 @@ def evaluate_at(step: int, config: Config, data: PreparedData, model: Any, metri
         max_length=config.data.max_length,
         packing=config.data.packing,
         rows_per_micro_batch=config.train.micro_batch_size,
+        must_stop=must_stop,
     )
+    if found is None:
+        return False
     label, tail = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
     world.say(f"{label} Perplexity: {found.perplexity:.4f} | Loss: {found.loss:.4f} | Tokens: {found.tokens}{tail}")
     metrics.write("eval", step=step, loss=found.loss, perplexity=found.perplexity, tokens=found.tokens)
+    return True
 
 
 def train_step(
