@@ -27,6 +27,7 @@ def end_on_signal(when: str, code: int) -> None:
     """From now on a signal ends this process where it stands, with a line that says `<when> - <what to do>`."""
 
     def end(number: int, frame: FrameType | None) -> None:
+        ignore_signals()
         raise Ended(f"ended by {signal.Signals(number).name} {when}", code)
 
     for number in _SIGNALS:
