@@ -86,7 +86,7 @@ def _lines_up_to(path: Path, step: int) -> list[bytes]:
 def has_evaluation(path: Path, step: int) -> bool:
     """Whether the lines hold the evaluation of this step."""
     entries = map(json.loads, _lines_up_to(path, step))
-    return any(entry["kind"] == "eval" and entry["step"] == step for entry in entries)
+    return any(entry.get("kind") == "eval" and entry["step"] == step for entry in entries)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
