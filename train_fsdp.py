@@ -10,6 +10,8 @@ import datetime
 import json
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,12 @@ from shardtune.attention import choose_attention
 from shardtune.config import Config, changed_keys, remarks, to_dict, write_config
 from shardtune.console import quiet_libraries
 from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data, require_sources
-from shardtune.errors import Interrupted, Refused, all_of
+from shardtune.errors import AGAIN, Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.flops import Utilisation
 from shardtune.loss import summed_loss, use_loss_head
-from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
+from shardtune.metrics import Metrics, StepLines, has_evaluation, peak_memory_bytes
 from shardtune.model import build_model, compile_layers, compute_dtype
 from shardtune.opening import (
     announce,
@@ -86,7 +88,8 @@ def main() -> None:
     if resumed:
         require_same_model(resumed, assets)
     checkpoint.delete_unfinished(run_dir, resumed, world)
-    if resumed and resumed.step >= schedule.total_steps:
+    owed = owed_evaluation(config, resumed, run_dir, world)
+    if resumed and resumed.step >= schedule.total_steps and owed is None:
         write_final_model(config, resumed, assets, run_dir, world)
         world.say(f"Finished: {resumed.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
@@ -113,56 +116,48 @@ def main() -> None:
     saver = checkpoint.Saver(
         run_dir, config.checkpoint, config.distributed.save_timeout_s, model, optimizer, assets, world
     )
-    fixed = {
-        "residency": list(vars(residency).values()),
-        "date": date,
-        "data": data.key,
-        "config": to_dict(config),
-        "model": model_settings(assets),
-    }
-    last = train(
-        config,
-        schedule,
-        data,
-        fixed,
-        model,
-        optimizer,
-        metrics,
-        saver,
-        world,
-        residency,
-        is_flat,
-        is_resumed=bool(resumed),
-    )
-    end_on_signal("after the last step was saved, while the final model was written", code=75)
+    fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
+    job = Job(config, world, data, model, is_flat, residency, optimizer, metrics)
+    last = train(job, schedule, saver, fixed | {"residency": list(vars(residency).values())}, resumed, owed)
+    end_on_signal(f"after the last step was saved, while the final model was written - {AGAIN}", code=75)
     write_final_model(config, last, assets, run_dir, world)
 
 
+@dataclass(frozen=True)
+class Job:
+    """What the loop works with. `is_flat`: the rows of a batch stand one behind the other, without padding."""
+
+    config: Config
+    world: World
+    data: PreparedData
+    model: Any
+    is_flat: bool
+    residency: Residency
+    optimizer: torch.optim.Optimizer
+    metrics: Metrics
+
+
 def train(
-    config: Config,
+    job: Job,
     schedule: Schedule,
-    data: PreparedData,
-    fixed: dict[str, Any],
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    metrics: Metrics,
     saver: checkpoint.Saver,
-    world: World,
-    residency: Residency,
-    is_flat: bool,
-    is_resumed: bool,
+    fixed: dict[str, Any],
+    last: checkpoint.Checkpoint | None,
+    owed: int | None,
 ) -> checkpoint.Checkpoint:
-    """All the steps that are left, with their evaluations and checkpoints; the last checkpoint."""
+    """All the steps that are left after `last`, with their evaluations and checkpoints; the last checkpoint."""
+    config, world = job.config, job.world
     lines = StepLines(world, schedule.total_steps, config.logging.every_steps)
-    stop, stragglers = StopRequest(), Stragglers(model, metrics, world)
-    utilisation = Utilisation(model, compute_dtype(config.model.compute_dtype, world.device), world)
-    if config.eval.baseline and not is_resumed:
-        evaluate_at(0, config, data, model, metrics, world, is_flat)
+    stragglers = Stragglers(job.model, job.metrics, world)
+    utilisation = Utilisation(job.model, compute_dtype(config.model.compute_dtype, world.device), world)
+    if owed is not None:
+        evaluate_at(owed, job, lambda: False)
+    stop = StopRequest()
     step_ended = time.perf_counter()
     for step in schedule.steps():
         lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
-        set_learning_rate(optimizer, lr)
-        loss, grad_norm = train_step(config, step, data, model, optimizer, world, residency, is_flat)
+        set_learning_rate(job.optimizer, lr)
+        loss, grad_norm = train_step(job, step)
         must_stop, memory_bytes = world.maxima(stop.received is not None, peak_memory_bytes(world.device))
         stragglers.step_ended(step.number)
         world.limit_steps(config.distributed.step_timeout_s)
@@ -172,70 +167,79 @@ def train(
         told: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": step.tokens}
         told |= {"seconds": seconds, "mfu": mfu, "memory_bytes": int(memory_bytes)}
         counted = {"trained_tokens": step.trained_tokens, "tokens_per_second": step.tokens / seconds}
-        metrics.write("step", step=step.number, epoch=step.epoch, **counted, **told)
+        job.metrics.write("step", step=step.number, epoch=step.epoch, **counted, **told)
         lines.step_ended(step.number, **told)
         is_last = step.number == schedule.total_steps
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
-        if is_last or is_due(step.number, config.eval.every_steps):
-            evaluate_at(step.number, config, data, model, metrics, world, is_flat)
-            must_stop = must_stop or world.maxima(stop.received is not None)[0]
+        is_owed = job.data.eval is not None and (is_last or is_due(step.number, config.eval.every_steps))
+        if is_owed and not must_stop:
+            is_owed = not evaluate_at(step.number, job, lambda: bool(stop.received))
+            must_stop = is_owed or world.maxima(stop.received is not None)[0]
         saver.say_if_ended()
         world.progress.enter("saving")
         if is_last or must_stop or is_due(step.number, config.checkpoint.every_steps):
-            saver.save(vars(step.end) | fixed, metrics.sync)
+            saver.save(vars(step.end) | {"owes_evaluation": is_owed} | fixed, job.metrics.sync)
         if is_last or must_stop:
             last = saver.finish()
-        if must_stop and not is_last:
+        if must_stop and (is_owed or not is_last):
             raise Interrupted(
                 f"stopped by {stop.received or 'a signal to another rank'} after saving step {step.number} - run the "
                 f"same command again{'' if config.run.resume == 'auto' else ' with run.resume=auto'} to resume"
             )
         step_ended = time.perf_counter()
+    assert last
     return last
 
 
-def evaluate_at(
-    step: int, config: Config, data: PreparedData, model: Any, metrics: Metrics, world: World, is_flat: bool
-) -> None:
-    """The perplexity over the evaluation data, if there is any, said and written; step 0 is the baseline."""
-    if data.eval is None:
-        return
-    world.progress.enter("evaluation", step)
-    found = evaluate(
-        model,
-        data.eval,
-        world,
-        max_length=config.data.max_length,
-        packing=config.data.packing,
-        is_flat=is_flat,
-        rows_per_micro_batch=config.train.micro_batch_size,
+def owed_evaluation(config: Config, resumed: checkpoint.Checkpoint | None, run_dir: RunDir, world: World) -> int | None:
+    """Of which step the perplexity comes before the first step: 0, the baseline, or one that a signal cut short."""
+    if resumed is None:
+        return 0 if config.eval.baseline else None
+    is_owed = resumed.state.get("owes_evaluation") and world.from_main(
+        lambda: not has_evaluation(run_dir.path / "metrics.jsonl", resumed.step)
     )
+    return resumed.step if is_owed else None
+
+
+def evaluate_at(step: int, job: Job, must_stop: Callable[[], bool]) -> bool:
+    """The perplexity over the evaluation data, if there is any, said and written; step 0 is the baseline.
+
+    False on every rank, and nothing said or written, if `must_stop` has cut it short.
+    """
+    if job.data.eval is None:
+        return True
+    job.world.progress.enter("evaluation", step)
+    found = evaluate(
+        job.model,
+        job.data.eval,
+        job.world,
+        max_length=job.config.data.max_length,
+        packing=job.config.data.packing,
+        is_flat=job.is_flat,
+        rows_per_micro_batch=job.config.train.micro_batch_size,
+        must_stop=must_stop,
+    )
+    if found is None:
+        return False
     label, tail = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
-    world.say(f"{label} Perplexity: {found.perplexity:.4f} | Loss: {found.loss:.4f} | Tokens: {found.tokens}{tail}")
-    metrics.write("eval", step=step, loss=found.loss, perplexity=found.perplexity, tokens=found.tokens)
+    job.world.say(f"{label} Perplexity: {found.perplexity:.4f} | Loss: {found.loss:.4f} | Tokens: {found.tokens}{tail}")
+    job.metrics.write("eval", step=step, loss=found.loss, perplexity=found.perplexity, tokens=found.tokens)
+    return True
 
 
-def train_step(
-    config: Config,
-    step: Step,
-    data: PreparedData,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    residency: Residency,
-    is_flat: bool,
-) -> tuple[float, float]:
+def train_step(job: Job, step: Step) -> tuple[float, float]:
     """One optimizer step over its global batch; the exact loss per trained token and the global gradient norm.
 
     Raises:
         Stopped: on every rank and before the update, if either is not finite.
     """
+    config, model, world = job.config.train, job.model, job.world
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    micro_batches = step.micro_batches(cost_of(model), world.rank, world.size, config.train.micro_batch_size)
+    micro_batches = step.micro_batches(cost_of(model), world.rank, world.size, config.micro_batch_size)
     for number, sequences in enumerate(micro_batches, start=1):
-        residency.begin_micro_batch(model, is_last=number == len(micro_batches))
+        job.residency.begin_micro_batch(model, is_last=number == len(micro_batches))
         world.progress.enter("data", step.number)
-        batch = build_batch(data.train, sequences, is_flat).to(world.device)
+        batch = build_batch(job.data.train, sequences, job.is_flat).to(world.device)
         world.progress.enter("forward and backward")
         micro_batch_sum = summed_loss(model, batch)
         # FSDP2 averages gradients over ranks; the factor turns that into the sum over ranks per trained token.
@@ -247,10 +251,10 @@ def train_step(
     loss, grad_norm = loss_sum.item() / max(1, step.trained_tokens), norm.item()
     require_finite(step.number, loss, grad_norm, model, world)
     world.progress.enter("optimizer")
-    if config.train.max_grad_norm is not None:
-        clip_gradients(model, config.train.max_grad_norm, norm)
-    optimizer.step()
-    optimizer.zero_grad()
+    if config.max_grad_norm is not None:
+        clip_gradients(model, config.max_grad_norm, norm)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
     return loss, grad_norm
 
 

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from shardtune.loss import summed_loss
 from shardtune.model import build_model
 from shardtune.optim import build_optimizer
 from shardtune.packing import Batch
-from shardtune.rundir import open_run_dir
+from shardtune.rundir import RunDir, open_run_dir
 from shardtune.source import read_model_config
 from shardtune.world import World, join_world, run
 
@@ -94,74 +94,92 @@ def main() -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
+@dataclass
+class Subject:
+    """A training state on this rank, with all that it takes to save and load it in each way."""
+
+    config: Any
+    model: Any
+    optimizer: torch.optim.Optimizer
+    tensors: dict[str, torch.Tensor]
+    world: World
+    scratch: Path
+    run_dir: RunDir
+    group: dist.ProcessGroup
+
+    def ours(self, mode: str) -> dict[str, float]:
+        self._clear(self.run_dir.path / "checkpoints")
+        saving = replace(self.config.checkpoint, mode=mode)
+        saver = checkpoint.Saver(self.run_dir, saving, 600, self.model, self.optimizer, {}, self.world)
+        state = {"step": 1, "epoch": 0, "row": 0, "config": to_dict(self.config)}
+        return _save(lambda: saver.save(state), saver.finish)
+
+    def theirs(self, mode: str) -> dict[str, float]:
+        folder = self.scratch / "dcp"
+        self._clear(folder)
+        given: dict[str, Any] = {"checkpoint_id": folder, "process_group": self.group}
+        if mode == "sync":
+            return _save(lambda: dcp.save(self.tensors, **given), lambda: None)
+        futures: list[Any] = []
+        return _save(lambda: futures.append(dcp.async_save(self.tensors, **given)), lambda: futures[0].result())
+
+    def stage(self) -> dict[str, float]:
+        copies = []
+
+        def copy() -> None:
+            copies.extend(checkpoint_local(tensor).detach().to("cpu", copy=True) for tensor in self.tensors.values())
+
+        return {"stall": _timed(copy)}
+
+    def load_ours(self) -> dict[str, float]:
+        def load() -> None:
+            found = checkpoint.agree_on_checkpoint(self.run_dir, "auto", self.world)
+            assert found
+            checkpoint.load_checkpoint(found, self.model, self.optimizer, 1, self.run_dir, self.world)
+
+        return {"load": _timed(load)}
+
+    def load_theirs(self) -> dict[str, float]:
+        given: dict[str, Any] = {"checkpoint_id": self.scratch / "dcp", "process_group": self.group}
+        return {"load": _timed(lambda: dcp.load(self.tensors, **given))}
+
+    def _clear(self, folder: Path) -> None:
+        if self.world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier(self.group)
+
+
+def _save(begin: Callable[[], Any], end: Callable[[], Any]) -> dict[str, float]:
+    with PeakMemory() as memory:
+        started = time.perf_counter()
+        begin()
+        stall_s = time.perf_counter() - started
+        end()
+        total_s = time.perf_counter() - started
+    return {"stall": stall_s, "total": total_s, "memory": memory.extra}
+
+
+def build_subject(config: Any, world: World, scratch: Path) -> Subject:
+    """A model and its moments, none of them zero."""
     model = build_model(config, read_model_config(config.model, config.data.max_length), world)
     optimizer = build_optimizer(model, config.optimizer)
     tensors = training_state(model, optimizer)
     for tensor in tensors.values():
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor.detach())
-    size_gb = sum(_local_bytes(tensor) for tensor in tensors.values()) * world.size / 1e9
-    step_s = _median([_timed(lambda: forward_and_backward(model, world)) for _ in range(3)])
-    run_dir = open_run_dir(scratch / "ours", world)
-    group = dist.new_group(backend="gloo")
-    state = {"step": 1, "epoch": 0, "row": 0, "config": to_dict(config)}
+    run_dir, group = open_run_dir(scratch / "ours", world), dist.new_group(backend="gloo")
+    return Subject(config, model, optimizer, tensors, world, scratch, run_dir, group)
 
-    def ours(mode: str) -> dict[str, float]:
-        if world.is_main:
-            shutil.rmtree(run_dir.path / "checkpoints", ignore_errors=True)
-        dist.barrier(group)
-        saver = checkpoint.Saver(run_dir, replace(config.checkpoint, mode=mode), 600, model, optimizer, {}, world)
-        with PeakMemory() as memory:
-            started = time.perf_counter()
-            saver.save(state)
-            stall_s = time.perf_counter() - started
-            saver.finish()
-            total_s = time.perf_counter() - started
-        return {"stall": stall_s, "total": total_s, "memory": memory.extra}
 
-    def theirs(mode: str) -> dict[str, float]:
-        folder = scratch / "dcp"
-        if world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-        dist.barrier(group)
-        with PeakMemory() as memory:
-            started = time.perf_counter()
-            if mode == "async":
-                future: Any = dcp.async_save(tensors, checkpoint_id=folder, process_group=group)
-                stall_s = time.perf_counter() - started
-                future.result()
-            else:
-                dcp.save(tensors, checkpoint_id=folder, process_group=group)
-                stall_s = time.perf_counter() - started
-            total_s = time.perf_counter() - started
-        return {"stall": stall_s, "total": total_s, "memory": memory.extra}
-
-    def stage() -> dict[str, float]:
-        copies = []
-
-        def copy() -> None:
-            copies.extend(checkpoint_local(tensor).detach().to("cpu", copy=True) for tensor in tensors.values())
-
-        return {"stall": _timed(copy)}
-
-    def load_ours() -> dict[str, float]:
-        def load() -> None:
-            found = checkpoint.agree_on_checkpoint(run_dir, "auto", world)
-            assert found
-            checkpoint.load_checkpoint(found, model, optimizer, 1, run_dir, world)
-
-        return {"load": _timed(load)}
-
-    def load_theirs() -> dict[str, float]:
-        return {"load": _timed(lambda: dcp.load(tensors, checkpoint_id=scratch / "dcp", process_group=group))}
-
+def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
+    subject = build_subject(config, world, scratch)
+    step_s = _median([_timed(lambda: forward_and_backward(subject.model, world)) for _ in range(3)])
     variants: dict[str, list[Callable[[], dict[str, float]]]] = {
-        "shardtune, async": [lambda: ours("async")],
-        "shardtune, sync": [lambda: ours("sync"), load_ours],
-        "DCP, async": [lambda: theirs("async")],
-        "DCP, sync": [lambda: theirs("sync"), load_theirs],
-        "a copy of the state alone": [stage],
+        "shardtune, async": [lambda: subject.ours("async")],
+        "shardtune, sync": [lambda: subject.ours("sync"), subject.load_ours],
+        "DCP, async": [lambda: subject.theirs("async")],
+        "DCP, sync": [lambda: subject.theirs("sync"), subject.load_theirs],
+        "a copy of the state alone": [subject.stage],
     }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     order = random.Random(0)
@@ -169,10 +187,11 @@ def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
         for name in order.sample(list(variants), len(variants)):
             merged: dict[str, float] = {}
             for part in variants[name]:
-                dist.barrier(group)
+                dist.barrier(subject.group)
                 merged |= part()
             slowest = world.gather(merged)
             found[name].append({key: max(of_rank[key] for of_rank in slowest) for key in merged})
+    size_gb = sum(_local_bytes(tensor) for tensor in subject.tensors.values()) * world.size / 1e9
     return table(found, size_gb, step_s, world.size, rounds)
 
 

@@ -50,6 +50,7 @@ export SHARDTUNE_LAUNCH_DIR=$(mktemp -d)
 trap 'rm -rf "$SHARDTUNE_LAUNCH_DIR"' EXIT
 # torchrun waits for the other nodes before a process can read its configuration.
 timeout_s=${JOIN_TIMEOUT:-300}
+export SHARDTUNE_AGAIN='the same command with run.resume=auto resumes from the last checkpoint, if any'
 
 # In a session of its own, so that Ctrl-C reaches this script alone.
 setsid "$python" "$here/distTest/torchrun.py" \
@@ -57,8 +58,7 @@ setsid "$python" "$here/distTest/torchrun.py" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=$timeout_s" --log_dir="$SHARDTUNE_LAUNCH_DIR/torchrun" \
     "$here/train_fsdp.py" "$@" &
 torchrun=$!
-# Signals go to the processes, which save and then end, however long that takes; torchrun would kill them 30 s later.
-# Before there are any, torchrun is all there is to end.
+# Signals go to the processes, which save and then end, however long that takes. Before there are any, torchrun is all there is to end.
 pass_on() {
     if [[ -s $SHARDTUNE_LAUNCH_DIR/processes ]]; then kill -s "$1" $(< "$SHARDTUNE_LAUNCH_DIR/processes")
     else kill -s TERM "$torchrun"; fi 2>/dev/null
@@ -73,16 +73,15 @@ code=$?
 # The first process of this node that was there to the end. One that ends in order leaves no such file, whatever its code.
 place=$(head -qn 1 "$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9] 2>/dev/null | head -n 1)
 (( code == 0 )) && [[ -z $place ]] && exit 0
-resume='the same command resumes from the last checkpoint'
 if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
     { read -r code; read -r line; } < "$SHARDTUNE_LAUNCH_DIR/outcome"
 elif (( code > 128 )); then
     line="torchrun of node $NODE_RANK on $(uname -n) was ended by SIG$(kill -l $((code - 128)))${place:+ and its processes \
-with it: $place} - $resume"
+with it: $place} - $SHARDTUNE_AGAIN"
     code=1
 elif [[ -e $SHARDTUNE_LAUNCH_DIR/processes ]]; then
     code=1 line="ended without a word: ${place:-a process of node $NODE_RANK on $(uname -n)} - see above, the other nodes' \
-logs, and the kernel's log for processes killed for memory; $resume"
+logs, and the kernel's log for processes killed for memory; $SHARDTUNE_AGAIN"
 else
     code=2 line="node $NODE_RANK started no process - see above; start all $NNODES nodes within $timeout_s s (JOIN_TIMEOUT) \
 with one MASTER_ADDR that they reach and a MASTER_PORT that is free there"

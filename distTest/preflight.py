@@ -9,13 +9,11 @@ import contextlib
 import errno
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
 
 from distTest import compare, network, ranks
 from distTest.children import Child, die_with_parent
@@ -29,6 +27,7 @@ from distTest.settings import DEFAULTS, Settings, existing_part, read_settings
 from distTest.voice import Voice
 from distTest.wire import Gone, Link, Member, Message
 from shardtune.errors import Ended, Refused
+from shardtune.signals import end_on_signal, ignore_signals
 
 _FACTS_TIMEOUT_S = 600.0
 _SHORT_TIMEOUT_S = 60.0
@@ -43,7 +42,7 @@ def main() -> None:
     meeting: list[Meeting] = []
     code, problems = 0, []
     try:
-        _end_on_signal()
+        end_on_signal("during the preflight - run the same command again", code=1)
         preflight(voice, meeting)
     except Refused as refused:
         code, problems = 2, refused.problems
@@ -53,7 +52,7 @@ def main() -> None:
         traceback.print_exc()
         first_line = (str(error).splitlines() or [""])[0]
         code, problems = 1, [f"{type(error).__name__}: {first_line} - see the traceback above"]
-    _ignore_signals()
+    ignore_signals()
     if code == 1 and meeting:
         with contextlib.suppress(Refused):
             meeting[0].refuse(f"{meeting[0].members[meeting[0].node].name}: {problem}" for problem in problems)
@@ -245,20 +244,6 @@ def _help(link: Link, settings: Settings) -> None:
     while True:
         for job in link.receive(24 * 3600.0):
             link.send(ranks.measure(job))
-
-
-def _end_on_signal() -> None:
-    def end(number: int, frame: FrameType | None) -> None:
-        _ignore_signals()
-        raise Ended(f"ended by {signal.Signals(number).name} during the preflight - run the same command again", 1)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, end)
-
-
-def _ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

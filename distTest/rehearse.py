@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -36,7 +34,7 @@ from shardtune.arguments import Parser
 from shardtune.config import Config, load_config, to_dict
 from shardtune.console import quiet_libraries
 from shardtune.errors import Ended, Refused
-from shardtune.signals import ignore_signals
+from shardtune.signals import end_on_signal
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The launch scripts' own defaults, which hold where nothing is set.
@@ -74,7 +72,7 @@ def rehearse(arguments: Sequence[str], folder: Path) -> None:
     """All of it, with every file in `folder`. Raises Failed at the first check that does, Refused for bad arguments."""
     started = time.monotonic()
     options, assignments = _read_arguments(arguments)
-    _end_on_signals()
+    end_on_signal("with all that it had started - run it again", code=1)
     quiet_libraries(is_main=False)
     print(f"Rehearsing {options.nodes} nodes x {options.procs_per_node} processes over CPU, in {folder}")
     with _places(options, folder) as (places, master):
@@ -108,17 +106,6 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[Any, list[str]]:
         parser.error(f"--nodes {options.nodes} --procs-per-node {options.procs_per_node}: from 2 to 200 and at least 1")
     options.config = options.config.resolve()
     return options, list(arguments[cut + 1 :])
-
-
-def _end_on_signals() -> None:
-    """The first of these ends the rehearsal; none may then interrupt the tidying up."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        ignore_signals()
-        raise Ended(f"ended by {signal.Signals(number).name}, with all that it had started - run it again", 1)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from shardtune import inspect_data
 from shardtune.arguments import Parser
 from shardtune.checkpoint import DamagedCheckpoint, open_checkpoint, verify_checkpoint
 from shardtune.console import quiet_libraries
-from shardtune.errors import Refused
+from shardtune.errors import Refused, Stopped
 from shardtune.export import export_checkpoint
 
 
@@ -73,6 +73,9 @@ def run(arguments: Sequence[str]) -> int:
     except DamagedCheckpoint as damaged:
         for problem in damaged.args:
             print(f"ERROR: {problem} - restore it, or use another checkpoint", file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        print(f"ERROR: {stopped}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader has enough; what is still buffered would fail again at exit.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+# What to do after most failures; distTest/launch.sh has the same words.
+AGAIN = "the same command with run.resume=auto resumes from the last checkpoint, if any"
+
 
 class Refused(Exception):
     """The run cannot start: every problem found, each as `<what> - <what to do>`.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,8 @@ from .loss import summed_loss
 from .model import forward_only
 from .packing import build_batch, cost_of, deal, plan_rows
 from .world import World
+
+_ASKS_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,26 @@ def evaluate(
     packing: bool,
     is_flat: bool,
     rows_per_micro_batch: int,
-) -> Evaluation:
-    """The loss over `dataset`, summed in float64 over micro-batches and ranks."""
+    must_stop: Callable[[], bool],
+) -> Evaluation | None:
+    """The loss over `dataset`, summed in float64 over micro-batches and ranks.
+
+    None on every rank if `must_stop` is true on any. They ask one another every few seconds, not after every
+    micro-batch, and at those that the pace of the slowest chooses for all.
+    """
     rows = plan_rows(dataset.lengths, max_length, packing, seed=0, epoch=0)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     lengths = dataset.lengths[rows.members]
+    dealt = deal(rows, lengths, cost_of(model), world.rank, world.size, rows_per_micro_batch)
+    started, ask_after = time.monotonic(), 1
     with forward_only(model):
-        for sequences in deal(rows, lengths, cost_of(model), world.rank, world.size, rows_per_micro_batch):
+        for number, sequences in enumerate(dealt, start=1):
             total += summed_loss(model, build_batch(dataset, sequences, is_flat).to(world.device))
+            if number == ask_after:
+                is_asked, seconds = world.maxima(must_stop(), time.monotonic() - started)
+                if is_asked:
+                    return None
+                ask_after += max(1, int(number / seconds * _ASKS_EVERY_S))
     with world.progress.waiting():
         dist.all_reduce(total)
     tokens = int(dataset.trained_counts.sum())

@@ -27,12 +27,13 @@ from .checkpoint import (
     Chunk,
     DamagedCheckpoint,
     disk,
+    move_aside,
     read_chunk,
     read_tensor,
     transfer,
     write_safetensors,
 )
-from .errors import Refused, Stopped
+from .errors import AGAIN, Refused, Stopped
 from .rundir import RunDir
 from .world import World
 
@@ -142,18 +143,22 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
 
     Raises:
-        Refused: `out` exists or is being written, or a file of the checkpoint does not exist.
+        Refused: `out` exists, cannot be made or is being written, or a file of the checkpoint does not exist.
+        Stopped: it could not be written to its end; what was written is deleted.
         DamagedCheckpoint: a tensor or a file is not what was saved.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise Refused(f"{out} exists - name a directory that does not")
     if absent := [name for name in checkpoint.files if checkpoint.find(name) is None]:
         raise Refused(f"{checkpoint.why_missing(absent[0])} - name all parts of the checkpoint")
     names = [name for name in checkpoint.files if name.startswith(f"{ASSETS}/")]
     assets = {name.removeprefix(f"{ASSETS}/"): _read_asset(checkpoint, name) for name in names}
     export, unfinished = Export(checkpoint, dtype, assets), _unfinished(out)
-    disk.make_directory(unfinished)
-    lock = os.open(unfinished, os.O_RDONLY)
+    try:
+        disk.make_directory(unfinished)
+        lock = os.open(unfinished, os.O_RDONLY)
+    except OSError as error:
+        raise Refused(f"{out} cannot be made: {error.strerror} ({error.filename}) - name another directory") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -164,15 +169,17 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
         export.write_files(unfinished, (read_tensor(checkpoint, name, read_chunk) for name in export.names()))
         export.write_rest(unfinished)
         disk.rename(unfinished, out)
-    except BaseException:
+    except BaseException as error:
         disk.delete(unfinished)
+        if isinstance(error, OSError):
+            raise Stopped(f"{out} was not written: {error} - make room and run the same command again") from error
         raise
     finally:
         os.close(lock)
 
 
 def export_final(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
-    """The same by all ranks of a run, replacing an earlier model: in parallel where they share the disk, else by
+    """The same by all ranks of a run, setting an earlier model aside: in parallel where they share the disk, else by
     rank 0, to which the others send what it does not have.
 
     Raises:
@@ -185,7 +192,7 @@ def export_final(export: Export, out: Path, run_dir: RunDir, world: World) -> No
         try:
             work()
         except (OSError, DamagedCheckpoint) as error:
-            problem = f"the final model was not written to {out}: {error} - make room and run the same command again"
+            problem = f"the final model was not written to {out}: {error} - make room; {AGAIN}"
         if problems := [found for found in world.gather(problem) if found]:
             if world.is_main:
                 disk.delete(unfinished)
@@ -197,12 +204,9 @@ def export_final(export: Export, out: Path, run_dir: RunDir, world: World) -> No
 
     def end() -> None:
         export.write_rest(unfinished)
-        replaced = out.with_name(f".{out.name}.replaced")
-        disk.delete(replaced)
-        if out.exists():
-            disk.rename(out, replaced)
+        if os.path.lexists(out):  # with files that are the user's, perhaps
+            world.say(f"Set aside, an earlier model: {move_aside(out)}")
         disk.rename(unfinished, out)
-        disk.delete(replaced)
 
     together(begin if world.is_main else lambda: None)
     if run_dir.is_shared:

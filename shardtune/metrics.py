@@ -83,6 +83,12 @@ def _lines_up_to(path: Path, step: int) -> list[bytes]:
     return kept
 
 
+def has_evaluation(path: Path, step: int) -> bool:
+    """Whether the lines hold the evaluation of this step."""
+    entries = map(json.loads, _lines_up_to(path, step))
+    return any(entry.get("kind") == "eval" and entry["step"] == step for entry in entries)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has held so far: of its GPU, or of its process on a CPU."""
     if device.type == "cuda":

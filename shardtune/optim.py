@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from .config import OptimizerConfig, SchedulerConfig
-from .errors import Stopped
+from .errors import AGAIN, Stopped
 from .world import World
 
 
@@ -78,8 +78,7 @@ def require_finite(step: int, loss: float, grad_norm: float, model: PreTrainedMo
     elif names := [name for of_rank in gradients for name in of_rank]:
         blamed, remedy = f"first in the gradient of {names[0]}", "lower optimizer.lr or look at this step's data"
     raise Stopped(
-        f"step {step} was not taken: its loss is {loss} and its gradient norm {grad_norm}, {blamed} - "
-        f"{remedy}; the same command goes on from the last checkpoint, if there is one"
+        f"step {step} was not taken: its loss is {loss} and its gradient norm {grad_norm}, {blamed} - {remedy}; {AGAIN}"
     )
 
 

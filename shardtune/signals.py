@@ -9,7 +9,7 @@ import signal
 import time
 from types import FrameType
 
-from .errors import Ended
+from .errors import AGAIN, Ended
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SAME_REQUEST_S = 2.0  # a scheduler signals every process, and the launch script and torchrun pass theirs on
@@ -24,10 +24,11 @@ def end_with_torchrun() -> None:
 
 
 def end_on_signal(when: str, code: int) -> None:
-    """From now on a signal ends this process where it stands, with a line that says `when` that was."""
+    """From now on a signal ends this process where it stands, with a line that says `<when> - <what to do>`."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Ended(f"ended by {signal.Signals(number).name} {when} - run the same command again", code)
+        ignore_signals()
+        raise Ended(f"ended by {signal.Signals(number).name} {when}", code)
 
     for number in _SIGNALS:
         signal.signal(number, end)
@@ -55,16 +56,13 @@ class StopRequest:
         if self.received is None:
             self.received, self._received_s = name, time.monotonic()
         elif time.monotonic() - self._received_s > _SAME_REQUEST_S:
-            raise Ended(f"ended by a second signal, {name}, without a save - the same command resumes", code=1)
+            raise Ended(f"ended by a second signal, {name}, without a save - {AGAIN}", code=1)
 
 
 def remark_on_kill_delay(save_s: float) -> str | None:
-    """What to say if torchrun, once it is told to end, would kill the processes before a save of `save_s` has ended.
-
-    The launch scripts give signals to the processes themselves, and wait.
-    """
+    """What to say if torchrun, once it is told to end, would kill the processes before a save of `save_s` has ended."""
     delay_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_KILLS_AFTER_S))
-    if "TORCHELASTIC_RUN_ID" not in os.environ or "SHARDTUNE_LAUNCH_DIR" in os.environ or 2 * save_s < delay_s:
+    if "TORCHELASTIC_RUN_ID" not in os.environ or 2 * save_s < delay_s:
         return None
     return (
         f"A save takes {save_s:.0f} s, and torchrun kills its processes {delay_s:.0f} s after a signal: start it with "

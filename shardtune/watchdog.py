@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
+from .errors import AGAIN
 from .progress import STEP_PHASES, Progress
 
 _TICK_S = 1.0
@@ -34,7 +35,6 @@ _LEAVE_S = 4  # for the others to hear of a failure, before the store may end wi
 _END_S = 15  # for a process that has failed to end by itself
 _UNWATCHABLE = -1
 _LIMITED = (*STEP_PHASES, "evaluation")
-AGAIN = "the same command resumes from the last checkpoint"
 
 
 class Peer(NamedTuple):

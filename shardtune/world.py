@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import DistributedConfig
-from .errors import Ended, Interrupted, Refused, Stopped
+from .errors import AGAIN, Ended, Interrupted, Refused, Stopped
 from .progress import Progress
 from .signals import end_on_signal, end_with_torchrun, ignore_signals
-from .watchdog import AGAIN, Peer, Watchdog, tell_launcher
+from .watchdog import Peer, Watchdog, tell_launcher
 
 T = TypeVar("T")
 
@@ -362,7 +362,7 @@ def run(main: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")  # a name may have what a terminal lacks
     end_with_torchrun()
-    end_on_signal("before the first step, with nothing to save", code=1)
+    end_on_signal("before the first step, with nothing to save - run the same command again", code=1)
     tell_launcher("processes", f"{os.getpid()}\n")
     is_shared = False
     try:

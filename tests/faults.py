@@ -163,7 +163,7 @@ def run_with(faults: list[Fault], arguments: list[str]) -> None:
 def _fail(error: Exception, do: Callable[..., Any], *arguments: Any) -> Any:
     if do is os.close:
         os.close(*arguments)
-    raise error
+    raise type(error)(*error.args)  # a new one: its traceback holds what the frames hold, and one that lasts grows
 
 
 def _write_less(count: int, do: Callable[..., Any], handle: int, data: memoryview) -> Any:

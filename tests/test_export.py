@@ -145,8 +145,8 @@ def test_a_source_without_a_generation_config(folder: Path, models: dict[str, Pa
     assert AutoModelForCausalLM.from_pretrained(folder / "runs/config/model").generation_config.eos_token_id == 1
 
 
-def test_an_earlier_model_is_replaced_whole(folder: Path, models: dict[str, Path]) -> None:
-    """Without a trace of what lay there, nor of an export that was interrupted."""
+def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(folder: Path, models: dict[str, Path]) -> None:
+    """And of an export that was interrupted nothing stays."""
     moving = (
         "data.train=train.jsonl",
         "data.max_length=128",
@@ -161,7 +161,8 @@ def test_an_earlier_model_is_replaced_whole(folder: Path, models: dict[str, Path
     (run_dir / ".model.writing").mkdir()
     (run_dir / ".model.writing/half").write_text("", encoding="utf-8")
     earlier = (run_dir / "model/model.safetensors").read_bytes()
-    assert train(1, *moving, "train.max_steps=2", cwd=folder).returncode == 0
+    done = train(1, *moving, "train.max_steps=2", cwd=folder)
+    assert done.returncode == 0 and "Set aside, an earlier model: runs/config/model.aside1\n" in done.stdout
     assert (run_dir / "model/model.safetensors").read_bytes() != earlier
     assert sorted(path.name for path in run_dir.iterdir()) == [
         ".lock",
@@ -169,5 +170,8 @@ def test_an_earlier_model_is_replaced_whole(folder: Path, models: dict[str, Path
         "config.yaml",
         "metrics.jsonl",
         "model",
+        "model.aside1",
     ]
+    assert (run_dir / "model.aside1/model.safetensors").read_bytes() == earlier
+    assert (run_dir / "model.aside1/of_the_earlier").exists()
     assert not (run_dir / "model/of_the_earlier").exists() and not (run_dir / "model/half").exists()

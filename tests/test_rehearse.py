@@ -147,7 +147,7 @@ def test_ctrl_c_ends_all_that_it_started(options: list[str], tmp_path: Path, her
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("ERROR: ended by SIGINT, ")
+    assert errors.splitlines()[-1].startswith("ERROR: ended by SIGINT with all that it had started - ")
     assert not marked_processes(process.pid) and not list(tmp_path.glob("shardtune-rehearsal-*"))
     if not options:
         assert f"shardtune-{process.pid}-" not in run("ip", "netns", "list", cwd=tmp_path, env=here).stdout

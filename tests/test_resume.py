@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import read_metrics
 from ranks import on_ranks, run_script, train, train_until
 from safetensors.torch import load_file
 from small_runs import CONSTANT, SETTINGS, checkpoint, close_to, digests, names, steps_of, write_inputs
 
+import shardtune.evaluate
 import shardtune.model
 from shardtune.checkpoint import disk
 
@@ -96,6 +101,52 @@ def test_other_numbers_of_ranks(name: str, sizes: tuple[int, ...], tmp_path: Pat
     one, other = (load_file(tmp_path / run / "model/model.safetensors") for run in ("whole", "run"))
     assert one.keys() == other.keys()
     assert max((one[key] - other[key]).abs().max().item() for key in one) < 1e-4
+
+
+def run_and_signal(nth: int, arguments: list[str]) -> None:
+    """Rank 1 gets SIGTERM in the third micro-batch of the nth evaluation; the ranks ask one another after each."""
+    evaluate: Any = shardtune.evaluate
+    evaluate._ASKS_EVERY_S = 0
+    deal, summed_loss, evaluations, batches = evaluate.deal, evaluate.summed_loss, [], []
+
+    def begin(*arguments: Any) -> Any:
+        evaluations.append(None)
+        batches.clear()
+        return deal(*arguments)
+
+    def signal_in_third(*arguments: Any) -> Any:
+        batches.append(None)
+        if len(evaluations) == nth and len(batches) == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert len(evaluations) < nth or len(batches) <= 3
+        return summed_loss(*arguments)
+
+    evaluate.deal, evaluate.summed_loss = begin, signal_in_third
+    run_script(["--config", "config.yaml", *arguments])
+
+
+def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """Amid the run and after its last step, before which the resumed run has nothing to do."""
+    write_inputs(tmp_path, models["llama"], dropout=0.2)
+    settings = (*SETTINGS, "data.eval=train.jsonl", "eval.every_steps=2", "train.max_steps=5")
+    assert train(2, *settings, "run.dir=whole", cwd=tmp_path).returncode == 0
+    for nth, step in ((3, 4), (2, 5)):  # after the baseline and that of step 2; after that of step 4
+        stopped = on_ranks(2, run_and_signal, nth, settings, cwd=tmp_path)
+        assert stopped.returncode == 75, stopped.stderr
+        assert f"Saved checkpoint_{step:07d}" in stopped.stdout and f" | Step: {step}\n" not in stopped.stdout
+    for _ in range(2):
+        done = train(2, *settings, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert "Nothing is left to do" in done.stdout and "Perplexity" not in done.stdout
+    for kind, values in (("eval", ("step", "loss", "tokens")), ("step", ("step", "loss", "grad_norm"))):
+        whole, run = (
+            [[entry[value] for value in values] for entry in read_metrics(tmp_path / name, kind)]
+            for name in ("whole", "run")
+        )
+        assert run == whole
+    assert (tmp_path / "run/model/model.safetensors").is_file()
 
 
 def test_other_micro_batches_see_the_same_records(tmp_path: Path, models: dict[str, Path]) -> None:

@@ -494,8 +494,20 @@ def test_resuming_from_another_runs_checkpoint(tmp_path: Path, run_again: Callab
         "model.aside1",
     ]
 
-    done = run_again("run.resume=runs/config/checkpoints/checkpoint_0000009")
-    assert done.returncode == 2 and "checkpoint_0000009: not a complete checkpoint" in done.stderr
+
+def test_a_named_checkpoint_that_is_none_is_refused(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    """Also with a name of its own, such as an unfinished save has one that begins with a dot."""
+    mine = Path(shutil.copytree(tmp_path / "runs/config/checkpoints/checkpoint_0000001", tmp_path / ".mine"))
+    flip_a_byte(mine)
+    before = files_of(tmp_path / "runs")
+    for name, said in (("runs/config/checkpoints/checkpoint_0000009", "not a complete"), (".mine", "rank_00000")):
+        done = run_again(f"run.resume={name}")
+        assert done.returncode == 2 and said in done.stderr
+    (mine / "COMPLETE").unlink()
+    (mine / "manifest.json").unlink()
+    done = run_again("run.resume=.mine")
+    assert done.returncode == 2 and ".mine: not a complete checkpoint" in done.stderr
+    assert files_of(tmp_path / "runs") == before
 
 
 def run_with_small_files(arguments: list[str], bytes_per_file: int) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,9 +21,11 @@ from conftest import REPOSITORY, chats, launch, read_metrics, write_jsonl
 from faults import Fault, gets, run_with
 from ranks import on_ranks
 from safetensors.torch import load_file, save_file
+from test_failures import break_rank, descendants
+from test_launch import a_free_port, end, environment, start
 
 from shardtune import signals
-from shardtune.errors import Ended
+from shardtune.errors import AGAIN, Ended
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LONG = (
@@ -56,12 +56,6 @@ def wait_for_steps(run_dir: Path, count: int) -> None:
     while not (run_dir / "metrics.jsonl").is_file() or len(read_metrics(run_dir, "step")) < count:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path: Path, models: dict[str, Path]) -> None:
@@ -127,29 +121,28 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, models: di
     assert (tmp_path / "run/checkpoints/checkpoint_0000005/COMPLETE").is_file()
 
 
+def one_node(
+    models: dict[str, Path], ranks: str, output: Any, *, cwd: Path, **settings: str
+) -> subprocess.Popen[bytes]:
+    """A launch script alone, whose run has no end."""
+    arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
+    return subprocess.Popen(
+        [str(REPOSITORY / "launch_node0.sh"), *arguments],
+        cwd=cwd,
+        env=environment(MASTER_PORT=a_free_port(), NNODES="1", GPUS_PER_NODE=ranks, **settings),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+    )
+
+
 def two_nodes(tmp_path: Path, worker_cwd: Path, common: list[str], worker: list[str]) -> list[tuple[int, str, str]]:
     """Both launch scripts over loopback; (exit code, stdout, stderr) of each."""
-    environ = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "GPUS_PER_NODE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "JOIN_TIMEOUT": "90",
-        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
-    }
-    processes = [
-        subprocess.Popen(
-            [str(REPOSITORY / script), *common, *more],
-            cwd=cwd,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for script, cwd, more in (("launch_node0.sh", tmp_path, []), ("launch_node1.sh", worker_cwd, worker))
+    where = {"MASTER_PORT": a_free_port(), "JOIN_TIMEOUT": "90"}
+    nodes = [
+        start("launch_node0.sh", *common, cwd=tmp_path, **where),
+        start("launch_node1.sh", *common, *worker, cwd=worker_cwd, **where),
     ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+    return [end(node) for node in nodes]
 
 
 def test_node_0_says_why_node_1_refused(tmp_path: Path, models: dict[str, Path]) -> None:
@@ -175,19 +168,8 @@ def test_nodes_with_different_configurations_are_refused(tmp_path: Path, models:
 def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path: Path, models: dict[str, Path]) -> None:
     """Rank 0 tokenises and the other waits for it."""
     write_jsonl(tmp_path / "train.jsonl", chats(40_000, longest_answer=90))
-    environ = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NNODES": "1",
-        "GPUS_PER_NODE": "2",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
-    }
-    arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [str(REPOSITORY / "launch_node0.sh"), *arguments], cwd=tmp_path, env=environ, stdout=log, stderr=log
-        )
+        process = one_node(models, "2", log, cwd=tmp_path)
     deadline = time.monotonic() + 60
     while "Training Configuration:" not in (tmp_path / "log").read_text(encoding="utf-8"):
         assert time.monotonic() < deadline
@@ -202,22 +184,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path: Path,
 def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path: Path, models: dict[str, Path]) -> None:
     """Ctrl-C reaches the launch script and `tee` alike: nobody reads what the run says of its end."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-    environ = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NNODES": "1",
-        "GPUS_PER_NODE": "2",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
-    }
-    arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
-    process = subprocess.Popen(
-        [str(REPOSITORY / "launch_node0.sh"), *arguments],
-        cwd=tmp_path,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    process = one_node(models, "2", subprocess.PIPE, cwd=tmp_path)
     assert process.stdout is not None
     wait_for_steps(tmp_path / "run", 3)
     process.stdout.close()
@@ -227,36 +194,27 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path: Path, models: d
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
 
-def children(pid: int) -> list[int]:
-    """The processes that this one started, and theirs."""
-    own = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").open().read().split()
-    ]
-    return [*own, *(below for child in own for below in children(child))]
-
-
-def test_a_scheduler_that_signals_every_process_asks_once(tmp_path: Path, models: dict[str, Path]) -> None:
-    """The launch script and torchrun pass theirs on to the rank, which has it already."""
+@pytest.mark.parametrize(
+    ("kinds", "is_slow"),
+    [
+        # Of different kinds, because the system may make one of several of a kind.
+        ((signal.SIGINT, signal.SIGHUP, signal.SIGTERM), False),
+        ((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), False),
+        pytest.param((signal.SIGTERM,) * 3, True, marks=pytest.mark.full),
+    ],
+)
+def test_a_scheduler_that_signals_every_process_asks_once(
+    kinds: Sequence[signal.Signals], is_slow: bool, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """The launch script and torchrun pass theirs on to the rank, which has it already, and wait for its save."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-    environ = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NNODES": "1",
-        "GPUS_PER_NODE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
-    }
-    arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
+    saving = ("shardtune.checkpoint.disk", "write_file")
+    # Longer than torchrun gives its processes by default.
+    settings = break_rank(tmp_path, 0, saving, "time.sleep(33)", nth=1) if is_slow else {}
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [str(REPOSITORY / "launch_node0.sh"), *arguments], cwd=tmp_path, env=environ, stdout=log, stderr=log
-        )
+        process = one_node(models, "1", log, cwd=tmp_path, **settings)
     wait_for_steps(tmp_path / "run", 3)
-    # Of different kinds, because the system may make one of several of a kind.
-    kinds = itertools.cycle((signal.SIGINT, signal.SIGHUP, signal.SIGTERM))
-    for pid, number in zip((process.pid, *children(process.pid)), kinds, strict=False):
+    for pid, number in zip(descendants(process.pid), kinds, strict=True):
         os.kill(pid, number)
     assert process.wait(timeout=240) == 75
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
@@ -320,7 +278,7 @@ def test_a_second_request_does_not_wait_for_the_save(tmp_path: Path, models: dic
     asked = Fault("open", "*/.checkpoint_0000001.*/rank_00000.safetensors", gets(signal.SIGTERM))
     asked_again = Fault("write", "*/.checkpoint_000000[2-9].*/rank_00000.safetensors", insist)
     done = forked(tmp_path, f"model.path={models['llama']}", faults=[asked, asked_again], ranks=1)
-    line = "ERROR: ended by a second signal, SIGTERM, without a save - the same command resumes\n"
+    line = f"ERROR: ended by a second signal, SIGTERM, without a save - {AGAIN}\n"
     assert done.returncode == 1 and done.stderr.endswith(line), done.stderr
     assert [path.parent.name for path in tmp_path.glob("run/checkpoints/*/COMPLETE")] == ["checkpoint_0000001"]
 

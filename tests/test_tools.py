@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -19,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
+from faults import DiskOs, Fault, fails
 from ranks import on_ranks, run_script, train
 from safetensors.torch import load_file
-from small_runs import CONSTANT, SETTINGS, checkpoint, digests, write_inputs
+from small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from shardtune import export
@@ -273,6 +275,37 @@ def test_a_chunk_is_what_was_saved_or_an_error(copied: Path) -> None:
     file.symlink_to("/proc/self/mem")  # whose first pages cannot be read: EIO
     with pytest.raises(OSError, match="Input/output error"):
         read_chunk(saved, chunk)
+
+
+@pytest.mark.parametrize("out", ["file/out", "file/deep/out", "/proc/out", "x" * 300])
+def test_export_refuses_what_cannot_be_made(
+    out: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run(["export", str(copied), str(tmp_path / out)]) == 2
+    assert re.fullmatch(rf"ERROR: {tmp_path / out} cannot be made: .+ - name another .+\n", capsys.readouterr().err)
+    assert names(tmp_path) == ["copied", "file"]
+
+
+def test_export_to_a_full_disk(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = DiskOs(Fault("write", "*/model.safetensors", fails(errno.ENOSPC), nth=9))
+    monkeypatch.setattr(disk, "os", full)
+    assert run(["export", str(copied), str(tmp_path / "out")]) == 1
+    line = rf"ERROR: {tmp_path / 'out'} was not written: .*{os.strerror(errno.ENOSPC)} - make room .+\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    assert names(tmp_path) == ["copied"]
+
+
+@pytest.mark.parametrize("argument", ["copied/manifest.json", "nothing", "x" * 300, "", ".."])
+def test_verify_refuses_what_is_no_checkpoint(
+    argument: str, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(copied.parent)
+    assert run(["verify", argument]) == 2
+    error = rf"ERROR: {Path(argument)}: not a complete checkpoint \(.+\) - use another one\n"
+    assert re.fullmatch(error, capsys.readouterr().err)
 
 
 def export_and_die(source: str, out: str, after_writes: int) -> None:

@@ -9,6 +9,7 @@ checkpoint_0001000/
 
 from . import disk
 from .choose import agree_on_checkpoint, delete_unfinished, set_aside
+from .commit import move_aside
 from .files import ASSETS, Checkpoint, Chunk, DamagedCheckpoint, open_checkpoint, read_chunk, read_tensor
 from .load import TRANSFER_TIMEOUT, load_checkpoint, transfer
 from .saver import Saver
@@ -27,6 +28,7 @@ __all__ = [
     "delete_unfinished",
     "disk",
     "load_checkpoint",
+    "move_aside",
     "open_checkpoint",
     "read_chunk",
     "read_tensor",

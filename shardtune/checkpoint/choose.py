@@ -52,15 +52,16 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
     if resume == "never":
         return None
     directory = run_dir.path / "checkpoints" if resume == "auto" else Path(resume).parent
-    paths = _visible_and_prepared(directory) if resume == "auto" else [Path(resume)]
-    found, rejected = _candidates(paths, run_dir, world)
-    was_named = bool(rejected)  # what never had its name was never saved, and is no loss
+    is_chosen = resume != "auto"
+    paths = [Path(resume)] if is_chosen else _visible_and_prepared(directory)
+    found, rejected = _candidates(paths, is_chosen, run_dir, world)
+    was_named = is_chosen or bool(rejected)  # what never had its name was never saved, and is no loss
     for candidate in found:
         checkpoint, problems = _check(candidate, run_dir, world)
         if not problems:
             for reason in rejected:
                 world.say(f"Not accepted: {reason}")
-            if resume == "auto":
+            if not is_chosen:
                 checkpoint = _take_up(checkpoint, run_dir, world)
             return checkpoint
         rejected += problems
@@ -80,7 +81,9 @@ def _visible_and_prepared(directory: Path) -> list[Path]:
     return find_checkpoints(directory) + [entry for entry in hidden if (entry / "COMPLETE").exists()]
 
 
-def _candidates(paths: Iterable[Path], run_dir: RunDir, world: World) -> tuple[list[_Candidate], list[str]]:
+def _candidates(
+    paths: Iterable[Path], is_chosen: bool, run_dir: RunDir, world: World
+) -> tuple[list[_Candidate], list[str]]:
     """What the disks hold, newest first, and what has a checkpoint's name without being one."""
     entries: list[list[Any]] = []
     problems: list[str] = []
@@ -89,7 +92,7 @@ def _candidates(paths: Iterable[Path], run_dir: RunDir, world: World) -> tuple[l
             try:
                 checkpoint = open_checkpoint(path)
             except (Refused, DamagedCheckpoint) as error:
-                if not path.name.startswith("."):
+                if is_chosen or not path.name.startswith("."):
                     problems.append(str(error) if isinstance(error, Refused) else f"{error} - restore it")
                 continue
             entries.append([checkpoint.step, checkpoint.digest, str(path)])

@@ -7,6 +7,7 @@ whole tensors, so that they can be read without this program.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -158,7 +159,7 @@ def _open_one(path: Path) -> Checkpoint:
     try:
         complete = (path / "COMPLETE").read_bytes()
     except OSError as error:
-        if (path / "manifest.json").exists():
+        if os.path.lexists(path / "manifest.json"):
             raise DamagedCheckpoint(f"{path / 'COMPLETE'}: cannot be read ({error.strerror})") from error
         raise Refused(f"{path}: not a complete checkpoint ({error}) - use another one") from error
     try:

@@ -21,7 +21,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from ..config import CheckpointConfig
-from ..errors import Stopped
+from ..errors import AGAIN, Stopped
 from ..rundir import RunDir
 from ..signals import remark_on_kill_delay
 from ..world import World
@@ -111,10 +111,7 @@ class Saver:
         """
         self._settle()
         if self._problem:
-            raise Stopped(
-                f"{self._name} was not saved: {self._problem} - make room or mend the disk; the same command resumes "
-                "from the last checkpoint"
-            )
+            raise Stopped(f"{self._name} was not saved: {self._problem} - make room or mend the disk; {AGAIN}")
         checkpoint = open_checkpoint(self._directory / self._name)
         holders = {file: [self._leader_of[entry["rank"]]] for file, entry in checkpoint.files.items()}
         return replace(checkpoint, holders=holders)
@@ -135,7 +132,7 @@ class Saver:
             if self._config.mode == "sync":  # what it writes, when it does, are the tensors of the run
                 raise Stopped(
                     f"{self._name} was not saved: {self._problem}, and checkpoint.mode=sync cannot go on meanwhile - "
-                    "mend the disk; the same command resumes from the last checkpoint"
+                    f"mend the disk; {AGAIN}"
                 )
             return
         flight.say_once(self._world)
