@@ -369,12 +369,9 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
 
 
 NOT_BUILT = {
-    "parallel.replicate": ("2", "1"),
     "parallel.expert": ("2", "1"),
     "optimizer.name": ("adamw8bit", "adamw"),
     "lora.rank": ("16", "null"),
-    "model.compile": ("true", "false"),
-    "model.activation_checkpointing": ("selective", "none or full"),
     "model.master_dtype": ("bfloat16", "float32"),
 }
 
