@@ -10,11 +10,11 @@ import datetime
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import set_seed
 
 from shardtune import checkpoint
@@ -25,6 +25,8 @@ from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepar
 from shardtune.errors import Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
+from shardtune.feeding import Fed, feed
+from shardtune.garbage import collect_at, collected_by_step
 from shardtune.loss import require_separate_documents, summed_loss
 from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
 from shardtune.model import build_model
@@ -37,7 +39,7 @@ from shardtune.optim import (
     require_finite,
     set_learning_rate,
 )
-from shardtune.packing import Position, Schedule, Step, build_batch, cost_of, make_schedule
+from shardtune.packing import Batch, Position, Schedule, Step, make_schedule
 from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest, end_on_signal
 from shardtune.source import read_model_config
@@ -97,7 +99,8 @@ def main() -> None:
         run_dir, config.checkpoint, config.distributed.save_timeout_s, model, optimizer, assets, world
     )
     fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
-    last = train(config, schedule, data, fixed, model, optimizer, metrics, saver, world, is_resumed=bool(resumed))
+    with collected_by_step(), feed(schedule, model, config.train.micro_batch_size, world) as steps:
+        last = train(config, schedule, steps, data, fixed, model, optimizer, metrics, saver, world, bool(resumed))
     end_on_signal("after the last step was saved, while the final model was written", code=75)
     write_final_model(config, last, assets, run_dir, world)
 
@@ -105,6 +108,7 @@ def main() -> None:
 def train(
     config: Config,
     schedule: Schedule,
+    steps: Iterator[Fed],
     data: PreparedData,
     fixed: dict[str, Any],
     model: Any,
@@ -120,11 +124,11 @@ def train(
     if config.eval.baseline and not is_resumed:
         evaluate_at(0, config, data, model, metrics, world)
     step_ended = time.perf_counter()
-    for step in schedule.steps():
+    for step, batches in steps:
         lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
         set_learning_rate(optimizer, lr)
-        loss, grad_norm = train_step(config, step, data, model, optimizer, world)
-        must_stop, memory_bytes = world.maxima(stop.received is not None, peak_memory_bytes(world.device))
+        loss, grad_norm, must_stop, memory_bytes = train_step(config, step, batches, model, optimizer, stop, world)
+        collect_at(step.number)
         stragglers.step_ended(step.number)
         world.limit_steps(config.distributed.step_timeout_s)
 
@@ -171,33 +175,41 @@ def evaluate_at(step: int, config: Config, data: PreparedData, model: Any, metri
 
 
 def train_step(
-    config: Config, step: Step, data: PreparedData, model: Any, optimizer: torch.optim.Optimizer, world: World
-) -> tuple[float, float]:
-    """One optimizer step over its global batch; the exact loss per trained token and the global gradient norm.
+    config: Config,
+    step: Step,
+    batches: list[Batch],
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    stop: StopRequest,
+    world: World,
+) -> tuple[float, float, float, float]:
+    """One optimizer step over its global batch, of which `batches` are this rank's.
+
+    Returns the exact loss per trained token, the global gradient norm, whether any rank was asked to stop, and the peak
+    memory in bytes of the rank with the most. They come to the host together: it waits for a GPU once a step.
 
     Raises:
         Stopped: on every rank and before the update, if either is not finite.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    for sequences in step.micro_batches(cost_of(model), world.rank, world.size, config.train.micro_batch_size):
-        world.progress.enter("data", step.number)
-        batch = build_batch(data.train, sequences, config.data.packing).to(world.device)
-        world.progress.enter("forward and backward")
+    world.progress.enter("forward and backward")
+    for batch in batches:
         micro_batch_sum = summed_loss(model, batch)
         # FSDP2 averages gradients over ranks; the factor turns that into the sum over ranks per trained token.
         (micro_batch_sum * (world.size / max(1, step.trained_tokens))).backward()
         loss_sum += micro_batch_sum.detach()
+    of_ranks = world.of_ranks(loss_sum, stop.received is not None, peak_memory_bytes(world.device))
     with world.progress.waiting():
-        dist.all_reduce(loss_sum)
         norm = global_gradient_norm(model)
-    loss, grad_norm = loss_sum.item() / max(1, step.trained_tokens), norm.item()
+    shared = [of_ranks[:, 0].sum() / max(1, step.trained_tokens), norm.double(), *of_ranks[:, 1:].amax(0)]
+    loss, grad_norm, must_stop, memory_bytes = torch.stack(shared).tolist()
     require_finite(step.number, loss, grad_norm, model, world)
     world.progress.enter("optimizer")
     if config.train.max_grad_norm is not None:
         clip_gradients(model, config.train.max_grad_norm, norm)
     optimizer.step()
     optimizer.zero_grad()
-    return loss, grad_norm
+    return loss, grad_norm, must_stop, memory_bytes
 
 
 def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> checkpoint.Checkpoint | None:

@@ -149,10 +149,15 @@ class Batch:
     targets: torch.Tensor  # (n,) the token that each of them is to predict
 
     def to(self, device: torch.device) -> Batch:
-        moved: dict[str, Any] = {
-            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
-        }
-        return Batch(**moved)
+        """Its copy there. To a GPU from pinned memory, on the current stream: the host does not wait for it."""
+
+        def moved(value: torch.Tensor | None) -> torch.Tensor | None:
+            if value is None or device.type == "cpu":
+                return value
+            return value.pin_memory().to(device, non_blocking=True)
+
+        tensors: dict[str, Any] = {name: moved(value) for name, value in vars(self).items()}
+        return Batch(**tensors)
 
 
 def build_batch(dataset: TokenDataset, sequences: list[int], packing: bool) -> Batch:
