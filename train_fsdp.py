@@ -10,13 +10,12 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import set_seed
 
 from shardtune import checkpoint
@@ -28,7 +27,9 @@ from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepar
 from shardtune.errors import AGAIN, Interrupted, Refused, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
+from shardtune.feeding import Fed, feed
 from shardtune.flops import Utilisation
+from shardtune.garbage import collect_at, collected_by_step
 from shardtune.loss import summed_loss, use_loss_head
 from shardtune.metrics import Metrics, StepLines, has_evaluation, peak_memory_bytes
 from shardtune.model import build_model, compile_layers, compute_dtype
@@ -48,7 +49,7 @@ from shardtune.optim import (
     require_finite,
     set_learning_rate,
 )
-from shardtune.packing import Position, Schedule, Step, build_batch, cost_of, make_schedule
+from shardtune.packing import Batch, Position, Schedule, Step, make_schedule
 from shardtune.residency import Residency, choose_residency
 from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest, end_on_signal
@@ -118,7 +119,9 @@ def main() -> None:
     )
     fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
     job = Job(config, world, data, model, is_flat, residency, optimizer, metrics)
-    last = train(job, schedule, saver, fixed | {"residency": list(vars(residency).values())}, resumed, owed)
+    fixed["residency"] = list(vars(residency).values())
+    with collected_by_step(), feed(schedule, model, config.train.micro_batch_size, is_flat, world) as steps:
+        last = train(job, schedule, steps, saver, fixed, resumed, owed)
     end_on_signal(f"after the last step was saved, while the final model was written - {AGAIN}", code=75)
     write_final_model(config, last, assets, run_dir, world)
 
@@ -140,6 +143,7 @@ class Job:
 def train(
     job: Job,
     schedule: Schedule,
+    steps: Iterator[Fed],
     saver: checkpoint.Saver,
     fixed: dict[str, Any],
     last: checkpoint.Checkpoint | None,
@@ -154,11 +158,11 @@ def train(
         evaluate_at(owed, job, lambda: False)
     stop = StopRequest()
     step_ended = time.perf_counter()
-    for step in schedule.steps():
+    for step, batches in steps:
         lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
         set_learning_rate(job.optimizer, lr)
-        loss, grad_norm = train_step(job, step)
-        must_stop, memory_bytes = world.maxima(stop.received is not None, peak_memory_bytes(world.device))
+        loss, grad_norm, must_stop, memory_bytes = train_step(job, step, batches, stop)
+        collect_at(step.number)
         stragglers.step_ended(step.number)
         world.limit_steps(config.distributed.step_timeout_s)
 
@@ -227,35 +231,36 @@ def evaluate_at(step: int, job: Job, must_stop: Callable[[], bool]) -> bool:
     return True
 
 
-def train_step(job: Job, step: Step) -> tuple[float, float]:
-    """One optimizer step over its global batch; the exact loss per trained token and the global gradient norm.
+def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest) -> tuple[float, float, float, float]:
+    """One optimizer step over its global batch, of which `batches` are this rank's.
+
+    Returns the exact loss per trained token, the global gradient norm, whether any rank was asked to stop, and the peak
+    memory in bytes of the rank with the most. They come to the host together: it waits for a GPU once a step.
 
     Raises:
         Stopped: on every rank and before the update, if either is not finite.
     """
     config, model, world = job.config.train, job.model, job.world
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    micro_batches = step.micro_batches(cost_of(model), world.rank, world.size, config.micro_batch_size)
-    for number, sequences in enumerate(micro_batches, start=1):
-        job.residency.begin_micro_batch(model, is_last=number == len(micro_batches))
-        world.progress.enter("data", step.number)
-        batch = build_batch(job.data.train, sequences, job.is_flat).to(world.device)
-        world.progress.enter("forward and backward")
+    world.progress.enter("forward and backward")
+    for number, batch in enumerate(batches, start=1):
+        job.residency.begin_micro_batch(model, is_last=number == len(batches))
         micro_batch_sum = summed_loss(model, batch)
         # FSDP2 averages gradients over ranks; the factor turns that into the sum over ranks per trained token.
         (micro_batch_sum * (world.size / max(1, step.trained_tokens))).backward()
         loss_sum += micro_batch_sum.detach()
+    of_ranks = world.of_ranks(loss_sum, stop.received is not None, peak_memory_bytes(world.device))
     with world.progress.waiting():
-        dist.all_reduce(loss_sum)
         norm = global_gradient_norm(model)
-    loss, grad_norm = loss_sum.item() / max(1, step.trained_tokens), norm.item()
+    shared = [of_ranks[:, 0].sum() / max(1, step.trained_tokens), norm.double(), *of_ranks[:, 1:].amax(0)]
+    loss, grad_norm, must_stop, memory_bytes = torch.stack(shared).tolist()
     require_finite(step.number, loss, grad_norm, model, world)
     world.progress.enter("optimizer")
     if config.max_grad_norm is not None:
         clip_gradients(model, config.max_grad_norm, norm)
     job.optimizer.step()
     job.optimizer.zero_grad()
-    return loss, grad_norm
+    return loss, grad_norm, must_stop, memory_bytes
 
 
 def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> checkpoint.Checkpoint | None:

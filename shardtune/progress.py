@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ class Progress:
         self._is_timed_by_stream = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._entered = time.perf_counter()
+        self._worker = self._main = threading.get_ident()
         self._waits: list[tuple[str, Any, Any]] = []
 
     @property
@@ -54,6 +58,20 @@ class Progress:
             yield
         finally:
             self._waits.append((self.phase, start, self._mark()))
+
+    @contextlib.contextmanager
+    def working_in(self, thread: threading.Thread) -> Iterator[None]:
+        """What this holds waits for a thread of this process: where that is, is where this rank is."""
+        self._worker = thread.ident or self._main
+        try:
+            yield
+        finally:
+            self._worker = self._main
+
+    def frame(self) -> FrameType:
+        """What this rank executes."""
+        # No name for these frames: this one is among them, and with it in a cycle all would keep their tensors.
+        return sys._current_frames().get(self._worker) or sys._current_frames()[self._main]
 
     def take_seconds(self) -> defaultdict[str, float]:
         """The seconds in each phase since the last call, without those that `waiting` has.

@@ -46,7 +46,7 @@ class Stragglers:
                 _watch_collectives(module, world.progress, world.device)
 
     def step_ended(self, step: int) -> None:
-        """Call it after a synchronisation with the device, before any evaluation or save."""
+        """Call it once a step, after the synchronisation with the device in it, before any evaluation or save."""
         seconds = self._world.progress.take_seconds()
         self._world.progress.enter("reporting")
         self._steps += 1

@@ -20,6 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -167,7 +168,7 @@ class Watchdog:
 
     def _post_beat(self, store: dist.Store) -> None:
         progress = self._progress
-        beat = Beat(self._turns, progress.arrivals, progress.place, _innermost_frame())
+        beat = Beat(self._turns, progress.arrivals, progress.place, _named_frame(progress.frame()))
         store.set(f"beat/{self.me.rank}", json.dumps(beat))
 
     def _beats(self, ranks: Sequence[int]) -> list[Beat]:
@@ -266,8 +267,8 @@ class Watchdog:
             return
         with contextlib.suppress(OSError):
             if self.me.rank in failure.blamed:
-                main = sys._current_frames()[cast(int, threading.main_thread().ident)]
-                print(f"{self.me} is here:\n{''.join(traceback.format_stack(main))}", file=sys.stderr, flush=True)
+                stack = traceback.format_stack(self._progress.frame())
+                print(f"{self.me} is here:\n{''.join(stack)}", file=sys.stderr, flush=True)
             if self.speaks(failure):
                 print(f"ERROR: {failure.line}", file=sys.stderr, flush=True)
         tell_launcher("outcome", f"{failure.code}\n{failure.line}\n")
@@ -308,10 +309,8 @@ def _named(ranks: Sequence[int], peers: Sequence[Peer]) -> str:
     return ", ".join(str(peers[rank]) for rank in ranks[:3]) + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
 
 
-def _innermost_frame() -> str:
-    """What the main thread executes."""
-    code = sys._current_frames()[cast(int, threading.main_thread().ident)]
-    return f"{code.f_code.co_name}, {Path(code.f_code.co_filename).name}:{code.f_lineno}"
+def _named_frame(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def tell_launcher(file_name: str, text: str) -> None:

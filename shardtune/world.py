@@ -111,12 +111,18 @@ class World:
             _watchdogs[0].limit_s = timeout_s
             _set_collective_timeout(timeout_s + _WATCHDOG_SPEAKS_S)
 
-    def maxima(self, *values: float) -> list[float]:
-        """The largest of each value over the ranks: a collective, for what every step needs."""
-        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
+    def of_ranks(self, *values: torch.Tensor | float) -> torch.Tensor:
+        """Every rank's scalars, float64 [ranks, values]: a collective. A host with a GPU does not wait for it."""
+        # A tensor made from a number on the host, unlike one filled with it, would wait for the GPU.
+        mine = [torch.full((), 1.0, dtype=torch.float64, device=self.device) * value for value in values]
+        gathered = mine[0].new_empty(self.size * len(mine))
         with self.progress.waiting():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest.tolist()
+            dist.all_gather_single(gathered, torch.stack(mine))
+        return gathered.view(self.size, len(mine))
+
+    def maxima(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks."""
+        return self.of_ranks(*values).amax(0).tolist()
 
     def agree(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; its own result on each.

@@ -29,11 +29,12 @@ ARGUMENTS = (
     "export.final=false",
 )
 SLOW_S = 0.03
+SLOW_DATA_S = 0.2  # made while the loop trains, so it takes more than a step until anyone waits
 
 
-def slowed(original: Callable[..., Any]) -> Callable[..., Any]:
+def slowed(original: Callable[..., Any], slow_s: float) -> Callable[..., Any]:
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(SLOW_S)
+        time.sleep(slow_s)
         return original(*arguments, **options)
 
     return slow
@@ -46,7 +47,7 @@ def run_with_a_slow_rank(rank: int, phase: str, arguments: list[str]) -> None:
             "forward and backward": (torch.nn.functional, "silu"),  # within a layer, between its collectives
             "optimizer": (optim, "clip_gradients"),
         }[phase]
-        setattr(module, name, slowed(getattr(module, name)))
+        setattr(module, name, slowed(getattr(module, name), SLOW_DATA_S if phase == "data" else SLOW_S))
     run_script(arguments)
 
 
