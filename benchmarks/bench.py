@@ -26,8 +26,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from chats import write_chats
+from head_memory import VOCABULARY
 from measure import REPOSITORY, TOLERANCE, Side, gated, launch, run_ours, run_peer, run_pinned
 from report import report
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,6 +41,7 @@ REFERENCE = "hf_trainer"
 SECTIONS = ("traffic", "one", "two", "head", "scaling")
 SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
 LR = 1e-4
+NAIVE_BYTES_PER_LOGIT = 16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
 
 
 def main() -> None:
@@ -72,7 +75,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=default_dtypes())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first is not counted")
-    parser.add_argument("--tokens", type=int, default=16384, help="of one step, about")
+    parser.add_argument("--tokens", type=int, default=4096, help="of one step, about")
     parser.add_argument("--max-length", type=int, default=2048)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the scaling figure")
     parser.add_argument("--head-tokens", type=int, default=8192)
@@ -275,10 +278,12 @@ def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
 
 def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     """Peak memory of forward and backward of the head and the loss, each way in a process of its own."""
-    found = {}
+    found, tokens = {}, options.head_tokens
+    while NAIVE_BYTES_PER_LOGIT * VOCABULARY * tokens > psutil.virtual_memory().available:
+        tokens //= 2
     for way in ("naive", "ours"):
         out = options.work / f"head-{way}.json"
-        command = [sys.executable, REPOSITORY / "benchmarks/head_memory.py", way, out, options.head_tokens]
+        command = [sys.executable, REPOSITORY / "benchmarks/head_memory.py", way, out, tokens]
         if run_pinned(command, None, options.work / f"head-{way}.log", 1800):
             found[way] = json.loads(out.read_text(encoding="utf-8"))
     return found

@@ -3,7 +3,7 @@
 
 python benchmarks/head_memory.py naive|ours OUT.json TOKENS
 
-A model of one narrow layer with GLM-4.5's vocabulary, in bfloat16, every token trained: what it holds beyond its
+A model of one thin layer with GLM-4.5's vocabulary, in bfloat16, every token trained: what it holds beyond its
 weights is what the loss needs. One way a process, because memory that was freed is not returned at once.
 """
 
@@ -30,7 +30,7 @@ from shardtune.packing import Batch
 from shardtune.source import read_model_config
 from shardtune.world import World, join_world, run
 
-VOCABULARY, WIDTH = 151552, 256
+VOCABULARY, WIDTH = 151552, 1024
 
 
 def main() -> None:
@@ -39,11 +39,11 @@ def main() -> None:
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=WIDTH,
-            intermediate_size=WIDTH,
+            intermediate_size=16,
             num_hidden_layers=1,
-            num_attention_heads=4,
+            num_attention_heads=16,
             max_position_embeddings=2 * tokens,
-            tie_word_embeddings=False,
+            tie_word_embeddings=True,  # one gradient of the weight's size, not two
         )
         config.save_pretrained(folder)
         yaml = Path(folder) / "config.yaml"
@@ -53,7 +53,7 @@ def main() -> None:
             yaml, [*assignments, "model.compute_dtype=bfloat16", f"data.max_length={2 * tokens}"], {}
         )
         world: World = join_world(settings.distributed)
-        model_config, _ = read_model_config(settings.model, settings.data.max_length)
+        model_config = read_model_config(settings.model, settings.data.max_length)
         model = build_model(settings, model_config, world)
     step(model, way, 16)  # the buffers of FSDP2 and of the gradients are there
     for parameter in model.parameters():

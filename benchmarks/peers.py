@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import resource
 import tempfile
 import time
@@ -88,7 +89,8 @@ def main() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         options.out.write_text(json.dumps(result), encoding="utf-8")
     if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.barrier()
+        os._exit(0)  # gloo's threads abort a process that ends in the ordinary way
 
 
 def read_options() -> argparse.Namespace:
@@ -174,8 +176,7 @@ def load(options: argparse.Namespace, is_sharded: bool = False) -> Any:
     if is_sharded:
         from transformers.distributed import DistributedConfig
 
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        more["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
+        more["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())  # the arguments have joined it
     return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation=implementation, **more)
 
 
