@@ -12,6 +12,10 @@ RUN ?= runs/demo
 DEMO_ARGS ?=
 # Options of the rehearsal, such as --procs-per-node 2.
 REHEARSE_ARGS ?=
+# Options of the benchmarks, such as --short, or --sections one --rounds 2.
+BENCH_ARGS ?=
+# What they compare with has an environment of its own.
+PEERS ?= .venv/peers
 
 help:
 	@sed -n '1s/^# //p' Makefile
@@ -61,7 +65,13 @@ test: lint .venv/.templates $(MODEL)/config.json
 test-full: lint .venv/.templates $(MODEL)/config.json
 	$(BIN)/python -m pytest -m ''
 
-bench: $(MODEL)/config.json
+$(PEERS)/.installed: benchmarks/requirements-peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements-peers.txt
+	touch $@
+
+bench: $(MODEL)/config.json $(PEERS)/.installed
+	$(BIN)/python benchmarks/bench.py --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/checkpoint.py \
 	    --model $(MODEL) --results benchmarks/checkpoint.md
 

@@ -1,0 +1,321 @@
+#!/usr/bin/env python3
+"""shardtune against what people would use instead, on this machine's CPU; writes benchmarks/RESULTS.md and its plot.
+
+python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections one two traffic head scaling]
+
+All sides train the same weights on the same chats, the whole of which is one optimizer step: so every side sees the
+same global batch however it orders and packs, and its loss at every step must be the reference's (HF Trainer's) before
+any of its figures counts. The sides take turns in each round, in another order each time, each in a process of its own
+on one pinned core with one thread; the first step of each also sets things up and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from chats import write_chats
+from head_memory import VOCABULARY
+from measure import REPOSITORY, TOLERANCE, Side, gated, launch, run_ours, run_peer, run_pinned
+from report import report
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardtune.flops import ModelFlops, count_flops, measure_matmul_rate
+
+PEERS: dict[str, dict[str, Any]] = {"trl_packed": {}, "trl_padded": {"batch-size": 4}, "hf_trainer": {}}
+REFERENCE = "hf_trainer"
+SECTIONS = ("traffic", "one", "two", "head", "scaling")
+SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
+LR = 1e-4
+NAIVE_BYTES_PER_LOGIT = 16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
+
+
+def main() -> None:
+    options = read_options()
+    torch.set_num_threads(1)
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"machine": machine(options)}
+    chats = write_chats(options.work / "chats.jsonl", options.tokens, options.max_length)
+    sections = {"traffic": traffic, "one": one_thread, "two": two_ranks, "head": loss_memory, "scaling": scaling}
+    for section in options.sections:
+        print(f"{section}:", flush=True)
+        found[section] = sections[section](options, chats)
+    results = options.results.with_suffix(".json")
+    results.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    options.results.write_text(report(found, options.results.with_suffix(".png").name), encoding="utf-8")
+    plot = [options.peers, REPOSITORY / "benchmarks/plot.py", results, options.results.with_suffix(".png")]
+    run_pinned(plot, None, options.work / "plot.log", 300)
+    print(f"Written: {options.results}")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--peers", type=Path, required=True, help="the Python of the peers' environment")
+    parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks/RESULTS.md")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs/bench", help="inputs, logs and runs; emptied")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--sides", nargs="+", choices=("ours", *PEERS), default=("ours", *PEERS))
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=default_dtypes())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="of each run; the first is not counted")
+    parser.add_argument("--tokens", type=int, default=4096, help="of one step, about")
+    parser.add_argument("--max-length", type=int, default=2048)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the scaling figure")
+    parser.add_argument("--head-tokens", type=int, default=8192)
+    parser.add_argument("--short", action="store_true", help="one round of two short steps: shows that all of it runs")
+    options = parser.parse_args()
+    if options.short:
+        options.rounds, options.steps, options.tokens, options.max_length = 1, 2, 1024, 512
+        options.ranks, options.head_tokens = [1, 2], 256
+    return options
+
+
+def default_dtypes() -> list[str]:
+    """bfloat16 only where the CPU multiplies it natively: elsewhere nobody would use it."""
+    flags = torch.cpu.get_capabilities()
+    return ["float32", "bfloat16"] if flags.get("avx512_bf16") or flags.get("amx_bf16") else ["float32"]
+
+
+def machine(options: argparse.Namespace) -> dict[str, str]:
+    def said_by(*command: str | Path) -> str:
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False).stdout.strip()
+
+    told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = next((line.split(":")[1].strip() for line in told if "model name" in line), platform.processor())
+    flags = torch.cpu.get_capabilities()
+    native = [flag for flag in ("avx512_f", "avx512_bf16", "amx_bf16") if flags.get(flag)]
+    theirs = said_by(
+        options.peers,
+        "-c",
+        "from importlib.metadata import version as v; print(', '.join(f'{n} {v(n)}' for n in "
+        "('torch', 'transformers', 'trl', 'accelerate')))",
+    )
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": said_by("git", "-C", REPOSITORY, "describe", "--always", "--dirty"),
+        "CPU": f"{cpu}, {os.cpu_count()} cores, {', '.join(native) or 'no AVX-512'}",
+        "ours": f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}",
+        "peers": theirs,
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def settings(
+    options: argparse.Namespace, chats: Path, dtype: str, model: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same run for either side: assignments for ours, flags for peers.py."""
+    ours = {
+        "model.path": model.resolve(),
+        "model.compute_dtype": dtype,
+        "data.train": chats.resolve(),
+        "data.max_length": options.max_length,
+        "data.overflow": "error",
+        "train.epochs": options.steps,
+        "optimizer.lr": LR,
+    }
+    theirs = {
+        "model": model.resolve(),
+        "data": chats.resolve(),
+        "dtype": dtype,
+        "max-length": options.max_length,
+        "steps": options.steps,
+        "lr": LR,
+    }
+    return ours, theirs
+
+
+def one_thread(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
+    """Every side in turn on one core, in each dtype."""
+    core = [max(os.sched_getaffinity(0))]
+    flops, lengths = model_flops(options.model), document_lengths(options, chats)
+    found: dict[str, Any] = {}
+    for dtype in options.dtypes:
+        ours, theirs = settings(options, chats, dtype, options.model)
+        runs: dict[str, list[Side]] = {name: [] for name in options.sides}
+        rates: list[float] = []
+        for turn in range(options.rounds):
+            # Rotated, so that no side always follows the same other one.
+            for name in options.sides[turn % len(options.sides) :] + options.sides[: turn % len(options.sides)]:
+                rates.append(matmul_rate(core, dtype))
+                run_name = f"one-{dtype}-{name}-{turn}"
+                if name == "ours":
+                    done = run_ours(run_name, options.work, ours, cores=core)
+                    shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
+                else:
+                    flags = {**theirs, **PEERS[name]}
+                    done = run_peer(name, run_name, options.work, options.peers, flags, cores=core)
+                runs[name] += [done] if done else []
+        equal, refused = gated(runs, REFERENCE, TOLERANCE[dtype])
+        rate = median(rates)
+        rows = {}
+        for name, sides in equal.items():
+            seconds = [value for side in sides for value in side.seconds]
+            of_step = flops.of_step(lengths, sides[0].trained_tokens)
+            rows[name] = {
+                "trained_tokens_per_s": [sides[0].trained_tokens / value for value in seconds],
+                "share_of_matmul_rate": [of_step / value / rate for value in seconds],
+                "padding": 1 - sides[0].tokens / sides[0].computed_tokens,
+                "head_rows": sides[0].head_rows,
+                "memory_bytes": median(side.memory_bytes for side in sides),
+                "losses": sides[0].losses,
+            }
+        counts = {
+            "model": options.model.name,
+            "documents": len(lengths),
+            "tokens": int(lengths.sum()),
+            "trained_tokens": next((side.trained_tokens for sides in equal.values() for side in sides), 0),
+            "max_length": options.max_length,
+            "rounds": options.rounds,
+            "steps": options.steps,
+        }
+        found[dtype] = {"rates": rates, "rows": rows, "refused": refused, "counts": counts}
+    return found
+
+
+def matmul_rate(cores: list[int], dtype: str) -> float:
+    """FLOP/s of one thread on these cores, measured as a run itself does it."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    measure_matmul_rate(getattr(torch, dtype), 0)
+    rate = measure_matmul_rate(getattr(torch, dtype), 1)
+    os.sched_setaffinity(0, own)
+    return rate
+
+
+def model_flops(model: Path) -> ModelFlops:
+    with torch.device("meta"):
+        return count_flops(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
+
+
+def document_lengths(options: argparse.Namespace, chats: Path) -> np.ndarray:
+    """Tokens of each chat, as `inspect-data` tells them."""
+    (options.work / "empty.yaml").touch()
+    told = [f"model.path={options.model}", f"data.train={chats}", f"data.max_length={options.max_length}"]
+    command = [sys.executable, "-m", "shardtune", "inspect-data", "--config", options.work / "empty.yaml", "--json"]
+    log = options.work / "inspect.log"
+    assert run_pinned([*command, "--records", str(1 << 30), *told], None, log, 600), log.read_text(encoding="utf-8")
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+    return np.array([len(json.loads(line)["input_ids"]) for line in lines], np.int64)
+
+
+def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
+    """FSDP over two processes, one core each: ours and transformers' own."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    lines = chats.read_text(encoding="utf-8").splitlines(keepends=True)
+    even = options.work / "even.jsonl"  # a Trainer gives a chat twice where the ranks do not divide them
+    even.write_text("".join(lines[: len(lines) // 2 * 2]), encoding="utf-8")
+    ours, theirs = settings(options, even, "float32", options.model)
+    runs: dict[str, list[Side]] = {"transformers_fsdp": [], "ours": []}
+    for turn in range(options.rounds):
+        peer = run_peer(
+            "transformers_fsdp", f"two-transformers-{turn}", options.work, options.peers, theirs, ranks=2, cores=cores
+        )
+        runs["transformers_fsdp"] += [peer] if peer else []
+        mine = run_ours(f"two-ours-{turn}", options.work, ours, ranks=2, cores=cores)
+        shutil.rmtree(options.work / f"two-ours-{turn}" / "checkpoints", ignore_errors=True)
+        runs["ours"] += [mine] if mine else []
+    equal, refused = gated(runs, "ours", TOLERANCE["float32"])
+    rows = {
+        name: {
+            "trained_tokens_per_s": [side.trained_tokens / value for side in sides for value in side.seconds],
+            "memory_bytes": median(side.memory_bytes for side in sides),
+            "losses": sides[0].losses,
+        }
+        for name, sides in equal.items()
+    }
+    return {"rows": rows, "refused": refused}
+
+
+def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
+    """What one step of two ranks moves, and the rows through its head: of a run of three steps less one of two."""
+    vocabulary = AutoConfig.from_pretrained(options.model).vocab_size
+    found: list[list[dict[str, dict[str, int]]]] = []
+    (options.work / "empty.yaml").touch()
+    for steps in (2, 3):
+        ours, _ = settings(options, chats, "float32", options.model)
+        name = f"traffic-{steps}"
+        few: dict[str, Any] = {"train.max_steps": steps, "train.epochs": 99, "train.gradient_accumulation_steps": 2}
+        few |= {"data.max_length": 256, "data.overflow": "truncate", "export.final": "false"}
+        few |= {"run.dir": options.work / name, "run.resume": "never", "checkpoint.every_steps": 0}
+        script = [REPOSITORY / "benchmarks/traffic.py", options.work / name, vocabulary, "--config"]
+        script += [options.work / "empty.yaml", *(f"{key}={value}" for key, value in {**ours, **few}.items())]
+        if not run_pinned(launch(script, sys.executable, 2), None, options.work / f"{name}.log", 3600):
+            return {}
+        found.append([json.loads(Path(f"{options.work / name}.{rank}.json").read_text()) for rank in range(2)])
+        shutil.rmtree(options.work / name / "checkpoints", ignore_errors=True)
+    before, after = found
+
+    def more(rank: int, name: str, key: str) -> int:
+        return after[rank][name][key] - before[rank].get(name, {}).get(key, 0)
+
+    metrics = (options.work / "traffic-3/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    last = json.loads(metrics[-1])
+    collectives = {
+        name: {"count": more(0, name, "count"), "bytes": more(0, name, "bytes")}
+        for name in sorted(after[0])
+        if name != "head" and more(0, name, "count")
+    }
+    head = {"rows": sum(more(rank, "head", "count") for rank in range(2))}
+    return {"collectives": collectives, "head": head | {key: last[key] for key in ("tokens", "trained_tokens")}}
+
+
+def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
+    """Peak memory of forward and backward of the head and the loss, each way in a process of its own."""
+    found, tokens = {}, options.head_tokens
+    while NAIVE_BYTES_PER_LOGIT * VOCABULARY * tokens > psutil.virtual_memory().available:
+        tokens //= 2
+    for way in ("naive", "ours"):
+        out = options.work / f"head-{way}.json"
+        command = [sys.executable, REPOSITORY / "benchmarks/head_memory.py", way, out, tokens]
+        if run_pinned(command, None, options.work / f"head-{way}.log", 1800):
+            found[way] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
+    """The same global batches of a small model on 1 to 16 ranks, which share this machine's cores."""
+    model = options.work / "small"
+    config = AutoConfig.from_pretrained(options.model, **SMALL_MODEL)
+    config.num_key_value_heads, config.head_dim = SMALL_MODEL["num_attention_heads"], 64
+    config.save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(options.model / name, model / name)
+    many = write_chats(options.work / "many.jsonl", 4 * options.tokens, options.max_length // 4, seed=1)
+    found = {}
+    for ranks in options.ranks:
+        ours, _ = settings(options, many, "float32", model)
+        more = {"model.init": "random", "data.max_length": options.max_length // 4}
+        name = f"scaling-{ranks}"
+        side = run_ours(name, options.work, {**ours, **more}, ranks=ranks)
+        if side:
+            lines = (options.work / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            mfu = [entry["mfu"] for entry in map(json.loads, lines) if entry["kind"] == "step"][1:]
+            found[ranks] = {
+                "trained_tokens_per_s": [side.trained_tokens / value for value in side.seconds],
+                "mfu": mfu,
+                "memory_bytes": side.memory_bytes,
+                "losses": side.losses,
+            }
+        shutil.rmtree(options.work / name / "checkpoints", ignore_errors=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

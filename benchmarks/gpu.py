@@ -1,0 +1,218 @@
+#!/usr/bin/env python3
+"""shardtune, TRL and HF Trainer on one GPU: real shapes with random weights; writes benchmarks/GPU.md.
+
+python benchmarks/gpu.py --tokenizer models/SmolLM2-135M-Instruct --peers .venv/peers/bin/python [--shapes qwen3-1.7b]
+python benchmarks/gpu.py --tokenizer ... --peers ... --tiny      # tiny shapes on the CPU: shows that all of it runs
+
+As in bench.py all of the chats are one optimizer step. The weights are drawn from the config by each side itself, so
+what must be equal before a figure counts are the tokens of a step, exactly, and its first loss, to 2%. Where float32
+weights with their gradients and moments do not fit the GPU (16 bytes a parameter), all sides hold them in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shutil
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from bench import document_lengths
+from chats import write_chats
+from measure import REPOSITORY, Side, gated, run_ours, run_peer, spread
+from report import NAMES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardtune.flops import count_flops, measure_matmul_rate, published_peak
+
+QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-1.7b": (
+        "qwen3",
+        {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    ),
+    "qwen3-4b": (
+        "qwen3",
+        {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    ),
+    "llama3-8b": (
+        "llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
+    "glm-4.5-air, 4 layers": (
+        "glm4_moe",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 4,  # of 46
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "vocab_size": 151552,
+        },
+    ),
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 49152,
+}
+PEERS: dict[str, dict[str, Any]] = {"trl_packed": {}, "hf_trainer": {"batch-size": 8}}
+BYTES_PER_PARAMETER = 16  # float32: weight, gradient, two moments
+FIRST_LOSS_TOLERANCE = 0.02
+LR = 1e-5
+
+
+def main() -> None:
+    options = read_options()
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    lines = [
+        "# One GPU",
+        "",
+        f"- device: {device}",
+        f"- date: {datetime.date.today().isoformat()}",
+        f"- torch {version('torch')}, transformers {version('transformers')}; activation checkpointing "
+        f"{options.checkpointing}; forward and backward in {options.dtype}",
+        "",
+        "| model | row | weights | side | tokens/s | MFU | peak memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for shape in options.shapes:
+        model, parameters = write_model(options, shape)
+        for length in options.lengths:
+            lines += measure(options, shape, model, parameters, length)
+            options.results.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    print(f"Written: {options.results}")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--peers", type=Path, required=True, help="the Python of the peers' environment")
+    parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks/GPU.md")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs/gpu", help="inputs, logs and runs; emptied")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))
+    parser.add_argument("--layers", type=int, help="of every shape, where the GPU is smaller")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--sides", nargs="+", choices=("ours", *PEERS), default=("ours", *PEERS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=4, help="of each run; the first is not counted")
+    parser.add_argument("--rows", type=int, default=8, help="full rows of one step, about")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="full")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    if options.tiny:
+        options.lengths, options.rows, options.steps = [256], 3, 2
+    return options
+
+
+def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, int]:
+    """A directory with the config and a tokenizer, and no weights; the number of parameters."""
+    model_type, settings = SHAPES[shape]
+    settings = {**settings, "max_position_embeddings": 2 * max(options.lengths), "pad_token_id": 2, "eos_token_id": 2}
+    if options.tiny:
+        settings |= TINY
+    if options.layers:
+        settings["num_hidden_layers"] = options.layers
+    folder = options.work / shape.replace(",", "").replace(" ", "-")
+    config = AutoConfig.for_model(model_type, **settings)
+    config.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(options.tokenizer / name, folder / name)
+    with torch.device("meta"):
+        return folder, AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+def measure(options: argparse.Namespace, shape: str, model: Path, parameters: int, length: int) -> list[str]:
+    """The lines of the table for one shape and length of a row."""
+    chats = write_chats(options.work / f"chats-{length}.jsonl", options.rows * length, length)
+    options.model, options.max_length = model, length
+    lengths = document_lengths(options, chats)
+    master = "float32"
+    if torch.cuda.is_available() and parameters * BYTES_PER_PARAMETER > 0.8 * torch.cuda.mem_get_info()[1]:
+        master = "bfloat16"
+    ours = {
+        "model.path": model.resolve(),
+        "model.init": "random",
+        "model.compute_dtype": options.dtype,
+        "model.master_dtype": master,
+        "model.activation_checkpointing": options.checkpointing,
+        "data.train": chats.resolve(),
+        "data.max_length": length,
+        "train.epochs": options.steps,
+        "optimizer.lr": LR,
+    }
+    theirs = {
+        "model": model.resolve(),
+        "random": True,
+        "data": chats.resolve(),
+        "dtype": options.dtype,
+        "master-dtype": master,
+        "max-length": length,
+        "steps": options.steps,
+        "lr": LR,
+        **({"checkpointing": True} if options.checkpointing != "none" else {}),
+    }
+    runs: dict[str, list[Side]] = {name: [] for name in options.sides}
+    for turn in range(options.rounds):
+        for name in options.sides:
+            run_name = f"{model.name}-{length}-{name}-{turn}"
+            if name == "ours":
+                script = REPOSITORY / "benchmarks/older_torch.py"
+                done = run_ours(run_name, options.work, ours, script=script)
+                shutil.rmtree(options.work / run_name, ignore_errors=True)
+            else:
+                done = run_peer(name, run_name, options.work, options.peers, {**theirs, **PEERS[name]})
+            runs[name] += [replace(done, losses=done.losses[:1])] if done else []
+    equal, refused = gated(runs, next(name for name in runs if runs[name]), FIRST_LOSS_TOLERANCE)
+    with torch.device("meta"):
+        flops = count_flops(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
+    peak = peak_flops(options.dtype)
+    lines = []
+    for name, sides in equal.items():
+        seconds = [value for side in sides for value in side.seconds]
+        of_step = flops.of_step(lengths, sides[0].trained_tokens)
+        mfu = f"{median(of_step / value / peak for value in seconds):.1%}" if peak else "unknown peak"
+        memory = max(side.memory_bytes for side in sides) / 1e9
+        speed = spread([side.tokens / value for side in sides for value in side.seconds])
+        lines.append(f"| {shape} | {length} | {master} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB |")
+    lines += [f"| {shape} | {length} | {master} | {NAMES[name]} | {why} | | |" for name, why in refused.items()]
+    return lines
+
+
+def peak_flops(dtype: str) -> float | None:
+    if torch.cuda.is_available():
+        return published_peak(torch.cuda.get_device_name(), getattr(torch, dtype))
+    torch.set_num_threads(1)  # what the runs have
+    return measure_matmul_rate(getattr(torch, dtype))
+
+
+if __name__ == "__main__":
+    main()

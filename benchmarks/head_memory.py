@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Peak memory of the head and the loss, forward and backward: what the training step calls, or plain logits.
+
+python benchmarks/head_memory.py naive|ours OUT.json TOKENS
+
+A model of one thin layer with GLM-4.5's vocabulary, in bfloat16, every token trained: what it holds beyond its
+weights is what the loss needs. One way a process, because memory that was freed is not returned at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from shardtune.config import load_config
+from shardtune.loss import summed_loss
+from shardtune.model import build_model
+from shardtune.packing import Batch
+from shardtune.source import read_model_config
+from shardtune.world import World, join_world, run
+
+VOCABULARY, WIDTH = 151552, 1024
+
+
+def main() -> None:
+    way, out, tokens = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    with tempfile.TemporaryDirectory() as folder:
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=16,
+            max_position_embeddings=2 * tokens,
+            tie_word_embeddings=True,  # one gradient of the weight's size, not two
+        )
+        config.save_pretrained(folder)
+        yaml = Path(folder) / "config.yaml"
+        assignments = [f"model.path={folder}", f"data.train={folder}", "model.init=random"]
+        yaml.touch()
+        settings = load_config(
+            yaml, [*assignments, "model.compute_dtype=bfloat16", f"data.max_length={2 * tokens}"], {}
+        )
+        world: World = join_world(settings.distributed)
+        model_config = read_model_config(settings.model, settings.data.max_length)
+        model = build_model(settings, model_config, world)
+    step(model, way, 16)  # the buffers of FSDP2 and of the gradients are there
+    for parameter in model.parameters():
+        parameter.grad = None
+    process = psutil.Process()
+    before, peak, ended = process.memory_info().rss, 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.005):
+            peak = max(peak, process.memory_info().rss - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    loss = step(model, way, tokens)
+    ended.set()
+    watcher.join()
+    gradients = sum(p.grad.to_local().nbytes for p in model.parameters() if isinstance(p.grad, DTensor))
+    told = {"tokens": tokens, "vocabulary": VOCABULARY, "peak_bytes": peak, "gradient_bytes": gradients, "loss": loss}
+    out.write_text(json.dumps(told), encoding="utf-8")
+
+
+def step(model: PreTrainedModel, way: str, tokens: int) -> float:
+    """Forward and backward over one row, all of it trained; the loss of a token."""
+    ids = torch.arange(tokens).view(1, -1) * 7919 % VOCABULARY
+    positions = torch.arange(tokens).view(1, -1)
+    predicting = torch.arange(tokens - 1)
+    if way == "ours":
+        loss = summed_loss(model, Batch(ids, positions, None, predicting, ids[0, 1:]))
+    else:
+        logits = model(input_ids=ids, position_ids=positions).logits
+        loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
+    loss.backward()
+    return loss.item() / (tokens - 1)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,184 @@
+"""What every benchmark shares: pinned runs of either side, what they measured, and the gate before any figure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # of losses, relative: bfloat16 rounds each product to 3 digits
+
+
+class Unequal(Exception):
+    """Two sides did not do the same work; the message says what differs."""
+
+
+@dataclass
+class Side:
+    """One run: `seconds` are those of its steps from the second on, all counts those of one step over all ranks."""
+
+    losses: list[float]
+    seconds: list[float]
+    memory_bytes: int  # the largest of any rank
+    tokens: int  # real ones
+    trained_tokens: int
+    computed_tokens: int  # padding included
+    head_rows: int | None = None  # where they were counted
+
+
+def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
+    """The gate: the same tokens, the same trained ones, and the same loss at every step.
+
+    Raises:
+        Unequal: not so, or one of them has taken no step that could be compared.
+    """
+    for what in ("tokens", "trained_tokens"):
+        mine, theirs = getattr(side, what), getattr(reference, what)
+        if mine != theirs:
+            raise Unequal(f"{what} of a step are {mine} and {theirs}")
+    if len(side.losses) != len(reference.losses) or not side.losses:
+        raise Unequal(f"{len(side.losses)} and {len(reference.losses)} steps have a loss")
+    for step, (mine, theirs) in enumerate(zip(side.losses, reference.losses, strict=True), start=1):
+        if not abs(mine - theirs) <= tolerance * abs(theirs):
+            raise Unequal(f"the loss of step {step} is {mine:.6f} and {theirs:.6f}")
+
+
+def gated(
+    runs: dict[str, list[Side]], reference: str, tolerance: float
+) -> tuple[dict[str, list[Side]], dict[str, str]]:
+    """The sides of which every run did the reference's work, and of the others what differed."""
+    equal: dict[str, list[Side]] = {}
+    refused: dict[str, str] = {}
+    for name, sides in runs.items():
+        if missing := next((each for each in (name, reference) if not runs.get(each)), None):
+            refused[name] = f"{missing} did not run to its end"
+            continue
+        try:
+            for side in sides:
+                require_equal_work(side, runs[reference][0], tolerance)
+            equal[name] = sides
+        except Unequal as difference:
+            refused[name] = str(difference)
+    return equal, refused
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Median, and the smallest and the largest."""
+    return f"{median(values):.{digits}g} ({min(values):.{digits}g} to {max(values):.{digits}g})"
+
+
+def run_pinned(command: Sequence[str | Path], cores: Sequence[int] | None, log: Path, timeout_s: float) -> bool:
+    """Run a command on these cores, one thread a process; whether it ended well. What it says goes to `log`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+    def pin() -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as stream:
+        try:
+            done = subprocess.run(
+                list(map(str, command)),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                preexec_fn=pin,
+                cwd=REPOSITORY,
+                timeout=timeout_s,
+                check=False,
+            )
+            code: Any = done.returncode
+        except subprocess.TimeoutExpired:
+            code = f"after {timeout_s} s without an end"
+    print(
+        f"  {log.stem}: {time.monotonic() - started:.0f} s" + (f", exit {code}, see {log}" if code else ""), flush=True
+    )
+    return code == 0
+
+
+def launch(script: Sequence[str | Path], python: Path | str, ranks: int) -> list[str | Path]:
+    """The command for one process, or for several under torchrun."""
+    if ranks == 1:
+        return [python, *script]
+    return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *script]
+
+
+def run_ours(
+    name: str,
+    folder: Path,
+    assignments: dict[str, Any],
+    *,
+    ranks: int = 1,
+    cores: Sequence[int] | None = None,
+    timeout_s: float = 3600,
+    script: Path = REPOSITORY / "train_fsdp.py",
+) -> Side | None:
+    """train_fsdp.py as users run it, every step the whole of the data; None where it failed."""
+    run_dir = folder / name
+    settings = {
+        "run.dir": run_dir,
+        "run.resume": "never",
+        "train.micro_batch_size": 1,
+        "train.gradient_accumulation_steps": 1 << 16,
+        "scheduler.name": "constant",
+        "scheduler.warmup_ratio": 0,
+        "checkpoint.every_steps": 0,
+        "checkpoint.mode": "sync",
+        "export.final": "false",
+        **assignments,
+    }
+    empty = folder / "empty.yaml"
+    empty.touch()
+    command: list[str | Path] = [script, "--config", empty]
+    command += [f"{key}={value}" for key, value in settings.items()]
+    is_done = run_pinned(launch(command, sys.executable, ranks), cores, folder / f"{name}.log", timeout_s)
+    return read_ours(run_dir) if is_done else None
+
+
+def read_ours(run_dir: Path) -> Side:
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
+    tokens, trained = ({step[key] for step in steps} for key in ("tokens", "trained_tokens"))
+    assert len(tokens) == len(trained) == 1, "a step is the whole of the data"
+    count, trained_count = tokens.pop(), trained.pop()
+    # Packed rows are flattened, so nothing is padded.
+    return Side(
+        losses=[step["loss"] for step in steps],
+        seconds=[step["seconds"] for step in steps[1:]],
+        memory_bytes=max(step["memory_bytes"] for step in steps),
+        tokens=count,
+        trained_tokens=trained_count,
+        computed_tokens=count,
+    )
+
+
+def run_peer(
+    side: str,
+    name: str,
+    folder: Path,
+    python: Path,
+    options: dict[str, Any],
+    *,
+    ranks: int = 1,
+    cores: Sequence[int] | None = None,
+    timeout_s: float = 3600,
+) -> Side | None:
+    """One run of peers.py in its own environment; None where it failed."""
+    out = folder / f"{name}.json"
+    flags = [
+        part for key, value in options.items() for part in ([f"--{key}"] if value is True else [f"--{key}", value])
+    ]
+    script = [REPOSITORY / "benchmarks/peers.py", "--side", side, "--out", out, *flags]
+    if not run_pinned(launch(script, python, ranks), cores, folder / f"{name}.log", timeout_s):
+        return None
+    return Side(**json.loads(out.read_text(encoding="utf-8")))

@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""One training run of a peer, through its own public API and at its best setting; run in the peers' environment.
+
+python benchmarks/peers.py --side trl_packed --model DIR --data chats.jsonl --out result.json ...
+
+The whole of the data is one optimizer step, as in the harness's other runs, so that all of them see the same batches
+however they order and pack. Writes what `bench.Side` holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import is_flash_attn_2_available
+
+# The model's own template, with marks around what is trained: all that it must generate, its end of turn included.
+TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WHOLE_EPOCH = 1 << 20  # micro-batches: more than any epoch has, so that one step takes all of them
+
+
+class Watch(TrainerCallback):
+    """The seconds from the end of one optimizer step to the end of the next, and what the trainer logs of each."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.losses: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def main() -> None:
+    options = read_options()
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model)
+    tokenizer.chat_template = TEMPLATE
+    records = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()]
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = build(options, tokenizer, records, watch, scratch)
+        counts = count_tokens(trainer, options.side)
+        gc.collect()
+        trainer.train()
+    seconds = [end - start for start, end in zip(watch.ends, watch.ends[1:], strict=False)]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result = {
+        "losses": watch.losses,
+        "seconds": seconds,  # of the second step and those after it: the first also sets things up
+        "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak,
+        **counts,
+    }
+    if dist.is_initialized():
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, {**counts, "memory_bytes": result["memory_bytes"]})
+        result |= {key: sum(each[key] for each in of_ranks) for key in counts}
+        result["memory_bytes"] = max(each["memory_bytes"] for each in of_ranks)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        options.out.write_text(json.dumps(result), encoding="utf-8")
+    if dist.is_initialized():
+        dist.barrier()
+        os._exit(0)  # gloo's threads abort a process that ends in the ordinary way
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--side", choices=("trl_packed", "trl_padded", "hf_trainer", "transformers_fsdp"), required=True
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tokenizer", help="where the model has none of its own")
+    parser.add_argument("--random", action="store_true", help="weights drawn from the config")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True, help="of forward and backward")
+    parser.add_argument("--master-dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--max-length", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--batch-size", type=int, default=1, help="rows of a micro-batch; 1 has no padding")
+    parser.add_argument("--checkpointing", action="store_true")
+    return parser.parse_args()
+
+
+def build(
+    options: argparse.Namespace, tokenizer: Any, records: list[dict[str, Any]], watch: Watch, scratch: str
+) -> Any:
+    shared = {
+        "output_dir": scratch,
+        "num_train_epochs": options.steps,
+        "per_device_train_batch_size": options.batch_size,
+        "gradient_accumulation_steps": WHOLE_EPOCH,
+        "learning_rate": options.lr,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "bf16": options.dtype == "bfloat16",
+        "gradient_checkpointing": options.checkpointing,
+        "use_cpu": not torch.cuda.is_available(),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 1234,
+    }
+    if options.side.startswith("trl"):
+        from trl import SFTConfig, SFTTrainer
+
+        is_packed = options.side == "trl_packed"
+        lengths = {"packing": is_packed, "packing_strategy": "bfd", "max_length": options.max_length}
+        settings = SFTConfig(**shared, **lengths, assistant_only_loss=True)
+        return SFTTrainer(
+            model=load(options),
+            args=settings,
+            train_dataset=Dataset.from_list(records),
+            processing_class=tokenizer,
+            callbacks=[watch],
+        )
+    if options.side == "transformers_fsdp":
+        shared["ddp_backend"] = "gloo" if shared["use_cpu"] else "nccl"
+    settings = TrainingArguments(**shared, train_sampling_strategy="group_by_length")  # the least padding it can have
+    model = load(options, is_sharded=options.side == "transformers_fsdp")
+    return Trainer(
+        model=model,
+        args=settings,
+        train_dataset=Dataset.from_list([tokenise(record, tokenizer, options.max_length) for record in records]),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
+        callbacks=[watch],
+    )
+
+
+def load(options: argparse.Namespace, is_sharded: bool = False) -> Any:
+    dtype = getattr(torch, options.master_dtype)
+    implementation = "flash_attention_2" if torch.cuda.is_available() and is_flash_attn_2_available() else "sdpa"
+    if options.random:
+        config = AutoConfig.from_pretrained(options.model)
+        torch.manual_seed(1234)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    more: dict[str, Any] = {}
+    if is_sharded:
+        from transformers.distributed import DistributedConfig
+
+        more["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())  # the arguments have joined it
+    return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation=implementation, **more)
+
+
+def tokenise(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[str, list[int]]:
+    """As the documentation of chat templates has it, for a trainer that knows no chats."""
+    encoded = tokenizer.apply_chat_template(
+        record["messages"],
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        truncation=True,
+        max_length=max_length,
+    )
+    ids = encoded["input_ids"]
+    labels = [token if mask else -100 for token, mask in zip(ids, encoded["assistant_masks"], strict=True)]
+    return {"input_ids": ids, "labels": labels}
+
+
+def count_tokens(trainer: Any, side: str) -> dict[str, int]:
+    """Of one step of this rank: what its batches hold, from the batches themselves."""
+    counts = {"tokens": 0, "trained_tokens": 0, "computed_tokens": 0, "head_rows": 0}
+    for batch in trainer.get_train_dataloader():
+        mask = batch.get("attention_mask")
+        counts["computed_tokens"] += batch["input_ids"].numel()
+        counts["tokens"] += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+        trained = int((batch["labels"][:, 1:] != -100).sum())
+        counts["trained_tokens"] += trained
+        # TRL scores only trained positions where it has its kernel, and all of them elsewhere.
+        is_compact = side.startswith("trl") and torch.cuda.is_available()
+        counts["head_rows"] += trained if is_compact else batch["input_ids"].numel()
+    return counts
+
+
+if __name__ == "__main__":
+    main()
