@@ -23,7 +23,7 @@ Fed = tuple[Step, list[Batch]]
 def feed(
     schedule: Schedule, model: PreTrainedModel, rows_per_micro_batch: int, is_flat: bool, world: World
 ) -> Iterator[Iterator[Fed]]:
-    """Each step that is left, with this rank's micro-batches (flat or not, see `Batch`) on `world.device`, at most two steps ahead of the loop.
+    """Each step that is left, with this rank's micro-batches on `world.device`, at most two steps ahead of the loop.
 
     What fails in the thread is raised where the loop takes the next step, with its traceback. The thread ends with the
     context, and never keeps the process alive.
