@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -21,6 +22,7 @@ from distTest import compare, network, ranks
 from distTest.children import Child, die_with_parent
 from distTest.doors import Doors, side_port
 from distTest.facts import facts_of_files, facts_of_machine
+from distTest.handover import stay_connected
 from distTest.knocking import Knocking, Welcome, knock
 from distTest.meeting import Meeting
 from distTest.paths import require_paths
@@ -29,6 +31,7 @@ from distTest.settings import DEFAULTS, Settings, existing_part, read_settings
 from distTest.voice import Voice
 from distTest.wire import Gone, Link, Member, Message
 from shardtune.errors import Ended, Refused
+from shardtune.signals import SIGNALS, ignore_signals
 
 _FACTS_TIMEOUT_S = 600.0
 _SHORT_TIMEOUT_S = 60.0
@@ -53,7 +56,7 @@ def main() -> None:
         traceback.print_exc()
         first_line = (str(error).splitlines() or [""])[0]
         code, problems = 1, [f"{type(error).__name__}: {first_line} - see the traceback above"]
-    _ignore_signals()
+    ignore_signals()
     if code == 1 and meeting:
         with contextlib.suppress(Refused):
             meeting[0].refuse(f"{meeting[0].members[meeting[0].node].name}: {problem}" for problem in problems)
@@ -74,6 +77,7 @@ def preflight(voice: Voice, met: list[Meeting]) -> None:
     settings = read_settings(os.environ, sys.argv[1:])
     with contextlib.ExitStack() as cleanup:
         helper = None
+        logs = cleanup.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         if not settings.problems:
             # Forked before there is a socket: it imports torch and reads files while the nodes are meeting.
             helper = Child(settings.name, _help, settings)
@@ -85,10 +89,12 @@ def preflight(voice: Voice, met: list[Meeting]) -> None:
         if len(names) > 1:
             require_paths(meeting, settings)
         facts = _compare(meeting, helper, settings, voice)
-        _measure(meeting, helper, settings, facts, voice)
+        _measure(meeting, helper, settings, facts, logs, voice)
     if meeting.node == 0:
         seconds = time.monotonic() - started
         voice.say(f"all {len(names)} node{'s' * (len(names) > 1)} agree ({seconds:.0f} s)")
+    if len(names) > 1 and (folder := os.environ.get("SHARDTUNE_LAUNCH_DIR")):
+        stay_connected(meeting, settings.name, Path(folder))
 
 
 def meet(settings: Settings, voice: Voice) -> Meeting:
@@ -198,10 +204,13 @@ def _look_at_each_other(meeting: Meeting, settings: Settings) -> list[Message]:
         probe.unlink(missing_ok=True)
 
 
-def _measure(meeting: Meeting, helper: Child, settings: Settings, facts: list[Message], voice: Voice) -> None:
+def _measure(
+    meeting: Meeting, helper: Child, settings: Settings, facts: list[Message], logs: str, voice: Voice
+) -> None:
     meeting.close_doors()  # rank 0 of the measurement listens there
     meeting.gather("readiness to measure", {}, _SHORT_TIMEOUT_S)
     job = {
+        "logs": logs,
         "node": meeting.node,
         "name": settings.name,
         "sizes": [fact["processes"] for fact in facts],
@@ -249,16 +258,11 @@ def _help(link: Link, settings: Settings) -> None:
 
 def _end_on_signal() -> None:
     def end(number: int, frame: FrameType | None) -> None:
-        _ignore_signals()
+        ignore_signals()
         raise Ended(f"ended by {signal.Signals(number).name} during the preflight - run the same command again", 1)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, end)
-
-
-def _ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from shardtune.arguments import Parser
 from shardtune.config import Config, load_config, to_dict
 from shardtune.console import quiet_libraries
 from shardtune.errors import Ended, Refused
-from shardtune.signals import ignore_signals
+from shardtune.signals import SIGNALS, ignore_signals
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The launch scripts' own defaults, which hold where nothing is set.
@@ -117,7 +117,7 @@ def _end_on_signals() -> None:
         ignore_signals()
         raise Ended(f"ended by {signal.Signals(number).name}, with all that it had started - run it again", 1)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, end)
 
 

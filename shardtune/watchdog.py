@@ -92,6 +92,7 @@ class Watchdog:
         self._post_beat(self._store)
 
     def start(self) -> None:
+        tell_launcher("watched", "")
         for work in (self._talk, self._guard):
             threading.Thread(target=work, name=f"watchdog{work.__name__}", daemon=True).start()
 

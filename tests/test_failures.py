@@ -92,6 +92,14 @@ class Nodes:
             time.sleep(0.1)
         self.remember()
 
+    def wait_for_words(self, words: str) -> None:
+        """Until node 0 has said them."""
+        deadline = time.monotonic() + 120
+        while words not in self.texts()[0]:
+            assert time.monotonic() < deadline and all(script.poll() is None for script in self.scripts), self.texts()
+            time.sleep(0.1)
+        self.remember()
+
     def remember(self) -> None:
         """Take note of every process there is."""
         for script in self.scripts:
@@ -173,6 +181,85 @@ def break_rank(folder: Path, rank: int, where: tuple[str, str], effect: str, nth
     return {"PYTHONPATH": str(folder / "fault")}
 
 
+def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
+    """The settings of a launch in which processes of this name, or this rank, do that when they begin."""
+    (folder / "fault").mkdir()
+    (folder / "fault/sitecustomize.py").write_text(
+        "import os, signal, socket, sys, threading, time\n"
+        f"if os.environ.get('RANK') == {program!r} or sys.orig_argv[1].endswith({program!r}):\n"
+        f"    {effect}\n",
+        encoding="utf-8",
+    )
+    return {"PYTHONPATH": str(folder / "fault")}
+
+
+@pytest.mark.parametrize(
+    ("rank", "effect", "how"),
+    [
+        (3, "threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()", "by SIGKILL"),
+        pytest.param(0, "os.kill(os.getpid(), signal.SIGKILL)", "by SIGKILL", marks=pytest.mark.full),
+        pytest.param(2, "os._exit(7)", "with code 7", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_ends_while_it_imports(rank: int, effect: str, how: str, folder: Path) -> None:
+    """Nobody has met it yet: the nodes are still connected by their preflight."""
+    with two_nodes(folder, **while_it_imports(folder, str(rank), effect)) as nodes:
+        nodes.wait_for_words("nodes agree")
+        for code, last in nodes.end():
+            said = rf"rank {rank} on {HOST}: ended {how}, before it had met the others - .*"
+            assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+            require_documented("running", last)
+        assert "Training Configuration" not in nodes.texts()[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("what", ["torchrun", "launch script"])
+def test_a_launch_that_is_killed_before_its_ranks_have_met(what: str, node: int, folder: Path) -> None:
+    fault = while_it_imports(folder, "train_fsdp.py", "time.sleep(10)")
+    (folder / "temporary").mkdir()
+    with two_nodes(folder, TMPDIR=str(folder / "temporary"), **fault) as nodes:
+        nodes.wait_for_words("nodes agree")
+        time.sleep(1)
+        nodes.remember()
+        os.kill(nodes.torchrun(node) if what == "torchrun" else nodes.scripts[node].pid, signal.SIGKILL)
+        ended = nodes.end()
+    if what == "torchrun":
+        said = rf"torchrun of node {node} on {HOST} was ended by SIGKILL - .*"
+        assert re.fullmatch(f"ERROR: {said}", ended[node][1]) and ended[node][0] == 1, nodes.texts()
+    else:
+        said = rf"node {node} \({HOST}\): its launch script was killed before its ranks had met the others - .*"
+    assert re.fullmatch(f"ERROR: {said}", ended[1 - node][1]) and ended[1 - node][0] == 1, nodes.texts()
+    require_documented("running", ended[1 - node][1])
+    assert not list((folder / "temporary").iterdir())
+
+
+@pytest.mark.full
+def test_a_port_that_is_taken_after_the_preflight(folder: Path) -> None:
+    listen = "listener = socket.create_server(('', int(os.environ['MASTER_PORT'])))"
+    fault = while_it_imports(folder, "torchrun.py", f"if os.environ['NODE_RANK'] == '0': {listen}")
+    with two_nodes(folder, **fault) as nodes:
+        nodes.wait_for_words("nodes agree")
+        for code, last in nodes.end():
+            said = rf"node 0 on {HOST} started no process: DistNetworkError: .*EADDRINUSE.* - see the logs of the .*"
+            assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+            require_documented("running", last)
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
+    """Slow or stuck, nobody can know before the time in which the nodes have to meet is over. It is alone on its node,
+    whose torchrun sees nothing wrong."""
+    fault = while_it_imports(folder, "1", "time.sleep(3600)")
+    with two_nodes(folder, GPUS_PER_NODE="1", JOIN_TIMEOUT="25", **fault) as nodes:
+        nodes.wait_for_words("nodes agree")
+        time.sleep(25)
+        for code, last in nodes.end():
+            said = r"(node 0 \(.*\): )?rank 1 of 2 did not come within 25.0 s - start every node within that time, .*"
+            assert code == 2 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+            require_documented("running", last)
+
+
 KILLED = r"rank 3 on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"
 STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(.+\) - its process is stopped or .*"
 
@@ -222,11 +309,7 @@ def test_a_rank_that_is_stopped_before_the_first_step(folder: Path) -> None:
     loading = ("shardtune.optim", "build_optimizer")
     fault = break_rank(folder, 3, loading, "time.sleep(3); os.kill(os.getpid(), signal.SIGSTOP)", nth=1)
     with two_nodes(folder, **fault) as nodes:
-        deadline = time.monotonic() + 120
-        while "Trained tokens" not in nodes.texts()[0]:
-            assert time.monotonic() < deadline, nodes.texts()
-            time.sleep(0.2)
-        nodes.remember()
+        nodes.wait_for_words("Trained tokens")
         for code, last in nodes.end():
             assert code == 1 and re.fullmatch(
                 rf"ERROR: rank 3 on {HOST}: no sign of life .* loading the model .*", last
