@@ -114,7 +114,8 @@ def meet(settings: Settings, voice: Voice) -> Meeting:
             ask = (lambda: _ask(me, settings)) if is_other_possible else None
             if voice.problems and settings.is_alone:
                 raise Refused(*voice.problems)
-            meeting = Reception(me, doors, settings.join_timeout_s, voice, ask).wait_for_all()
+            reception = Reception(me, settings.master, settings.port, doors, settings.join_timeout_s, voice, ask)
+            meeting = reception.wait_for_all()
             opened.pop_all()
             return meeting
     if settings.master_ip is None:

@@ -82,6 +82,7 @@ class World:
 
         It goes through the store, not through a collective: a rank may arrive hours after another.
         """
+        self.progress.arrive()
         number = next(self._round)
         keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
         post(self.store, keys[self.rank], value)
@@ -91,12 +92,12 @@ class World:
         return [read(self.store, key) for key in keys]
 
     def limit_steps(self, timeout_s: float) -> None:
-        """From now on the run ends when no rank moves for so long within a step, naming the one that is behind.
+        """From now on the run ends when no rank moves for so long within a step too, naming the one that is behind.
 
         The collectives' own timeout, until now a long one for the first step, is the net below.
         """
-        if _watchdogs and _watchdogs[0].limit_s is None:
-            _watchdogs[0].limit_s = timeout_s
+        if _watchdogs and not _watchdogs[0].limits_steps:
+            _watchdogs[0].limits_steps = True
             _set_collective_timeout(timeout_s + _WATCHDOG_SPEAKS_S)
 
     def maxima(self, *values: float) -> list[float]:
@@ -208,7 +209,7 @@ def join_world(config: DistributedConfig) -> World:
         else:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
             store = _meet(store, rank, size, config.join_timeout_s)
-            _watch_others(store, rank, size, node_rank, progress, config.join_timeout_s)
+            _watch_others(store, rank, size, node_rank, progress, config)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),
@@ -273,17 +274,17 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Sto
 
 
 def _watch_others(
-    store: dist.Store, rank: int, size: int, node_rank: int, progress: Progress, timeout_s: float
+    store: dist.Store, rank: int, size: int, node_rank: int, progress: Progress, config: DistributedConfig
 ) -> None:
     """Start the watchdog when all ranks have made theirs."""
     if size == 1:
         return
     post(store, f"peer/{rank}", [node_rank, socket.gethostname(), os.getpid()])
-    wait_for(store, _keys("peer", size), timeout_s)
+    wait_for(store, _keys("peer", size), config.join_timeout_s)
     peers = [Peer(other, *read(store, key)) for other, key in enumerate(_keys("peer", size))]
-    watchdog = Watchdog(rank, peers, store, progress)
+    watchdog = Watchdog(rank, peers, store, progress, config.step_timeout_s, config.save_timeout_s)
     store.set(f"watching/{rank}", "")
-    wait_for(store, _keys("watching", size), timeout_s)
+    wait_for(store, _keys("watching", size), config.join_timeout_s)
     _watchdogs.append(watchdog)
     watchdog.start()
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, chats, read_metrics, write_jsonl
+from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 from documented import require_documented
 
 BANNER = """========================================
@@ -44,12 +44,6 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
         encoding="utf-8",
     )
     return tmp_path
-
-
-def a_free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def environment(**settings: str) -> dict[str, str]:
@@ -174,7 +168,11 @@ def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("launch_node0.sh", "node 1 of 2 did not come to node 0 within 2 s - was it started"),
+        (
+            "launch_node0.sh",
+            "node 1 of 2 did not come to node 0 within 2 s - start launch_node1.sh on it with MASTER_ADDR=127.0.0.1 "
+            "MASTER_PORT={port}; if it runs, its own log says what it sees, and `nc -vz 127.0.0.1 {port}` there",
+        ),
         ("launch_node1.sh", "no node 0 came to 127.0.0.1:{port} within 2 s, 127.0.0.1 refuses connections to node 1"),
     ],
 )
