@@ -80,7 +80,7 @@ class Reception:
         left = "".join(f", {name} has left again" for node, name in self._have_left.items() if node in missing)
         left_s = deadline - time.monotonic()
         line = f"waiting for node {_named(missing)} of {self._me.nodes}, {left_s:.0f} s more{came}{left}"
-        line += f" (launch it with {self._there}; its test there: {self._test})"
+        line += f" (launch it with {self._there}; the way can be tested there: {self._test})"
         self._voice.say(line)
         for member, link in self._guests[:]:
             try:
