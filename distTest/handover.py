@@ -51,8 +51,8 @@ def _look(link: Link, name: str, folder: Path, launcher: int) -> None:
     """Say when the ranks of this node watch the others, or how its launch has ended before."""
     while not (folder / "watched").exists():
         is_running = _is_running(launcher)
-        if (folder / "told").exists():
-            code, line = _code_and_line((folder / "told").read_text(encoding="utf-8").strip())
+        if (told := _told(folder)).endswith("\n"):
+            code, line = _code_and_line(told.strip())
             who = "" if socket.gethostname() in line else f"{name}: "
             link.send({"problems": [f"{code} {who}{line}"]})
             return
@@ -62,6 +62,12 @@ def _look(link: Link, name: str, folder: Path, launcher: int) -> None:
             return
         time.sleep(_LOOK_EVERY_S)
     link.send({})
+
+
+def _told(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (folder / "told").read_text(encoding="utf-8")
+    return ""
 
 
 def _code_and_line(told: str) -> tuple[int, str]:

@@ -29,15 +29,23 @@ GPUs per Node: $GPUS_PER_NODE
 BANNER
 
 # Processes of this launch leave here what the script and each other should know: see files of distTest/torchrun.py.
-export SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX)
+if ! SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX); then
+    echo "ERROR: no temporary folder can be made in ${TMPDIR:-/tmp} - make room there, or set TMPDIR" >&2
+    exit 2
+fi
+export SHARDTUNE_LAUNCH_DIR
 trap 'rm -rf "$SHARDTUNE_LAUNCH_DIR"' EXIT
-# What runs in the background has a process group of its own: Ctrl-C reaches this script alone, which passes it on.
-set -m
+export SHARDTUNE_LAUNCHER_PID=$$
 
+# With job control on, what starts in the background has a process group of its own: Ctrl-C reaches this script alone,
+# which passes it on.
+set -m
 # -P: a folder of the caller's may be named as a module is.
 PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$python" -P -m distTest.preflight "$@" &
+set +m
 preflight=$!
-for signal in INT TERM HUP USR1; do trap "kill -s $signal $preflight 2>/dev/null" "$signal"; done
+signalled=
+for signal in INT TERM HUP USR1; do trap "signalled=$signal; kill -s $signal $preflight 2>/dev/null" "$signal"; done
 while kill -0 "$preflight" 2>/dev/null; do
     wait "$preflight"
 done
@@ -49,7 +57,6 @@ if (( code > 2 )); then
 fi
 (( code == 0 )) || exit "$code"
 
-signalled=
 # Signals go to the processes, which save and then end, however long that takes; torchrun would kill them 30 s later.
 # Before there are any, torchrun is all there is to end.
 pass_on() {
@@ -57,12 +64,15 @@ pass_on() {
     if [[ -s $SHARDTUNE_LAUNCH_DIR/processes ]]; then kill -s "$1" $(< "$SHARDTUNE_LAUNCH_DIR/processes")
     else kill -s TERM "$torchrun"; fi 2>/dev/null
 }
+set -m
 "$python" "$here/distTest/torchrun.py" \
     --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=${JOIN_TIMEOUT:-300}" \
     --log_dir="$SHARDTUNE_LAUNCH_DIR/torchrun" "$here/train_fsdp.py" "$@" &
+set +m
 torchrun=$!
 for signal in INT TERM HUP USR1; do trap "pass_on $signal" "$signal"; done
+[[ -n $signalled ]] && pass_on "$signalled"  # between the two
 trap '' PIPE  # Ctrl-C ends `tee` first
 while kill -0 "$torchrun" 2>/dev/null; do
     { wait "$torchrun"; } 2>/dev/null

@@ -117,9 +117,9 @@ def _stopped(place: str, seconds: int) -> str:
 
 
 if __name__ == "__main__":
-    parent = os.getppid()
+    parent = int(os.environ["SHARDTUNE_LAUNCHER_PID"])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended during the imports above
         raise SystemExit(1)
     launch_folder = Path(os.environ["SHARDTUNE_LAUNCH_DIR"])
     threading.Thread(target=_guard, args=(launch_folder, parent), daemon=True).start()

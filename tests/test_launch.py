@@ -228,6 +228,12 @@ def test_an_interface_that_this_node_lacks(folder: Path) -> None:
     assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
 
 
+def test_no_room_for_temporary_files(folder: Path) -> None:
+    code, _, errors = end(start("launch_node0.sh", cwd=folder, TMPDIR=str(folder / "nowhere")))
+    line = f"ERROR: no temporary folder can be made in {folder}/nowhere - make room there, or set TMPDIR"
+    assert code == 2 and errors.splitlines()[-1] == line
+
+
 def a_python(path: Path, name: str) -> Path:
     """A Python that says which one it is and what it was asked to do, and ends with 0."""
     path.mkdir(parents=True)
@@ -274,7 +280,7 @@ def test_the_choice_of_python(tmp_path: Path) -> None:
 
 
 def test_the_defaults_are_the_guides(tmp_path: Path) -> None:
-    """Nothing is sent anywhere: the Python that is found only prints its arguments."""
+    """Nothing is sent anywhere: the Python that is found only prints its arguments. `sh` may start the script too."""
     a_python(tmp_path / "bin", "python")
     known = {
         name: value
@@ -282,7 +288,7 @@ def test_the_defaults_are_the_guides(tmp_path: Path) -> None:
         if name not in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE")
     }
     done = subprocess.run(
-        [REPOSITORY / "launch_node1.sh"], env=known, capture_output=True, text=True, check=True, timeout=60
+        ["sh", "launch_node1.sh"], cwd=REPOSITORY, env=known, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.startswith(
         BANNER.format(role="WORKER", node=1, port=29600, nodes=2, gpus=8).replace("127.0.0.1", "10.11.7.50")
