@@ -168,7 +168,7 @@ def test_nodes_with_different_configurations_are_refused(tmp_path: Path, models:
         write_jsonl(folder / "train.jsonl", chats(10))
         own = f"run: {{dir: {folder / 'run'}, seed: {7 if settings else 1234}}}\n"
         (folder / "config.yaml").write_text(own + settings, encoding="utf-8")
-    arguments = ["--config", "config.yaml", *LONG, f"model.path={models['llama']}"]
+    arguments = ["--config", "config.yaml", *LONG, f"model.path={models['llama']}", "train.max_steps=1"]
     done = on_nodes([(folder, 1) for folder in folders], run_script, arguments)
     assert done.returncode == 2, done.stderr
     for said in ("run.seed is 1234 on node 0 and 7 on node 1", "optimizer.lr is 1e-05 on node 0 and 0.001 on node 1"):
