@@ -61,7 +61,6 @@ from shardtune.world import World, describe, join_world, run
 def main() -> None:
     config = read_run_arguments(sys.argv[1:], Path(__file__).resolve().parent / "config.yaml")
     world = join_world(config.distributed, config.parallel.replicate)
-    world.watch_others()
     quiet_libraries(world.is_main)
     world.say(describe(world), on_every_node=True)
     for remark in remarks(config):

@@ -28,10 +28,24 @@ GPUs per Node: $GPUS_PER_NODE
 ========================================
 BANNER
 
-# In the background, so that this script hears signals; -P: a folder of the caller's may be named as a module is.
+# Processes of this launch leave here what the script and each other should know: see files of distTest/torchrun.py.
+if ! SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX); then
+    echo "ERROR: no temporary folder can be made in ${TMPDIR:-/tmp} - make room there, or set TMPDIR" >&2
+    exit 2
+fi
+export SHARDTUNE_LAUNCH_DIR
+trap 'rm -rf "$SHARDTUNE_LAUNCH_DIR"' EXIT
+export SHARDTUNE_LAUNCHER_PID=$$
+
+# With job control on, what starts in the background has a process group of its own: Ctrl-C reaches this script alone,
+# which passes it on.
+set -m
+# -P: a folder of the caller's may be named as a module is.
 PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$python" -P -m distTest.preflight "$@" &
+set +m
 preflight=$!
-for signal in INT TERM HUP USR1; do trap "kill -s $signal $preflight 2>/dev/null" "$signal"; done
+signalled=
+for signal in INT TERM HUP USR1; do trap "signalled=$signal; kill -s $signal $preflight 2>/dev/null" "$signal"; done
 while kill -0 "$preflight" 2>/dev/null; do
     wait "$preflight"
 done
@@ -42,49 +56,49 @@ if (( code > 2 )); then
     exit 1
 fi
 (( code == 0 )) || exit "$code"
-trap - INT TERM HUP USR1
 
-# torchrun's own exit code is always 1. Here the processes leave their ids when they start, where they are, and their
-# exit code and last line when they fail.
-export SHARDTUNE_LAUNCH_DIR=$(mktemp -d)
-trap 'rm -rf "$SHARDTUNE_LAUNCH_DIR"' EXIT
-# torchrun waits for the other nodes before a process can read its configuration.
-timeout_s=${JOIN_TIMEOUT:-300}
 export SHARDTUNE_AGAIN='the same command with run.resume=auto resumes from the last checkpoint, if any'
-
-# In a session of its own, so that Ctrl-C reaches this script alone.
-setsid "$python" "$here/distTest/torchrun.py" \
-    --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
-    --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=$timeout_s" --log_dir="$SHARDTUNE_LAUNCH_DIR/torchrun" \
-    "$here/train_fsdp.py" "$@" &
-torchrun=$!
-# Signals go to the processes, which save and then end, however long that takes. Before there are any, torchrun is all there is to end.
+# Signals go to the processes, which save and then end, however long that takes. Before there are any, torchrun is all
+# there is to end.
 pass_on() {
+    signalled=$1
     if [[ -s $SHARDTUNE_LAUNCH_DIR/processes ]]; then kill -s "$1" $(< "$SHARDTUNE_LAUNCH_DIR/processes")
     else kill -s TERM "$torchrun"; fi 2>/dev/null
 }
+set -m
+"$python" "$here/distTest/torchrun.py" \
+    --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
+    --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=${JOIN_TIMEOUT:-300}" \
+    --log_dir="$SHARDTUNE_LAUNCH_DIR/torchrun" "$here/train_fsdp.py" "$@" &
+set +m
+torchrun=$!
 for signal in INT TERM HUP USR1; do trap "pass_on $signal" "$signal"; done
+[[ -n $signalled ]] && pass_on "$signalled"  # between the two
 trap '' PIPE  # Ctrl-C ends `tee` first
 while kill -0 "$torchrun" 2>/dev/null; do
-    wait "$torchrun"
+    { wait "$torchrun"; } 2>/dev/null
 done
-wait "$torchrun"
+{ wait "$torchrun"; } 2>/dev/null
 code=$?
 # The first process of this node that was there to the end. One that ends in order leaves no such file, whatever its code.
 place=$(head -qn 1 "$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9] 2>/dev/null | head -n 1)
 (( code == 0 )) && [[ -z $place ]] && exit 0
+node="node $NODE_RANK on $(uname -n)"
 if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
     { read -r code; read -r line; } < "$SHARDTUNE_LAUNCH_DIR/outcome"
+elif [[ -n $signalled ]]; then
+    code=1 line="ended by SIG$signalled before the first step, with nothing to save - run the same command again"
 elif (( code > 128 )); then
-    line="torchrun of node $NODE_RANK on $(uname -n) was ended by SIG$(kill -l $((code - 128)))${place:+ and its processes \
-with it: $place} - $SHARDTUNE_AGAIN"
+    line="torchrun of $node was ended by SIG$(kill -l $((code - 128)))${place:+ and its processes with it: $place} - \
+$SHARDTUNE_AGAIN"
     code=1
-elif [[ -e $SHARDTUNE_LAUNCH_DIR/processes ]]; then
-    code=1 line="ended without a word: ${place:-a process of node $NODE_RANK on $(uname -n)} - see above, the other nodes' \
-logs, and the kernel's log for processes killed for memory; $SHARDTUNE_AGAIN"
 else
-    code=2 line="node $NODE_RANK started no process - see above; start all $NNODES nodes within $timeout_s s (JOIN_TIMEOUT) \
-with one MASTER_ADDR that they reach and a MASTER_PORT that is free there"
+    code=1 line="ended without a word: ${place:-a process of $node} - see above, the other nodes' logs, and the kernel's \
+log for processes killed for memory; $SHARDTUNE_AGAIN"
+fi
+if [[ ! -e $SHARDTUNE_LAUNCH_DIR/watched ]]; then  # the other nodes hear of it by this, see distTest/handover.py
+    echo "$code $line" > "$SHARDTUNE_LAUNCH_DIR/told"
+    sleep 1
 fi
 echo "ERROR: $line" >&2
 exit "$code"

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -19,6 +20,7 @@ from distTest import compare, network, ranks
 from distTest.children import Child, die_with_parent
 from distTest.doors import Doors, side_port
 from distTest.facts import facts_of_files, facts_of_machine
+from distTest.handover import stay_connected
 from distTest.knocking import Knocking, Welcome, knock
 from distTest.meeting import Meeting
 from distTest.paths import require_paths
@@ -73,6 +75,7 @@ def preflight(voice: Voice, met: list[Meeting]) -> None:
     settings = read_settings(os.environ, sys.argv[1:])
     with contextlib.ExitStack() as cleanup:
         helper = None
+        logs = cleanup.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         if not settings.problems:
             # Forked before there is a socket: it imports torch and reads files while the nodes are meeting.
             helper = Child(settings.name, _help, settings)
@@ -84,10 +87,12 @@ def preflight(voice: Voice, met: list[Meeting]) -> None:
         if len(names) > 1:
             require_paths(meeting, settings)
         facts = _compare(meeting, helper, settings, voice)
-        _measure(meeting, helper, settings, facts, voice)
+        _measure(meeting, helper, settings, facts, logs, voice)
     if meeting.node == 0:
         seconds = time.monotonic() - started
         voice.say(f"all {len(names)} node{'s' * (len(names) > 1)} agree ({seconds:.0f} s)")
+    if len(names) > 1 and (folder := os.environ.get("SHARDTUNE_LAUNCH_DIR")):
+        stay_connected(meeting, settings.name, Path(folder))
 
 
 def meet(settings: Settings, voice: Voice) -> Meeting:
@@ -107,7 +112,8 @@ def meet(settings: Settings, voice: Voice) -> Meeting:
             ask = (lambda: _ask(me, settings)) if is_other_possible else None
             if voice.problems and settings.is_alone:
                 raise Refused(*voice.problems)
-            meeting = Reception(me, doors, settings.join_timeout_s, voice, ask).wait_for_all()
+            reception = Reception(me, settings.master, settings.port, doors, settings.join_timeout_s, voice, ask)
+            meeting = reception.wait_for_all()
             opened.pop_all()
             return meeting
     if settings.master_ip is None:
@@ -197,10 +203,13 @@ def _look_at_each_other(meeting: Meeting, settings: Settings) -> list[Message]:
         probe.unlink(missing_ok=True)
 
 
-def _measure(meeting: Meeting, helper: Child, settings: Settings, facts: list[Message], voice: Voice) -> None:
+def _measure(
+    meeting: Meeting, helper: Child, settings: Settings, facts: list[Message], logs: str, voice: Voice
+) -> None:
     meeting.close_doors()  # rank 0 of the measurement listens there
     meeting.gather("readiness to measure", {}, _SHORT_TIMEOUT_S)
     job = {
+        "logs": logs,
         "node": meeting.node,
         "name": settings.name,
         "sizes": [fact["processes"] for fact in facts],

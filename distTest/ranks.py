@@ -6,7 +6,6 @@ import datetime
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,30 +28,30 @@ _SLOW = 0.8  # of the median
 def measure(job: Message) -> Message:
     """Fork this node's ranks and measure; its figures, or `problems`.
 
-    `job`: node, name, sizes (processes of each node), device, address, port. Torch has been imported, CUDA not begun.
+    `job`: logs (an empty folder), node, name, sizes (processes of each node), device, address, port. Torch has been
+    imported, CUDA not begun.
     """
     first = sum(job["sizes"][: job["node"]])
     local = job["sizes"][job["node"]]
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"rank{number}" for number in range(local)]
-        names = [f"{job['name']}, rank {first + number}" for number in range(local)]
-        children = [
-            Child(name, _be_rank, job, first + number, number, str(log))
-            for number, (name, log) in enumerate(zip(names, logs, strict=True))
-        ]
+    logs = [Path(job["logs"]) / f"rank{number}" for number in range(local)]
+    names = [f"{job['name']}, rank {first + number}" for number in range(local)]
+    children = [
+        Child(name, _be_rank, job, first + number, number, str(log))
+        for number, (name, log) in enumerate(zip(names, logs, strict=True))
+    ]
 
-        def late(number: int) -> str:
-            part = (logs[number].with_suffix(".part")).read_text(encoding="utf-8")
-            return f"{names[number]} did not finish within {_ALL_TIMEOUT_S:.0f} s, it was in {part} - see the log above"
+    def late(number: int) -> str:
+        part = (logs[number].with_suffix(".part")).read_text(encoding="utf-8")
+        return f"{names[number]} did not finish within {_ALL_TIMEOUT_S:.0f} s, it was in {part} - see the log above"
 
-        for log in logs:
-            log.with_suffix(".part").write_text("its start", encoding="utf-8")
-        found = results(children, _ALL_TIMEOUT_S, late, _AFTER_FAILURE_S)
-        problems = [problem for each in found for problem in each.get("problems") or ()]
-        if problems:
-            shown = next(number for number, each in enumerate(found) if each.get("problems"))
-            print(_tail(logs[shown]), end="", file=sys.stderr, flush=True)
-            return {"problems": problems[:1]}
+    for log in logs:
+        log.with_suffix(".part").write_text("its start", encoding="utf-8")
+    found = results(children, _ALL_TIMEOUT_S, late, _AFTER_FAILURE_S)
+    problems = [problem for each in found for problem in each.get("problems") or ()]
+    if problems:
+        shown = next(number for number, each in enumerate(found) if each.get("problems"))
+        print(_tail(logs[shown]), end="", file=sys.stderr, flush=True)
+        return {"problems": problems[:1]}
     return {
         "problems": [],
         "inside": min(each["inside"] for each in found),

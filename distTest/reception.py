@@ -17,12 +17,24 @@ TELLING_S = 40.0
 
 
 class Reception:
-    """`me` is node 0 with its own problems; `ask` looks whether another master is there, and returns its problems."""
+    """`me` is node 0 with its own problems; `ask` looks whether another master is there, and returns its problems.
+
+    `address` and `port` are where the others must look for it.
+    """
 
     def __init__(
-        self, me: Member, doors: Doors, patience_s: float, voice: Voice, ask: Callable[[], list[str]] | None
+        self,
+        me: Member,
+        address: str,
+        port: int,
+        doors: Doors,
+        patience_s: float,
+        voice: Voice,
+        ask: Callable[[], list[str]] | None,
     ) -> None:
         self._me = me
+        self._there = f"MASTER_ADDR={address} MASTER_PORT={port}"
+        self._test = f"nc -vz {address} {port}"
         self._doors = doors
         self._patience_s = patience_s
         self._voice = voice
@@ -68,6 +80,7 @@ class Reception:
         left = "".join(f", {name} has left again" for node, name in self._have_left.items() if node in missing)
         left_s = deadline - time.monotonic()
         line = f"waiting for node {_named(missing)} of {self._me.nodes}, {left_s:.0f} s more{came}{left}"
+        line += f" (launch it with {self._there}; the way can be tested there: {self._test})"
         self._voice.say(line)
         for member, link in self._guests[:]:
             try:
@@ -79,8 +92,8 @@ class Reception:
         left = "".join(f", {name} had left again" for node, name in self._have_left.items() if node in missing)
         return (
             f"node {_named(missing)} of {self._me.nodes} did not come to node 0 within {self._patience_s:.0f} s{left} "
-            "- was it started (launch_node1.sh)? has it the same MASTER_ADDR and MASTER_PORT? is that port blocked on "
-            "the way (firewall)? its own log says which"
+            f"- start launch_node1.sh on it with {self._there}; if it runs, its own log says what it sees, and "
+            f"`{self._test}` there, while node 0 waits, whether a firewall is in the way"
         )
 
     def _turn(self, until: float) -> None:

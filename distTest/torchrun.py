@@ -1,19 +1,32 @@
 """Runs torchrun for the launch script, and ends with it. Arguments are torchrun's.
 
-A rank that is alone on its node has no neighbour that would notice when it is stopped: this process kills it, so that
-torchrun ends. After a signal, of a scheduler that asks every process, the ranks have the time that they need.
+SHARDTUNE_LAUNCH_DIR is a folder of this launch alone:
+
+    torchrun.pid the process id of this
+    processes    those of the ranks, a line each, as they begin
+    watched      there when the ranks of all nodes have met and watch each other
+    rank_<r>     where a rank is, while it runs: how it would be described if it ended without a word
+    outcome      exit code and last line, a line each; the first process of the node to fail has the first word
+    told         both on one line, for the other nodes, if the launch ends before `watched`
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
-import runpy
+import shutil
 import signal
+import socket
+import sys
 import threading
 import time
 from pathlib import Path
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _TICK_S = 1.0
@@ -22,9 +35,64 @@ _END_S = 40  # without a process it may hang in a call that hears no signals
 # their own for a step and for a save, watch one another, and end at once when they are asked a second time.
 _SHUTDOWN_TIMEOUT_S = 2 * 24 * 3600
 _OTHERS_SPEAK_S = 5  # the ranks of other nodes, which can say more
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # torchrun's own
+
+
+def main(folder: Path, launcher: int) -> int:
+    """The exit code. What ends a rank that never came to say it itself becomes the outcome.
+
+    torchrun's report of a failure is not shown, which says less than the ranks' own lines, nor its log, unless LOGLEVEL
+    asks for it. Signals that were ignored from the start stay so, for the ranks too.
+    """
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)
+    (folder / "torchrun.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
+    os.environ["SHARDTUNE_TORCHRUN_PID"] = str(os.getpid())
+    heard = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    try:
+        if (folder / "outcome").exists():  # another node has failed meanwhile
+            return 1
+        run.main([f"--signals-to-handle={','.join(heard)}", *sys.argv[1:]])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if not (folder / "watched").exists() and not _has_spoken(folder, failure):
+            (folder / "outcome").write_text(f"1\n{_ended(rank, failure)}\n", encoding="utf-8")
+        return 1
+    except SignalException:
+        return 1
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        with (folder / "outcome").open("a", encoding="utf-8") as outcome:
+            outcome.write(
+                f"1\nnode {os.environ['NODE_RANK']} on {socket.gethostname()} started no process: "
+                f"{type(error).__name__}: {first_line} - see the logs of the other nodes, and start every node again\n"
+            )
+        return 1
+    finally:
+        if os.getppid() != launcher:  # it was killed, and has left this behind
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _has_spoken(folder: Path, failure: ProcessFailure) -> bool:
+    """Whether a rank has come so far that it says itself why it ends, and was not killed."""
+    begun = folder / "processes"
+    return failure.exitcode > 0 and begun.exists() and str(failure.pid) in begun.read_text(encoding="utf-8").split()
+
+
+def _ended(rank: int, failure: ProcessFailure) -> str:
+    how, remedy = f"with code {failure.exitcode}", "see its traceback above"
+    if failure.exitcode < 0:
+        how, remedy = f"by {failure.signal_name()}", "most often killed for memory, see the kernel's log there"
+    return (
+        f"rank {rank} on {socket.gethostname()}: ended {how}, before it had met the others - {remedy}; "
+        "run the same command again"
+    )
 
 
 def _guard(folder: Path, launcher: int) -> None:
+    """A rank that is alone on its node has no neighbour that would notice when it is stopped: this kills it, so that
+    torchrun ends."""
     orphaned, turns, unchanged = 0, dict[Path, int](), dict[Path, int]()
     while True:
         time.sleep(_TICK_S)
@@ -62,12 +130,13 @@ def _stopped(place: str, seconds: int) -> str:
 
 
 if __name__ == "__main__":
-    parent = os.getppid()
+    parent = int(os.environ["SHARDTUNE_LAUNCHER_PID"])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended during the imports above
         raise SystemExit(1)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
     # It would end torchrun, and the ranks with it. Not ignored: they would inherit that.
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    threading.Thread(target=_guard, args=(Path(os.environ["SHARDTUNE_LAUNCH_DIR"]), parent), daemon=True).start()
-    runpy.run_module("torch.distributed.run", run_name="__main__")
+    launch_folder = Path(os.environ["SHARDTUNE_LAUNCH_DIR"])
+    threading.Thread(target=_guard, args=(launch_folder, parent), daemon=True).start()
+    raise SystemExit(main(launch_folder, parent))

@@ -11,9 +11,12 @@ from types import FrameType
 
 from .errors import AGAIN, Ended
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# What was ignored when this process began stays so: `nohup` means it.
+SIGNALS = tuple(number for number in _ALL if signal.getsignal(number) != signal.SIG_IGN)
 _SAME_REQUEST_S = 2.0  # a scheduler signals every process, and the launch script and torchrun pass theirs on
 _PR_SET_PDEATHSIG = 1  # prctl(2); Linux only, as are the launch scripts
+TORCHRUN_PID = "SHARDTUNE_TORCHRUN_PID"  # the launch scripts' torchrun leaves it to its ranks
 _TORCHRUN_KILLS_AFTER_S = 30.0  # its default, see `torchrun --help`
 
 
@@ -21,6 +24,8 @@ def end_with_torchrun() -> None:
     """Have the system kill this process when torchrun dies: a rank that outlives it would hold GPUs, and run.dir."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.environ.get(TORCHRUN_PID, str(os.getppid())) != str(os.getppid()):  # it died while this one began
+            os._exit(1)
 
 
 def end_on_signal(when: str, code: int) -> None:
@@ -30,12 +35,12 @@ def end_on_signal(when: str, code: int) -> None:
         ignore_signals()
         raise Ended(f"ended by {signal.Signals(number).name} {when}", code)
 
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, end)
 
 
 def ignore_signals() -> None:
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -48,7 +53,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.received: str | None = None
         self._received_s = 0.0
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

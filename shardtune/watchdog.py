@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import resource
 import select
 import signal
 import sys
@@ -35,7 +37,13 @@ _BLAME_S = 15  # for the watchdog of any rank to say who, before a rank takes it
 _LEAVE_S = 4  # for the others to hear of a failure, before the store may end with node 0
 _END_S = 15  # for a process that has failed to end by itself
 _UNWATCHABLE = -1
-_LIMITED = (*STEP_PHASES, "evaluation")
+_WITHIN_STEPS = (*STEP_PHASES, "evaluation")
+_WHILE_SAVING = ("saving", "writing the final model")
+_SAVER_GIVES_UP_S = 180  # past save_timeout_s: it has an end of its own, after which the run may go on
+# A process that does less than this, on average, is stuck; what the watchdog itself does is below it.
+_WORKING_CPUS = 0.01
+_WORKING_BYTES_PER_S = 100e3
+_LOOK_AT_ALL_EVERY = 15  # turns, where a rank that waits may wait for hours
 
 
 class Peer(NamedTuple):
@@ -66,13 +74,42 @@ class Beat(NamedTuple):
     arrivals: int
     place: str
     frame: str
+    idle_s: float
+
+
+class Idleness:
+    """For how long a rank has come no further. Outside of steps it may take its time, as long as it works."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self._arrivals, self._work = -1, 0.0
+
+    def tick(self, arrivals: int, may_work: bool) -> None:
+        work = _work_s() if may_work else 0.0
+        if arrivals != self._arrivals or work - self._work > max(1, self.ticks * _TICK_S):
+            self.ticks, self._arrivals, self._work = 0, arrivals, work
+        else:
+            self.ticks += 1
 
 
 class Watchdog:
-    """`start` starts its threads, once all ranks have made theirs. The rest is for a main thread that ends."""
+    """`start` starts its threads, once all ranks have made theirs. The rest is for a main thread that ends.
 
-    def __init__(self, rank: int, peers: Sequence[Peer], store: dist.Store, progress: Progress) -> None:
+    `step_timeout_s` holds within steps when `limits_steps` is set; elsewhere it and `save_timeout_s` hold for a rank
+    that is behind the others and does nothing.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: Sequence[Peer],
+        store: dist.Store,
+        progress: Progress,
+        step_timeout_s: float,
+        save_timeout_s: float,
+    ) -> None:
         self.me, self._peers, self._progress = peers[rank], peers, progress
+        self._step_timeout_s, self._save_timeout_s = step_timeout_s, save_timeout_s
         self._store = dist.PrefixStore("watchdog", store)  # the main thread's
         self._channel = dist.PrefixStore("watchdog", cast(Any, store).clone())  # the talking thread's
         self._siblings = {peer.rank: _handle(peer) for peer in peers if peer.node == self.me.node and peer != self.me}
@@ -83,8 +120,8 @@ class Watchdog:
         self._turns = 0
         self._last_seen: dict[int, int] = {}
         self._unchanged: Counter[int] = Counter()
-        self._idle: tuple[int, float] = (-1, 0.0)
-        self.limit_s: float | None = None
+        self._idleness = Idleness()
+        self.limits_steps = False
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self._is_suspicious = False
@@ -93,6 +130,7 @@ class Watchdog:
         self._post_beat(self._store)
 
     def start(self) -> None:
+        tell_launcher("watched", "")
         for work in (self._talk, self._guard):
             threading.Thread(target=work, name=f"watchdog{work.__name__}", daemon=True).start()
 
@@ -148,6 +186,7 @@ class Watchdog:
 
     def _look(self) -> None:
         store = self._channel
+        self._idleness.tick(self._progress.arrivals, may_work=self._progress.phase not in _WITHIN_STEPS)
         self._post_beat(store)
         lost = self._lost(store)  # before the look at what they said
         if store.check(["failure"]):
@@ -163,12 +202,13 @@ class Watchdog:
                 f"no sign of life for {max(self._unchanged[rank] for rank in silent)} s",
                 f"its process is stopped or gone, its node or the network down: look there; {AGAIN}",
             )
-        elif self._is_idle():
-            self._blame_the_last()
+        else:
+            self._look_at_the_last()
 
     def _post_beat(self, store: dist.Store) -> None:
         progress = self._progress
-        beat = Beat(self._turns, progress.arrivals, progress.place, _named_frame(progress.frame()))
+        idle_s = self._idleness.ticks * _TICK_S
+        beat = Beat(self._turns, progress.arrivals, progress.place, _named_frame(progress.frame()), idle_s)
         store.set(f"beat/{self.me.rank}", json.dumps(beat))
 
     def _beats(self, ranks: Sequence[int]) -> list[Beat]:
@@ -203,25 +243,29 @@ class Watchdog:
         # Those that fell silent with it are named with it.
         return [rank for rank in watched if self._unchanged[rank] >= limit / 2]
 
-    def _is_idle(self) -> bool:
-        """Whether this rank has been in one place of a step for longer than a step may hang."""
-        arrivals, ticks = self._idle
-        is_limited = self.limit_s is not None and self._progress.phase in _LIMITED
-        ticks = ticks + 1 if is_limited and arrivals == self._progress.arrivals else 0
-        self._idle = (self._progress.arrivals, ticks)
-        return self.limit_s is not None and ticks * _TICK_S > self.limit_s
+    def _limit(self) -> tuple[str, float]:
+        """For how long this rank may come no further in its phase, and the key that says so."""
+        if self._progress.phase in _WHILE_SAVING:
+            return "save_timeout_s", self._save_timeout_s + _SAVER_GIVES_UP_S
+        is_limited = self.limits_steps or self._progress.phase not in _WITHIN_STEPS
+        return "step_timeout_s", self._step_timeout_s if is_limited else math.inf
 
-    def _blame_the_last(self) -> None:
+    def _look_at_the_last(self) -> None:
+        """If this rank has come no further for too long, blame those that it waits for, or itself."""
+        (key, limit_s), ticks = self._limit(), self._idleness.ticks
+        is_in_step = self._progress.phase in _WITHIN_STEPS
+        if ticks * _TICK_S <= limit_s or (not is_in_step and ticks % _LOOK_AT_ALL_EVERY):
+            return
         beats = self._beats(range(len(self._peers)))
         arrivals = [beat.arrivals for beat in beats]
         last = [rank for rank, number in enumerate(arrivals) if number == min(arrivals)]
-        raising = f"or raise distributed.step_timeout_s if that may take so long; {AGAIN}"
+        raising = f"or raise distributed.{key} if that may take so long; {AGAIN}"
         if len(last) == len(self._peers):
-            self._blame(
-                [self.me.rank], f"nothing moved for {self.limit_s:g} s, with no rank behind the others", raising
-            )
-        else:
-            what = f"did not arrive within {self.limit_s:g} s (at {beats[last[0]].frame})"
+            if is_in_step:
+                what = f"nothing moved for {limit_s:g} s, with no rank behind the others"
+                self._blame([self.me.rank], what, raising)
+        elif is_in_step or (last := [rank for rank in last if beats[rank].idle_s > limit_s]):
+            what = f"did not arrive within {limit_s:g} s (at {beats[last[0]].frame})"
             self._blame(last, what, f"see its traceback there, {raising}", "in")
 
     def _blame(self, ranks: list[int], what: str, remedy: str, seen: str = "last seen in") -> None:
@@ -311,6 +355,16 @@ def _named(ranks: Sequence[int], peers: Sequence[Peer]) -> str:
 
 def _named_frame(frame: FrameType) -> str:
     return f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _work_s() -> float:
+    """How long this process would have worked by now at the rates below which one is stuck; it grows by the clock."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    with contextlib.suppress(OSError):
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines())
+        moved = sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+        return (usage.ru_utime + usage.ru_stime) / _WORKING_CPUS + moved / _WORKING_BYTES_PER_S
+    return time.monotonic() * 2  # who cannot be measured is taken for working
 
 
 def tell_launcher(file_name: str, text: str) -> None:

@@ -58,11 +58,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     store: dist.Store
-    progress: Progress = field(init=False)
+    progress: Progress
     _round: count[int] = field(default_factory=count)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "progress", Progress(self.device))
 
     @property
     def is_main(self) -> bool:
@@ -85,6 +82,7 @@ class World:
 
         It goes through the store, not through a collective: a rank may arrive hours after another.
         """
+        self.progress.arrive()
         number = next(self._round)
         keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
         post(self.store, keys[self.rank], value)
@@ -93,22 +91,13 @@ class World:
         unpost(self.store, f"gather/{number - 1}/{self.rank}")
         return [read(self.store, key) for key in keys]
 
-    def watch_others(self) -> None:
-        """From now on this process ends, and says why, when another rank fails, stops or is gone."""
-        peers = self.gather([self.node_rank, socket.gethostname(), os.getpid()])
-        if self.size > 1:
-            numbered = [Peer(rank, *peer) for rank, peer in enumerate(peers)]
-            _watchdogs.append(Watchdog(self.rank, numbered, self.store, self.progress))
-            self.gather(None)
-            _watchdogs[0].start()
-
     def limit_steps(self, timeout_s: float) -> None:
-        """From now on the run ends when no rank moves for so long within a step, naming the one that is behind.
+        """From now on the run ends when no rank moves for so long within a step too, naming the one that is behind.
 
         The collectives' own timeout, until now a long one for the first step, is the net below.
         """
-        if _watchdogs and _watchdogs[0].limit_s is None:
-            _watchdogs[0].limit_s = timeout_s
+        if _watchdogs and not _watchdogs[0].limits_steps:
+            _watchdogs[0].limits_steps = True
             _set_collective_timeout(timeout_s + _WATCHDOG_SPEAKS_S)
 
     def of_ranks(self, *values: torch.Tensor | float) -> torch.Tensor:
@@ -200,7 +189,8 @@ def unpost(store: dist.Store, key: str) -> None:
 def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     """Meet the other processes that torchrun or accelerate started; without a launcher, a world of one.
 
-    The ranks make up `replicate` groups of consecutive ranks, each of which shards a whole copy of the model.
+    The ranks make up `replicate` groups of consecutive ranks, each of which shards a whole copy of the model. From then
+    on this process ends, and says why, when another rank fails, stops or is gone.
 
     Raises:
         Refused: the launcher's environment is incomplete, the GPUs do not suffice, `replicate` does not divide the
@@ -220,6 +210,7 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     if size % replicate:
         raise Refused(f"parallel.replicate={replicate} does not divide the {size} ranks - use a number that does")
     timeout = datetime.timedelta(seconds=config.join_timeout_s)
+    progress = Progress(device)
     store: dist.Store
     _JOINING.set()
     try:
@@ -228,6 +219,7 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
         else:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
             store = _meet(store, rank, size, config.join_timeout_s)
+            _watch_others(store, rank, size, node_rank, progress, config)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),
@@ -246,7 +238,8 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     _set_collective_timeout(max(_FIRST_STEP_TIMEOUT_S, config.step_timeout_s))
     shape = {"replicate": replicate, "shard": size // replicate} if replicate > 1 else {"shard": size}
     mesh = dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    return World(rank, size, local_rank, local_size, node_rank, device, mesh, dist.PrefixStore("shardtune", store))
+    store = dist.PrefixStore("shardtune", store)
+    return World(rank, size, local_rank, local_size, node_rank, device, mesh, store, progress)
 
 
 def _set_collective_timeout(timeout_s: float) -> None:
@@ -289,6 +282,22 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Sto
             )
         time.sleep(pause_s)
         pause_s = min(0.2, 1.5 * pause_s)
+
+
+def _watch_others(
+    store: dist.Store, rank: int, size: int, node_rank: int, progress: Progress, config: DistributedConfig
+) -> None:
+    """Start the watchdog when all ranks have made theirs."""
+    if size == 1:
+        return
+    post(store, f"peer/{rank}", [node_rank, socket.gethostname(), os.getpid()])
+    wait_for(store, _keys("peer", size), config.join_timeout_s)
+    peers = [Peer(other, *read(store, key)) for other, key in enumerate(_keys("peer", size))]
+    watchdog = Watchdog(rank, peers, store, progress, config.step_timeout_s, config.save_timeout_s)
+    store.set(f"watching/{rank}", "")
+    wait_for(store, _keys("watching", size), config.join_timeout_s)
+    _watchdogs.append(watchdog)
+    watchdog.start()
 
 
 def _keys(name: str, size: int) -> list[str]:
@@ -375,6 +384,8 @@ def run(main: Callable[[], None]) -> None:
         main()
     except Refused as refused:
         code, lines, is_shared = 2, refused.problems, True
+        if _is_of_a_connection(refused.__cause__):  # to a rank that may have ended
+            (code, lines), is_shared = _first_failure(2, lines[0], may_be_innocent=True), False
     except Interrupted as interrupted:
         code, lines, is_shared = 75, [str(interrupted)], True
     except Stopped as stopped:
@@ -433,7 +444,7 @@ def _first_failure(code: int, line: str, may_be_innocent: bool) -> tuple[int, li
     return failure.code, [failure.line] if watchdog.speaks(failure) else []
 
 
-def _is_of_a_connection(error: BaseException) -> bool:
+def _is_of_a_connection(error: BaseException | None) -> bool:
     """Whether it is what a rank gets when another is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +27,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from distTest import namespaces
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WORDS = [
@@ -53,6 +57,10 @@ CHATML = (
 VOCABULARY = 331
 
 
+needs_namespaces = pytest.mark.skipif(
+    namespaces.why_not() is not None, reason=f"network namespaces cannot be made: {namespaces.why_not()}"
+)
+
 # A suite that runs in the background is started with Ctrl-C ignored, and so would be all that it starts.
 for _number, _action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     signal.signal(_number, _action)
@@ -65,6 +73,14 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
+
+
+def a_free_port() -> str:
+    """One that the system does not choose for anybody's connections meanwhile (`net.ipv4.ip_local_port_range`)."""
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", random.randrange(20_000, 29_000)))
+            return str(listener.getsockname()[1])
 
 
 def sentence(source: random.Random, words: int) -> str:

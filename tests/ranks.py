@@ -22,6 +22,7 @@ from conftest import REPOSITORY
 
 from shardtune.config import Config, load_config
 from shardtune.metrics import Metrics
+from shardtune.progress import Progress
 from shardtune.world import World
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -158,7 +159,8 @@ def _environment(nodes: Sequence[tuple[Path, int]], node: int, local_rank: int, 
 
 def world_of(rank: int, size: int, store: dist.Store) -> World:
     """A rank, each a node of its own, that can agree with the others of the store, and do nothing else with them."""
-    return World(rank, size, 0, 1, rank, torch.device("cpu"), cast(Any, None), store)
+    cpu = torch.device("cpu")
+    return World(rank, size, 0, 1, rank, cpu, cast(Any, None), store, Progress(cpu))
 
 
 def _be_rank(

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, a_free_port, needs_namespaces
 
 from distTest import demo_reduce, namespaces
 
@@ -43,10 +43,12 @@ def on_both(command: str) -> tuple[str, str]:
 
 
 def on_loopback(command: str) -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    changes = {"10.11.7.50": "127.0.0.1", "29600": port, "enp26s0np0": "lo", "nproc_per_node=8": "nproc_per_node=1"}
+    changes = {
+        "10.11.7.50": "127.0.0.1",
+        "29600": a_free_port(),
+        "enp26s0np0": "lo",
+        "nproc_per_node=8": "nproc_per_node=1",
+    }
     for old, new in changes.items():
         command = command.replace(old, new)
     return command
@@ -75,7 +77,7 @@ def test_two_nodes_on_loopback() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))
+@needs_namespaces
 def test_two_nodes_as_it_stands() -> None:
     """With the guide's own address, port and interface, and 16 ranks."""
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as nodes:

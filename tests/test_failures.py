@@ -12,15 +12,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, chats, read_metrics, write_jsonl
+from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, read_metrics, write_jsonl
 from documented import require_documented
-from test_launch import a_free_port, children, environment
+from ranks import on_ranks, run_script
+from test_launch import children, environment
 
 from distTest import namespaces
+from shardtune import model, watchdog
 from shardtune.errors import AGAIN
 
 HOST = socket.gethostname()
@@ -93,6 +95,14 @@ class Nodes:
             time.sleep(0.1)
         self.remember()
 
+    def wait_for_words(self, words: str) -> None:
+        """Until node 0 has said them."""
+        deadline = time.monotonic() + 120
+        while words not in self.texts()[0]:
+            assert time.monotonic() < deadline and all(script.poll() is None for script in self.scripts), self.texts()
+            time.sleep(0.1)
+        self.remember()
+
     def remember(self) -> None:
         """Take note of every process there is."""
         for script in self.scripts:
@@ -103,9 +113,10 @@ class Nodes:
 
     def end(self) -> list[tuple[int, str]]:
         """Exit code and last line of each node, when every process that was ever seen is gone."""
-        deadline = time.monotonic() + GONE_WITHIN_S
+        turns = 0
         while left := [pid for pid in self._seen if is_alive(pid)]:
-            assert time.monotonic() < deadline, [command(pid) for pid in left] + self.texts()
+            turns += 1  # which stretch on a busy machine, as those of the watchdogs do
+            assert turns * 0.2 < GONE_WITHIN_S, [command(pid) for pid in left] + self.texts()
             with contextlib.suppress(FileNotFoundError):
                 self.remember()
             for script in self.scripts:
@@ -159,7 +170,7 @@ def resumes(folder: Path) -> None:
     with two_nodes(folder, f"train.max_steps={step}") as nodes:
         nodes.remember()
         for script in nodes.scripts:
-            assert script.wait(120) == 0, nodes.texts()
+            assert script.wait(240) == 0, nodes.texts()
         assert "Resumed from checkpoint_" in nodes.texts()[0]
     steps = [entry["step"] for entry in read_metrics(folder / "run", "step")]
     assert steps == list(range(1, step + 1))
@@ -172,6 +183,85 @@ def break_rank(folder: Path, rank: int, where: tuple[str, str], effect: str, nth
     text = FAULT.format(rank=rank, repository=REPOSITORY, module=module, function=function, nth=nth, effect=effect)
     (folder / "fault/sitecustomize.py").write_text(text, encoding="utf-8")
     return {"PYTHONPATH": str(folder / "fault")}
+
+
+def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
+    """The settings of a launch in which processes of this name, or this rank, do that when they begin."""
+    (folder / "fault").mkdir()
+    (folder / "fault/sitecustomize.py").write_text(
+        "import os, signal, socket, sys, threading, time\n"
+        f"if os.environ.get('RANK') == {program!r} or sys.orig_argv[1].endswith({program!r}):\n"
+        f"    {effect}\n",
+        encoding="utf-8",
+    )
+    return {"PYTHONPATH": str(folder / "fault")}
+
+
+@pytest.mark.parametrize(
+    ("rank", "effect", "how"),
+    [
+        (3, "threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()", "by SIGKILL"),
+        pytest.param(0, "os.kill(os.getpid(), signal.SIGKILL)", "by SIGKILL", marks=pytest.mark.full),
+        pytest.param(2, "os._exit(7)", "with code 7", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_ends_while_it_imports(rank: int, effect: str, how: str, folder: Path) -> None:
+    """Nobody has met it yet: the nodes are still connected by their preflight."""
+    with two_nodes(folder, **while_it_imports(folder, str(rank), effect)) as nodes:
+        nodes.wait_for_words("nodes agree")
+        for code, last in nodes.end():
+            said = rf"rank {rank} on {HOST}: ended {how}, before it had met the others - .*"
+            assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+            require_documented("running", last)
+        assert "Training Configuration" not in nodes.texts()[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("what", ["torchrun", "launch script"])
+def test_a_launch_that_is_killed_before_its_ranks_have_met(what: str, node: int, folder: Path) -> None:
+    fault = while_it_imports(folder, "train_fsdp.py", "time.sleep(10)")
+    (folder / "temporary").mkdir()
+    with two_nodes(folder, TMPDIR=str(folder / "temporary"), **fault) as nodes:
+        nodes.wait_for_words("nodes agree")
+        time.sleep(1)
+        nodes.remember()
+        os.kill(nodes.torchrun(node) if what == "torchrun" else nodes.scripts[node].pid, signal.SIGKILL)
+        ended = nodes.end()
+    if what == "torchrun":
+        said = rf"torchrun of node {node} on {HOST} was ended by SIGKILL - .*"
+        assert re.fullmatch(f"ERROR: {said}", ended[node][1]) and ended[node][0] == 1, nodes.texts()
+    else:
+        said = rf"node {node} \({HOST}\): its launch script was killed before its ranks had met the others - .*"
+    assert re.fullmatch(f"ERROR: {said}", ended[1 - node][1]) and ended[1 - node][0] == 1, nodes.texts()
+    require_documented("running", ended[1 - node][1])
+    assert not list((folder / "temporary").iterdir())
+
+
+@pytest.mark.full
+def test_a_port_that_is_taken_after_the_preflight(folder: Path) -> None:
+    listen = "listener = socket.create_server(('', int(os.environ['MASTER_PORT'])))"
+    fault = while_it_imports(folder, "torchrun.py", f"if os.environ['NODE_RANK'] == '0': {listen}")
+    with two_nodes(folder, **fault) as nodes:
+        nodes.wait_for_words("nodes agree")
+        for code, last in nodes.end():
+            said = rf"node 0 on {HOST} started no process: DistNetworkError: .*EADDRINUSE.* - see the logs of the .*"
+            assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+            require_documented("running", last)
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
+    """Slow or stuck, nobody can know before the time in which the nodes have to meet is over. It is alone on its node,
+    whose torchrun sees nothing wrong."""
+    fault = while_it_imports(folder, "1", "time.sleep(3600)")
+    with two_nodes(folder, GPUS_PER_NODE="1", JOIN_TIMEOUT="25", **fault) as nodes:
+        nodes.wait_for_words("nodes agree")
+        time.sleep(25)
+        for code, last in nodes.end():
+            said = r"(node 0 \(.*\): )?rank 1 of 2 did not come within 25.0 s - start every node within that time, .*"
+            assert code == 2 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+            require_documented("running", last)
 
 
 KILLED = r"rank 3 on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"
@@ -223,11 +313,7 @@ def test_a_rank_that_is_stopped_before_the_first_step(folder: Path) -> None:
     loading = ("shardtune.optim", "build_optimizer")
     fault = break_rank(folder, 3, loading, "time.sleep(3); os.kill(os.getpid(), signal.SIGSTOP)", nth=1)
     with two_nodes(folder, **fault) as nodes:
-        deadline = time.monotonic() + 120
-        while "Trained tokens" not in nodes.texts()[0]:
-            assert time.monotonic() < deadline, nodes.texts()
-            time.sleep(0.2)
-        nodes.remember()
+        nodes.wait_for_words("Trained tokens")
         for code, last in nodes.end():
             assert code == 1 and re.fullmatch(
                 rf"ERROR: rank 3 on {HOST}: no sign of life .* loading the model .*", last
@@ -243,14 +329,46 @@ def test_a_rank_that_is_stopped_before_the_first_step(folder: Path) -> None:
 )
 def test_a_rank_that_does_not_arrive(rank: int, where: tuple[str, str], phase: str, at: str, folder: Path) -> None:
     fault = break_rank(folder, rank, where, "time.sleep(3600)")
-    with two_nodes(folder, "distributed.step_timeout_s=5", **fault) as nodes:
+    with two_nodes(folder, "distributed.step_timeout_s=12", **fault) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
-            said = rf"rank {rank} on {HOST}: did not arrive within 5 s \(at {at}, sitecustomize.py:\d+\), in step 5"
+            said = rf"rank {rank} on {HOST}: did not arrive within 12 s \(at {at}, sitecustomize.py:\d+\), in step 5"
             assert code == 1 and re.match(rf"ERROR: {said} \({phase}\) - see its traceback", last), nodes.texts()
             require_documented("running", last)
         its_own = nodes.texts()[rank // 2]
         assert f"rank {rank} on {HOST} is here:" in its_own and "time.sleep(3600)" in its_own.partition("is here:")[2]
+
+
+def dawdle(wait: Callable[[], object], arguments: list[str]) -> None:
+    """A run whose rank 1 does this before it loads the model."""
+    vars(watchdog)["_LOOK_AT_ALL_EVERY"] = 1
+    if os.environ["RANK"] == "1":
+        build = model.build_model
+        vars(model)["build_model"] = lambda *asked: (wait(), build(*asked))[1]
+    run_script(arguments)
+
+
+def hang() -> None:
+    time.sleep(3600)
+
+
+def work() -> None:
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        sum(range(10_000))
+
+
+@pytest.mark.parametrize(("wait", "code"), [(hang, 1), pytest.param(work, 0, marks=pytest.mark.full)])
+def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], code: int, folder: Path) -> None:
+    """It may, as long as it does something."""
+    arguments = ["--config", "config.yaml", "distributed.step_timeout_s=3", "train.max_steps=1", "export.final=false"]
+    done = on_ranks(2, dawdle, wait, arguments, cwd=folder, grace_s=10)
+    assert done.returncode == code, done.stderr
+    if code:
+        said = rf"rank 1 on {HOST}: did not arrive within 3 s \(at hang, test_failures.py:\d+\), in loading the model"
+        (line,) = re.findall("^ERROR: (.*)", done.stderr, re.MULTILINE)
+        assert re.match(rf"{said} - see its traceback there, or raise distributed.step_timeout_s if ", line), line
+        require_documented("running", f"ERROR: {line}")
 
 
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.full)])
@@ -302,7 +420,7 @@ def test_a_launch_script_that_is_killed_while_it_waits(folder: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "")
+@needs_namespaces
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("how", ["power", "cable"])
 def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:

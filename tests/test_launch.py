@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, chats, read_metrics, write_jsonl
+from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 from documented import require_documented
 
 BANNER = """========================================
@@ -44,12 +44,6 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
         encoding="utf-8",
     )
     return tmp_path
-
-
-def a_free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def environment(**settings: str) -> dict[str, str]:
@@ -174,7 +168,11 @@ def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("launch_node0.sh", "node 1 of 2 did not come to node 0 within 2 s - was it started"),
+        (
+            "launch_node0.sh",
+            "node 1 of 2 did not come to node 0 within 2 s - start launch_node1.sh on it with MASTER_ADDR=127.0.0.1 "
+            "MASTER_PORT={port}; if it runs, its own log says what it sees, and `nc -vz 127.0.0.1 {port}` there",
+        ),
         ("launch_node1.sh", "no node 0 came to 127.0.0.1:{port} within 2 s, 127.0.0.1 refuses connections to node 1"),
     ],
 )
@@ -230,6 +228,12 @@ def test_an_interface_that_this_node_lacks(folder: Path) -> None:
     assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
 
 
+def test_no_room_for_temporary_files(folder: Path) -> None:
+    code, _, errors = end(start("launch_node0.sh", cwd=folder, TMPDIR=str(folder / "nowhere")))
+    line = f"ERROR: no temporary folder can be made in {folder}/nowhere - make room there, or set TMPDIR"
+    assert code == 2 and errors.splitlines()[-1] == line
+
+
 def a_python(path: Path, name: str) -> Path:
     """A Python that says which one it is and what it was asked to do, and ends with 0."""
     path.mkdir(parents=True)
@@ -276,7 +280,7 @@ def test_the_choice_of_python(tmp_path: Path) -> None:
 
 
 def test_the_defaults_are_the_guides(tmp_path: Path) -> None:
-    """Nothing is sent anywhere: the Python that is found only prints its arguments."""
+    """Nothing is sent anywhere: the Python that is found only prints its arguments. `sh` may start the script too."""
     a_python(tmp_path / "bin", "python")
     known = {
         name: value
@@ -284,7 +288,7 @@ def test_the_defaults_are_the_guides(tmp_path: Path) -> None:
         if name not in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE")
     }
     done = subprocess.run(
-        [REPOSITORY / "launch_node1.sh"], env=known, capture_output=True, text=True, check=True, timeout=60
+        ["sh", "launch_node1.sh"], cwd=REPOSITORY, env=known, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.startswith(
         BANNER.format(role="WORKER", node=1, port=29600, nodes=2, gpus=8).replace("127.0.0.1", "10.11.7.50")

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, chats, write_jsonl
+from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, write_jsonl
 from documented import require_documented
 
 from distTest import compare, facts, ranks
-from distTest.namespaces import Node, joined_nodes, why_not
+from distTest.namespaces import Node, joined_nodes
 
 INTERFACE = "enp26s0np0"
 ADDRESSES = ["10.11.7.50", "10.11.7.51", "10.11.7.52"]
+ENDED_WITHIN_S = 60
 CHOOSING = ("VIRTUAL_ENV", "CONDA_PREFIX", "NODE_RANK", "JOIN_TIMEOUT", "MASTER_ADDR", "MASTER_PORT", "NNODES")
 
 
@@ -94,8 +95,6 @@ def inputs(tmp_path: Path, models: dict[str, Path]) -> Callable[[str], Path]:
 
 @pytest.fixture
 def machines(inputs: Callable[[str], Path]) -> Iterator[list[Machine]]:
-    if reason := why_not():
-        pytest.skip(f"no network namespaces: {reason}")
     with joined_nodes(ADDRESSES[:2], INTERFACE) as nodes:
         scripts = [REPOSITORY / f"launch_node{number}.sh" for number in range(2)]
         yield [Machine(node, inputs(node.host), script) for node, script in zip(nodes, scripts, strict=True)]
@@ -269,7 +268,7 @@ FAULTS = [
     Fault(
         "wrong master address",
         wrong_address,
-        "has it the same MASTER_ADDR",
+        "start launch_node1.sh on it with MASTER_ADDR=10.11.7.50 MASTER_PORT=29600",
         "no machine answers at MASTER_ADDR 10.11.7.99",
     ),
     Fault(
@@ -280,7 +279,9 @@ FAULTS = [
     ),
     Fault("no route", no_way_between, "did not come to node 0", "no machine answers at MASTER_ADDR 10.11.7.50"),
     Fault("port blocked", port_blocked, "port 29600 of node 0 is blocked on the way from node 1 (node1)"),
-    Fault("only port 22 passes", only_ssh_passes, "is that port blocked", "port 29600 of 10.11.7.50 is blocked"),
+    Fault(
+        "only port 22 passes", only_ssh_passes, "`nc -vz 10.11.7.50 29600` there", "port 29600 of 10.11.7.50 is blocked"
+    ),
     Fault("other ports blocked towards node 0", other_ports_blocked(0), "ports other than 29600 are blocked"),
     Fault("other ports blocked towards node 1", other_ports_blocked(1), "ports other than 29600 are blocked"),
     Fault("MTU", small_mtu, "small messages pass between"),
@@ -357,9 +358,11 @@ def ended(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, 
 CASES = [pytest.param(fault, id=fault.name, marks=() if fault.is_quick else pytest.mark.full) for fault in FAULTS]
 
 
+@needs_namespaces
 @pytest.mark.parametrize("fault", CASES)
 def test_fault(fault: Fault, machines: list[Machine]) -> None:
     fault.prepare(*machines)
+    started_s = time.monotonic()
     started = [machine.start() for machine in machines]
     for process, machine, words in zip(started, machines, (fault.words, fault.on_worker or fault.words), strict=True):
         code, output, errors = ended(process)
@@ -370,9 +373,11 @@ def test_fault(fault: Fault, machines: list[Machine]) -> None:
         assert last.startswith("ERROR: ") and " - " in last and words in last, output + errors
         require_documented("preflight", last)
         assert "Training Configuration" not in output
+    assert time.monotonic() - started_s < ENDED_WITHIN_S
 
 
 @pytest.mark.full
+@needs_namespaces
 def test_a_late_worker_with_another_clock(machines: list[Machine]) -> None:
     """It comes after 25 s, is a few seconds ahead, has a disk of its own, and both train."""
     master, worker = machines
@@ -401,12 +406,6 @@ def on_loopback(node: int, cwd: Path, port: str, *arguments: str, **settings: st
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-
-
-def a_free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def wait_for(process: subprocess.Popen[str], words: str) -> str:

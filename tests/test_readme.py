@@ -6,14 +6,13 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, chats, write_jsonl
+from conftest import REPOSITORY, a_free_port, chats, write_jsonl
 
 from shardtune.config import load_config, write_config
 
@@ -65,14 +64,8 @@ def run(command: str, cwd: Path) -> str:
     return done.stdout
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def test_the_two_nodes_and_then_their_log(repository: Path) -> None:
-    here = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), NCCL_SOCKET_IFNAME="lo", GPUS_PER_NODE="1")
+    here = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=a_free_port(), NCCL_SOCKET_IFNAME="lo", GPUS_PER_NODE="1")
     worker = repository.parent / "worker"
     worker.mkdir()
     for entry in repository.iterdir():

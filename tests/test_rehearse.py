@@ -12,17 +12,16 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, needs_namespaces
 from documented import QUOTES, is_in
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from distTest import namespaces, rehearse, terminals, tiny
+from distTest import rehearse, terminals, tiny
 
 CHECKS = [
     *("rendezvous", "baseline", "steps", "checkpoint", "sharding", "a node lost"),
     *("resume", "steps", "repeated steps", "final model"),
 ]
-needs_namespaces = pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY, chats, launch, read_metrics, write_jsonl
+from conftest import REPOSITORY, a_free_port, chats, launch, read_metrics, write_jsonl
 from faults import Fault, gets, run_with
-from ranks import on_ranks
+from ranks import on_nodes, on_ranks, run_script
 from safetensors.torch import load_file, save_file
 from test_failures import break_rank, descendants
-from test_launch import a_free_port, end, environment, start
+from test_launch import end, environment, start
 
 from shardtune import signals
 from shardtune.errors import AGAIN, Ended
@@ -59,10 +59,15 @@ def wait_for_steps(run_dir: Path, count: int) -> None:
 
 
 def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path: Path, models: dict[str, Path]) -> None:
+    """SIGHUP does not, under nohup."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     arguments = command(*LONG, f"model.path={models['llama']}", "run.dir=run")
-    process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        ["nohup", *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     wait_for_steps(tmp_path / "run", 3)
+    process.send_signal(signal.SIGHUP)
+    wait_for_steps(tmp_path / "run", len(read_metrics(tmp_path / "run", "step")) + 3)
     process.send_signal(signal.SIGTERM)
     said, errors = process.communicate(timeout=240)
     assert process.returncode == 75, errors
@@ -156,13 +161,19 @@ def test_node_0_says_why_node_1_refused(tmp_path: Path, models: dict[str, Path])
 
 
 def test_nodes_with_different_configurations_are_refused(tmp_path: Path, models: dict[str, Path]) -> None:
-    write_jsonl(tmp_path / "train.jsonl", chats(10))
-    common = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
-    for code, said, errors in two_nodes(tmp_path, tmp_path, common, ["run.seed=7", "optimizer.lr=1e-3"]):
-        assert code == 2, errors
-        assert re.search(r"run.seed is 1234 on node 0 \(.+\) and 7 on node 1 ", errors)
-        assert re.search(r"optimizer.lr is 1e-05 on node 0 \(.+\) and 0.001 on node 1 ", errors)
-        assert "Parameters:" not in said
+    """By the run itself, where no preflight has compared them; run.dir may be each node's own."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder, settings in zip(folders, ("", "optimizer: {lr: 1.0e-3}\n"), strict=True):
+        folder.mkdir()
+        write_jsonl(folder / "train.jsonl", chats(10))
+        own = f"run: {{dir: {folder / 'run'}, seed: {7 if settings else 1234}}}\n"
+        (folder / "config.yaml").write_text(own + settings, encoding="utf-8")
+    arguments = ["--config", "config.yaml", *LONG, f"model.path={models['llama']}", "train.max_steps=1"]
+    done = on_nodes([(folder, 1) for folder in folders], run_script, arguments)
+    assert done.returncode == 2, done.stderr
+    for said in ("run.seed is 1234 on node 0 and 7 on node 1", "optimizer.lr is 1e-05 on node 0 and 0.001 on node 1"):
+        assert done.stderr.count(f"ERROR: {said} - start every node with the same configuration") == 2
+    assert done.stderr.count("ERROR: ") == 4 and "Parameters:" not in done.stdout
 
 
 def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path: Path, models: dict[str, Path]) -> None:
@@ -221,6 +232,49 @@ def test_a_scheduler_that_signals_every_process_asks_once(
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     assert re.match(f"ERROR: stopped by SIG(INT|HUP|TERM) after saving step {step} - ", last)
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
+
+
+def ignore_what_a_terminal_sends() -> None:
+    """As `nohup ./launch_node0.sh &` in a script does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@pytest.mark.full
+def test_a_launch_in_the_background_of_a_script(tmp_path: Path, models: dict[str, Path]) -> None:
+    """What is ignored there is ignored by all that it starts; what is not saves."""
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    environ = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": a_free_port(),
+        "NNODES": "1",
+        "GPUS_PER_NODE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
+    }
+    arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [str(REPOSITORY / "launch_node0.sh"), *arguments],
+            cwd=tmp_path,
+            env=environ,
+            stdout=log,
+            stderr=log,
+            preexec_fn=ignore_what_a_terminal_sends,
+        )
+    for number in (signal.SIGINT, signal.SIGHUP):  # to the preflight
+        for pid in descendants(process.pid):
+            os.kill(pid, number)
+    wait_for_steps(tmp_path / "run", 3)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        for pid in descendants(process.pid):
+            os.kill(pid, number)
+    wait_for_steps(tmp_path / "run", len(read_metrics(tmp_path / "run", "step")) + 3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=240) == 75
+    step = read_metrics(tmp_path / "run", "step")[-1]["step"]
+    last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
+    assert last.startswith(f"ERROR: stopped by SIGTERM after saving step {step} - ")
 
 
 def ask_again_and_again() -> None:

@@ -16,12 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPOSITORY
+from conftest import REPOSITORY, a_free_port, needs_namespaces
 from documented import DOCUMENT, MET, QUOTES, is_in
 from ranks import on_ranks
-from test_launch import a_free_port, environment
-
-from distTest import namespaces
+from test_launch import environment
 
 SECONDS = datetime.timedelta(seconds=1)
 
@@ -116,7 +114,7 @@ def test_every_message_of_torch_has_a_test() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "")
+@needs_namespaces
 @pytest.mark.parametrize("kind", ["preflight", "running"])
 def test_every_message_of_ours_is_met(kind: str, request: pytest.FixtureRequest) -> None:
     """By test_preflight.py and test_failures.py, which ran before, unless only some tests were asked for."""

@@ -53,7 +53,7 @@ def take_part(work: Any) -> None:
             2,
             ["all see this - do that", *(f"only rank {rank} sees this - do that" for rank in range(3))],
         ),
-        (fail_on_one, 1, [r"rank 2 on \S+: KeyError: 'lost' - see the traceback there; .*"]),
+        (fail_on_one, 1, [r"rank 2 on \S+: KeyError: 'lost', in start-up - see the traceback there; .*"]),
         (refuse_on_main, 2, ["rank 0 alone looked - mend it"]),
         (agree, 0, []),
     ],
