@@ -402,7 +402,7 @@ def killed(folder: Path, fault: Fault, newest: int, grace_s: float) -> int:
     """Run until the fault ends a rank; the newest step that was ever said to be saved."""
     done = run(
         folder,
-        f"train.max_steps={newest + 6}",
+        f"train.max_steps={max(checkpoints(folder), default=0) + 6}",  # more may be saved than was said
         "checkpoint.keep=1",
         "distributed.save_timeout_s=20",
         faults=(fault,),
@@ -462,8 +462,8 @@ def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
         second, *listed = json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))
         calls = [tuple(call) for call in listed]
         for operation, pattern in dict.fromkeys(calls[second:]):
-            if operation == "mkdir" and "huggingface" not in pattern:
-                continue  # whichever rank comes first does it
+            if (operation == "mkdir" and "huggingface" not in pattern) or (rank and pattern.endswith("/checkpoints")):
+                continue  # whichever rank comes first makes the directory, and syncs its name
             before, all_of_them = calls[:second].count((operation, pattern)), calls.count((operation, pattern))
             for nth in sorted({before + 1, (before + 1 + all_of_them) // 2, all_of_them}):
                 yield rank, operation, pattern, nth
