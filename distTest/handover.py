@@ -79,6 +79,8 @@ def _code_and_line(told: str) -> tuple[int, str]:
 
 def _end_torchrun(folder: Path, code: int, line: str) -> None:
     """It and its ranks at once, which have nothing to save or to say; the launch script says the line."""
+    if (folder / "told").exists():  # by the launch of this node, which has ended and removes the folder
+        return
     with contextlib.suppress(OSError, ValueError):
         with (folder / "outcome").open("a", encoding="utf-8") as outcome:
             outcome.write(f"{code}\n{line}\n")

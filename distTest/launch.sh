@@ -34,7 +34,7 @@ if ! SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX); then
     exit 2
 fi
 export SHARDTUNE_LAUNCH_DIR
-trap 'rm -rf "$SHARDTUNE_LAUNCH_DIR"' EXIT
+trap 'rm -rf "$SHARDTUNE_LAUNCH_DIR" 2>/dev/null' EXIT
 export SHARDTUNE_LAUNCHER_PID=$$
 
 # With job control on, what starts in the background has a process group of its own: Ctrl-C reaches this script alone,

@@ -111,6 +111,10 @@ class Nodes:
     def torchrun(self, node: int) -> int:
         return next(pid for pid in descendants(self.scripts[node].pid) if "torchrun.py" in command(pid))
 
+    def count_ranks(self) -> int:
+        started = [command(pid) for script in self.scripts for pid in descendants(script.pid)]
+        return sum("train_fsdp.py" in line and "torchrun.py" not in line and "bash" not in line for line in started)
+
     def end(self) -> list[tuple[int, str]]:
         """Exit code and last line of each node, when every process that was ever seen is gone."""
         turns = 0
@@ -224,7 +228,9 @@ def test_a_launch_that_is_killed_before_its_ranks_have_met(what: str, node: int,
     (folder / "temporary").mkdir()
     with two_nodes(folder, TMPDIR=str(folder / "temporary"), **fault) as nodes:
         nodes.wait_for_words("nodes agree")
-        time.sleep(1)
+        while nodes.count_ranks() < 4:
+            assert all(script.poll() is None for script in nodes.scripts), nodes.texts()
+            time.sleep(0.1)
         nodes.remember()
         os.kill(nodes.torchrun(node) if what == "torchrun" else nodes.scripts[node].pid, signal.SIGKILL)
         ended = nodes.end()

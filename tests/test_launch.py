@@ -185,7 +185,8 @@ def test_a_node_that_waits_in_vain(script: str, words: str, folder: Path) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_launch_that_is_ended_while_it_waits(number: signal.Signals, folder: Path) -> None:
-    node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port())
+    here = {"MASTER_PORT": a_free_port(), "TMPDIR": str(folder)}  # what SIGKILL leaves behind
+    node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **here)
     assert node.stdout is not None
     while "waiting for node 1 of 2" not in node.stdout.readline():
         assert node.poll() is None
