@@ -50,7 +50,7 @@ from shardtune.optim import (
     set_learning_rate,
 )
 from shardtune.packing import Batch, Position, Schedule, Step, make_schedule
-from shardtune.residency import Residency, choose_residency
+from shardtune.residency import Residency, choose_residency, memory_suffices
 from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest, end_on_signal
 from shardtune.source import read_model_config
@@ -119,7 +119,8 @@ def main() -> None:
     fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
     job = Job(config, world, data, model, is_flat, residency, optimizer, metrics)
     fixed["residency"] = list(vars(residency).values())
-    with collected_by_step(), feed(schedule, model, config.train.micro_batch_size, is_flat, world) as steps:
+    feeding = feed(schedule, model, config.train.micro_batch_size, is_flat, world)
+    with collected_by_step(), memory_suffices(config), feeding as steps:
         last = train(job, schedule, steps, saver, fixed, resumed, owed)
     end_on_signal(f"after the last step was saved, while the final model was written - {AGAIN}", code=75)
     write_final_model(config, last, assets, run_dir, world)

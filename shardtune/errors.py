@@ -39,6 +39,10 @@ class Stopped(Exception):
     """All ranks stop the run together for a cause that they share, `<what> - <what to do>`; exit code 1."""
 
 
+class OutOfMemory(Exception):
+    """One rank has less memory than it needs: `<what> - <what to do>`; exit code 1."""
+
+
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
     """The results of all checks, each run although another refused.
 

@@ -6,13 +6,16 @@ happen once a step, which is the same sum in another order.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 
-from .config import ModelConfig
+from .config import Config, ModelConfig
+from .errors import OutOfMemory
 from .model import DTYPES, compute_dtype, local_bytes
 from .world import World
 
@@ -60,6 +63,22 @@ def choose_residency(
         when = "once a step, after its last micro-batch" if gradients else "in each micro-batch"
         world.say(f"Gradients: reduced {when} (whole they take {of_gradients / 1e9:.2f} GB; room for {room_text})")
     return Residency(parameters, gradients)
+
+
+@contextlib.contextmanager
+def memory_suffices(config: Config) -> Iterator[None]:
+    """Raises OutOfMemory, with the keys that take less, where PyTorch finds no memory for a step or an evaluation."""
+    try:
+        yield
+    except RuntimeError as error:  # as which a CPU's allocator fails
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        also = "" if config.model.activation_checkpointing == "full" else ", or set model.activation_checkpointing=full"
+        reason = str(error).splitlines()[0]
+        raise OutOfMemory(
+            f"{config.train.micro_batch_size} (train.micro_batch_size) rows of up to {config.data.max_length} "
+            f"(data.max_length) tokens do not fit the memory ({reason}) - lower one of the two{also}"
+        ) from error
 
 
 def _free_bytes(world: World) -> float:

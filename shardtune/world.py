@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import DistributedConfig
-from .errors import AGAIN, Ended, Interrupted, Refused, Stopped
+from .errors import AGAIN, Ended, Interrupted, OutOfMemory, Refused, Stopped
 from .progress import Progress
 from .signals import end_on_signal, end_with_torchrun, ignore_signals
 from .watchdog import Peer, Watchdog, tell_launcher
@@ -450,9 +450,8 @@ def _is_of_a_connection(error: BaseException | None) -> bool:
 
 
 def _failure(error: BaseException) -> str:
-    first_line = (str(error).splitlines() or [""])[0]
+    what, remedy = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", "see the traceback there"
+    if isinstance(error, OutOfMemory):
+        what, _, remedy = str(error).partition(" - ")
     place = f", in {_watchdogs[0].place}" if _watchdogs else ""
-    return (
-        f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}: {type(error).__name__}: {first_line}{place} - "
-        f"see the traceback there; {AGAIN}"
-    )
+    return f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}: {what}{place} - {remedy}; {AGAIN}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,31 @@ def run_without_room(arguments: list[str]) -> None:
     """On a rank: as if no memory were free."""
     residency._SHARE = 0.0
     run_script(arguments)
+
+
+def run_in_little_memory(arguments: list[str]) -> None:
+    """On a rank: 300 MB more than it has at the start."""
+    held = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + 300_000_000,) * 2)
+    run_script(arguments)
+
+
+def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
+    sharp: dict[str, Path], tmp_path: Path
+) -> None:
+    """Scores of four heads over 8192 tokens take a GB."""
+    data = write_jsonl(tmp_path / "train.jsonl", 20 * uneven_chats())
+    more = ["model.attention=eager", "data.max_length=512", "train.micro_batch_size=16", "train.max_steps=1"]
+    (tmp_path / "config.yaml").touch()
+    given = ["--config", "config.yaml", *settings(sharp["llama"], data, tmp_path / "run", *more)]
+    failed = on_ranks(1, run_in_little_memory, given, cwd=tmp_path)
+    assert failed.returncode == 1
+    assert re.match(
+        r"ERROR: rank 0 on .+: 16 \(train\.micro_batch_size\) rows of up to 512 \(data\.max_length\) tokens do not fit "
+        r"the memory \(.+can't allocate memory.+\) - lower one of the two, or set "
+        r"model\.activation_checkpointing=full; ",
+        failed.stderr.splitlines()[-1],
+    ), failed.stderr
 
 
 def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) -> tuple[str, Path]:
