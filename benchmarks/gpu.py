@@ -24,7 +24,6 @@ import torch
 from bench import document_lengths
 from chats import write_chats
 from measure import REPOSITORY, Side, gated, run_ours, run_peer, spread
-from report import NAMES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.flops import count_flops, measure_matmul_rate, published_peak
@@ -82,6 +81,7 @@ TINY = {
     "vocab_size": 49152,
 }
 PEERS: dict[str, dict[str, Any]] = {"trl_packed": {}, "hf_trainer": {"batch-size": 8}}
+NAMES = {"ours": "shardtune", "trl_packed": "TRL, packed (bfd)", "hf_trainer": "HF Trainer (batches of 8)"}
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, two moments
 FIRST_LOSS_TOLERANCE = 0.02
 LR = 1e-5
