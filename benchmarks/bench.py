@@ -40,7 +40,7 @@ PEERS: dict[str, dict[str, Any]] = {"trl_packed": {}, "trl_padded": {"batch-size
 REFERENCE = "hf_trainer"
 SECTIONS = ("traffic", "one", "two", "head", "scaling")
 SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
-LR = 1e-4
+LR = 2e-5
 NAIVE_BYTES_PER_LOGIT = 16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
 
 

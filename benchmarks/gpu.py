@@ -20,14 +20,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
-from bench import document_lengths
+from bench import document_lengths, model_flops
 from chats import write_chats
 from measure import REPOSITORY, Side, gated, run_ours, run_peer, spread
-from report import NAMES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune.flops import count_flops, measure_matmul_rate, published_peak
+from shardtune.flops import measure_matmul_rate, published_peak
 
 QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,6 +82,7 @@ TINY = {
     "vocab_size": 49152,
 }
 PEERS: dict[str, dict[str, Any]] = {"trl_packed": {}, "hf_trainer": {"batch-size": 8}}
+NAMES = {"ours": "shardtune", "trl_packed": "TRL, packed (bfd)", "hf_trainer": "HF Trainer (batches of 8)"}
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, two moments
 FIRST_LOSS_TOLERANCE = 0.02
 LR = 1e-5
@@ -191,10 +192,16 @@ def measure(options: argparse.Namespace, shape: str, model: Path, parameters: in
             else:
                 done = run_peer(name, run_name, options.work, options.peers, {**theirs, **PEERS[name]})
             runs[name] += [replace(done, losses=done.losses[:1])] if done else []
-    equal, refused = gated(runs, next(name for name in runs if runs[name]), FIRST_LOSS_TOLERANCE)
-    with torch.device("meta"):
-        flops = count_flops(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
-    peak = peak_flops(options.dtype)
+    return table_lines(options, f"| {shape} | {length} | {master}", model, lengths, runs)
+
+
+def table_lines(
+    options: argparse.Namespace, start: str, model: Path, lengths: np.ndarray, runs: dict[str, list[Side]]
+) -> list[str]:
+    """A line for each side, of those that did not do equal work the reason."""
+    reference = next((name for name in runs if runs[name]), next(iter(runs)))
+    equal, refused = gated(runs, reference, FIRST_LOSS_TOLERANCE)
+    flops, peak = model_flops(model), peak_flops(options.dtype)
     lines = []
     for name, sides in equal.items():
         seconds = [value for side in sides for value in side.seconds]
@@ -202,9 +209,8 @@ def measure(options: argparse.Namespace, shape: str, model: Path, parameters: in
         mfu = f"{median(of_step / value / peak for value in seconds):.1%}" if peak else "unknown peak"
         memory = max(side.memory_bytes for side in sides) / 1e9
         speed = spread([side.tokens / value for side in sides for value in side.seconds])
-        lines.append(f"| {shape} | {length} | {master} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB |")
-    lines += [f"| {shape} | {length} | {master} | {NAMES[name]} | {why} | | |" for name, why in refused.items()]
-    return lines
+        lines.append(f"{start} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB |")
+    return lines + [f"{start} | {NAMES[name]} | {why} | | |" for name, why in refused.items()]
 
 
 def peak_flops(dtype: str) -> float | None:

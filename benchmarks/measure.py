@@ -71,9 +71,11 @@ def gated(
     return equal, refused
 
 
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Median, and the smallest and the largest."""
-    return f"{median(values):.{digits}g} ({min(values):.{digits}g} to {max(values):.{digits}g})"
+def spread(values: Sequence[float]) -> str:
+    """Median, and the smallest and the largest, of three digits or more."""
+    three = (median(values), min(values), max(values))
+    middle, low, high = (f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in three)
+    return f"{middle} ({low} to {high})"
 
 
 def run_pinned(command: Sequence[str | Path], cores: Sequence[int] | None, log: Path, timeout_s: float) -> bool:
