@@ -44,10 +44,10 @@ from shardtune.opening import (
 from shardtune.optim import (
     build_optimizer,
     clip_gradients,
-    global_gradient_norm,
     learning_rate,
     require_finite,
     set_learning_rate,
+    squared_gradients,
 )
 from shardtune.packing import Batch, Position, Schedule, Step, make_schedule
 from shardtune.residency import Residency, choose_residency, memory_suffices
@@ -249,15 +249,16 @@ def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest) ->
         # FSDP2 averages gradients over ranks; the factor turns that into the sum over ranks per trained token.
         (micro_batch_sum * (world.size / max(1, step.trained_tokens))).backward()
         loss_sum += micro_batch_sum.detach()
-    of_ranks = world.of_ranks(loss_sum, stop.received is not None, peak_memory_bytes(world.device))
-    with world.progress.waiting():
-        norm = global_gradient_norm(model)
-    shared = [of_ranks[:, 0].sum() / max(1, step.trained_tokens), norm.double(), *of_ranks[:, 1:].amax(0)]
-    loss, grad_norm, must_stop, memory_bytes = torch.stack(shared).tolist()
+    memory = peak_memory_bytes(world.device)
+    of_ranks = world.of_ranks(loss_sum, squared_gradients(model), stop.received is not None, memory)
+    sums, largest = of_ranks[:, :2].sum(0), of_ranks[:, 2:].amax(0)
+    norm = (sums[1] / world.replicas).sqrt()
+    shared = torch.stack([sums[0] / max(1, step.trained_tokens), norm, *largest])
+    loss, grad_norm, must_stop, memory_bytes = shared.tolist()
     require_finite(step.number, loss, grad_norm, model, world)
     world.progress.enter("optimizer")
     if config.max_grad_norm is not None:
-        clip_gradients(model, config.max_grad_norm, norm)
+        clip_gradients(model, config.max_grad_norm, norm.float())
     job.optimizer.step()
     job.optimizer.zero_grad()
     return loss, grad_norm, must_stop, memory_bytes

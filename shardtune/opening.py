@@ -102,7 +102,7 @@ def describe_mesh(world: World) -> str:
     nodes = world.gather(world.node_rank)
     crosses = any(len(set(nodes[start : start + shards])) > 1 for start in range(0, world.size, shards))
     place = "across nodes, where the network carries the sharding too" if crosses else "each within one node"
-    return f"Mesh: {world.size // shards} (replicas) x {shards} (shards) = {world.size} ranks, {place}"
+    return f"Mesh: {world.replicas} (replicas) x {shards} (shards) = {world.size} ranks, {place}"
 
 
 def describe_state(model: PreTrainedModel) -> str:

@@ -7,12 +7,14 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from transformers import PreTrainedModel
 
 from .config import OptimizerConfig, SchedulerConfig
 from .errors import AGAIN, Stopped
 from .world import World
+
+_NORM_PIECE = 1 << 24  # elements
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -52,10 +54,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def global_gradient_norm(model: PreTrainedModel) -> torch.Tensor:
-    """The L2 norm (float32, a scalar) over all parameters of the whole model, the same on every rank."""
-    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def squared_gradients(model: PreTrainedModel) -> torch.Tensor:
+    """The sum of the squares of this rank's part of all gradients: float64, a scalar.
+
+    In pieces, because each is copied to float64: on a CPU the float32 sum of a large tensor is wrong by a percent.
+    """
+    pieces = [
+        torch.linalg.vector_norm(piece, dtype=torch.float64)
+        for parameter in model.parameters()
+        if parameter.grad is not None
+        for piece in _local(parameter.grad).flatten().split(_NORM_PIECE)
+    ]
+    return torch.stack(pieces).square().sum()
 
 
 def clip_gradients(model: PreTrainedModel, max_norm: float, norm: torch.Tensor) -> None:

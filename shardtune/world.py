@@ -62,6 +62,11 @@ class World:
     _round: count[int] = field(default_factory=count)
 
     @property
+    def replicas(self) -> int:
+        """How many copies of the sharded model there are."""
+        return self.size // self.mesh["shard"].size()
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 

@@ -64,7 +64,7 @@ def feeders() -> list[threading.Thread]:
 
 def test_the_loop_gets_each_step_with_its_batches_in_order(model, world):
     schedule = schedule_of(Sequences())
-    with feed(schedule, model, 1, world) as steps:
+    with feed(schedule, model, 1, True, world) as steps:
         fed = [(step.number, world.progress.place, batches) for step, batches in steps]
         assert [(number, place) for number, place, _ in fed] == [
             (number, f"step {number} (data)") for number in range(1, schedule.total_steps + 1)
@@ -81,7 +81,7 @@ def test_no_more_than_two_steps_are_made_ahead(model, world):
     sequences = Sequences()
     schedule = schedule_of(sequences)
     of_steps = [sum(map(len, step.micro_batches(cost_of(model), 1, 2, 1))) for step in schedule.steps()]
-    with feed(schedule, model, 1, world) as steps:
+    with feed(schedule, model, 1, True, world) as steps:
         for taken in range(3):
             time.sleep(0.2)
             assert sequences.read == sum(of_steps[: taken + 2])
@@ -96,7 +96,7 @@ def test_what_fails_in_the_thread_is_raised_in_the_loop_with_its_traceback(model
     sequences, taken = Sequences(fail_later), 0
     with (
         pytest.raises(OSError, match="the disk is gone") as raised,
-        feed(schedule_of(sequences), model, 1, world) as steps,
+        feed(schedule_of(sequences), model, 1, True, world) as steps,
     ):
         for _ in steps:
             taken += 1
@@ -107,7 +107,7 @@ def test_what_fails_in_the_thread_is_raised_in_the_loop_with_its_traceback(model
 
 
 def test_the_thread_ends_with_a_loop_that_fails(model, world):
-    with pytest.raises(ZeroDivisionError), feed(schedule_of(Sequences()), model, 1, world) as steps:
+    with pytest.raises(ZeroDivisionError), feed(schedule_of(Sequences()), model, 1, True, world) as steps:
         next(steps)
         raise ZeroDivisionError
     assert not feeders()
@@ -120,7 +120,7 @@ def test_where_the_thread_is_that_the_loop_waits_for_is_where_the_rank_is(model,
         seen.extend(frame.name for frame in traceback.extract_stack(world.progress.frame()))
         go_on.set()
 
-    with feed(schedule_of(Sequences(go_on.wait)), model, 1, world) as steps:
+    with feed(schedule_of(Sequences(go_on.wait)), model, 1, True, world) as steps:
         threading.Timer(0.1, look).start()
         next(steps)
         assert "build_batch" in seen and "wait" in seen
@@ -131,7 +131,7 @@ def test_a_thread_that_hangs_keeps_neither_the_loop_nor_the_process(model, world
     monkeypatch.setattr(feeding, "_END_S", 0.1)
     go_on = threading.Event()
     sequences = Sequences(lambda: sequences.read == 1 or go_on.wait())
-    with feed(schedule_of(sequences), model, 1, world):
+    with feed(schedule_of(sequences), model, 1, True, world):
         (thread,) = feeders()
         while sequences.read < 2:
             time.sleep(0.01)
