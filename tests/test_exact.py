@@ -301,22 +301,23 @@ def plant_infinity(model: Any) -> None:
 
 
 def hide_huge_head(model: Any) -> None:
-    """Logits and losses as before, and a gradient of the last norm whose square is beyond float32."""
+    """Finite logits and losses, and a gradient of the last norm beyond float32: all of it where the end is predicted."""
+    model.model.embed_tokens.weight[:, 0] = 1e6
     model.model.norm.weight[0] = 0
-    model.lm_head.weight[:, 0] = 1e25
-    model.lm_head.weight[::2, 0] = -1e25
+    model.lm_head.weight[model.config.eos_token_id, 0] = 3e38
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
     [
         (plant_infinity, "the weight model.layers.1.mlp.up_proj.weight is not finite"),
-        (hide_huge_head, "its gradient norm inf, in no single tensor"),
+        (hide_huge_head, "first in the gradient of model.norm.weight - lower"),
     ],
 )
 def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(change, found, sharp, tmp_path):
     model, run_dir = with_weights(sharp["qwen3"], tmp_path / "model", change), tmp_path / "run"
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    records = [{"prompt": f"node {i} ", "completion": "rank"} for i in range(40)]
+    data = write_jsonl(tmp_path / "train.jsonl", records)
     stopped = train(2, *settings(model, data, run_dir, "checkpoint.every_steps=1"), cwd=tmp_path)
     assert stopped.returncode == 1, stopped.stderr
     error = stopped.stderr.splitlines()[-1]
