@@ -125,6 +125,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self._is_suspicious = False
+        self._has_spoken = False
         self._main_ends = threading.Event()
         self._exit_code: int | None = None
         self._post_beat(self._store)
@@ -161,7 +162,8 @@ class Watchdog:
         """Whether this process is the one of its node that prints a failure."""
         author = self._peers[failure.author]
         first = min({self.me.rank, *self._siblings} - set(self._gone()))
-        return author == self.me or (author.node != self.me.node and first == self.me.rank)
+        is_speaker = author == self.me or (author.node != self.me.node and first == self.me.rank)
+        return is_speaker and not self._has_spoken
 
     def leave(self, code: int) -> None:
         """Say that this process ends. One that failed gives the others time to hear why: with node 0 the store ends."""
@@ -314,6 +316,7 @@ class Watchdog:
                 stack = traceback.format_stack(self._progress.frame())
                 print(f"{self.me} is here:\n{''.join(stack)}", file=sys.stderr, flush=True)
             if self.speaks(failure):
+                self._has_spoken = True  # a signal may yet end the main thread, which would speak too
                 print(f"ERROR: {failure.line}", file=sys.stderr, flush=True)
         tell_launcher("outcome", f"{failure.code}\n{failure.line}\n")
         if store_answers:

@@ -372,6 +372,7 @@ def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], cod
     assert done.returncode == code, done.stderr
     if code:
         said = rf"rank 1 on {HOST}: did not arrive within 3 s \(at hang, test_failures.py:\d+\), in loading the model"
+        assert done.stderr.count("ERROR: ") == 1, done.stderr
         (line,) = re.findall("^ERROR: (.*)", done.stderr, re.MULTILINE)
         assert re.match(rf"{said} - see its traceback there, or raise distributed.step_timeout_s if ", line), line
         require_documented("running", f"ERROR: {line}")
