@@ -212,6 +212,8 @@ def forward_and_backward(model: Any, world: World) -> None:
         attention_mask=None,
         predicting=torch.arange(TOKENS_PER_RANK - 1),
         targets=tokens[0, 1:],
+        lengths=[TOKENS_PER_RANK],
+        boundaries=torch.tensor([0, TOKENS_PER_RANK], dtype=torch.int32),
     )
     summed_loss(model, batch.to(world.device)).backward()
     model.zero_grad()

@@ -139,14 +139,14 @@ def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
 
 
 def _model(folder: Path, remarks: list[str]) -> dict[str, dict[str, Any]]:
-    """Of every file of the model's directory what it is compared by: weights by size, all else by content."""
+    """Of every file of the model's directory what it is compared by: its size and content, of weights blocks of it."""
     if not folder.is_dir():
         remarks.append(f"model.path={folder} is a name of the hub and not compared before the run")
         return {}
     found = {}
     for file in _files_in(folder):
         size, is_weights = file.stat().st_size, file.suffix in _WEIGHT_SUFFIXES
-        told = f"{size} bytes" + ("" if is_weights else f", digest {digest(file, is_whole=True)}")
+        told = f"{size} bytes, digest {digest(file, is_whole=not is_weights)}"
         found[file.name] = {"bytes": size, "is_weights": is_weights, "told": told}
     return found
 

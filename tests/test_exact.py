@@ -301,7 +301,7 @@ def plant_infinity(model: Any) -> None:
 
 
 def hide_huge_head(model: Any) -> None:
-    """Finite logits and losses, and a gradient of the last norm beyond float32: all of it where the end is predicted."""
+    """Finite logits and losses, and a gradient of the last norm beyond float32, where the end is predicted."""
     model.model.embed_tokens.weight[:, 0] = 1e6
     model.model.norm.weight[0] = 0
     model.lm_head.weight[model.config.eos_token_id, 0] = 3e38

@@ -224,9 +224,11 @@ def other_model(master: Machine, worker: Machine) -> None:
     config.write_text(config.read_text(encoding="utf-8").replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
 
 
-def shorter_weights(master: Machine, worker: Machine) -> None:
-    with (worker.folder / "model/model.safetensors").open("ab") as file:
-        file.write(b"\0")
+def other_weights(master: Machine, worker: Machine) -> None:
+    """Of the same size, as a model and what was made of it are."""
+    file = worker.folder / "model/model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 LISTEN = "import socket, time; s = socket.create_server(('', 29600)); print('listening', flush=True); time.sleep(99)"
@@ -345,7 +347,7 @@ FAULTS = [
         "data is missing", no_data, "node 1 (node1): data.train=train.jsonl: no such file or directory", is_quick=True
     ),
     Fault("other model", other_model, "config.json is"),
-    Fault("other weights", shorter_weights, "model.safetensors is"),
+    Fault("other weights", other_weights, "model.safetensors is"),
 ]
 
 

@@ -57,8 +57,8 @@ class Saver:
         self._tied = dict(model.all_tied_weights_keys)
         self._parts = plan_save(self._tensors, world)
         self._places = world.gather({"node": world.node_rank, "host": socket.gethostname()})
-        self._store = channel(world)
         self._run = world.from_main(lambda: secrets.token_hex(4))
+        self._store = dist.PrefixStore(self._run, channel(world))
         self._attempts = 0
         self._flight: _Flight | None = None
         self._name = ""
