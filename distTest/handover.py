@@ -37,6 +37,7 @@ def stay_connected(meeting: Meeting, name: str, folder: Path) -> None:
         return
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # it ends with the launch script
+    meeting.be_quiet()
     try:
         meeting.gather("the start of the ranks", Child(name, _look, name, folder, launcher), _LONGEST_S)
     except Refused as refused:

@@ -95,6 +95,10 @@ class Meeting:
         for node in list(self._links):
             self._send(node, message)
 
+    def be_quiet(self) -> None:
+        """Do not say any more whom this node waits for."""
+        self._say = lambda line: None
+
     def close_doors(self) -> None:
         """Free the port; the connections stay."""
         if self._doors:

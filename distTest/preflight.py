@@ -58,7 +58,7 @@ def main() -> None:
     if code == 1 and meeting:
         with contextlib.suppress(Refused):
             meeting[0].refuse(f"{meeting[0].members[meeting[0].node].name}: {problem}" for problem in problems)
-    voice.report(problems)
+    voice.conclude(problems)
     sys.exit(code)
 
 

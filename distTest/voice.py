@@ -15,8 +15,10 @@ class Voice:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self._is_problem_last = False
 
     def say(self, line: str) -> None:
+        self._is_problem_last = False
         try:
             print(f"Preflight: {printable(line)}", flush=True)
         except OSError:  # `tee` may have ended before
@@ -30,5 +32,16 @@ class Voice:
         for problem in problems:
             if problem not in self.problems:
                 self.problems.append(problem)
-                with contextlib.suppress(OSError):
-                    print(f"ERROR: {printable(problem)}", file=sys.stderr, flush=True)
+                self._print(problem)
+
+    def conclude(self, problems: Iterable[str]) -> None:
+        """Report them; in a log that has both streams, what was said since the last problem must not hide it."""
+        self.report(problems)
+        with contextlib.suppress(OSError):
+            if self.problems and not self._is_problem_last and os.path.sameopenfile(1, 2):
+                self._print(self.problems[-1])
+
+    def _print(self, problem: str) -> None:
+        self._is_problem_last = True
+        with contextlib.suppress(OSError):
+            print(f"ERROR: {printable(problem)}", file=sys.stderr, flush=True)

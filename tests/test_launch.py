@@ -334,3 +334,20 @@ def test_a_slurm_job(tmp_path: Path) -> None:
     for line, node, gpus in zip(launched, (0, 1), (8, 4), strict=True):
         assert f"--nnodes=2 --node_rank={node} --nproc_per_node={gpus} --master_addr=n7 --master_port=29600" in line
         assert line.endswith("train_fsdp.py train.epochs=1")
+
+
+def test_the_problem_of_a_node_is_the_last_line_of_its_log(folder: Path) -> None:
+    """Node 1 goes on to look for node 0, to tell it."""
+    done = subprocess.run(
+        [str(REPOSITORY / "launch_node1.sh")],
+        cwd=folder,
+        env=environment(MASTER_PORT=a_free_port(), JOIN_TIMEOUT="4", NCCL_SOCKET_IFNAME="eth77"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 2 and any(" looks for node 0: " in line for line in lines)
+    assert lines[-1].startswith("ERROR: ") and "NCCL_SOCKET_IFNAME is 'eth77'" in lines[-1]
