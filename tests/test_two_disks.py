@@ -264,6 +264,15 @@ def test_verify_and_export_take_all_parts(a: Path, b: Path, tmp_path: Path, caps
         assert not (tmp_path / "none").exists() and not (tmp_path / ".none.writing").exists()
 
 
+def test_verify_reads_the_copies_of_all_parts(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [str(checkpoint(folder / "run", 4)) for folder in (a, b)]
+    copy = Path(parts[1]) / "huggingface/config.json"
+    copy.write_bytes(copy.read_bytes() + b" ")
+    for named in (parts, parts[::-1]):
+        assert run(["verify", *named]) == 1
+        assert f"ERROR: {copy}: " in capsys.readouterr().err
+
+
 def test_the_final_model_is_that_of_a_shared_disk(a: Path, b: Path, whole: Path, tmp_path: Path) -> None:
     """And what `export` makes of the parts."""
     assert train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6").returncode == 0

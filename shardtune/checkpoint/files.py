@@ -98,7 +98,11 @@ class Checkpoint:
 
     def find(self, file: str) -> Path | None:
         """The path of a file in the first directory that has it."""
-        return next((path for directory in self.directories if (path := directory / file).is_file()), None)
+        return next(iter(self.find_all(file)), None)
+
+    def find_all(self, file: str) -> list[Path]:
+        """Its path in each directory that has it: nodes with disks of their own have copies of what is not a rank's."""
+        return [path for directory in self.directories if (path := directory / file).is_file()]
 
     def why_missing(self, file: str) -> str:
         """Where a file was written, and where it is not."""
@@ -220,17 +224,16 @@ def _sections(chunks: list[Chunk], size: int) -> Iterable[tuple[int, int, Chunk 
 def check_files(
     checkpoint: Checkpoint, names: Sequence[str], threads: int, progress: Any = None
 ) -> dict[str, str | None]:
-    """What is wrong with each of these files, or None, as many at a time as there are threads.
+    """What is wrong with any copy of each of these files, or None, as many at a time as there are threads.
 
     Raises:
         KeyError: a name that the manifest does not know.
     """
 
     def check(name: str) -> str | None:
-        path = checkpoint.find(name)
-        if path is None:
-            return checkpoint.why_missing(name)
-        return check_file(checkpoint, name, path, progress)
+        paths = checkpoint.find_all(name)
+        verdicts = (check_file(checkpoint, name, path, progress) for path in paths)
+        return next(filter(None, verdicts), None) if paths else checkpoint.why_missing(name)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         return dict(zip(names, pool.map(check, names), strict=True))

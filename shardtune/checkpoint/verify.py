@@ -19,7 +19,7 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
         Refused, DamagedCheckpoint: as open_checkpoint.
     """
     checkpoint = open_checkpoint(*directories)
-    total = sum(int(entry["bytes"]) for entry in checkpoint.files.values())
+    total = sum(int(entry["bytes"]) * len(checkpoint.find_all(name)) for name, entry in checkpoint.files.items())
     with tqdm(total=total, unit="B", unit_scale=True, desc=checkpoint.name, disable=not sys.stderr.isatty()) as bar:
         verdicts = check_files(checkpoint, sorted(checkpoint.files), os.cpu_count() or 1, bar.update)
     problems = [problem for problem in verdicts.values() if problem]
