@@ -382,6 +382,7 @@ def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], cod
 def test_a_torchrun_that_is_killed(node: int, folder: Path) -> None:
     with two_nodes(folder) as nodes:
         nodes.wait_for_step(4)
+        time.sleep(2)  # a rank leaves its place every second
         os.kill(nodes.torchrun(node), signal.SIGKILL)
         ended = nodes.end()
         code, last = ended[node]
