@@ -7,7 +7,6 @@ torchrun --nproc_per_node=N train_fsdp.py [--config FILE] [section.key=value ...
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,28 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
+from transformers import PretrainedConfig, set_seed
 
 from shardtune import checkpoint
 from shardtune.arguments import read_run_arguments
 from shardtune.attention import choose_attention
-from shardtune.config import Config, changed_keys, remarks, to_dict, write_config
+from shardtune.config import Config, remarks, to_dict, write_config
 from shardtune.console import quiet_libraries
 from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data, require_sources
-from shardtune.errors import AGAIN, Interrupted, Refused, all_of
+from shardtune.errors import AGAIN, Interrupted, all_of
 from shardtune.evaluate import evaluate
 from shardtune.export import Export, export_final, is_exported, model_assets
 from shardtune.feeding import Fed, feed
 from shardtune.flops import Utilisation
 from shardtune.garbage import collect_at, collected_by_step
 from shardtune.loss import summed_loss, use_loss_head
-from shardtune.metrics import Metrics, StepLines, has_evaluation, peak_memory_bytes
+from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
 from shardtune.model import build_model, compile_layers, compute_dtype
 from shardtune.opening import (
-    announce,
+    choose_checkpoint,
     describe_mesh,
     describe_state,
     model_settings,
+    owed_evaluation,
+    plan_steps,
     require_same_config,
     require_same_model,
 )
@@ -49,7 +50,7 @@ from shardtune.optim import (
     set_learning_rate,
     squared_gradients,
 )
-from shardtune.packing import Batch, Position, Schedule, Step, make_schedule
+from shardtune.packing import Batch, Schedule, Step
 from shardtune.residency import Residency, choose_residency, memory_suffices
 from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest, end_on_signal
@@ -93,33 +94,18 @@ def main() -> None:
         write_final_model(config, resumed, assets, run_dir, world)
         world.say(f"Finished: {resumed.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
-    world.progress.enter("loading the model")
-    model = world.agree(lambda: build_model(config, model_config, world))
-    optimizer = build_optimizer(model, config.optimizer)
-    world.say(describe_state(model))
-    kept = resumed.state.get("residency") if resumed and resumed.world_size == world.size else None
-    residency = choose_residency(model, config.model, config.train.gradient_accumulation_steps, kept, world)
-    set_seed((config.run.seed + world.rank) % 2**32)
-    is_flat = choose_attention(model, config, world)
-    if why_not := use_loss_head(model, world.device):
-        world.say(f"Loss: logits are made for every position, since {why_not}")
-    if config.model.compile:
-        compile_layers(model)
-    if resumed:
-        checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run_dir, world)
+    job = build_job(config, model_config, data, run_dir, resumed, world)
     for moved in checkpoint.set_aside(run_dir, resumed, world):
         world.say(f"Set aside, not being part of this run: {moved}")
     world.from_main(lambda: write_config(config, run_dir.path / "config.yaml"))
     if resumed:
         world.say(f"Resumed from {resumed.name}")
-    metrics = Metrics(run_dir.path / "metrics.jsonl", world, resumed.step if resumed else None)
     saver = checkpoint.Saver(
-        run_dir, config.checkpoint, config.distributed.save_timeout_s, model, optimizer, assets, world
+        run_dir, config.checkpoint, config.distributed.save_timeout_s, job.model, job.optimizer, assets, world
     )
     fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
-    job = Job(config, world, data, model, is_flat, residency, optimizer, metrics)
-    fixed["residency"] = list(vars(residency).values())
-    feeding = feed(schedule, model, config.train.micro_batch_size, is_flat, world)
+    fixed["residency"] = list(vars(job.residency).values())
+    feeding = feed(schedule, job.model, config.train.micro_batch_size, job.is_flat, world)
     with collected_by_step(), memory_suffices(config), feeding as steps:
         last = train(job, schedule, steps, saver, fixed, resumed, owed)
     end_on_signal(f"after the last step was saved, while the final model was written - {AGAIN}", code=75)
@@ -138,6 +124,33 @@ class Job:
     residency: Residency
     optimizer: torch.optim.Optimizer
     metrics: Metrics
+
+
+def build_job(
+    config: Config,
+    model_config: PretrainedConfig,
+    data: PreparedData,
+    run_dir: RunDir,
+    resumed: checkpoint.Checkpoint | None,
+    world: World,
+) -> Job:
+    """The sharded model and its optimizer, with the weights and states of `resumed` if there is one."""
+    world.progress.enter("loading the model")
+    model = world.agree(lambda: build_model(config, model_config, world))
+    optimizer = build_optimizer(model, config.optimizer)
+    world.say(describe_state(model))
+    kept = resumed.state.get("residency") if resumed and resumed.world_size == world.size else None
+    residency = choose_residency(model, config.model, config.train.gradient_accumulation_steps, kept, world)
+    set_seed((config.run.seed + world.rank) % 2**32)
+    is_flat = choose_attention(model, config, world)
+    if why_not := use_loss_head(model, world.device):
+        world.say(f"Loss: logits are made for every position, since {why_not}")
+    if config.model.compile:
+        compile_layers(model)
+    if resumed:
+        checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run_dir, world)
+    metrics = Metrics(run_dir.path / "metrics.jsonl", world, resumed.step if resumed else None)
+    return Job(config, world, data, model, is_flat, residency, optimizer, metrics)
 
 
 def train(
@@ -193,16 +206,6 @@ def train(
         step_ended = time.perf_counter()
     assert last
     return last
-
-
-def owed_evaluation(config: Config, resumed: checkpoint.Checkpoint | None, run_dir: RunDir, world: World) -> int | None:
-    """Of which step the perplexity comes before the first step: 0, the baseline, or one that a signal cut short."""
-    if resumed is None:
-        return 0 if config.eval.baseline else None
-    is_owed = resumed.state.get("owes_evaluation") and world.from_main(
-        lambda: not has_evaluation(run_dir.path / "metrics.jsonl", resumed.step)
-    )
-    return resumed.step if is_owed else None
 
 
 def evaluate_at(step: int, job: Job, must_stop: Callable[[], bool]) -> bool:
@@ -262,63 +265,6 @@ def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest) ->
     job.optimizer.step()
     job.optimizer.zero_grad()
     return loss, grad_norm, must_stop, memory_bytes
-
-
-def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> checkpoint.Checkpoint | None:
-    """The checkpoint to resume from, on which all ranks agree; what changed since is said, or refused."""
-    found = checkpoint.agree_on_checkpoint(run_dir, config.run.resume, world)
-    if found is None:
-        return None
-    allowed, forbidden = changed_keys(found.state["config"], config)
-    if forbidden:
-        raise Refused(
-            *(
-                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {found.name} - set it back, or "
-                "start anew with another run.dir"
-                for key, old, new in forbidden
-            )
-        )
-    if found.world_size != world.size:
-        allowed.append(("world size", found.world_size, world.size))
-    for key, old, new in allowed:
-        world.say(f"Changed since {found.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}")
-    return found
-
-
-def plan_steps(config: Config, data: PreparedData, resumed: checkpoint.Checkpoint | None, world: World) -> Schedule:
-    """The schedule, which all ranks share; every number derived from it is said."""
-    train, section = data.train, config.train
-    rows_per_step = section.micro_batch_size * section.gradient_accumulation_steps * world.size
-    schedule = make_schedule(
-        train,
-        max_length=config.data.max_length,
-        packing=config.data.packing,
-        seed=config.run.seed,
-        rows_per_step=rows_per_step,
-        epochs=section.epochs,
-        max_steps=section.max_steps,
-        start=Position(*(resumed.state[key] for key in ("step", "epoch", "row"))) if resumed else Position(),
-    )
-    rows = schedule.rows_per_epoch
-    if rows < world.size:
-        raise Refused(
-            f"an epoch has {rows} rows and the run {world.size} ranks - add data, lower data.max_length, "
-            "set data.packing=false, or use fewer ranks"
-        )
-    keys = world.gather(data.key)
-    if len(set(keys)) > 1:
-        other = next(rank for rank, key in enumerate(keys) if key != keys[0])
-        raise Refused(
-            f"the data of rank {other} (digest {keys[other]}) is not that of rank 0 ({keys[0]}) - "
-            "copy the same data, model and code to every node"
-        )
-    if resumed and resumed.state["data"] != data.key:
-        raise Refused(
-            f"the data (digest {data.key}) is not that of {resumed.name} ({resumed.state['data']}) - "
-            "bring the same data, tokenizer and code back, or start anew with another run.dir"
-        )
-    announce(config, data, schedule, world)
-    return schedule
 
 
 def write_final_model(

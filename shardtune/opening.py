@@ -8,13 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, agree_on_checkpoint
 from .config import Config, changed_keys, to_dict
 from .dataset import PreparedData
 from .errors import Refused
+from .metrics import has_evaluation
 from .model import compute_dtype, local_bytes
 from .optim import learning_rate, warmup_steps
-from .packing import Schedule
+from .packing import Position, Schedule, make_schedule
+from .rundir import RunDir
 from .world import World
 
 
@@ -40,6 +42,27 @@ def require_same_config(config: Config, world: World) -> None:
     world.agree(compare)
 
 
+def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> Checkpoint | None:
+    """The checkpoint to resume from, on which all ranks agree; what changed since is said, or refused."""
+    found = agree_on_checkpoint(run_dir, config.run.resume, world)
+    if found is None:
+        return None
+    allowed, forbidden = changed_keys(found.state["config"], config)
+    if forbidden:
+        raise Refused(
+            *(
+                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {found.name} - set it back, or "
+                "start anew with another run.dir"
+                for key, old, new in forbidden
+            )
+        )
+    if found.world_size != world.size:
+        allowed.append(("world size", found.world_size, world.size))
+    for key, old, new in allowed:
+        world.say(f"Changed since {found.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}")
+    return found
+
+
 def require_same_model(resumed: Checkpoint, assets: Mapping[str, bytes]) -> None:
     """The architecture must be that of the checkpoint.
 
@@ -60,6 +83,52 @@ def model_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
     """What config.json says of the model itself."""
     settings: dict[str, Any] = json.loads(assets["config.json"])
     return {key: value for key, value in settings.items() if key not in ("transformers_version", "_name_or_path")}
+
+
+def owed_evaluation(config: Config, resumed: Checkpoint | None, run_dir: RunDir, world: World) -> int | None:
+    """Of which step the perplexity comes before the first step: 0, the baseline, or one that a signal cut short."""
+    if resumed is None:
+        return 0 if config.eval.baseline else None
+    is_owed = resumed.state.get("owes_evaluation") and world.from_main(
+        lambda: not has_evaluation(run_dir.path / "metrics.jsonl", resumed.step)
+    )
+    return resumed.step if is_owed else None
+
+
+def plan_steps(config: Config, data: PreparedData, resumed: Checkpoint | None, world: World) -> Schedule:
+    """The schedule, which all ranks share; every number derived from it is said."""
+    train, section = data.train, config.train
+    rows_per_step = section.micro_batch_size * section.gradient_accumulation_steps * world.size
+    schedule = make_schedule(
+        train,
+        max_length=config.data.max_length,
+        packing=config.data.packing,
+        seed=config.run.seed,
+        rows_per_step=rows_per_step,
+        epochs=section.epochs,
+        max_steps=section.max_steps,
+        start=Position(*(resumed.state[key] for key in ("step", "epoch", "row"))) if resumed else Position(),
+    )
+    rows = schedule.rows_per_epoch
+    if rows < world.size:
+        raise Refused(
+            f"an epoch has {rows} rows and the run {world.size} ranks - add data, lower data.max_length, "
+            "set data.packing=false, or use fewer ranks"
+        )
+    keys = world.gather(data.key)
+    if len(set(keys)) > 1:
+        other = next(rank for rank, key in enumerate(keys) if key != keys[0])
+        raise Refused(
+            f"the data of rank {other} (digest {keys[other]}) is not that of rank 0 ({keys[0]}) - "
+            "copy the same data, model and code to every node"
+        )
+    if resumed and resumed.state["data"] != data.key:
+        raise Refused(
+            f"the data (digest {data.key}) is not that of {resumed.name} ({resumed.state['data']}) - "
+            "bring the same data, tokenizer and code back, or start anew with another run.dir"
+        )
+    announce(config, data, schedule, world)
+    return schedule
 
 
 def announce(config: Config, data: PreparedData, schedule: Schedule, world: World) -> None:
