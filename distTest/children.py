@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -11,6 +12,8 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 from distTest.wire import Gone, Link, Message, readable
 
@@ -23,6 +26,13 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(1)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it has not ended; one that waits for its parent to hear of its end has."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 class Child:

@@ -16,7 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from distTest.children import Child
+import psutil
+
+from distTest.children import Child, is_running
 from distTest.meeting import Meeting
 from distTest.wire import Link
 from shardtune.errors import Refused
@@ -42,7 +44,7 @@ def stay_connected(meeting: Meeting, name: str, folder: Path) -> None:
         meeting.gather("the start of the ranks", Child(name, _look, name, folder, launcher), _LONGEST_S)
     except Refused as refused:
         _end_torchrun(folder, *_code_and_line(refused.problems[0]))
-        if not _is_running(launcher):  # and has left it behind
+        if not is_running(launcher):  # and has left it behind
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(0)
@@ -51,13 +53,13 @@ def stay_connected(meeting: Meeting, name: str, folder: Path) -> None:
 def _look(link: Link, name: str, folder: Path, launcher: int) -> None:
     """Say when the ranks of this node watch the others, or how its launch has ended before."""
     while not (folder / "watched").exists():
-        is_running = _is_running(launcher)
+        is_launching = is_running(launcher)
         if (told := _told(folder)).endswith("\n"):
             code, line = _code_and_line(told.strip())
             who = "" if socket.gethostname() in line else f"{name}: "
             link.send({"problems": [f"{code} {who}{line}"]})
             return
-        if not is_running:
+        if not is_launching:
             line = "its launch script was killed before its ranks had met the others - start every node again"
             link.send({"problems": [f"1 {name}: {line}"]})
             return
@@ -82,17 +84,10 @@ def _end_torchrun(folder: Path, code: int, line: str) -> None:
     """It and its ranks at once, which have nothing to save or to say; the launch script says the line."""
     if (folder / "told").exists():  # by the launch of this node, which has ended and removes the folder
         return
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
         with (folder / "outcome").open("a", encoding="utf-8") as outcome:
             outcome.write(f"{code}\n{line}\n")
-        torchrun = int((folder / "torchrun.pid").read_text(encoding="utf-8"))
-        ranks = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text(encoding="utf-8").split()
-        for pid in (torchrun, *map(int, ranks)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _is_running(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-    return False
+        torchrun = psutil.Process(int((folder / "torchrun.pid").read_text(encoding="utf-8")))
+        for process in (torchrun, *torchrun.children()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -28,6 +28,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from distTest.children import is_running
+
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _TICK_S = 1.0
 _END_S = 40  # without a process it may hang in a call that hears no signals
@@ -115,10 +117,7 @@ def _guard(folder: Path, launcher: int) -> None:
 def _has_process(folder: Path) -> bool:
     """Whether one of the processes that came to run lives."""
     with contextlib.suppress(FileNotFoundError):
-        for pid in (folder / "processes").read_text(encoding="utf-8").split():
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
-                    return True
+        return any(is_running(int(pid)) for pid in (folder / "processes").read_text(encoding="utf-8").split())
     return False
 
 
