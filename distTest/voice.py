@@ -25,6 +25,7 @@ class Voice:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def warn(self, line: str) -> None:
+        self._is_problem_last = False
         with contextlib.suppress(OSError):
             print(f"Warning: {printable(line)}", flush=True)
 
