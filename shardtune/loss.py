@@ -19,7 +19,7 @@ from .attention import documents
 from .model import forward_only
 from .packing import Batch
 
-_CHUNK_BYTES = 1 << 28  # of float32 logits; larger ones hardly help the matrix products
+_CHUNK_BYTES = 1 << 28  # of float32 logits
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -90,7 +90,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, is_one_chunk=rows == len(hidden)) if wants_gradients else None
         for start in range(0, len(hidden), rows):
             chunk, wanted = hidden[start : start + rows], targets[start : start + rows, None]
-            logits, softmax = logits_of_chunk[: len(chunk)], softmax_of_chunk[: len(chunk)]
+            logits = logits_of_chunk[: len(chunk)]
+            # One tensor in float32, where `copy_` does nothing.
+            softmax = logits if softmax_of_chunk is logits_of_chunk else softmax_of_chunk[: len(chunk)]
             if bias is None:
                 torch.mm(chunk, weight.t(), out=logits)
             else:
