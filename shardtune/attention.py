@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .config import Config
 from .errors import Refused
-from .model import forward_only
+from .model import can_be_packed, forward_only
 from .world import World
 
 _NAME = "documents"
@@ -175,10 +175,18 @@ def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bo
     Raises:
         Refused: data.packing is on, and a document sees the one before it.
     """
+    usual, why_not = model.config._attn_implementation, f"model.attention={config.model.attention}"
+    if not can_be_packed(type(model)):
+        world.say(
+            f"Attention: as {model.config.model_type} has it, in padded rows (it keeps a state or takes no positions, "
+            "so records one behind the other would not be apart)"
+        )
+        return False
+    if config.model.attention != "auto" and not config.data.packing:
+        world.say(f"Attention: {usual} under a mask of row x row ({why_not})")
+        return False
     alone = _last_document(model, _PROBE[-1:], world.device)
-    why_not = f"model.attention={config.model.attention}"
     if config.model.attention == "auto":
-        usual = model.config._attn_implementation
         documents.longest_ever = config.data.max_length
         why_not = next(filter(None, world.gather(_try_documents(model, alone, world.device))), "")
         if why_not:
@@ -187,7 +195,7 @@ def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bo
         kernel = "the kernel for sequences of many lengths" if documents.has_kernel else "one call for each"
         world.say(f"Attention: within each document, without a mask ({kernel}); rows have no padding")
         return True
-    world.say(f"Attention: {model.config._attn_implementation} under a mask of row x row ({why_not})")
+    world.say(f"Attention: {usual} under a mask of row x row ({why_not})")
     if config.data.packing and (leak := max(world.gather(_leak(model, alone, world.device)))):
         raise Refused(
             f"{model.config.model_type} lets a packed document see the one before it (its logits change by "

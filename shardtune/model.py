@@ -113,7 +113,7 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
 def _problems(model: PreTrainedModel, config: Config, world: World) -> Iterator[str]:
     """What of the architecture would make a record's loss depend on the others, or ranks part, as it is configured."""
     kind = model.config.model_type
-    if config.data.packing and not _can_be_packed(type(model)):
+    if config.data.packing and not can_be_packed(type(model)):
         yield (
             f"{kind} keeps a state or takes no positions, so documents in one row would not be apart - "
             "use data.packing=false"
@@ -147,7 +147,7 @@ def _short_rope_length(model_config: PreTrainedConfig) -> int | None:
     return min(lengths, default=None)
 
 
-def _can_be_packed(model_class: type[PreTrainedModel]) -> bool:
+def can_be_packed(model_class: type[PreTrainedModel]) -> bool:
     """Whether restarting positions can tell it documents apart; `choose_attention` sees whether they do."""
     return "position_ids" in inspect.signature(model_class.forward).parameters and not model_class._is_stateful
 
