@@ -339,18 +339,21 @@ def test_nothing_that_is_moved_aside_is_lost(three_steps: Path) -> None:
         (checkpoints / taken).mkdir()
         (checkpoints / taken / "notes.txt").write_text(f"of the user, in {taken}", encoding="utf-8")
     before = digests(checkpoints)
-    (checkpoints / "latest").symlink_to("checkpoint_0000012")
+    links = {"latest": "checkpoint_0000012", "checkpoint_0000009.aside1": "nowhere"}
+    for link, there in links.items():
+        (checkpoints / link).symlink_to(there)
     done = train(1, *CONTINUE, cwd=three_steps)
     assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
     assert "Not accepted: run/checkpoints/checkpoint_0000003/COMPLETE: cannot be read (" in done.stdout
-    moved = {"checkpoint_0000003/": "checkpoint_0000003.aside2/", "checkpoint_0000009/": "checkpoint_0000009.aside1/"}
+    moved = {"checkpoint_0000003/": "checkpoint_0000003.aside2/", "checkpoint_0000009/": "checkpoint_0000009.aside2/"}
     for old, new in moved.items():
         assert f"Set aside, not being part of this run: run/checkpoints/{new[:-1]}\n" in done.stdout
         before = {name.replace(old, new): digest for name, digest in before.items()}
     after = digests(checkpoints)
     assert before.items() <= after.items()
     assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"checkpoint_0000004"}
-    assert (checkpoints / "latest").readlink() == Path("checkpoint_0000012")
+    for link, there in links.items():
+        assert (checkpoints / link).readlink() == Path(there)
 
 
 def test_a_part_of_this_run_may_have_any_name(three_steps: Path) -> None:

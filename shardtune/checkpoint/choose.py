@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
     """
     if resume == "never":
         return None
-    directory = run_dir.path / "checkpoints" if resume == "auto" else Path(resume).parent
+    directory = run_dir.path / "checkpoints"
     is_chosen = resume != "auto"
     paths = [Path(resume)] if is_chosen else _visible_and_prepared(directory)
     found, rejected = _candidates(paths, is_chosen, run_dir, world)
@@ -67,10 +68,10 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
         rejected += problems
         was_named = was_named or candidate.is_named
     if rejected and was_named:
-        raise Refused(
-            *rejected,
-            f"no checkpoint in {directory} can be resumed from - mend one, or start anew with run.resume=never",
-        )
+        where, instead = f"no checkpoint in {directory} can be", "mend one"
+        if is_chosen:
+            where, instead = f"run.resume={resume} cannot be", "name another checkpoint, or auto"
+        raise Refused(*rejected, f"{where} resumed from - {instead}, or start anew with run.resume=never")
     for reason in rejected:
         world.say(f"Not accepted: {reason}")
     return None
@@ -153,7 +154,7 @@ def _take_up(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoin
     def rename(path: Path) -> Path:
         final = path.with_name(checkpoint.name)
         if path != final and path.exists():
-            if final.exists():
+            if os.path.lexists(final):
                 move_aside(final)
             disk.rename(path, final)
         return final
@@ -204,7 +205,7 @@ def set_aside(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list
         checkpoints = find_checkpoints(directory)
         if not resumed or not is_of_this_run:
             names = (*(["checkpoints"] if checkpoints else []), "metrics.jsonl", "model")
-            in_the_way = [path for name in names if (path := run_dir.path / name).exists()]
+            in_the_way = [path for name in names if os.path.lexists(path := run_dir.path / name)]
         elif not resumed.directories:  # this disk holds none of it
             in_the_way = checkpoints
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -175,7 +176,7 @@ def _prepare(attempt: Attempt, raw: bytes) -> None:
 
 def _rename(attempt: Attempt) -> list[str]:
     """Give this disk's part its name; the names of all checkpoints there up to this one, newest first."""
-    if attempt.final.exists():
+    if os.path.lexists(attempt.final):
         move_aside(attempt.final)
     disk.rename(attempt.hidden, attempt.final)
     step = step_of(attempt.final)
@@ -232,7 +233,7 @@ def keep_newest(checkpoints: Path, keep: int, committed: Sequence[str]) -> None:
 def move_aside(path: Path, name: Path | None = None) -> Path:
     """Rename what is in the way, so that it is neither overwritten nor deleted; its new name, from `name` if given."""
     name, number = name or path, 1
-    while (aside := name.with_name(f"{name.name}.aside{number}")).exists():
+    while os.path.lexists(aside := name.with_name(f"{name.name}.aside{number}")):
         number += 1
     disk.rename(path, aside)
     return aside

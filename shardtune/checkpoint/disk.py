@@ -73,7 +73,7 @@ def rename(old: Path, new: Path) -> None:
         os.rename(old, new)
         sync_directory(new.parent)
     except OSError:
-        if not old.exists():  # it has its new name, which may not last
+        if not old.exists() and not old.is_symlink():  # it has its new name, which may not last
             os.rename(new, old)
         raise
 
