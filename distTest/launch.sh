@@ -17,6 +17,11 @@ if [[ -n ${VIRTUAL_ENV:-} ]]; then python=$VIRTUAL_ENV/bin/python
 elif [[ -n ${CONDA_PREFIX:-} ]]; then python=$CONDA_PREFIX/bin/python
 elif [[ -x $here/.venv/bin/python ]]; then python=$here/.venv/bin/python
 else python=python3; fi
+if ! command -v "$python" > /dev/null; then
+    echo "ERROR: there is no $python - activate the environment of requirements.txt, or unset VIRTUAL_ENV and \
+CONDA_PREFIX where they name one that is gone" >&2
+    exit 2
+fi
 
 if [[ $NODE_RANK == 0 ]]; then role=MASTER; else role=WORKER; fi
 cat <<BANNER

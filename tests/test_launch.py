@@ -235,6 +235,14 @@ def test_no_room_for_temporary_files(folder: Path) -> None:
     assert code == 2 and errors.splitlines()[-1] == line
 
 
+@pytest.mark.parametrize("name", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_an_environment_that_is_gone(name: str, folder: Path) -> None:
+    gone = {"VIRTUAL_ENV": "", "CONDA_PREFIX": ""} | {name: str(folder / "gone")}
+    code, output, errors = end(start("launch_node1.sh", cwd=folder, **gone))
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"ERROR: there is no {folder}/gone/bin/python - ") and errors.count("\n") == 1
+
+
 def a_python(path: Path, name: str) -> Path:
     """A Python that says which one it is and what it was asked to do, and ends with 0."""
     path.mkdir(parents=True)
