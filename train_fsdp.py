@@ -202,8 +202,9 @@ def train(
         if is_last or must_stop:
             last = saver.finish()
         if must_stop and (is_owed or not is_last):
+            cause = next(filter(None, [stop.received, *world.gather(stop.received)]))
             raise Interrupted(
-                f"stopped by {stop.received or 'a signal to another rank'} after saving step {step.number} - run the "
+                f"stopped by {cause} after saving step {step.number} - run the "
                 f"same command again{'' if config.run.resume == 'auto' else ' with run.resume=auto'} to resume"
             )
         step_ended = time.perf_counter()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
 import signal
+import socket
 import time
 from types import FrameType
+
+import psutil
 
 from .errors import AGAIN, Ended
 
@@ -16,6 +20,7 @@ _ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SIGNALS = tuple(number for number in _ALL if signal.getsignal(number) != signal.SIG_IGN)
 _SAME_REQUEST_S = 2.0  # a scheduler signals every process, and the launch script and torchrun pass theirs on
 _PR_SET_PDEATHSIG = 1  # prctl(2); Linux only, as are the launch scripts
+LAUNCHER_PID = "SHARDTUNE_LAUNCHER_PID"  # of the launch script
 TORCHRUN_PID = "SHARDTUNE_TORCHRUN_PID"  # the launch scripts' torchrun leaves it to its ranks
 _TORCHRUN_KILLS_AFTER_S = 30.0  # its default, see `torchrun --help`
 
@@ -45,7 +50,7 @@ def ignore_signals() -> None:
 
 
 class StopRequest:
-    """Whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come since this was made; a later second one raises Ended.
+    """What of SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come since this was made; a later second one raises Ended.
 
     The handler only takes a note: signals reach the ranks at different steps, and a save needs all of them.
     """
@@ -59,9 +64,18 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.received is None:
-            self.received, self._received_s = name, time.monotonic()
+            by = "the end of its launch script" if _launcher_has_ended() else name
+            self.received, self._received_s = f"{by} on {socket.gethostname()}", time.monotonic()
         elif time.monotonic() - self._received_s > _SAME_REQUEST_S:
             raise Ended(f"ended by a second signal, {name}, without a save - {AGAIN}", code=1)
+
+
+def _launcher_has_ended() -> bool:
+    """Whether the launch script was killed: torchrun, which ends with it, has another parent then."""
+    launcher, torchrun = os.environ.get(LAUNCHER_PID), os.environ.get(TORCHRUN_PID)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(launcher and torchrun and psutil.Process(int(torchrun)).ppid() != int(launcher))
+    return False
 
 
 def remark_on_kill_delay(save_s: float) -> str | None:

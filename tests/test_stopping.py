@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -73,7 +74,9 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path: Path, mo
     assert process.returncode == 75, errors
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     assert said.splitlines()[-1] == f"Saved checkpoint_{step:07d}"
-    assert errors.splitlines()[-1].startswith(f"ERROR: stopped by SIGTERM after saving step {step} - ")
+    assert errors.splitlines()[-1].startswith(
+        f"ERROR: stopped by SIGTERM on {platform.node()} after saving step {step} - "
+    )
 
     again = subprocess.run(
         [*arguments, f"train.max_steps={step + 1}"],
@@ -230,7 +233,7 @@ def test_a_scheduler_that_signals_every_process_asks_once(
     assert process.wait(timeout=240) == 75
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
-    assert re.match(f"ERROR: stopped by SIG(INT|HUP|TERM) after saving step {step} - ", last)
+    assert re.match(f"ERROR: stopped by SIG(INT|HUP|TERM) on {platform.node()} after saving step {step} - ", last)
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
 
@@ -274,7 +277,7 @@ def test_a_launch_in_the_background_of_a_script(tmp_path: Path, models: dict[str
     assert process.wait(timeout=240) == 75
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
-    assert last.startswith(f"ERROR: stopped by SIGTERM after saving step {step} - ")
+    assert last.startswith(f"ERROR: stopped by SIGTERM on {platform.node()} after saving step {step} - ")
 
 
 def ask_again_and_again() -> None:
@@ -315,7 +318,8 @@ def test_what_resumes_after_a_signal_is_said(
     done = forked(tmp_path, f"model.path={models['llama']}", f"run.resume={resume}", faults=[asked], ranks=2)
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     how = "" if resume == "auto" else " with run.resume=auto"
-    line = f"ERROR: stopped by {number.name} after saving step {step} - run the same command again{how} to resume\n"
+    line = f"ERROR: stopped by {number.name} on {platform.node()} after saving step {step} - "
+    line += f"run the same command again{how} to resume\n"
     assert done.returncode == 75 and done.stderr.endswith(line), done.stderr
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
