@@ -39,6 +39,17 @@ def problems_of_files(facts: Sequence[Message], names: Sequence[str]) -> list[st
 def problems_of_machines(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
     """The same for what is known of the devices."""
     problems = list(_differences("libraries", facts, names, _SAME_VERSIONS))
+    drivers = [each["driver"] for each in facts]
+    kinds = [_gpu_kinds(each) for each in facts]
+    for what, values, advice in (
+        ("the GPU driver", drivers, "install the same one on every node"),
+        ("the GPU", kinds, "use nodes of one kind"),
+    ):
+        problems += [
+            f"{what} is {values[0]} on {names[0]} and {value} on {name} - {advice}"
+            for value, name in zip(values, names, strict=True)
+            if value != values[0] and values[0] and value
+        ]
     if len({each["device"] for each in facts}) > 1:
         has = " and ".join(f"{each['device']}s on {name}" for each, name in zip(facts, names, strict=True))
         problems.append(f"some nodes would train on CPUs, others on GPUs ({has}) - see what nvidia-smi says there")
@@ -48,12 +59,6 @@ def problems_of_machines(facts: Sequence[Message], names: Sequence[str]) -> list
 def warnings_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
     """What may be meant, or may go wrong later."""
     found = []
-    for key, what in (("driver", "GPU drivers"), ("gpus", "GPUs")):
-        shown = [_gpu_names(each) if key == "gpus" else each[key] for each in facts]
-        kinds = [text.partition(" x ")[2] or text for text in shown]
-        if len(set(kinds)) > 1:
-            told = ", ".join(f"{text} on {name}" for text, name in zip(shown, names, strict=True))
-            found.append(f"the {what} differ: {told}")
     for each, name in zip(facts, names, strict=True):
         found += [f"{name}: {text}" for text in _machine_warnings(each)]
         skew_s = abs(each["clock_ahead_s"]) - each["clock_error_s"]
@@ -134,14 +139,13 @@ def _machine_warnings(each: Message) -> Iterator[str]:
         yield f"only {each['memlock']} bytes may be locked in memory (ulimit -l), RDMA wants no limit"
 
 
-def _gpu_names(each: Message) -> str:
-    kinds = dict.fromkeys(gpu["name"] for gpu in each["gpus"])
-    return f"{each['processes']} x {' and '.join(kinds) or 'CPU process'}"
-
-
 def devices(each: Message) -> str:
     """`8 x NVIDIA H100 80GB HBM3`."""
-    return _gpu_names(each)
+    return f"{each['processes']} x {_gpu_kinds(each) or 'CPU process'}"
+
+
+def _gpu_kinds(each: Message) -> str:
+    return " and ".join(dict.fromkeys(gpu["name"] for gpu in each["gpus"]))
 
 
 def _clock(each: Message, name: str, first: str) -> str:

@@ -122,6 +122,11 @@ def _code() -> dict[str, str]:
     return {str(file.relative_to(REPOSITORY)): xxhash.xxh3_64(file.read_bytes()).hexdigest() for file in sorted(files)}
 
 
+def preflight_digest() -> str:
+    """Of the programs that meet; only where they are the same do they understand each other beyond `hello`."""
+    return digest_of({name: found for name, found in _code().items() if name.startswith("distTest/")})
+
+
 def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
     """Of every file of the data its size and digest, by key and name."""
     files = {}

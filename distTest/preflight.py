@@ -19,7 +19,7 @@ from pathlib import Path
 from distTest import compare, network, ranks
 from distTest.children import Child, die_with_parent
 from distTest.doors import Doors, side_port
-from distTest.facts import facts_of_files, facts_of_machine
+from distTest.facts import facts_of_files, facts_of_machine, preflight_digest
 from distTest.handover import stay_connected
 from distTest.knocking import Knocking, Welcome, knock
 from distTest.meeting import Meeting
@@ -99,7 +99,7 @@ def meet(settings: Settings, voice: Voice) -> Meeting:
     """Find the other nodes. Raises Refused, after having told them, so far as they can be found."""
     host = socket.gethostname()
     own = tuple(problem if settings.is_alone else f"{settings.name}: {problem}" for problem in settings.problems)
-    me = Member(settings.node, settings.nodes, host, settings.own_ip or "?", own)
+    me = Member(settings.node, settings.nodes, host, settings.own_ip or "?", preflight_digest(), own)
     voice.report(own)
     if own and (settings.is_alone or settings.port is None):
         raise Refused(*own)

@@ -118,6 +118,11 @@ class Reception:
 
     def _contradictions(self, new: Member) -> list[str]:
         problems = list(new.problems)
+        if new.preflight != self._me.preflight:
+            problems.append(
+                f"the code differs: distTest has digest {self._me.preflight} on {self._me.name} and {new.preflight} on "
+                f"{new.name} - bring every node to the same commit, without changes of its own"
+            )
         if new.nodes is not None and self._me.nodes not in (None, new.nodes):
             problems.append(
                 f"NNODES is {self._me.nodes} on {self._me.name} and {new.nodes} on {new.name} - "
@@ -138,6 +143,9 @@ class Reception:
 
     def _tell_everyone(self, until: float) -> None:
         """Stay until as many nodes as there should be have come and been told, or until then."""
+        left_s = until - time.monotonic()
+        if self._me.nodes != 1 and not self._guests:
+            self._voice.say(f"staying for {left_s:.0f} s to tell the other nodes that there will be no run")
         n_told = 0
         next_question = time.monotonic()
         while True:

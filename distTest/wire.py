@@ -33,6 +33,7 @@ class Member:
     nodes: int | None
     host: str
     address: str
+    preflight: str  # a digest of its program
     problems: tuple[str, ...] = ()
 
     @property
@@ -40,8 +41,8 @@ class Member:
         return f"node {'?' if self.node is None else self.node} ({self.host})"
 
     def hello(self) -> Message:
-        told = {"node": self.node, "nodes": self.nodes, "host": self.host, "problems": self.problems}
-        return {"hello": PROTOCOL, **told}
+        told = {"node": self.node, "nodes": self.nodes, "host": self.host, "preflight": self.preflight}
+        return {"hello": PROTOCOL, **told, "problems": self.problems}
 
     @staticmethod
     def of(hello: Message, address: str) -> Member:
@@ -49,9 +50,11 @@ class Member:
         node, nodes, host, problems = (hello.get(key) for key in ("node", "nodes", "host", "problems"))
         if hello.get("hello") != PROTOCOL or not isinstance(host, str) or not isinstance(problems, list):
             raise ValueError("no hello of this program")
-        if not all(type(number) in (int, type(None)) for number in (node, nodes)):
-            raise ValueError("no numbers")
-        return Member(node, nodes, printable(host), address, tuple(printable(str(problem)) for problem in problems))
+        for number, least in ((node, 0), (nodes, 1)):
+            if number is not None and (type(number) is not int or number < least):
+                raise ValueError("no numbers")
+        told = tuple(printable(str(problem)) for problem in problems)
+        return Member(node, nodes, printable(host), address, printable(str(hello.get("preflight"))), told)
 
 
 class Link:
