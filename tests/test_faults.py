@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import random
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from conftest import chats, read_metrics, write_jsonl
+from conftest import read_metrics
 from faults import (
     ALWAYS,
     Fault,
@@ -35,43 +33,23 @@ from faults import (
     waits_until,
     writes_less,
 )
-from ranks import on_ranks, world_of
+from ranks import on_ranks
+from small_runs import SETTINGS, steps_of, write_inputs
 
-from shardtune.checkpoint import agree_on_checkpoint, commit, disk, open_checkpoint, saver
-from shardtune.checkpoint.files import ASSETS, check_files, find_checkpoints, step_of
-from shardtune.errors import Refused
+from shardtune.checkpoint import commit, disk, open_checkpoint, saver
+from shardtune.checkpoint.files import check_files, find_checkpoints, step_of
 from shardtune.metrics import Metrics
-from shardtune.rundir import RunDir
 
 Completed = subprocess.CompletedProcess[str]
 MANY_STEPS = 400
-SETTINGS = [
-    "--config",
-    "config.yaml",
-    "model.path=model",
-    "model.compute_dtype=float32",
-    "data.train=train.jsonl",
-    "data.max_length=128",
-    "train.epochs=1000",
-    "scheduler.name=constant",
-    "scheduler.warmup_ratio=0",
-    "optimizer.lr=1e-3",
-    "checkpoint.every_steps=1",
-    "export.final=false",
-    "run.dir=run",
-]
+ENDLESS = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "train.epochs=1000")
+COMMAND = ["--config", "config.yaml", *SETTINGS, *ENDLESS, "checkpoint.every_steps=1", "export.final=false"]
 
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
     """Data, and a model with dropout: a random state that is not put back changes every loss."""
-    folder = tmp_path_factory.mktemp("inputs")
-    write_jsonl(folder / "train.jsonl", chats(30))
-    (folder / "config.yaml").touch()
-    shutil.copytree(models["llama"], folder / "model")
-    config = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
-    (folder / "model/config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}), encoding="utf-8")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"), models["llama"], dropout=0.2, records=30)
 
 
 @pytest.fixture
@@ -80,17 +58,13 @@ def folder(tmp_path: Path, inputs: Path) -> Path:
 
 
 def command(*settings: str) -> list[str]:
-    """SETTINGS with these added, or in their place."""
+    """COMMAND with these added, or in their place."""
     given = {setting.partition("=")[0] for setting in settings}
-    return [*(setting for setting in SETTINGS if setting.partition("=")[0] not in given), *settings]
+    return [*(setting for setting in COMMAND if setting.partition("=")[0] not in given), *settings]
 
 
 def run(folder: Path, *settings: str, faults: tuple[Fault, ...] = (), ranks: int = 2, **how: Any) -> Completed:
     return on_ranks(ranks, run_with, list(faults), command(*settings), cwd=folder, **how)
-
-
-def steps_of(folder: Path) -> list[tuple[int, float, float]]:
-    return [(step["step"], step["loss"], step["grad_norm"]) for step in read_metrics(folder / "run", "step")]
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +78,7 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
             steps = 40 if count <= 40 else MANY_STEPS
             done = run(here, f"train.max_steps={steps}", "checkpoint.every_steps=0")
             assert done.returncode == 0, done.stderr
-            seen[:] = steps_of(here)
+            seen[:] = steps_of(here / "run")
         return seen[:count]
 
     return first
@@ -177,7 +151,7 @@ def check_failing_saves(
         assert re.search(rf"rank {rank} on \S+: .*{reason}", line)
     assert checkpoints(folder) == good
     assert not hidden(folder)
-    assert steps_of(folder) == undisturbed(total)
+    assert steps_of(folder / "run") == undisturbed(total)
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.full)])
@@ -215,7 +189,7 @@ def test_short_writes_are_continued(folder, undisturbed):
     assert again.returncode == 0, again.stderr
     assert said(again, "Resumed from") == [3]
     assert not hidden(folder) and checkpoints(folder) == [4]
-    assert steps_of(folder) == undisturbed(4)
+    assert steps_of(folder / "run") == undisturbed(4)
 
 
 def make_room(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
@@ -260,7 +234,7 @@ def test_a_disk_that_is_really_full(folder, undisturbed):
         assert done.stdout.count(f"metrics.jsonl cannot be written now ({reason})") == is_mounted
         assert said(done, "Saved") == [4, 5] == checkpoints(folder)
         assert not hidden(folder)
-        assert steps_of(folder) == undisturbed(5)
+        assert steps_of(folder / "run") == undisturbed(5)
     finally:
         if is_mounted:
             subprocess.run(["umount", str(folder / "run")], check=True)
@@ -307,7 +281,7 @@ def test_no_checkpoint_is_ahead_of_the_metrics(folder, undisturbed):
     assert said(done, "Not saved") == [1, 2] and len(re.findall(f"Not saved: .*{reason}", done.stdout)) == 2
     assert done.stdout.count(f"metrics.jsonl cannot be written now ({reason}): its lines wait in memory\n") == 1
     assert said(done, "Saved") == [3, 4] == checkpoints(folder)
-    assert steps_of(folder) == undisturbed(4)
+    assert steps_of(folder / "run") == undisturbed(4)
 
 
 # Ranks that are late
@@ -349,7 +323,7 @@ def test_a_rank_later_than_the_deadline(slow, stopped, folder, undisturbed):
     assert said(done, "Not saved") == [2, 4] and said(done, "Saved") == [1, 3, 5] == checkpoints(folder)
     assert done.stdout.count("no word from rank 1 within 0.5 s (distributed.save_timeout_s)") == 2
     assert not hidden(folder)
-    assert steps_of(folder) == undisturbed(5)
+    assert steps_of(folder / "run") == undisturbed(5)
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.full)])
@@ -381,7 +355,7 @@ def test_nobody_trains_while_a_stalled_disk_has_the_tensors_of_the_run(folder):
     assert done.returncode == 1, done.stdout
     line = next(line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
     assert line.startswith("ERROR: checkpoint_0000002 was not saved: the disk of rank 0 does not answer, and ")
-    assert len(steps_of(folder)) == 2 and not list(folder.glob("run/checkpoints/*/COMPLETE"))
+    assert len(steps_of(folder / "run")) == 2 and not list(folder.glob("run/checkpoints/*/COMPLETE"))
 
 
 @pytest.mark.parametrize("operation", ["rename", pytest.param("open", marks=pytest.mark.full)])
@@ -392,7 +366,7 @@ def test_rank_0_decides_when_no_one_waits_any_more(operation, folder, undisturbe
     done = on_ranks(2, run_impatiently, {2: 0.5}, [stopped], arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert set(checkpoints(folder)) == set(said(done, "Saved")) >= {1, 3, 4}
-    assert steps_of(folder) == undisturbed(4)
+    assert steps_of(folder / "run") == undisturbed(4)
 
 
 # Ranks that are killed
@@ -424,7 +398,7 @@ def check_kills(folder: Path, faults: list[Fault], undisturbed: Callable[[int], 
     done = run(folder, f"train.max_steps={total}")
     assert done.returncode == 0, done.stderr
     assert not hidden(folder)
-    assert steps_of(folder) == undisturbed(total)
+    assert steps_of(folder / "run") == undisturbed(total)
 
 
 def test_killed_at_any_point_the_run_goes_on_as_if_it_had_not_been(folder, undisturbed):
@@ -476,119 +450,6 @@ def test_killed_at_every_point(when, folder, tmp_path, inputs, undisturbed):
     faults = [Fault(operation, pattern, when, rank, nth) for rank, operation, pattern, nth in points(clean)]
     print(f"{len(faults)} points")
     check_kills(folder, faults, undisturbed)
-
-
-# Checkpoints that are not what was saved
-
-
-@pytest.fixture(scope="module")
-def saved(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with three checkpoints."""
-    here = Path(shutil.copytree(inputs, tmp_path_factory.mktemp("saved") / "here"))
-    assert run(here, "train.max_steps=3", "checkpoint.keep=3").returncode == 0
-    return here
-
-
-def resumed_step(folder: Path, resume: str = "auto") -> int:
-    found = agree_on_checkpoint(RunDir(folder / "run", [0], None), resume, world_of(0, 1, dist.HashStore()))
-    return found.step if found else 0
-
-
-def tensor_at(file: Path, offset: int) -> str:
-    """The tensor that has this byte of a safetensors file, or nothing."""
-    raw = file.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:start])
-    header.pop("__metadata__")
-    places = {name: entry["data_offsets"] for name, entry in header.items()}
-    return next((name for name, (begin, end) in places.items() if begin <= offset - start < end), "")
-
-
-def flips(newest: Path) -> Iterator[tuple[Path, int, int]]:
-    """200 bits of a checkpoint, as many of each of its files; and all of its smallest file."""
-    source, files = random.Random(0), sorted(path for path in newest.rglob("*") if path.is_file())
-    for number in range(200):
-        file = files[number % len(files)]
-        yield file, source.randrange(file.stat().st_size), source.randrange(8)
-    yield from ((newest / "COMPLETE", offset, bit) for offset, bit in itertools.product(range(33), range(8)))
-
-
-def test_every_flipped_bit_is_found_and_named(saved, tmp_path, capsys):
-    folder = Path(shutil.copytree(saved, tmp_path / "here"))
-    in_tensors = 0
-    for file, offset, bit in flips(folder / "run/checkpoints/checkpoint_0000003"):
-        good = file.read_bytes()
-        tensor = tensor_at(file, offset) if file.suffix == ".safetensors" else ""
-        file.write_bytes(good[:offset] + bytes([good[offset] ^ 1 << bit]) + good[offset + 1 :])
-        assert resumed_step(folder) == 2, (file, offset, bit)
-        said = capsys.readouterr().out
-        assert "Not accepted: " in said and str(file).replace("COMPLETE", "manifest.json") in said
-        assert f"first in tensor {tensor} " in said or not tensor
-        in_tensors += bool(tensor)
-        file.write_bytes(good)
-    assert in_tensors > 30
-    assert resumed_step(folder) == 3
-
-
-def truncated(checkpoint: Path) -> str:
-    os.truncate(checkpoint / "rank_00001.safetensors", 100_000)
-    return "rank_00001.safetensors: its bytes are not those that were saved (its length is not "
-
-
-def extended(checkpoint: Path) -> str:
-    with (checkpoint / "rank_00000.safetensors").open("ab") as file:
-        file.write(b"0")
-    return "rank_00000.safetensors: its bytes are not those that were saved (its length is not "
-
-
-def swapped(checkpoint: Path) -> str:
-    files = [checkpoint / f"rank_0000{rank}.safetensors" for rank in (0, 1)]
-    files[0].rename(checkpoint / "other")
-    files[1].rename(files[0])
-    (checkpoint / "other").rename(files[1])
-    return "rank_00000.safetensors: its bytes are not those that were saved"
-
-
-def missing(checkpoint: Path) -> str:
-    (checkpoint / "rank_00001.safetensors").unlink()
-    return "rank_00001.safetensors, written on node 0 ("
-
-
-def missing_asset(checkpoint: Path) -> str:
-    (checkpoint / ASSETS / "tokenizer.json").unlink()
-    return "huggingface/tokenizer.json, written on node 0 ("
-
-
-def foreign(checkpoint: Path) -> str:
-    shutil.copy(checkpoint.with_name("checkpoint_0000002") / "rank_00001.safetensors", checkpoint)
-    return "rank_00001.safetensors: its bytes are not those that were saved, first in tensor "
-
-
-def foreign_manifest(checkpoint: Path) -> str:
-    for name in ("manifest.json", "COMPLETE"):
-        shutil.copy(checkpoint.with_name("checkpoint_0000002") / name, checkpoint)
-    return "checkpoint_0000003: "
-
-
-def foreign_mark(checkpoint: Path) -> str:
-    shutil.copy(checkpoint.with_name("checkpoint_0000002") / "COMPLETE", checkpoint)
-    return "manifest.json: is not what COMPLETE vouches for"
-
-
-DAMAGES = [truncated, extended, swapped, missing, missing_asset, foreign, foreign_manifest, foreign_mark]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_what_was_saved_is_named_and_the_one_before_is_taken(damage, saved, tmp_path, capsys):
-    folder = Path(shutil.copytree(saved, tmp_path / "here"))
-    newest = folder / "run/checkpoints/checkpoint_0000003"
-    named = damage(newest)
-    assert resumed_step(folder) == 2
-    said = capsys.readouterr().out
-    assert "Not accepted: " in said and "checkpoint_0000003" in said and named in said
-    if damage is not foreign_manifest:
-        with pytest.raises(Refused, match=re.escape(named)):
-            resumed_step(folder, str(newest))
 
 
 # For long

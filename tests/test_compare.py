@@ -1,0 +1,103 @@
+"""What the preflight makes of the facts of its nodes, here made up: differences that it refuses, and those that it
+warns of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distTest import compare, facts, ranks
+
+FACTS: dict[str, Any] = {
+    "versions": {"torch": "2.13.0"},
+    "libraries": {"CUDA": "13.0", "NCCL": "2.28.9"},
+    "code": {},
+    "config": {"parallel.replicate": 1, "parallel.expert": 1},
+    "data": {},
+    "model": {},
+    "weights_bytes": 0,
+    "remarks": [],
+    "processes": 8,
+    "run_dir": "runs/config",
+    "free_disk_bytes": 1e13,
+    "shares_run_dir": True,
+    "clock_ahead_s": 0.0,
+    "clock_error_s": 0.001,
+    "device": "GPU",
+    "gpus": [{"name": "H100", "free_bytes": 79e9, "total_bytes": 80e9}] * 8,
+    "gpu_users": "",
+    "driver": "580.1",
+    "shm_bytes": 1e11,
+    "nofile": 1 << 20,
+    "memlock": -1,
+    "has_rdma": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("different", "words"),
+    [
+        ({}, ""),
+        ({"libraries": {"CUDA": "13.0", "NCCL": "2.27.3"}}, "NCCL is 2.28.9 on node 0 (a) and 2.27.3 on node 1 (b)"),
+        ({"device": "CPU", "gpus": []}, "GPUs on node 0 (a) and CPUs on node 1 (b)"),
+        (
+            {"processes": 4},
+            "12 (8 + 4 processes on node 0 (a), node 1 (b)), which parallel.replicate=8 does not divide",
+        ),
+        (
+            {"config": {"parallel.replicate": 1, "parallel.expert": 1, "new": None}},
+            "new is missing on node 0 (a) and null",
+        ),
+        ({"clock_ahead_s": -40.0}, "the clock of node 1 (b) is 40.0 s behind that of node 0 (a)"),
+    ],
+)
+def test_facts_that_are_refused(different: dict[str, Any], words: str) -> None:
+    facts = [FACTS, FACTS | different]
+    if "processes" in different:
+        facts = [fact | {"config": {"parallel.replicate": 8, "parallel.expert": 1}} for fact in facts]
+    names = ["node 0 (a)", "node 1 (b)"]
+    problems = compare.problems_of_files(facts, names) + compare.problems_of_machines(facts, names)
+    assert [words in problem for problem in problems] == [True] * bool(different)
+
+
+@pytest.mark.parametrize(
+    ("different", "words"),
+    [
+        ({}, ""),
+        ({"driver": "570.2"}, "the GPU drivers differ: 580.1 on node 0 (a), 570.2 on node 1 (b)"),
+        ({"gpus": [{"name": "A100", "free_bytes": 40e9, "total_bytes": 40e9}]}, "the GPUs differ: 8 x H100 on node 0"),
+        (
+            {"gpus": [FACTS["gpus"][0] | {"free_bytes": 9e9}], "gpu_users": "77, python, 70 GB"},
+            "node 1 (b): GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (processes on its GPUs: 77",
+        ),
+        ({"weights_bytes": 214 * 10**10}, "has 10000.0 GB free, a checkpoint may need up to 12840 GB"),
+        ({"free_disk_bytes": 9e9}, "run.dir runs/config has 9.0 GB free"),
+        ({"shm_bytes": 64e6}, "/dev/shm has 64 MB"),
+        ({"nofile": 256}, "only 256 open files"),
+        ({"memlock": 65536}, "only 65536 bytes may be locked"),
+        ({"clock_ahead_s": 2.0}, "the clock of node 1 (b) is 2.0 s ahead of that of node 0 (a)"),
+        ({"clock_ahead_s": 2.0, "clock_error_s": 1.5}, ""),
+    ],
+)
+def test_facts_that_are_warned_of(different: dict[str, Any], words: str) -> None:
+    found = compare.warnings_of([FACTS, FACTS | different], ["node 0 (a)", "node 1 (b)"])
+    assert [words in warning for warning in found] == [True] * bool(words)
+
+
+def test_a_slow_device() -> None:
+    figures = [{"flops": [6e14, 6.1e14]}, {"flops": [4.6e14, 5.9e14]}]
+    (warning,) = ranks.slow_devices(figures, ["node 0 (a)", "node 1 (b)"])
+    assert warning.startswith("node 1 (b): device 0 is slow, its GEMM runs at 460 TFLOP/s")
+
+
+def test_data_that_is_too_large_to_read_is_sampled(tmp_path: Path) -> None:
+    """The last block of a file is always among the samples."""
+    file = tmp_path / "train.jsonl"
+    content = bytearray(20 << 20)
+    file.write_bytes(content)
+    whole, sampled = (facts.digest(file, is_whole) for is_whole in (True, False))
+    content[-1] = 1
+    file.write_bytes(content)
+    assert facts.digest(file, True) != whole and facts.digest(file, False) != sampled

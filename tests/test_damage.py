@@ -1,0 +1,133 @@
+"""Checkpoints that are not what was saved: the damage is found and named, and the one before is taken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import train, world_of
+from small_runs import CONSTANT, SETTINGS, write_inputs
+
+from shardtune.checkpoint import agree_on_checkpoint
+from shardtune.checkpoint.files import ASSETS
+from shardtune.errors import Refused
+from shardtune.rundir import RunDir
+
+
+@pytest.fixture(scope="module")
+def saved(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with three checkpoints."""
+    here = write_inputs(tmp_path_factory.mktemp("saved"), models["llama"])
+    each = ("train.max_steps=3", "checkpoint.every_steps=1", "checkpoint.keep=3", "export.final=false")
+    assert train(2, *SETTINGS, *CONSTANT, *each, cwd=here).returncode == 0
+    return here
+
+
+def resumed_step(folder: Path, resume: str = "auto") -> int:
+    found = agree_on_checkpoint(RunDir(folder / "run", [0], None), resume, world_of(0, 1, dist.HashStore()))
+    return found.step if found else 0
+
+
+def tensor_at(file: Path, offset: int) -> str:
+    """The tensor that has this byte of a safetensors file, or nothing."""
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__")
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    return next((name for name, (begin, end) in places.items() if begin <= offset - start < end), "")
+
+
+def flips(newest: Path) -> Iterator[tuple[Path, int, int]]:
+    """200 bits of a checkpoint, as many of each of its files; and all of its smallest file."""
+    source, files = random.Random(0), sorted(path for path in newest.rglob("*") if path.is_file())
+    for number in range(200):
+        file = files[number % len(files)]
+        yield file, source.randrange(file.stat().st_size), source.randrange(8)
+    yield from ((newest / "COMPLETE", offset, bit) for offset, bit in itertools.product(range(33), range(8)))
+
+
+def test_every_flipped_bit_is_found_and_named(saved, tmp_path, capsys):
+    folder = Path(shutil.copytree(saved, tmp_path / "here"))
+    in_tensors = 0
+    for file, offset, bit in flips(folder / "run/checkpoints/checkpoint_0000003"):
+        good = file.read_bytes()
+        tensor = tensor_at(file, offset) if file.suffix == ".safetensors" else ""
+        file.write_bytes(good[:offset] + bytes([good[offset] ^ 1 << bit]) + good[offset + 1 :])
+        assert resumed_step(folder) == 2, (file, offset, bit)
+        said = capsys.readouterr().out
+        assert "Not accepted: " in said and str(file).replace("COMPLETE", "manifest.json") in said
+        assert f"first in tensor {tensor} " in said or not tensor
+        in_tensors += bool(tensor)
+        file.write_bytes(good)
+    assert in_tensors > 30
+    assert resumed_step(folder) == 3
+
+
+def truncated(checkpoint: Path) -> str:
+    os.truncate(checkpoint / "rank_00001.safetensors", 100_000)
+    return "rank_00001.safetensors: its bytes are not those that were saved (its length is not "
+
+
+def extended(checkpoint: Path) -> str:
+    with (checkpoint / "rank_00000.safetensors").open("ab") as file:
+        file.write(b"0")
+    return "rank_00000.safetensors: its bytes are not those that were saved (its length is not "
+
+
+def swapped(checkpoint: Path) -> str:
+    files = [checkpoint / f"rank_0000{rank}.safetensors" for rank in (0, 1)]
+    files[0].rename(checkpoint / "other")
+    files[1].rename(files[0])
+    (checkpoint / "other").rename(files[1])
+    return "rank_00000.safetensors: its bytes are not those that were saved"
+
+
+def missing(checkpoint: Path) -> str:
+    (checkpoint / "rank_00001.safetensors").unlink()
+    return "rank_00001.safetensors, written on node 0 ("
+
+
+def missing_asset(checkpoint: Path) -> str:
+    (checkpoint / ASSETS / "tokenizer.json").unlink()
+    return "huggingface/tokenizer.json, written on node 0 ("
+
+
+def foreign(checkpoint: Path) -> str:
+    shutil.copy(checkpoint.with_name("checkpoint_0000002") / "rank_00001.safetensors", checkpoint)
+    return "rank_00001.safetensors: its bytes are not those that were saved, first in tensor "
+
+
+def foreign_manifest(checkpoint: Path) -> str:
+    for name in ("manifest.json", "COMPLETE"):
+        shutil.copy(checkpoint.with_name("checkpoint_0000002") / name, checkpoint)
+    return "checkpoint_0000003: "
+
+
+def foreign_mark(checkpoint: Path) -> str:
+    shutil.copy(checkpoint.with_name("checkpoint_0000002") / "COMPLETE", checkpoint)
+    return "manifest.json: is not what COMPLETE vouches for"
+
+
+DAMAGES = [truncated, extended, swapped, missing, missing_asset, foreign, foreign_manifest, foreign_mark]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_what_was_saved_is_named_and_the_one_before_is_taken(damage, saved, tmp_path, capsys):
+    folder = Path(shutil.copytree(saved, tmp_path / "here"))
+    newest = folder / "run/checkpoints/checkpoint_0000003"
+    named = damage(newest)
+    assert resumed_step(folder) == 2
+    said = capsys.readouterr().out
+    assert "Not accepted: " in said and "checkpoint_0000003" in said and named in said
+    if damage is not foreign_manifest:
+        with pytest.raises(Refused, match=re.escape(named)):
+            resumed_step(folder, str(newest))
