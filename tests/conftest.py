@@ -23,6 +23,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -174,6 +176,19 @@ def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     return {name: root / name for name in built}
+
+
+def small_opt(**settings: Any) -> OPTForCausalLM:
+    """With random weights. Its positions count along the whole row, so packed documents would mix."""
+    small = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 64,
+        "word_embed_proj_dim": 32,
+    }
+    return OPTForCausalLM(OPTConfig(**small | settings))
 
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import chats, read_metrics, write_jsonl
+from conftest import chats, read_metrics, small_opt, write_jsonl
 from plain_training import (
     encode,
     finish,
@@ -30,14 +30,21 @@ from transformers import (
     LongcatFlashForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 SMALL = {"vocab_size": 331, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 1, "pad_token_id": 2}
+LATENT = {
+    "num_attention_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+}
 
 
 def saved(
@@ -60,9 +67,7 @@ def saved(
     "leaking",
     [
         lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
-        lambda: OPTForCausalLM(
-            OPTConfig(**SMALL, num_attention_heads=4, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0)
-        ),
+        lambda: small_opt(**SMALL, dropout=0.0),
     ],
     ids=["mamba", "opt"],
 )
@@ -163,17 +168,11 @@ def test_a_rank_without_rows_disturbs_no_gradient(tokenizer, tmp_path):
 def longcat() -> LongcatFlashForCausalLM:
     return LongcatFlashForCausalLM(
         LongcatFlashConfig(
+            **LATENT,
             vocab_size=331,
             hidden_size=32,
             num_layers=1,
             ffn_hidden_size=64,
-            num_attention_heads=4,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            head_dim=8,
-            v_head_dim=8,
             moe_topk=2,
             n_routed_experts=4,
             zero_expert_num=2,
@@ -212,21 +211,15 @@ def test_what_no_rank_uses_is_left_as_it_is(tokenizer, tmp_path):
     """An indexer only chooses what attention sees, so it has no gradient, in a layer of experts neither."""
     config = DeepseekV32Config(
         **SMALL,
+        **LATENT,
         intermediate_size=64,
         moe_intermediate_size=16,
-        num_attention_heads=4,
         num_key_value_heads=4,
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_group=1,
         topk_group=1,
         first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        head_dim=8,
         index_n_heads=2,
         index_head_dim=16,
         index_topk=512,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY
+from conftest import VOCABULARY, small_opt
 from ranks import config_for, on_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardtune.attention import choose_attention
 from shardtune.config import Config
@@ -189,17 +189,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
                 assert choose_attention(model, how, world)
                 assert model.training
                 assert model.config._attn_implementation == ("documents" if how is config else "sdpa")
-        leaking = OPTForCausalLM(
-            OPTConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=32,
-                num_hidden_layers=2,
-                ffn_dim=64,
-                num_attention_heads=4,
-                word_embed_proj_dim=32,
-                use_cache=False,
-            )
-        )
+        leaking = small_opt(use_cache=False)
         shard(leaking, world, policy)
         with pytest.raises(Refused, match=r"opt lets a packed document see .* use data\.packing=false"):
             choose_attention(leaking, config, world)

@@ -11,19 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, chats, write_jsonl
+from conftest import chats, small_opt, write_jsonl
 from ranks import config_for, on_ranks, train
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from shardtune.config import Config
 from shardtune.model import build_model
@@ -163,16 +155,7 @@ def test_experts_that_cannot_be_spread_are_refused_by_name(models, tmp_path):
 
 
 def test_layers_that_each_rank_drops_by_itself_are_refused_by_name(models, tmp_path):
-    config = OPTConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=4,
-        ffn_dim=64,
-        num_attention_heads=4,
-        word_embed_proj_dim=32,
-        layerdrop=0.5,
-    )
-    OPTForCausalLM(config).save_pretrained(tmp_path / "model")
+    small_opt(num_hidden_layers=4, layerdrop=0.5).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "model")
     data = write_jsonl(tmp_path / "train.jsonl", chats(12))
     given = [f"model.path={tmp_path / 'model'}", f"data.train={data}", "data.max_length=256", "data.packing=false"]

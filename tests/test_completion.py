@@ -1,0 +1,76 @@
+"""What is trained of a record that is a prompt with its completion, or plain text."""
+
+import pytest
+from test_chat import CHATML, DATE, Q1, Q2, TWO_TURNS, A, answer, bytes_tokenizer, encoder, show, user, words_tokenizer
+
+from shardtune.chat import ChatEncoder, ChatError, Text
+
+
+def completed(prompt: Text, completion: Text, loss_on: str = "assistant") -> str:
+    chat = encoder(CHATML, loss_on)
+    (sequence,) = chat.encode_prompt_completion(prompt, completion).sequences
+    return show(chat.tokenizer, sequence)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected"),
+    [
+        ("q: ", "a", "q: ‹a<|im_end|>›"),  # " a" is one token: the prompt keeps its own
+        ("q:", " a", "q:‹ a<|im_end|>›"),
+        ("q\n", "\na", "q\n‹\na<|im_end|>›"),
+        ("q", "", "q‹<|im_end|>›"),
+        ("q", "a<|im_end|>", "q‹a<|im_end|>›"),
+        ("", "xy", "x‹y<|im_end|>›"),  # nothing predicts the first token
+        ([user("q1")], [answer("a1")], Q1 + A + "‹a1<|im_end|>›\n"),
+        (TWO_TURNS[:3], TWO_TURNS[3:], Q1 + A + "a1<|im_end|>\n" + Q2 + A + "‹a2<|im_end|>›\n"),
+    ],
+)
+def test_prompt_and_completion(prompt: Text, completion: Text, expected: str) -> None:
+    assert completed(prompt, completion) == expected
+
+
+def test_a_prompt_keeps_the_tokens_of_inference() -> None:
+    tokenizer = bytes_tokenizer()
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    (sequence,) = chat.encode_prompt_completion("q: ", "a").sequences
+    assert tokenizer.convert_ids_to_tokens(sequence.input_ids) == ["q", ":", "Ġ", "a", "<|im_end|>"]
+
+
+def test_all_trains_the_prompt_too() -> None:
+    assert completed("xyz", "a", "all") == "x‹yza<|im_end|>›"
+
+
+@pytest.mark.parametrize("kind", ["always", "first"])
+def test_the_bos_of_plain_text(kind: str) -> None:
+    tokenizer = words_tokenizer(kind)
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    (sequence,) = chat.encode_prompt_completion("the capital of France is", " Paris").sequences
+    prompt = tokenizer("the capital of France is")["input_ids"]
+    assert prompt[0] == tokenizer.bos_token_id
+    assert sequence.input_ids == tokenizer("the capital of France is Paris")["input_ids"] + [tokenizer.eos_token_id]
+    assert sequence.trained == [False] * len(prompt) + [True] * (len(sequence.input_ids) - len(prompt))
+    for text in ("hello world", "<s>hello world"):
+        (sequence,) = chat.encode_text(text).sequences
+        assert sequence.input_ids.count(tokenizer.bos_token_id) == 1
+        assert sequence.trained == [False] + [True] * (len(sequence.input_ids) - 1)
+        assert sequence.input_ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(sequence.input_ids[1:-1]).strip() == "hello world"
+
+
+def test_a_completion_that_cannot_begin_behind_the_prompt_is_refused() -> None:
+    # Behind a part of a word this tokenizer cannot begin a text without a blank.
+    tokenizer = words_tokenizer("always")
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+    with pytest.raises(ChatError, match="cannot begin a text with 'ital' behind 'the cap'"):
+        chat.encode_prompt_completion("the cap", "ital")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("xyz", "x‹yz<|im_end|>›"), ("xyz<|im_end|>", "x‹yz<|im_end|>›"), ("", "<|im_end|>")],
+)
+def test_text(text: str, expected: str) -> None:
+    chat = encoder()
+    record = chat.encode_text(text)
+    assert show(chat.tokenizer, record.sequences[0]) == expected
+    assert record.appended_stop == (not text.endswith("<|im_end|>"))
