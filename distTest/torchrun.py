@@ -24,11 +24,10 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-from distTest.children import is_running
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _TICK_S = 1.0
@@ -98,7 +97,7 @@ def _guard(folder: Path, launcher: int) -> None:
     orphaned, turns, unchanged = 0, dict[Path, int](), dict[Path, int]()
     while True:
         time.sleep(_TICK_S)
-        orphaned = orphaned + 1 if os.getppid() != launcher and not _has_process(folder) else 0
+        orphaned = orphaned + 1 if os.getppid() != launcher and not _has_process() else 0
         if orphaned * _TICK_S > _END_S:
             os._exit(1)
         for file in folder.glob("rank_*[0-9]"):
@@ -114,10 +113,10 @@ def _guard(folder: Path, launcher: int) -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
-def _has_process(folder: Path) -> bool:
-    """Whether one of the processes that came to run lives."""
-    with contextlib.suppress(FileNotFoundError):
-        return any(is_running(int(pid)) for pid in (folder / "processes").read_text(encoding="utf-8").split())
+def _has_process() -> bool:
+    """Whether a process that it has started lives; one that waits for its parent to hear of its end does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
     return False
 
 

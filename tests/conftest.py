@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +188,6 @@ def small_opt(**settings: Any) -> OPTForCausalLM:
         "word_embed_proj_dim": 32,
     }
     return OPTForCausalLM(OPTConfig(**small | settings))
-
-
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def launch(

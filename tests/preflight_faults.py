@@ -139,16 +139,19 @@ def two_masters(master: Machine, worker: Machine) -> None:
     worker.script = master.script
 
 
-def other_code(master: Machine, worker: Machine) -> None:
-    copy = worker.folder / "clone"
-    shutil.copytree(REPOSITORY / "shardtune", copy / "shardtune")
-    shutil.copytree(REPOSITORY / "distTest", copy / "distTest")
-    for file in REPOSITORY.glob("*.*"):
-        if file.suffix in (".py", ".sh", ".yaml"):
-            shutil.copy(file, copy / file.name)
-    with (copy / "shardtune/loss.py").open("a", encoding="utf-8") as file:
-        file.write("# changed here\n")
-    worker.script = copy / "launch_node1.sh"
+def other_code(file_name: str) -> Callable[[Machine, Machine], None]:
+    def prepare(master: Machine, worker: Machine) -> None:
+        copy = worker.folder / "clone"
+        shutil.copytree(REPOSITORY / "shardtune", copy / "shardtune")
+        shutil.copytree(REPOSITORY / "distTest", copy / "distTest")
+        for file in REPOSITORY.glob("*.*"):
+            if file.suffix in (".py", ".sh", ".yaml"):
+                shutil.copy(file, copy / file.name)
+        with (copy / file_name).open("a", encoding="utf-8") as file:
+            file.write("# changed here\n")
+        worker.script = copy / "launch_node1.sh"
+
+    return prepare
 
 
 def other_version(master: Machine, worker: Machine) -> None:
@@ -289,7 +292,8 @@ FAULTS = [
         ),
         "node 1 of 2 did not come to node 0 within 3 s",
     ),
-    Fault("other code", other_code, "shardtune/loss.py is"),
+    Fault("other code", other_code("shardtune/loss.py"), "shardtune/loss.py is"),
+    Fault("another preflight", other_code("distTest/facts.py"), "the code differs: distTest has digest"),
     Fault("other version", other_version, "transformers is 5.23.0 on node 0 (node0) and 4.0.0 on node 1 (node1)"),
     Fault("clock", clock_ahead(100), "the clock of node 1 (node1) is 100."),
     Fault(

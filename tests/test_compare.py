@@ -41,7 +41,12 @@ FACTS: dict[str, Any] = {
     [
         ({}, ""),
         ({"libraries": {"CUDA": "13.0", "NCCL": "2.27.3"}}, "NCCL is 2.28.9 on node 0 (a) and 2.27.3 on node 1 (b)"),
-        ({"device": "CPU", "gpus": []}, "GPUs on node 0 (a) and CPUs on node 1 (b)"),
+        ({"driver": "570.2"}, "the GPU driver is 580.1 on node 0 (a) and 570.2 on node 1 (b)"),
+        (
+            {"gpus": [{"name": "A100", "free_bytes": 40e9, "total_bytes": 40e9}]},
+            "the GPU is H100 on node 0 (a) and A100 on node 1 (b)",
+        ),
+        ({"device": "CPU", "gpus": [], "driver": ""}, "GPUs on node 0 (a) and CPUs on node 1 (b)"),
         (
             {"processes": 4},
             "12 (8 + 4 processes on node 0 (a), node 1 (b)), which parallel.replicate=8 does not divide",
@@ -66,8 +71,6 @@ def test_facts_that_are_refused(different: dict[str, Any], words: str) -> None:
     ("different", "words"),
     [
         ({}, ""),
-        ({"driver": "570.2"}, "the GPU drivers differ: 580.1 on node 0 (a), 570.2 on node 1 (b)"),
-        ({"gpus": [{"name": "A100", "free_bytes": 40e9, "total_bytes": 40e9}]}, "the GPUs differ: 8 x H100 on node 0"),
         (
             {"gpus": [FACTS["gpus"][0] | {"free_bytes": 9e9}], "gpu_users": "77, python, 70 GB"},
             "node 1 (b): GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (processes on its GPUs: 77",
