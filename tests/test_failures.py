@@ -295,6 +295,8 @@ STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(
     ],
 )
 def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: str, folder: Path) -> None:
+    if where == DATA:  # batches are made two steps ahead
+        effect = f"time.sleep(2); {effect}"
     with two_nodes(folder, **break_rank(folder, 3, where, effect)) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
