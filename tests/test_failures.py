@@ -183,6 +183,8 @@ def resumes(folder: Path) -> None:
 def break_rank(folder: Path, rank: int, where: tuple[str, str], effect: str, nth: int = 5) -> dict[str, str]:
     """The settings of a launch in which this rank fails in its nth step."""
     (folder / "fault").mkdir()
+    if where == DATA:  # made two steps ahead: until the loop waits for it
+        effect = f"time.sleep(3); {effect}"
     module, function = where
     text = FAULT.format(rank=rank, repository=REPOSITORY, module=module, function=function, nth=nth, effect=effect)
     (folder / "fault/sitecustomize.py").write_text(text, encoding="utf-8")
@@ -295,8 +297,6 @@ STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(
     ],
 )
 def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: str, folder: Path) -> None:
-    if where == DATA:  # batches are made two steps ahead
-        effect = f"time.sleep(2); {effect}"
     with two_nodes(folder, **break_rank(folder, 3, where, effect)) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
@@ -308,7 +308,7 @@ def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: st
 @pytest.mark.full
 def test_a_rank_alone_on_its_node_that_ends_with_0(folder: Path) -> None:
     """torchrun sees nothing wrong in it."""
-    with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, 1, DATA, "time.sleep(3); os._exit(0)")) as nodes:
+    with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, 1, DATA, "os._exit(0)")) as nodes:
         nodes.wait_for_step(4)
         (code0, last0), (code1, last1) = nodes.end()
     assert (code0, code1) == (1, 1), nodes.texts()
