@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """shardtune against what people would use instead, on this machine's CPU; writes benchmarks/RESULTS.md and its plot.
 
-python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections one two traffic head scaling]
+python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections one two traffic head scaling records]
 
 All sides train the same weights on the same chats, the whole of which is one optimizer step: so every side sees the
 same global batch however it orders and packs, and its loss at every step must be the reference's (HF Trainer's) before
@@ -20,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -38,7 +39,7 @@ from shardtune.flops import ModelFlops, count_flops, measure_matmul_rate
 
 PEERS: dict[str, dict[str, Any]] = {"trl_packed": {}, "trl_padded": {"batch-size": 4}, "hf_trainer": {}}
 REFERENCE = "hf_trainer"
-SECTIONS = ("traffic", "one", "two", "head", "scaling")
+SECTIONS = ("traffic", "one", "two", "head", "scaling", "records")
 SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
 LR = 2e-5
 NAIVE_BYTES_PER_LOGIT = 16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
@@ -52,7 +53,8 @@ def main() -> None:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"machine": machine(options)}
     chats = write_chats(options.work / "chats.jsonl", options.tokens, options.max_length)
-    sections = {"traffic": traffic, "one": one_thread, "two": two_ranks, "head": loss_memory, "scaling": scaling}
+    sections = {"traffic": traffic, "one": one_thread, "two": two_ranks, "head": loss_memory}
+    sections |= {"scaling": scaling, "records": many_records}
     for section in options.sections:
         print(f"{section}:", flush=True)
         found[section] = sections[section](options, chats)
@@ -79,11 +81,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, default=2048)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the scaling figure")
     parser.add_argument("--head-tokens", type=int, default=8192)
+    parser.add_argument("--records", type=int, nargs="+", default=[1_000, 1_000_000], help="of the start-up figure")
     parser.add_argument("--short", action="store_true", help="one round of two short steps: shows that all of it runs")
     options = parser.parse_args()
     if options.short:
         options.rounds, options.steps, options.tokens, options.max_length = 1, 2, 1024, 512
-        options.ranks, options.head_tokens = [1, 2], 256
+        options.ranks, options.head_tokens, options.records = [1, 2], 256, [1_000]
     return options
 
 
@@ -289,14 +292,56 @@ def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     return found
 
 
-def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
-    """The same global batches of a small model on 1 to 16 ranks, which share this machine's cores."""
-    model = options.work / "small"
+def small_model(options: argparse.Namespace) -> Path:
+    model: Path = options.work / "small"
     config = AutoConfig.from_pretrained(options.model, **SMALL_MODEL)
     config.num_key_value_heads, config.head_dim = SMALL_MODEL["num_attention_heads"], 64
     config.save_pretrained(model)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(options.model / name, model / name)
+    return model
+
+
+def many_records(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
+    """A few steps on few and on many records, first tokenised and then from the cache: what it takes before and after
+    the steps, and the speed of these."""
+    settings = {
+        "model.path": small_model(options),
+        "model.init": "random",
+        "model.compute_dtype": "float32",
+        "data.max_length": 512,
+        "train.gradient_accumulation_steps": 4,
+        "train.max_steps": 5,
+        "run.resume": "never",
+        "export.final": "false",
+    }
+    (options.work / "empty.yaml").touch()
+    found = {}
+    for count in options.records:
+        data = options.work / f"records-{count}.jsonl"
+        with data.open("w", encoding="utf-8") as file:
+            file.writelines(
+                json.dumps({"text": f"{number}" + " word" * (number % 24)}) + "\n" for number in range(count)
+            )
+        outside_s = {}
+        for state in ("tokenised", "cached"):
+            name = f"records-{count}-{state}"
+            told = settings | {"data.train": data, "run.dir": options.work / name}
+            script = [REPOSITORY / "train_fsdp.py", "--config", options.work / "empty.yaml"]
+            script += [f"{key}={value}" for key, value in told.items()]
+            started = time.monotonic()
+            if not run_pinned([sys.executable, *script], None, options.work / f"{name}.log", 3600):
+                break
+            lines = (options.work / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
+            outside_s[state] = time.monotonic() - started - sum(step["seconds"] for step in steps)
+            found[count] = {"outside_s": outside_s, "tokens_per_s": [step["tokens_per_second"] for step in steps[1:]]}
+    return found
+
+
+def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
+    """The same global batches of a small model on 1 to 16 ranks, which share this machine's cores."""
+    model = small_model(options)
     many = write_chats(options.work / "many.jsonl", 4 * options.tokens, options.max_length // 4, seed=1)
     found = {}
     for ranks in options.ranks:

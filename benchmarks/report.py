@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 from typing import Any
 
@@ -62,6 +63,15 @@ def report(found: dict[str, Any], plot: str) -> str:
             f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | "
             f"{row['memory_bytes'] / 1e9:.2f} GB | {row['losses'][0]:.6f} |"
             for count, row in ranks.items()
+        ]
+        lines += [""]
+    if records := found.get("records"):
+        lines += ["## Few records and many, a small model on one thread", ""]
+        lines += ["| records | outside the steps, tokenising | from the cache | tokens/s |", "|---|---|---|---|"]
+        lines += [
+            f"| {count} | {row['outside_s']['tokenised']:.1f} s | {row['outside_s'].get('cached', math.nan):.1f} s | "
+            f"{spread(row['tokens_per_s'])} |"
+            for count, row in records.items()
         ]
         lines += [""]
     return "\n".join(lines)
