@@ -88,7 +88,8 @@ def main() -> None:
     assets = world.agree(lambda: model_assets(model_config, config.model.path, encoder.tokenizer))
     if resumed:
         require_same_model(resumed, assets)
-    checkpoint.delete_unfinished(run_dir, resumed, world)
+    for moved in checkpoint.delete_unfinished(run_dir, resumed, world):
+        world.say(f"Set aside, prepared and not named on this disk: {moved}")
     owed = owed_evaluation(config, resumed, run_dir, world)
     if resumed and resumed.step >= schedule.total_steps and owed is None:
         write_final_model(config, resumed, assets, run_dir, world)

@@ -240,14 +240,17 @@ def table(found: dict[str, list[dict[str, float]]], size_gb: float, step_s: floa
         f"State: {size_gb:.2f} GB on {ranks} ranks; {rounds} rounds; torch {torch.__version__}.",
         f"A forward and backward of {TOKENS_PER_RANK} tokens on each rank takes {step_s:.2f} s.",
         "",
-        "| | loop waits, s | until durable, s | save, GB/s | load, s | extra memory of a rank, GB |",
-        "|---|---|---|---|---|---|",
+        "| | loop waits, s | of the save | of a step | until durable, s | save, GB/s | load, s | extra GB of a rank |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in found:
         totals = [of_round["total"] for of_round in found[name] if "total" in of_round]
         speed = f"{size_gb / _median(totals):.2f}" if totals else ""
+        stall_s = _median([of_round["stall"] for of_round in found[name]])
+        of_save = f"{stall_s / _median(totals):.0%}" if totals else ""
         lines.append(
-            f"| {name} | {cell(name, 'stall')} | {cell(name, 'total')} | {speed} | {cell(name, 'load')} | "
+            f"| {name} | {cell(name, 'stall')} | {of_save} | {stall_s / step_s:.0%} | "
+            f"{cell(name, 'total')} | {speed} | {cell(name, 'load')} | "
             f"{cell(name, 'memory', 1e-9)} |"
         )
     return "\n".join(lines) + "\n"

@@ -14,8 +14,9 @@ from shardtune import inspect_data
 from shardtune.arguments import Parser
 from shardtune.checkpoint import DamagedCheckpoint, open_checkpoint, verify_checkpoint
 from shardtune.console import quiet_libraries
-from shardtune.errors import Refused, Stopped
+from shardtune.errors import Ended, Refused, Stopped
 from shardtune.export import export_checkpoint
+from shardtune.signals import end_on_signal
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"unknown option {unmatched[0]}")
     if options.command == "verify":
         if problems := verify_checkpoint(options.directories):
-            raise DamagedCheckpoint(*problems)
+            raise Stopped(*problems)
     else:
         quiet_libraries(is_main=True)
         export_checkpoint(open_checkpoint(*options.directories), options.out, options.dtype)
@@ -75,12 +76,16 @@ def run(arguments: Sequence[str]) -> int:
             print(f"ERROR: {problem} - restore it, or use another checkpoint", file=sys.stderr)
         return 1
     except Stopped as stopped:
-        print(f"ERROR: {stopped}", file=sys.stderr)
+        for problem in stopped.args:
+            print(f"ERROR: {problem}", file=sys.stderr)
         return 1
+    except Ended as ended:
+        print(f"ERROR: {ended}", file=sys.stderr)
+        return ended.code
     except BrokenPipeError:
         # The reader has enough; what is still buffered would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (Exception, KeyboardInterrupt) as error:
+    except Exception as error:
         traceback.print_exc()
         what = str(error).strip().splitlines() or [""]
         print(f"ERROR: {type(error).__name__}: {what[0]} - see the lines above", file=sys.stderr)
@@ -89,4 +94,5 @@ def run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signal("before it was done - run the same command again", code=1)
     sys.exit(run(sys.argv[1:]))

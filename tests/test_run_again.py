@@ -152,9 +152,13 @@ def test_without_an_intact_checkpoint_nothing_is_touched(tmp_path: Path, run_aga
 
 
 def test_starting_anew_sets_the_earlier_run_aside(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+    """All of it, with a save that was prepared and has no name yet."""
+    newest = tmp_path / "runs/config/checkpoints/checkpoint_0000003"
+    prepared = newest.rename(newest.with_name(".checkpoint_0000003.0123456789ab"))
     before = digests(tmp_path / "runs/config")
     refused = run_again("run.resume=never", "train.max_steps=1", "data.train=missing.jsonl")
     assert refused.returncode == 2 and digests(tmp_path / "runs/config") == before
+    before = {file.replace(prepared.name, f"{newest.name}.aside1"): digest for file, digest in before.items()}
 
     done = run_again("run.resume=never", "train.max_steps=1")
     assert done.returncode == 0, done.stderr

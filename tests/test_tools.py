@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import runpy
 import select
 import shutil
 import signal
@@ -138,7 +139,8 @@ def test_verify_names_the_first_bad_file(
     named = damage(copied)
     assert run(["verify", str(copied)]) == 1
     errors = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(f"ERROR: {named} - restore it, or use another checkpoint", errors[0]), errors[0]
+    remedy = "name all parts of the checkpoint, or restore it" if damage is missing else "restore it, or use another .*"
+    assert re.fullmatch(f"ERROR: {named} - {remedy}", errors[0]), errors[0]
     assert len(errors) == (2 if damage is swapped else 1)
 
 
@@ -394,6 +396,23 @@ def test_a_large_model_is_in_several_files(
         AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("out", "single")
     )
     assert opened.keys() == expected.keys() and all(torch.equal(opened[key], expected[key]) for key in expected)
+
+
+def export_until_a_signal(source: str, out: str) -> None:
+    def read(*_: Any) -> torch.Tensor:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("went on")
+
+    export.read_tensor = read
+    sys.argv = ["shardtune", "export", source, out]
+    runpy.run_module("shardtune.__main__", run_name="__main__")
+
+
+def test_an_export_that_is_ended_says_so_and_leaves_nothing(copied: Path, tmp_path: Path) -> None:
+    ended = on_ranks(1, export_until_a_signal, str(copied), str(tmp_path / "out"), cwd=tmp_path)
+    line = "ERROR: ended by SIGTERM before it was done - run the same command again\n"
+    assert (ended.returncode, ended.stderr) == (1, line)
+    assert names(tmp_path) == ["copied"]
 
 
 def export_and_measure(source: str, out: str) -> None:

@@ -65,7 +65,8 @@ def agree_on_checkpoint(run_dir: RunDir, resume: str, world: World) -> Checkpoin
             if not is_chosen:
                 checkpoint = _take_up(checkpoint, run_dir, world)
             return checkpoint
-        rejected += problems
+        remedy = "restore it" if candidate.is_named else "its save had not ended"
+        rejected += [f"{problem} - {remedy}" for problem in problems]
         was_named = was_named or candidate.is_named
     if rejected and was_named:
         where, instead = f"no checkpoint in {directory} can be", "mend one"
@@ -145,7 +146,7 @@ def _check(candidate: _Candidate, run_dir: RunDir, world: World) -> tuple[Checkp
         for name, entry in checkpoint.files.items()
         if not holders[name]
     ]
-    return replace(checkpoint, holders=holders), [f"{problem} - restore it" for problem in problems]
+    return replace(checkpoint, holders=holders), problems
 
 
 def _take_up(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoint:
@@ -166,10 +167,11 @@ def _take_up(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoin
     return replace(checkpoint, directories=[path.with_name(checkpoint.name) for path in checkpoint.directories])
 
 
-def delete_unfinished(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> None:
+def delete_unfinished(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list[str]:
     """End unfinished saves and deletions on every disk, when it is agreed on which checkpoint to go on from.
 
-    What is prepared here and has its name on another disk is a part of a checkpoint, and set aside.
+    What is prepared here and has its name on another disk is a part of a checkpoint; this, and what is prepared where
+    no checkpoint was asked for, is set aside, and returned.
     """
     directory = run_dir.path / "checkpoints"
     is_leader = run_dir.leader_of[world.rank] == world.rank
@@ -180,19 +182,23 @@ def delete_unfinished(run_dir: RunDir, resumed: Checkpoint | None, world: World)
         except (OSError, ValueError):
             return None
 
-    def delete(named: set[str | None]) -> None:
+    def delete(named: set[str | None]) -> list[str]:
+        moved = []
         for entry in _entries(directory):
             if not entry.name.startswith(".checkpoint_") or _is_part(entry, resumed):
                 continue
             found = digest(entry)
-            if found is not None and found in named and (match := _HIDDEN.fullmatch(entry.name)):
-                move_aside(entry, entry.with_name(match[1]))
+            is_kept = found is not None and (resumed is None or found in named)
+            if is_kept and (match := _HIDDEN.fullmatch(entry.name)):
+                moved.append(str(move_aside(entry, entry.with_name(match[1]))))
             else:
                 disk.delete(entry)
+        return moved
 
     own = [digest(path) for path in find_checkpoints(directory)] if is_leader else []
     named = {found for of_rank in world.gather(own) for found in of_rank}
-    world.agree(lambda: delete(named) if is_leader else None)
+    moved = world.agree(lambda: delete(named) if is_leader else [])
+    return [name for of_rank in world.gather(moved) for name in of_rank]
 
 
 def set_aside(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list[str]:

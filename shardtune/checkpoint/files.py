@@ -165,7 +165,7 @@ def _open_one(path: Path) -> Checkpoint:
     except OSError as error:
         if os.path.lexists(path / "manifest.json"):
             raise DamagedCheckpoint(f"{path / 'COMPLETE'}: cannot be read ({error.strerror})") from error
-        raise Refused(f"{path}: not a complete checkpoint ({error}) - use another one") from error
+        raise Refused(f"{path}: not a complete checkpoint (COMPLETE: {error.strerror}) - use another one") from error
     try:
         raw = (path / "manifest.json").read_bytes()
     except OSError as error:

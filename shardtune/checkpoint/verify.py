@@ -13,7 +13,9 @@ from .files import check_files, open_checkpoint
 
 
 def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
-    """Read every byte once, several files at a time, with a progress bar on a terminal; what is wrong, file by file.
+    """Read every byte once, several files at a time, with a progress bar on a terminal.
+
+    Returns for each file with which something is wrong `<what> - <what to do>`.
 
     Raises:
         Refused, DamagedCheckpoint: as open_checkpoint.
@@ -22,7 +24,16 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
     total = sum(int(entry["bytes"]) * len(checkpoint.find_all(name)) for name, entry in checkpoint.files.items())
     with tqdm(total=total, unit="B", unit_scale=True, desc=checkpoint.name, disable=not sys.stderr.isatty()) as bar:
         verdicts = check_files(checkpoint, sorted(checkpoint.files), os.cpu_count() or 1, bar.update)
-    problems = [problem for problem in verdicts.values() if problem]
+    problems = [
+        f"{problem} - "
+        + (
+            "restore it, or use another checkpoint"
+            if checkpoint.find(name)
+            else "name all parts of the checkpoint, or restore it"
+        )
+        for name, problem in verdicts.items()
+        if problem
+    ]
     if not problems:
         print(f"{checkpoint.name}: intact, {len(checkpoint.files)} files, {total / 1e9:.2f} GB")
     return problems
