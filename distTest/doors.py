@@ -22,9 +22,9 @@ def side_port(port: int) -> int:
 class Doors:
     """Who comes says hello in one line. Anything else, such as a port scan, is a stranger, and let go."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, me: Member) -> None:
         self.has_main = False
-        self._host = host
+        self._me = me
         self._listeners: list[socket.socket] = []
         self._strangers: list[Link] = []
 
@@ -51,7 +51,9 @@ class Doors:
                 messages = link.messages() if link in ready or readable([link], 0) else []
                 if messages:
                     member = Member.of(messages[0], link.address)
-                    link.send({"welcome": time.time(), "host": self._host})
+                    if member.port != self._me.port or member.token == self._me.token:
+                        raise Gone("it looks for another run, or is this node itself")
+                    link.send({"welcome": time.time(), "host": self._me.host})
                     link.trust()
                     arrived.append((member, link))
                     self._strangers.remove(link)
@@ -61,13 +63,6 @@ class Doors:
                 self._strangers.remove(link)
                 link.close()
         return arrived
-
-    def turn_away(self, ready: list[Any], problem: str) -> None:
-        """Have whoever comes now refuse."""
-        for _, link in self.arrivals(ready):
-            with contextlib.suppress(Gone):
-                link.send({"problems": [problem]})
-            link.close()
 
     def close(self) -> None:
         for source in self.sources():

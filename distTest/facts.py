@@ -115,8 +115,8 @@ def _code() -> dict[str, str]:
     """Of every file that a run executes, by its path in the repository."""
     files: Iterable[Path] = (
         file
-        for folder, pattern in ((".", "*.py"), (".", "*.sh"), ("shardtune", "**/*.py"), ("distTest", "**/*"))
-        for file in (REPOSITORY / folder).glob(pattern)
+        for pattern in ("train_fsdp.py", "launch_node*.sh", "shardtune/**/*.py", "distTest/**/*")
+        for file in REPOSITORY.glob(pattern)
         if file.suffix in (".py", ".sh")
     )
     return {str(file.relative_to(REPOSITORY)): xxhash.xxh3_64(file.read_bytes()).hexdigest() for file in sorted(files)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from distTest.doors import side_port
-from distTest.meeting import SAY_EVERY_S, Meeting
+from distTest.meeting import SAY_EVERY_S, SILENT_S, Meeting
 from distTest.network import is_up
 from distTest.reception import TELLING_S
 from distTest.voice import Voice
@@ -103,13 +103,18 @@ class Knocking:
                         return Meeting(self._me.node, members, {0: link}, self._voice.say, None, *ahead)
                     if "missing" in message:
                         self._voice.say(f"with node 0, {message['missing']}")
-                messages = link.receive(limit - time.monotonic())
+                messages = link.receive(min(limit - time.monotonic(), SILENT_S))
         except Gone as gone:
             self._refuse(
                 f"node 0 ({welcome.host}) ended while {self._me.name} was waiting with it ({gone}) - see its log, and "
                 "start every node again"
             )
         except TimeoutError:
+            if time.monotonic() < limit:
+                self._refuse(
+                    f"node 0 ({welcome.host}) has said nothing for {SILENT_S:.0f} s, its preflight is stopped or its "
+                    "machine hangs - see its log, and start every node again"
+                )
             self._refuse(
                 f"node 0 ({welcome.host}) still waits for other nodes after {self._patience_s:.0f} s - see its log"
             )
@@ -185,7 +190,8 @@ class Knocking:
         if sight.kind == "refused":
             return (
                 f"no node 0 came to {at} within {self._patience_s:.0f} s, {self._ip} refuses connections to {me} - "
-                f"start launch_node0.sh there, with the same MASTER_PORT, and check that {self._ip} is node 0's address"
+                f"start launch_node0.sh there, with the same MASTER_PORT, and check that {self._ip} is node 0's "
+                "address and that no firewall rejects it"
             )
         if open_port := is_up(self._ip, _UP_PORTS, _UP_TIMEOUT_S):
             return (

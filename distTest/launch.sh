@@ -3,6 +3,13 @@
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+for argument; do
+    if [[ $argument == -h || $argument == --help ]]; then
+        echo "One node of the run, as its environment says (README.md); arguments go to train_fsdp.py:"
+        set -- --help
+    fi
+done
+
 export MASTER_ADDR=${MASTER_ADDR:-10.11.7.50}
 export MASTER_PORT=${MASTER_PORT:-29600}
 export NNODES=${NNODES:-2}
@@ -17,12 +24,8 @@ if [[ -n ${VIRTUAL_ENV:-} ]]; then python=$VIRTUAL_ENV/bin/python
 elif [[ -n ${CONDA_PREFIX:-} ]]; then python=$CONDA_PREFIX/bin/python
 elif [[ -x $here/.venv/bin/python ]]; then python=$here/.venv/bin/python
 else python=python3; fi
-if ! command -v "$python" > /dev/null; then
-    echo "ERROR: there is no $python - activate the environment of requirements.txt, or unset VIRTUAL_ENV and \
-CONDA_PREFIX where they name one that is gone" >&2
-    exit 2
-fi
 
+if [[ ${1:-} == --help ]]; then exec "$python" "$here/train_fsdp.py" --help; fi
 if [[ $NODE_RANK == 0 ]]; then role=MASTER; else role=WORKER; fi
 cat <<BANNER
 ========================================
@@ -32,6 +35,11 @@ Total Nodes: $NNODES
 GPUs per Node: $GPUS_PER_NODE
 ========================================
 BANNER
+if ! command -v "$python" > /dev/null; then
+    echo "ERROR: there is no $python - activate the environment of requirements.txt, or unset VIRTUAL_ENV and \
+CONDA_PREFIX where they name one that is gone" >&2
+    exit 2
+fi
 
 # Processes of this launch leave here what the script and each other should know: see files of distTest/torchrun.py.
 if ! SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX); then

@@ -16,7 +16,7 @@ SAY_EVERY_S = 5.0
 # After one node's refusal node 0 waits so long for those of others, and another node so long for node 0's word.
 _MORE_PROBLEMS_S = 1.0
 _VERDICT_S = 10.0
-_SILENT_S = 20.0  # a node says that it lives every SAY_EVERY_S, whatever it does
+SILENT_S = 20.0  # a node says that it lives every SAY_EVERY_S, whatever it does
 
 
 class Meeting:
@@ -67,10 +67,8 @@ class Meeting:
                 self._say(f"waiting for {self._awaited(values)}: {what}")
                 for node in list(self._links):
                     self._send(node, {"alive": True})
-            for node in [node for node, at in heard.items() if time.monotonic() - at > _SILENT_S]:
-                self._lose(
-                    node, f"no sign of life for {_SILENT_S:.0f} s, its preflight is stopped or its machine hangs"
-                )
+            for node in [node for node, at in heard.items() if time.monotonic() - at > SILENT_S]:
+                self._lose(node, f"no sign of life for {SILENT_S:.0f} s, its preflight is stopped or its machine hangs")
             for node, message in self._receive(own, values, min(deadline, next_word), what):
                 if node in heard:
                     heard[node] = time.monotonic()
@@ -122,11 +120,8 @@ class Meeting:
         sources = [*self._links.values(), *at_doors, *([child] if child else [])]
         ready = readable(sources, until - time.monotonic())
         if self._doors:
-            self._doors.turn_away(
-                ready,
-                f"{self.members[0].name} was started with NNODES={len(self.members)} and has met them all already - "
-                "start every node with the same NNODES, or end that run first",
-            )
+            for member, link in self._doors.arrivals(ready):
+                self._turn_away(member, link)
         received = []
         for node, link in list(self._links.items()):
             if link in ready:
@@ -137,6 +132,22 @@ class Meeting:
         if child in ready and child and (message := child.result()) is not None:
             received.append((self.node, message))
         return received
+
+    def _turn_away(self, late: Member, link: Link) -> None:
+        """Have it refuse; and this node too, if it took itself for the only one."""
+        me, nodes = self.members[0].name, len(self.members)
+        is_forgotten = nodes == 1 and late.nodes not in (None, 1)
+        problem = (
+            f"NNODES is 1 on {me} and {late.nodes} on {late.name} - start every node with the same NNODES"
+            if is_forgotten
+            else f"{me} was started with NNODES={nodes} and has met them all already - start every node with the same "
+            "NNODES, or end that run first"
+        )
+        with contextlib.suppress(Gone):
+            link.send({"problems": [problem]})
+        link.close()
+        if is_forgotten:
+            self.refuse([problem])
 
     def _hand_in(self, value: Message, values: dict[int, Message]) -> None:
         values[self.node] = value

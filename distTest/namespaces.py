@@ -46,8 +46,8 @@ def why_not() -> str | None:
     """Why namespaces cannot be made here, or None."""
     if os.geteuid() != 0:
         return "only root can make network namespaces"
-    missing = [name for name in ("ip", "unshare") if not shutil.which(name)]
-    return f"{' and '.join(missing)} (of iproute2 and util-linux) is not installed" if missing else None
+    missing = [name for name in ("ip", "unshare", "hostname") if not shutil.which(name)]
+    return f"{' and '.join(missing)} (of iproute2, util-linux and hostname) is not installed" if missing else None
 
 
 @contextlib.contextmanager

@@ -16,12 +16,16 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def addresses() -> dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]]:
-    """Of every interface its addresses, each with the network it lies in; IPv4 first."""
-    found = {}
+    """Of every interface its addresses, each with the network it lies in; IPv4 first.
+
+    An address with a label, as in `eth0:1`, is eth0's.
+    """
+    found: dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]] = {}
     for name, entries in psutil.net_if_addrs().items():
         ordered = sorted((entry for entry in entries if entry.family in _FAMILIES), key=lambda entry: entry.family)
         own = [_with_network(entry.address.partition("%")[0], entry.netmask) for entry in ordered]
-        found[name] = [one for one in own if one.version == 4 or not one.ip.is_link_local]
+        known = found.setdefault(name.partition(":")[0], [])
+        known += [one for one in own if one.version == 4 or not one.ip.is_link_local]
     for _, name in socket.if_nameindex():  # one without any address is in no other list
         found.setdefault(name, [])
     return found
@@ -43,6 +47,12 @@ def interfaces_of(ip: str) -> list[str]:
         for name, own in addresses().items()
         if any(one.ip == wanted or (one.ip.is_loopback and wanted.is_loopback) for one in own)
     ]
+
+
+def address_towards(interface: str, ip: str) -> str:
+    """Of the interface's addresses this very one, else one in its network, else the first."""
+    wanted, own = ipaddress.ip_address(ip), addresses()[interface]
+    return str(max(own, key=lambda one: (one.ip == wanted, wanted in one.network)).ip)
 
 
 def interfaces_towards(ip: str) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import threading
 import time
@@ -21,6 +23,7 @@ _SMALL_BYTES = 64
 _LARGE_BYTES = 4 << 20
 _AT_ONCE = 16
 _GATHER_TIMEOUT_S = 60.0
+_WITHOUT_A_WAY = (os.strerror(errno.ENETUNREACH), os.strerror(errno.EHOSTUNREACH))
 
 
 def require_paths(meeting: Meeting, settings: Settings) -> None:
@@ -47,6 +50,11 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
                     f"small messages pass between {me} and {other}, large ones do not: the MTU ({mtus}) is more than "
                     "the way between them carries - set one that every interface and switch takes (ip link set dev "
                     "INTERFACE mtu N)"
+                )
+            if trouble in _WITHOUT_A_WAY:
+                return (
+                    f"{me} cannot reach {other} at {ip} ({trouble}), though it reaches MASTER_ADDR - mend the route, "
+                    "or set NCCL_SOCKET_IFNAME to an interface whose network all nodes share"
                 )
             return (
                 f"{me} cannot reach {other} at port {port} of {ip} ({trouble}): ports other than {settings.port} are "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import socket
@@ -40,6 +41,9 @@ _ASK_TIMEOUT_S = 1.5
 
 def main() -> None:
     """End with 0 where all nodes agree, 2 where the run is refused, 1 else."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     voice = Voice()
     meeting: list[Meeting] = []
     code, problems = 0, []
@@ -99,7 +103,8 @@ def meet(settings: Settings, voice: Voice) -> Meeting:
     """Find the other nodes. Raises Refused, after having told them, so far as they can be found."""
     host = socket.gethostname()
     own = tuple(problem if settings.is_alone else f"{settings.name}: {problem}" for problem in settings.problems)
-    me = Member(settings.node, settings.nodes, host, settings.own_ip or "?", preflight_digest(), own)
+    own_ip, token = settings.own_ip or "?", secrets.token_hex(8)
+    me = Member(settings.node, settings.nodes, host, own_ip, settings.port, token, preflight_digest(), own)
     voice.report(own)
     if own and (settings.is_alone or settings.port is None):
         raise Refused(*own)
@@ -125,7 +130,7 @@ def meet(settings: Settings, voice: Voice) -> Meeting:
 def _open_doors(settings: Settings, me: Member, voice: Voice) -> Doors:
     """Listen at all addresses, whatever is wrong: nodes that come are to be told."""
     assert settings.port is not None
-    doors = Doors(me.host)
+    doors = Doors(me)
     try:
         doors.open(settings.port, is_main=True)
     except OSError as error:
@@ -256,5 +261,6 @@ def _help(link: Link, settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid())
+    if "SHARDTUNE_LAUNCHER_PID" in os.environ:
+        die_with_parent(os.getppid())
     main()

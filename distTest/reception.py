@@ -144,7 +144,7 @@ class Reception:
     def _tell_everyone(self, until: float) -> None:
         """Stay until as many nodes as there should be have come and been told, or until then."""
         left_s = until - time.monotonic()
-        if self._me.nodes != 1 and not self._guests:
+        if self._me.nodes != 1 and not self._guests and left_s > 1:
             self._voice.say(f"staying for {left_s:.0f} s to tell the other nodes that there will be no run")
         n_told = 0
         next_question = time.monotonic()

@@ -158,7 +158,8 @@ def _prepare(folder: Path, options: Any, assignments: list[str]) -> list[str]:
     model = make_model(config.model.path, ranks, folder / "model")
     print(f"Model: {model}")
     rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps * ranks * STEPS
-    write_chats(folder / "train.jsonl", rows, seed=0)
+    left = 1 - config.data.eval_fraction if config.data.eval is None else 1.0
+    write_chats(folder / "train.jsonl", math.ceil(rows / left) + (left < 1), seed=0)
     write_chats(folder / "eval.jsonl", ranks, seed=1)
     ours: dict[str, Any] = {
         "run.dir": str(folder / "run"),
@@ -316,8 +317,9 @@ def run(arguments: Sequence[str]) -> int:
         what = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
         logs = " ".join(map(str, sorted(folder.glob("node*.log"))))
         code, lines, is_kept = 1, [f"{what} - see {logs or 'above'}"], True
-    if not is_kept:
-        shutil.rmtree(folder)
+    finally:
+        if not is_kept:
+            shutil.rmtree(folder)
     sys.stdout.flush()
     for line in lines:
         print(f"ERROR: {line}", file=sys.stderr)

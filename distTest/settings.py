@@ -33,7 +33,8 @@ _PATIENCE_S = 300.0  # where neither JOIN_TIMEOUT nor a readable configuration n
 class Settings:
     """One node's part. A number that could not be read is None; `problems` says so.
 
-    `master_ip` is MASTER_ADDR resolved, `own_ip` the interface's first address. `problems` are `<what> - <what to do>`.
+    `master_ip` is MASTER_ADDR resolved, `own_ip` the interface's address that is nearest to it. `problems` are
+    `<what> - <what to do>`.
     """
 
     node: int | None
@@ -73,6 +74,7 @@ def read_settings(environ: Mapping[str, str], arguments: Sequence[str]) -> Setti
     master_ip = _master_ip(values["MASTER_ADDR"], own_ip, is_alone, problems)
     owns_master = master_ip is not None and bool(network.interfaces_of(master_ip))
     if master_ip and own_ip:
+        own_ip = network.address_towards(values["NCCL_SOCKET_IFNAME"], master_ip)
         problems += _way_problems(values, master_ip, owns_master, node, is_alone)
     patience_s = config.distributed.join_timeout_s if config else numbers.get("JOIN_TIMEOUT") or _PATIENCE_S
     return Settings(
@@ -159,6 +161,9 @@ def _master_ip(master: str, own_ip: str | None, is_alone: bool, problems: list[s
         problems.append(
             f"MASTER_ADDR is '{master}', which resolves to no address ({error.strerror}) - set it to node 0's address"
         )
+        return None
+    if ipaddress.ip_address(ip).is_unspecified:
+        problems.append(f"MASTER_ADDR is '{master}', which is no machine's address - set it to node 0's")
         return None
     is_loopback = ipaddress.ip_address(ip).is_loopback
     if is_loopback and not is_alone and own_ip is not None and not ipaddress.ip_address(own_ip).is_loopback:

@@ -6,6 +6,7 @@ SHARDTUNE_LAUNCH_DIR is a folder of this launch alone:
     processes    those of the ranks, a line each, as they begin
     watched      there when the ranks of all nodes have met and watch each other
     rank_<r>     where a rank is, while it runs: how it would be described if it ended without a word
+    ends         how processes ended that did not end with code 0: process id, kind and status of waitid(2), a line each
     outcome      exit code and last line, a line each; the first process of the node to fail has the first word
     told         both on one line, for the other nodes, if the launch ends before `watched`
 """
@@ -49,6 +50,7 @@ def main(folder: Path, launcher: int) -> int:
         logging.disable(logging.ERROR)
     (folder / "torchrun.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
     os.environ["SHARDTUNE_TORCHRUN_PID"] = str(os.getpid())
+    signal.signal(signal.SIGCHLD, lambda *_: _note_end(folder))
     heard = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     try:
         if (folder / "outcome").exists():  # another node has failed meanwhile
@@ -73,6 +75,15 @@ def main(folder: Path, launcher: int) -> int:
         if os.getppid() != launcher:  # it was killed, and has left this behind
             shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def _note_end(folder: Path) -> None:
+    """Leave for the other ranks how one has ended; torchrun will hear of it, and tells nobody."""
+    with contextlib.suppress(OSError):
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is not None and ended.si_status != 0:
+            with (folder / "ends").open("a", encoding="utf-8") as ends:
+                ends.write(f"{ended.si_pid} {ended.si_code} {ended.si_status}\n")
 
 
 def _has_spoken(folder: Path, failure: ProcessFailure) -> bool:

@@ -19,6 +19,7 @@ _LONGEST_HELLO_BYTES = 64 << 10
 _SEND_TIMEOUT_S = 10.0
 # A machine that is lost says nothing: after so long without an answer the system ends the connection.
 _SILENCE_S = 15
+_LONGEST_WAIT_S = 1e6  # the system takes no more
 
 
 class Gone(Exception):
@@ -27,13 +28,18 @@ class Gone(Exception):
 
 @dataclass(frozen=True)
 class Member:
-    """A node as it introduces itself. `node` and `nodes` are None where its own settings could not be read."""
+    """A node as it introduces itself. `node` and `nodes` are None where its own settings could not be read.
+
+    `port` is the MASTER_PORT of its run, `token` what it alone says, `preflight` a digest of its program.
+    """
 
     node: int | None
     nodes: int | None
     host: str
     address: str
-    preflight: str  # a digest of its program
+    port: int | None
+    token: str
+    preflight: str
     problems: tuple[str, ...] = ()
 
     @property
@@ -41,8 +47,8 @@ class Member:
         return f"node {'?' if self.node is None else self.node} ({self.host})"
 
     def hello(self) -> Message:
-        told = {"node": self.node, "nodes": self.nodes, "host": self.host, "preflight": self.preflight}
-        return {"hello": PROTOCOL, **told, "problems": self.problems}
+        told = {name: value for name, value in vars(self).items() if name != "address"}
+        return {"hello": PROTOCOL, **told}
 
     @staticmethod
     def of(hello: Message, address: str) -> Member:
@@ -50,11 +56,12 @@ class Member:
         node, nodes, host, problems = (hello.get(key) for key in ("node", "nodes", "host", "problems"))
         if hello.get("hello") != PROTOCOL or not isinstance(host, str) or not isinstance(problems, list):
             raise ValueError("no hello of this program")
-        for number, least in ((node, 0), (nodes, 1)):
+        port, token, preflight = (hello.get(key) for key in ("port", "token", "preflight"))
+        for number, least in ((node, 0), (nodes, 1), (port, 1)):
             if number is not None and (type(number) is not int or number < least):
                 raise ValueError("no numbers")
         told = tuple(printable(str(problem)) for problem in problems)
-        return Member(node, nodes, printable(host), address, printable(str(hello.get("preflight"))), told)
+        return Member(node, nodes, printable(host), address, port, str(token), printable(str(preflight)), told)
 
 
 class Link:
@@ -122,7 +129,7 @@ def readable(sources: Iterable[Any], timeout_s: float) -> list[Any]:
     with selectors.DefaultSelector() as selector:
         for source in sources:
             selector.register(source, selectors.EVENT_READ)
-        return [key.fileobj for key, _ in selector.select(max(0, timeout_s))]
+        return [key.fileobj for key, _ in selector.select(min(max(0, timeout_s), _LONGEST_WAIT_S))]
 
 
 def connect(ip: str, port: int, timeout_s: float) -> Link:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import resource
 import select
@@ -31,6 +30,8 @@ from .errors import AGAIN
 from .progress import STEP_PHASES, Progress
 
 _TICK_S = 1.0
+# Steps before the first has ended wait for whatever a rank sets up: compilation, slow disks, a first evaluation.
+FIRST_STEP_TIMEOUT_S = 1800
 _SILENT_S = 40  # a heartbeat, or the store, that stands still so long is taken for lost
 _SILENT_AFTER_ERROR_S = 6  # once a collective failed, somebody is gone
 _BLAME_S = 15  # for the watchdog of any rank to say who, before a rank takes its own failed collective for the cause
@@ -95,8 +96,8 @@ class Idleness:
 class Watchdog:
     """`start` starts its threads, once all ranks have made theirs. The rest is for a main thread that ends.
 
-    `step_timeout_s` holds within steps when `limits_steps` is set; elsewhere it and `save_timeout_s` hold for a rank
-    that is behind the others and does nothing.
+    `step_timeout_s` holds within steps when `limits_steps` is set, before that at least FIRST_STEP_TIMEOUT_S; elsewhere
+    it and `save_timeout_s` hold for a rank that is behind the others and does nothing.
     """
 
     def __init__(
@@ -170,7 +171,8 @@ class Watchdog:
         if self._exit_code is not None:
             return
         self._main_ends.set()
-        self._exit_code = code
+        with self._lock:
+            self._exit_code = code
         with contextlib.suppress(RuntimeError):
             _leave(self._store, self._peers, self.me, wait_s=_LEAVE_S if code else 0)
         _write_place(self.me, None)
@@ -195,9 +197,7 @@ class Watchdog:
             self._fail(Failure(*json.loads(store.get("failure"))))
             return
         if lost:
-            self._blame(
-                lost, "ended without a word", f"most often killed for memory, see the kernel's log there; {AGAIN}"
-            )
+            self._blame(lost, *_end_of(self._peers[lost[0]]))
         elif silent := self._silent():
             self._blame(
                 silent,
@@ -249,8 +249,8 @@ class Watchdog:
         """For how long this rank may come no further in its phase, and the key that says so."""
         if self._progress.phase in _WHILE_SAVING:
             return "save_timeout_s", self._save_timeout_s + _SAVER_GIVES_UP_S
-        is_limited = self.limits_steps or self._progress.phase not in _WITHIN_STEPS
-        return "step_timeout_s", self._step_timeout_s if is_limited else math.inf
+        is_first = not self.limits_steps and self._progress.phase in _WITHIN_STEPS
+        return "step_timeout_s", max(self._step_timeout_s, FIRST_STEP_TIMEOUT_S * is_first)
 
     def _look_at_the_last(self) -> None:
         """If this rank has come no further for too long, blame those that it waits for, or itself."""
@@ -281,8 +281,9 @@ class Watchdog:
     def _guard(self) -> None:
         turns, stuck, ending = -1, 0, 0
         while True:
-            if self._exit_code is None:
-                _write_place(self.me, self._progress)
+            with self._lock:
+                if self._exit_code is None:
+                    _write_place(self.me, self._progress)
             time.sleep(_TICK_S)
             stuck = stuck + 1 if turns == self._turns and self._failure is None else 0
             turns = self._turns
@@ -349,6 +350,17 @@ def _handle(peer: Peer) -> int | None:
         return None
     except OSError:  # this system has no such thing, and its silence will tell
         return _UNWATCHABLE
+
+
+def _end_of(peer: Peer) -> tuple[str, str]:
+    """How a process ended, as far as the launch script's torchrun has left it, and what to do."""
+    with contextlib.suppress(KeyError, OSError):
+        for line in Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "ends").read_text(encoding="utf-8").splitlines():
+            pid, kind, status = map(int, line.split())
+            if pid == peer.pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):
+                how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
+                return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
+    return "ended without a word", f"most often killed for memory, see the kernel's log there; {AGAIN}"
 
 
 def _named(ranks: Sequence[int], peers: Sequence[Peer]) -> str:

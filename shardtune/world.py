@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import io
 import json
 import os
@@ -28,7 +29,7 @@ from .config import DistributedConfig
 from .errors import AGAIN, Ended, Interrupted, OutOfMemory, Refused, Stopped
 from .progress import Progress
 from .signals import end_on_signal, end_with_torchrun, ignore_signals
-from .watchdog import Peer, Watchdog, tell_launcher
+from .watchdog import FIRST_STEP_TIMEOUT_S, Peer, Watchdog, tell_launcher
 
 T = TypeVar("T")
 
@@ -40,8 +41,6 @@ _FIRST_RANK_SPEAKS_S = 10
 _REFUSED_KEY = "refused"
 _STORE_VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
 _JOINING = threading.Event()  # set once this process has looked for the others: then they know of it
-# Collectives before the first step wait for whatever a rank sets up: compilation, slow disks, a first evaluation.
-_FIRST_STEP_TIMEOUT_S = 1800
 _WATCHDOG_SPEAKS_S = 60  # before a collective's own timeout, which knows no names
 _watchdogs: list[Watchdog] = []  # this process's, once it has joined
 
@@ -211,6 +210,7 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     rank, size, local_rank = (0, 1, 0) if alone else map(_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local_size = 1 if alone else _variable("LOCAL_WORLD_SIZE", size)
     node_rank = 0 if alone else _variable("GROUP_RANK", rank // local_size)
+    faulthandler.enable()  # a crash in native code leaves its stack
     device, backend = _device_and_backend(config.backend, local_rank)
     if size % replicate:
         raise Refused(f"parallel.replicate={replicate} does not divide the {size} ranks - use a number that does")
@@ -240,7 +240,7 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
             f"({str(error).splitlines()[0]}) - start every node within that time, with one MASTER_ADDR and "
             "MASTER_PORT that all of them reach"
         ) from error
-    _set_collective_timeout(max(_FIRST_STEP_TIMEOUT_S, config.step_timeout_s))
+    _set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s) + _WATCHDOG_SPEAKS_S)
     shape = {"replicate": replicate, "shard": size // replicate} if replicate > 1 else {"shard": size}
     mesh = dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     store = dist.PrefixStore("shardtune", store)

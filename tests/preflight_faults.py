@@ -271,6 +271,9 @@ FAULTS = [
         is_quick=True,
     ),
     Fault("forgotten nnodes", setting(1, NNODES="1"), "NNODES is 2 on node 0 (node0) and 1 on node 1 (node1)"),
+    Fault(
+        "forgotten nnodes on node 0", setting(0, NNODES="1"), "NNODES is 1 on node 0 (node0) and 2 on node 1 (node1)"
+    ),
     Fault("other nnodes", setting(1, NNODES="3"), "NNODES is 2 on node 0 (node0) and 3 on node 1 (node1)"),
     Fault("a rank that is no number", setting(1, NODE_RANK="one"), "NODE_RANK is 'one'"),
     Fault("a number that is none", setting(1, GPUS_PER_NODE="eight"), "GPUS_PER_NODE is 'eight'"),

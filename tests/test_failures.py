@@ -22,7 +22,7 @@ from ranks import on_ranks, run_script
 from test_launch import children, environment
 
 from distTest import namespaces
-from shardtune import model, watchdog
+from shardtune import loss, model, watchdog
 from shardtune.errors import AGAIN
 
 HOST = socket.gethostname()
@@ -273,6 +273,7 @@ def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
 
 
 KILLED = r"rank 3 on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"
+CRASHED = r"rank 3 on {host}: ended by SIGSEGV, last seen in step \d \(.+\) - see what it said above .*"
 STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(.+\) - its process is stopped or .*"
 
 
@@ -293,6 +294,7 @@ STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(
             marks=pytest.mark.full,
         ),
         pytest.param(DATA, "os._exit(0)", KILLED, marks=pytest.mark.full),
+        pytest.param(DATA, "os.kill(os.getpid(), signal.SIGSEGV)", CRASHED, marks=pytest.mark.full),
         pytest.param(DATA, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED, marks=pytest.mark.full),
     ],
 )
@@ -354,6 +356,22 @@ def dawdle(wait: Callable[[], object], arguments: list[str]) -> None:
         build = model.build_model
         vars(model)["build_model"] = lambda *asked: (wait(), build(*asked))[1]
     run_script(arguments)
+
+
+def hang_in_the_first_step(arguments: list[str]) -> None:
+    vars(watchdog)["FIRST_STEP_TIMEOUT_S"] = 4
+    if os.environ["RANK"] == "1":
+        vars(loss)["summed_loss"] = lambda *_: hang()
+    run_script(arguments)
+
+
+def test_a_rank_that_is_stuck_in_the_first_step(folder: Path) -> None:
+    arguments = ["--config", "config.yaml", "distributed.step_timeout_s=1", "eval.baseline=false"]
+    done = on_ranks(2, hang_in_the_first_step, arguments, cwd=folder, grace_s=10)
+    said = (
+        rf"^ERROR: rank 1 on {HOST}: did not arrive within 4 s \(at hang, .+\), in step 1 \(forward and backward\) - "
+    )
+    assert done.returncode == 1 and re.search(said, done.stderr, re.MULTILINE), done.stderr
 
 
 def hang() -> None:

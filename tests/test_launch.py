@@ -219,6 +219,13 @@ def test_bad_settings_are_refused_together(folder: Path) -> None:
     assert [line.split()[0] for line in lines] == ["MASTER_PORT", "NNODES", "GPUS_PER_NODE", "JOIN_TIMEOUT"]
     assert "NODE_RANK is '2' and NNODES '2'" in refused(folder, NODE_RANK="2")[0]
     assert "NODE_RANK is 'one'" in refused(folder, NODE_RANK="one")[0]
+    (line,) = refused(folder, MASTER_ADDR="0.0.0.0")
+    assert line.startswith("MASTER_ADDR is '0.0.0.0', which is no machine's address - ")
+
+
+def test_help(folder: Path) -> None:
+    code, output, errors = end(start("launch_node1.sh", "--help", cwd=folder))
+    assert (code, errors) == (0, "") and "usage: " in output and "Launching" not in output
 
 
 def test_an_interface_that_this_node_lacks(folder: Path) -> None:
@@ -239,7 +246,7 @@ def test_no_room_for_temporary_files(folder: Path) -> None:
 def test_an_environment_that_is_gone(name: str, folder: Path) -> None:
     gone = {"VIRTUAL_ENV": "", "CONDA_PREFIX": ""} | {name: str(folder / "gone")}
     code, output, errors = end(start("launch_node1.sh", cwd=folder, **gone))
-    assert (code, output) == (2, "")
+    assert code == 2 and output.count("\n") == 6
     assert errors.startswith(f"ERROR: there is no {folder}/gone/bin/python - ") and errors.count("\n") == 1
 
 

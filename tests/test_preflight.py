@@ -194,6 +194,43 @@ def test_a_preflight_that_is_stopped(stopped: int, inputs: Callable[[str], Path]
     assert ended(nodes[stopped])[0] == 2
 
 
+@pytest.mark.full
+def test_a_node_0_that_is_stopped_while_others_wait(inputs: Callable[[str], Path]) -> None:
+    folder, port = inputs("all"), a_free_port()
+    nodes = [on_loopback(node, folder, port, NNODES="3") for node in (0, 1)]
+    wait_for(nodes[1], "has found node 0")
+    nodes[0].send_signal(signal.SIGSTOP)
+    code, _, errors = ended(nodes[1])
+    nodes[0].kill()
+    ended(nodes[0])
+    assert code == 2 and re.match(r"ERROR: node 0 \(.+\) has said nothing for 20 s, ", errors.splitlines()[-1]), errors
+
+
+@pytest.mark.full
+def test_a_worker_of_another_run(inputs: Callable[[str], Path]) -> None:
+    """Its side door is this run's master port: neither takes the other for its own."""
+    folder, port = inputs("all"), int(a_free_port()) % 20_000 + 20_000
+    worker = on_loopback(1, folder, str(port), JOIN_TIMEOUT="14")
+    master = on_loopback(0, folder, str(port + 1000), JOIN_TIMEOUT="16")
+    for node, words in ((worker, f"no node 0 came to 127.0.0.1:{port}"), (master, "node 1 of 2 did not come")):
+        code, _, errors = ended(node)
+        assert code == 2 and words in errors.splitlines()[-1], errors
+
+
+@pytest.mark.full
+@needs_namespaces
+@pytest.mark.parametrize("address", ["10.11.7.60", "192.168.77.50"])
+def test_master_at_a_second_address(address: str, machines: list[Machine]) -> None:
+    """With a label, as old tools give one; in the other nodes' network, or in another one that they are in too."""
+    network = address.rpartition(".")[0]
+    for number, machine in enumerate(machines):
+        own = address if number == 0 else f"{network}.61"
+        machine.node.ip("address", "add", f"{own}/24", "dev", INTERFACE, "label", f"{INTERFACE}:1")
+    both(machines, MASTER_ADDR=address)
+    for code, output, errors in [ended(process, 240) for process in [machine.start() for machine in machines]]:
+        assert code == 0, output + errors
+
+
 def test_a_child_dies_with_its_parent() -> None:
     """At once, whatever it is doing, as a rank within a collective."""
     program = (
