@@ -51,6 +51,11 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
                     "the way between them carries - set one that every interface and switch takes (ip link set dev "
                     "INTERFACE mtu N)"
                 )
+            if trouble == "silent":
+                return (
+                    f"{me} connects to {other} at port {port} of {ip} and hears nothing for {_MESSAGE_TIMEOUT_S:.0f} s: "
+                    "its preflight is stopped, its machine hangs, or something in between answers for it - look there"
+                )
             if trouble in _WITHOUT_A_WAY:
                 return (
                     f"{me} cannot reach {other} at {ip} ({trouble}), though it reaches MASTER_ADDR - mend the route, "
@@ -69,7 +74,8 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
 
 
 def _try(ip: str, port: int) -> str | None:
-    """What keeps a small and then a large message from passing both ways; `large` if it is only the latter."""
+    """What keeps a small and then a large message from passing both ways; `large` if it is only the latter, `silent`
+    if there is no answer at all."""
     try:
         connection = socket.create_connection((ip, port), _CONNECT_TIMEOUT_S)
     except OSError as error:
@@ -81,7 +87,7 @@ def _try(ip: str, port: int) -> str | None:
                 _send_and_receive(connection, size, first=_send)
                 passed = size
         except OSError as error:
-            return "large" if passed else (error.strerror or "small messages time out")
+            return "large" if passed else (error.strerror or "silent")
     return None
 
 
