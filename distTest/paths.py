@@ -54,7 +54,8 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
             if trouble == "silent":
                 return (
                     f"{me} connects to {other} at port {port} of {ip} and hears nothing for "
-                    f"{_MESSAGE_TIMEOUT_S:.0f} s: its preflight is stopped, its machine hangs, or another answers for it - look there"
+                    f"{_MESSAGE_TIMEOUT_S:.0f} s: its preflight is stopped, its machine hangs, or another answers for "
+                    "it - look there"
                 )
             if trouble in _WITHOUT_A_WAY:
                 return (
