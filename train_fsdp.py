@@ -36,6 +36,7 @@ from shardtune.opening import (
     choose_checkpoint,
     describe_mesh,
     describe_state,
+    kept_residency,
     model_settings,
     owed_evaluation,
     plan_steps,
@@ -141,8 +142,7 @@ def build_job(
     model = world.agree(lambda: build_model(config, model_config, world))
     optimizer = build_optimizer(model, config.optimizer)
     world.say(describe_state(model))
-    kept = resumed.state.get("residency") if resumed and resumed.world_size == world.size else None
-    residency = choose_residency(model, config.model, config.train.gradient_accumulation_steps, kept, world)
+    residency = choose_residency(model, config, kept_residency(resumed, config, world), world)
     set_seed((config.run.seed + world.rank) % 2**32)
     is_flat = choose_attention(model, config, world)
     if why_not := use_loss_head(model, world.device):

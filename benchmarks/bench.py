@@ -31,13 +31,18 @@ import psutil
 import torch
 from chats import write_chats
 from head_memory import VOCABULARY
-from measure import REPOSITORY, TOLERANCE, Side, gated, launch, run_ours, run_peer, run_pinned
+from measure import FAILED, REPOSITORY, TOLERANCE, Side, gated, launch, run_ours, run_peer, run_pinned
 from report import report
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.flops import ModelFlops, count_flops, measure_matmul_rate
 
-PEERS: dict[str, dict[str, Any]] = {"trl_packed": {}, "trl_padded": {"batch-size": 4}, "hf_trainer": {}}
+PEERS: dict[str, dict[str, Any]] = {
+    "trl_packed": {},
+    "trl_padded": {"batch-size": 4},
+    "trl_single": {},
+    "hf_trainer": {},
+}
 REFERENCE = "hf_trainer"
 SECTIONS = ("traffic", "one", "two", "head", "scaling", "records")
 SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -60,10 +65,13 @@ def main() -> None:
         found[section] = sections[section](options, chats)
     results = options.results.with_suffix(".json")
     results.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    found["failed"] = FAILED
     options.results.write_text(report(found, options.results.with_suffix(".png").name), encoding="utf-8")
     plot = [options.peers, REPOSITORY / "benchmarks/plot.py", results, options.results.with_suffix(".png")]
     run_pinned(plot, None, options.work / "plot.log", 300)
     print(f"Written: {options.results}")
+    if FAILED:
+        sys.exit(f"ERROR: {', '.join(FAILED)} did not run to their end - see their logs in {options.work}")
 
 
 def read_options() -> argparse.Namespace:

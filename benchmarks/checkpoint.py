@@ -129,7 +129,9 @@ class Subject:
         def copy() -> None:
             copies.extend(checkpoint_local(tensor).detach().to("cpu", copy=True) for tensor in self.tensors.values())
 
-        return {"stall": _timed(copy)}
+        with PeakMemory() as memory:
+            stall_s = _timed(copy)
+        return {"stall": stall_s, "memory": memory.extra}
 
     def load_ours(self) -> dict[str, float]:
         def load() -> None:

@@ -6,13 +6,15 @@ python benchmarks/gpu.py --tokenizer ... --peers ... --tiny      # tiny shapes o
 
 As in bench.py all of the chats are one optimizer step. The weights are drawn from the config by each side itself, so
 what must be equal before a figure counts are the tokens of a step, exactly, and its first loss, to 2%. Where float32
-weights with their gradients and moments do not fit the GPU (16 bytes a parameter), all sides hold them in bfloat16.
+weights with their gradients and moments do not fit the GPU (16 bytes a parameter), a model has as many of its layers
+as do.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import shutil
 from dataclasses import replace
 from importlib.metadata import version
@@ -101,13 +103,13 @@ def main() -> None:
         f"- torch {version('torch')}, transformers {version('transformers')}; activation checkpointing "
         f"{options.checkpointing}; forward and backward in {options.dtype}",
         "",
-        "| model | row | weights | side | tokens/s | MFU | peak memory |",
+        "| model | row | layers | side | tokens/s | MFU | peak memory |",
         "|---|---|---|---|---|---|---|",
     ]
     for shape in options.shapes:
-        model, parameters = write_model(options, shape)
+        model, layers = write_model(options, shape)
         for length in options.lengths:
-            lines += measure(options, shape, model, parameters, length)
+            lines += measure(options, shape, model, layers, length)
             options.results.write_text("\n".join([*lines, ""]), encoding="utf-8")
     print(f"Written: {options.results}")
 
@@ -135,7 +137,7 @@ def read_options() -> argparse.Namespace:
 
 
 def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, int]:
-    """A directory with the config and a tokenizer, and no weights; the number of parameters."""
+    """A directory with the config and a tokenizer, and no weights; the number of layers."""
     model_type, settings = SHAPES[shape]
     settings = {**settings, "max_position_embeddings": 2 * max(options.lengths), "pad_token_id": 2, "eos_token_id": 2}
     if options.tiny:
@@ -143,27 +145,29 @@ def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, int]:
     if options.layers:
         settings["num_hidden_layers"] = options.layers
     folder = options.work / shape.replace(",", "").replace(" ", "-")
-    config = AutoConfig.for_model(model_type, **settings)
+    while True:
+        config = AutoConfig.for_model(model_type, **settings)
+        with torch.device("meta"):
+            parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+        room = 0.7 * torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else math.inf
+        if parameters * BYTES_PER_PARAMETER <= room or settings["num_hidden_layers"] == 1:
+            break
+        settings["num_hidden_layers"] -= 1
     config.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(options.tokenizer / name, folder / name)
-    with torch.device("meta"):
-        return folder, AutoModelForCausalLM.from_config(config).num_parameters()
+    return folder, settings["num_hidden_layers"]
 
 
-def measure(options: argparse.Namespace, shape: str, model: Path, parameters: int, length: int) -> list[str]:
+def measure(options: argparse.Namespace, shape: str, model: Path, layers: int, length: int) -> list[str]:
     """The lines of the table for one shape and length of a row."""
     chats = write_chats(options.work / f"chats-{length}.jsonl", options.rows * length, length)
     options.model, options.max_length = model, length
     lengths = document_lengths(options, chats)
-    master = "float32"
-    if torch.cuda.is_available() and parameters * BYTES_PER_PARAMETER > 0.8 * torch.cuda.mem_get_info()[1]:
-        master = "bfloat16"
     ours = {
         "model.path": model.resolve(),
         "model.init": "random",
         "model.compute_dtype": options.dtype,
-        "model.master_dtype": master,
         "model.activation_checkpointing": options.checkpointing,
         "data.train": chats.resolve(),
         "data.max_length": length,
@@ -175,7 +179,6 @@ def measure(options: argparse.Namespace, shape: str, model: Path, parameters: in
         "random": True,
         "data": chats.resolve(),
         "dtype": options.dtype,
-        "master-dtype": master,
         "max-length": length,
         "steps": options.steps,
         "lr": LR,
@@ -192,7 +195,7 @@ def measure(options: argparse.Namespace, shape: str, model: Path, parameters: in
             else:
                 done = run_peer(name, run_name, options.work, options.peers, {**theirs, **PEERS[name]})
             runs[name] += [replace(done, losses=done.losses[:1])] if done else []
-    return table_lines(options, f"| {shape} | {length} | {master}", model, lengths, runs)
+    return table_lines(options, f"| {shape} | {length} | {layers}", model, lengths, runs)
 
 
 def table_lines(

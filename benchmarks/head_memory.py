@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from shardtune.config import load_config
-from shardtune.loss import summed_loss
+from shardtune.loss import summed_loss, use_loss_head
 from shardtune.model import build_model
 from shardtune.packing import Batch
 from shardtune.source import read_model_config
@@ -55,6 +55,8 @@ def main() -> None:
         world: World = join_world(settings.distributed)
         model_config = read_model_config(settings.model, settings.data.max_length)
         model = build_model(settings, model_config, world)
+    if way == "ours" and (why_not := use_loss_head(model, world.device)):
+        raise SystemExit(why_not)
     step(model, way, 16)  # the buffers of FSDP2 and of the gradients are there
     for parameter in model.parameters():
         parameter.grad = None
@@ -82,7 +84,8 @@ def step(model: PreTrainedModel, way: str, tokens: int) -> float:
     positions = torch.arange(tokens).view(1, -1)
     predicting = torch.arange(tokens - 1)
     if way == "ours":
-        loss = summed_loss(model, Batch(ids, positions, None, predicting, ids[0, 1:]))
+        ends = torch.tensor([0, tokens], dtype=torch.int32)
+        loss = summed_loss(model, Batch(ids, positions, None, predicting, ids[0, 1:], [tokens], ends))
     else:
         logits = model(input_ids=ids, position_ids=positions).logits
         loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")

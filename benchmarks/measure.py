@@ -15,6 +15,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
+FAILED: list[str] = []  # the commands of this process that did not end well
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # of losses, relative: bfloat16 rounds each product to 3 digits
 
 
@@ -105,6 +106,8 @@ def run_pinned(command: Sequence[str | Path], cores: Sequence[int] | None, log: 
     print(
         f"  {log.stem}: {time.monotonic() - started:.0f} s" + (f", exit {code}, see {log}" if code else ""), flush=True
     )
+    if code:
+        FAILED.append(log.stem)
     return code == 0
 
 

@@ -96,7 +96,7 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--side", choices=("trl_packed", "trl_padded", "hf_trainer", "transformers_fsdp"), required=True
+        "--side", choices=("trl_packed", "trl_padded", "trl_single", "hf_trainer", "transformers_fsdp"), required=True
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--tokenizer", help="where the model has none of its own")
@@ -104,7 +104,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True, help="of forward and backward")
-    parser.add_argument("--master-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--max-length", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
@@ -165,7 +164,7 @@ def build(
 
 
 def load(options: argparse.Namespace, is_sharded: bool = False) -> Any:
-    dtype = getattr(torch, options.master_dtype)
+    dtype = torch.float32
     implementation = "flash_attention_2" if torch.cuda.is_available() and is_flash_attn_2_available() else "sdpa"
     if options.random:
         config = AutoConfig.from_pretrained(options.model)

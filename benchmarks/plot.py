@@ -13,8 +13,20 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-NAMES = {"ours": "shardtune", "trl_packed": "TRL packed", "trl_padded": "TRL padded", "hf_trainer": "HF Trainer"}
-COLOURS = {"ours": "#2a6f97", "trl_packed": "#c8c8c8", "trl_padded": "#c8c8c8", "hf_trainer": "#c8c8c8"}
+NAMES = {
+    "ours": "shardtune",
+    "trl_packed": "TRL packed",
+    "trl_padded": "TRL padded",
+    "trl_single": "TRL single",
+    "hf_trainer": "HF Trainer",
+}
+COLOURS = {
+    "ours": "#2a6f97",
+    "trl_packed": "#c8c8c8",
+    "trl_padded": "#c8c8c8",
+    "trl_single": "#c8c8c8",
+    "hf_trainer": "#c8c8c8",
+}
 
 
 def main() -> None:

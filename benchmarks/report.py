@@ -12,6 +12,7 @@ NAMES = {
     "ours": "shardtune",
     "trl_packed": "TRL, packed (bfd)",
     "trl_padded": "TRL, padded (batches of 4)",
+    "trl_single": "TRL (batches of 1, no padding)",
     "hf_trainer": "HF Trainer (batches of 1, no padding)",
     "transformers_fsdp": "transformers' distributed_config (HF Trainer)",
 }
@@ -54,6 +55,10 @@ def report(found: dict[str, Any], plot: str) -> str:
             f"{(each['peak_bytes'] - each['gradient_bytes']) / 1e9:.3f} GB |"
             for way, each in head.items()
         ]
+        if len(head) == 2:
+            share = head["ours"]["peak_bytes"] / head["naive"]["peak_bytes"]
+            losses = " and ".join(f"{each['loss']:.5f}" for each in head.values())
+            lines += ["", f"Ours takes {share:.1%} of the naive peak. Losses of a token: {losses}."]
         lines += [""]
     if ranks := found.get("scaling"):
         lines += ["## The same batches of a small model on 1 to 16 ranks", ""]
@@ -74,6 +79,8 @@ def report(found: dict[str, Any], plot: str) -> str:
             for count, row in records.items()
         ]
         lines += [""]
+    if found.get("failed"):
+        lines += [f"Did not run to their end: {', '.join(found['failed'])}.", ""]
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ of many lengths, where the device has it.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from .model import can_be_packed, forward_only
 from .world import World
 
 _NAME = "documents"
-_PROBE = (11, 5, 16)  # tokens in each document of the row that a model is tried with
+_PROBE = (11, 5, 16)  # tokens in each document of the row that a model is tried with, the last of which is looked at
 
 
 class _Documents:
@@ -188,7 +189,7 @@ def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bo
     alone = _last_document(model, _PROBE[-1:], world.device)
     if config.model.attention == "auto":
         documents.longest_ever = config.data.max_length
-        why_not = next(filter(None, world.gather(_try_documents(model, alone, world.device))), "")
+        why_not = next(filter(None, world.gather(_try_documents(model, alone, config, world.device))), "")
         if why_not:
             model.set_attn_implementation(usual)
     if not why_not:
@@ -196,7 +197,7 @@ def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bo
         world.say(f"Attention: within each document, without a mask ({kernel}); rows have no padding")
         return True
     world.say(f"Attention: {usual} under a mask of row x row ({why_not})")
-    if config.data.packing and (leak := max(world.gather(_leak(model, alone, world.device)))):
+    if config.data.packing and (leak := max(world.gather(_leak(model, alone, config, world.device)))):
         raise Refused(
             f"{model.config.model_type} lets a packed document see the one before it (its logits change by "
             f"{leak:.1%} of their spread) - use data.packing=false"
@@ -204,7 +205,7 @@ def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bo
     return config.data.packing
 
 
-def _try_documents(model: PreTrainedModel, alone: torch.Tensor, device: torch.device) -> str:
+def _try_documents(model: PreTrainedModel, alone: torch.Tensor, config: Config, device: torch.device) -> str:
     """Switch the model to `attend`; the reason why it must not stay so, if there is one."""
     kind = model.config.model_type
     if not model._can_set_attn_implementation():
@@ -218,18 +219,24 @@ def _try_documents(model: PreTrainedModel, alone: torch.Tensor, device: torch.de
         return f"{kind} does not use transformers' attention interface"
     if documents.objections:
         return f"{kind} has {documents.objections[0]}"
-    leak = _leak(model, alone, device)
+    leak = _leak(model, alone, config, device)
     return f"{kind} computes something else without it, by {leak:.1%} of its logits' spread" if leak else ""
 
 
-def _leak(model: PreTrainedModel, alone: torch.Tensor, device: torch.device) -> float:
+def _leak(model: PreTrainedModel, alone: torch.Tensor, config: Config, device: torch.device) -> float:
     """By how much the logits of a packed document differ from those that it has alone, beyond rounding; 0 if not.
 
-    In units of their spread.
+    In units of their spread. It is looked at behind two others, and at the end of the longest row of a micro-batch,
+    since some models go by the place in the row.
     """
-    spread = alone.float().std().item()
+    spread = max(alone.float().std().item(), 1e-30)
     packed, disturbed = (_last_document(model, _PROBE, device, before) for before in (0, 1))
     by_neighbour, by_packing = _distance(packed, disturbed) / spread, _distance(packed, alone) / spread
+    longest = config.data.max_length
+    if longest > sum(_PROBE):
+        row = [longest] * config.train.micro_batch_size
+        row[-1:] = longest - _PROBE[-1], _PROBE[-1]
+        by_packing = max(by_packing, _distance(_last_document(model, row, device), alone) / spread)
     # Kernels round differently for other shapes: through 30 layers of bfloat16 a token's logits move by 5%.
     rounding, rounding_of_shapes = (2e-5, 2e-5) if alone.dtype == torch.float32 else (2e-2, 0.25)
     # A model that is not finite by itself is for the first step to name.
@@ -244,14 +251,16 @@ def _last_document(
     """The logits (tokens, vocabulary) of the last document of a row, which is always the same one; `before` changes
     those before it."""
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.arange(sum(_PROBE), device=device)[-sum(lengths) :]
-    ids[: -lengths[-1]] = ids[: -lengths[-1]].flip(0) + before * (vocabulary // 2)
+    earlier = torch.arange(sum(lengths[:-1]), device=device).flip(0) + before * (vocabulary // 2)
+    ids = torch.cat([earlier, torch.arange(lengths[-1], device=device) + sum(_PROBE[:-1])])
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     documents.set(list(lengths), ends)
     with forward_only(model):
         row = {"input_ids": ids % vocabulary, "position_ids": positions}
-        return model(**{name: value.view(1, -1) for name, value in row.items()}).logits[0, -lengths[-1] :]
+        # Without it a long row would have logits for every token.
+        few = {"logits_to_keep": lengths[-1]} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        return model(**{name: value.view(1, -1) for name, value in row.items()}, **few).logits[0, -lengths[-1] :]
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

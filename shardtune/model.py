@@ -125,6 +125,19 @@ def _problems(model: PreTrainedModel, config: Config, world: World) -> Iterator[
             f"{kind} turns to other rope factors for a whole forward once one of its records is longer than {short} "
             f"tokens - use data.max_length={short} or less, or data.packing=false with train.micro_batch_size=1"
         )
+    text = model.config.get_text_config()
+    # Llama 4 counts them from the beginning of the row, whatever positions it is given.
+    scaled_from = getattr(text, "floor_scale", None) if getattr(text, "attn_temperature_tuning", False) else None
+    if (
+        scaled_from is not None
+        and not is_alone
+        and config.data.max_length * config.train.micro_batch_size > scaled_from
+    ):
+        yield (
+            f"{kind} scales queries by their place in the row from {scaled_from:.0f} tokens on, so a record's loss "
+            "would depend on those before it - lower data.max_length x train.micro_batch_size to that, or use "
+            "data.packing=false with train.micro_batch_size=1"
+        )
     if world.size > 1 and any(getattr(module, "layerdrop", 0) for module in model.modules()):
         yield (
             f"{kind} drops layers at random (layerdrop), each rank others, while all have to gather them together - "

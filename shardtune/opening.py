@@ -131,6 +131,18 @@ def plan_steps(config: Config, data: PreparedData, resumed: Checkpoint | None, w
     return schedule
 
 
+def kept_residency(resumed: Checkpoint | None, config: Config, world: World) -> list[bool] | None:
+    """What the run decided of whole parameters and gradients before, where nothing has changed on which that hangs."""
+    if resumed is None or resumed.world_size != world.size:
+        return None
+    allowed, _ = changed_keys(resumed.state["config"], config)
+    changed = {key for key, _, _ in allowed}
+    if changed & {"train.gradient_accumulation_steps", "parallel.replicate", "model.reduce_dtype"}:
+        return None
+    kept: list[bool] | None = resumed.state.get("residency")
+    return kept
+
+
 def announce(config: Config, data: PreparedData, schedule: Schedule, world: World) -> None:
     """Say what was counted and derived, each number with its formula."""
     for line in data.lines():

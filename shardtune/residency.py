@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from .config import Config, ModelConfig
+from .config import Config
 from .errors import OutOfMemory
 from .model import DTYPES, compute_dtype, local_bytes
 from .world import World
@@ -36,20 +36,19 @@ class Residency:
         model.set_reshard_after_backward(is_last or not self.parameters)
 
 
-def choose_residency(
-    model: Any, config: ModelConfig, micro_batches: int, saved: list[bool] | None, world: World
-) -> Residency:
+def choose_residency(model: Any, config: Config, saved: list[bool] | None, world: World) -> Residency:
     """Decide by the memory that is free on the fullest rank, and say so; `saved` is what the resumed run decided.
 
     The order of a sum is part of what a resumed run must not change, the place of parameters is not.
     """
     if world.mesh["shard"].size() == 1:
         return Residency(parameters=False, gradients=world.size > 1)
+    micro_batches = config.train.gradient_accumulation_steps
     numel = sum(parameter.numel() for parameter in model.parameters())
     # Two moments and the sharded gradients are still to come.
     room = _SHARE * min(world.gather(_free_bytes(world) - 3 * local_bytes(model)))
-    of_gradients = numel * DTYPES[config.reduce_dtype].itemsize
-    of_parameters = numel * compute_dtype(config.compute_dtype, world.device).itemsize
+    of_gradients = numel * DTYPES[config.model.reduce_dtype].itemsize
+    of_parameters = numel * compute_dtype(config.model.compute_dtype, world.device).itemsize
     gradients = saved[1] if saved else micro_batches > 1 and of_gradients <= room
     parameters = of_parameters <= room - gradients * of_gradients
     if parameters:

@@ -47,7 +47,8 @@ _watchdogs: list[Watchdog] = []  # this process's, once it has joined
 
 @dataclass(frozen=True)
 class World:
-    """One process's place in the run. `mesh` is one-dimensional, named `shard`, and holds every rank."""
+    """One process's place in the run. `mesh` holds every rank, in a dimension `shard`, behind `replicate` if there are
+    several copies."""
 
     rank: int
     size: int
