@@ -144,7 +144,8 @@ def build_job(
     world.say(describe_state(model))
     residency = choose_residency(model, config, kept_residency(resumed, config, world), world)
     set_seed((config.run.seed + world.rank) % 2**32)
-    is_flat = choose_attention(model, config, world)
+    with memory_suffices(config):
+        is_flat = choose_attention(model, config, world)
     if why_not := use_loss_head(model, world.device):
         world.say(f"Loss: logits are made for every position, since {why_not}")
     if config.model.compile:

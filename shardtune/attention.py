@@ -232,7 +232,8 @@ def _leak(model: PreTrainedModel, alone: torch.Tensor, config: Config, device: t
     spread = max(alone.float().std().item(), 1e-30)
     packed, disturbed = (_last_document(model, _PROBE, device, before) for before in (0, 1))
     by_neighbour, by_packing = _distance(packed, disturbed) / spread, _distance(packed, alone) / spread
-    longest = config.data.max_length
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", config.data.max_length)
+    longest = min(config.data.max_length, positions)
     if longest > sum(_PROBE):
         row = [longest] * config.train.micro_batch_size
         row[-1:] = longest - _PROBE[-1], _PROBE[-1]

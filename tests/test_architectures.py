@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,18 @@ def longrope() -> Phi3ForCausalLM:
             rope_parameters=rope,
         )
     )
+
+
+def test_queries_scaled_by_their_place_in_the_row_are_refused(models, tmp_path):
+    config = json.loads((models["llama"] / "config.json").read_text(encoding="utf-8"))
+    config |= {"attn_temperature_tuning": True, "floor_scale": 200}
+    shutil.copytree(models["llama"], tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(json.dumps(config), encoding="utf-8")
+    data = write_jsonl(tmp_path / "train.jsonl", chats(6))
+    given = settings(tmp_path / "model", data, tmp_path / "run", "train.max_steps=1", "data.max_length=100")
+    refused = train(1, *given, "train.micro_batch_size=3", cwd=tmp_path)
+    assert refused.returncode == 2 and "llama scales queries by their place in the row from 200" in refused.stderr
+    finish(train(1, *given, "train.micro_batch_size=2", cwd=tmp_path))
 
 
 def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, tmp_path):

@@ -194,6 +194,18 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
         with pytest.raises(Refused, match=r"opt lets a packed document see .* use data\.packing=false"):
             choose_attention(leaking, config, world)
 
+    by_place = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
+    by_place.config.use_cache = False
+    shard(by_place, world, MixedPrecisionPolicy(param_dtype=torch.float32))
+
+    def scale(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        """As a model that counts from the beginning of the row, whatever positions it is given."""
+        return output * (1 + (torch.arange(output.shape[1]) > 99)[:, None])
+
+    by_place.get_input_embeddings().register_forward_hook(scale)
+    with pytest.raises(Refused, match=r"llama lets a packed document see .* use data\.packing=false"):
+        choose_attention(by_place, config, world)
+
     deep = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False),
         dtype=torch.float32,

@@ -82,6 +82,14 @@ def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) ->
     return finish(on_ranks(ranks, run_without_room, ["--config", "config.yaml", *given], cwd=folder)), run_dir
 
 
+def test_a_resumed_run_decides_anew_where_it_must(sharp: dict[str, Path], tmp_path: Path) -> None:
+    """With one micro-batch a step there was nothing to decide about gradients."""
+    said, _ = run(sharp["llama"], tmp_path, 2, "train.gradient_accumulation_steps=1", "train.max_steps=1")
+    assert "Gradients:" not in said
+    more = ("train.gradient_accumulation_steps=2", "train.max_steps=2", "run.resume=auto")
+    assert "Gradients: reduced once a step" in run(sharp["llama"], tmp_path, 2, *more)[0]
+
+
 def check(run_dir: Path, expected: Trained) -> None:
     steps = read_metrics(run_dir, "step")
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
