@@ -51,7 +51,8 @@ class Doors:
                 messages = link.messages() if link in ready or readable([link], 0) else []
                 if messages:
                     member = Member.of(messages[0], link.address)
-                    if member.port != self._me.port or member.token == self._me.token:
+                    # A preflight of another version may name none: that it differs is said of it later.
+                    if member.port not in (None, self._me.port) or member.token == self._me.token:
                         raise Gone("it looks for another run, or is this node itself")
                     link.send({"welcome": time.time(), "host": self._me.host})
                     link.trust()

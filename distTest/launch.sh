@@ -40,6 +40,11 @@ if ! command -v "$python" > /dev/null; then
 CONDA_PREFIX where they name one that is gone" >&2
     exit 2
 fi
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' > /dev/null; then
+    echo "ERROR: $python is older than Python 3.11, for which transformers has no release that this needs - activate the \
+environment of requirements.txt" >&2
+    exit 2
+fi
 
 # Processes of this launch leave here what the script and each other should know: see files of distTest/torchrun.py.
 if ! SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX); then
@@ -106,7 +111,12 @@ elif (( code > 128 )); then
 $SHARDTUNE_AGAIN"
     code=1
 else
-    code=1 line="ended without a word: ${place:-a process of $node} - see above, the other nodes' logs, and the kernel's \
+    how='without a word'
+    if [[ -s $SHARDTUNE_LAUNCH_DIR/ends ]]; then
+        read -r _ kind status < "$SHARDTUNE_LAUNCH_DIR/ends"
+        if (( kind == 1 )); then how="with code $status"; elif (( status != 9 )); then how="by SIG$(kill -l "$status")"; fi
+    fi
+    code=1 line="ended $how: ${place:-a process of $node} - see above, the other nodes' logs, and the kernel's \
 log for processes killed for memory; $SHARDTUNE_AGAIN"
 fi
 if [[ ! -e $SHARDTUNE_LAUNCH_DIR/watched ]]; then  # the other nodes hear of it by this, see distTest/handover.py

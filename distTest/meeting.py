@@ -137,12 +137,19 @@ class Meeting:
         """Have it refuse; and this node too, if it took itself for the only one."""
         me, nodes = self.members[0].name, len(self.members)
         is_forgotten = nodes == 1 and late.nodes not in (None, 1)
-        problem = (
-            f"NNODES is 1 on {me} and {late.nodes} on {late.name} - start every node with the same NNODES"
-            if is_forgotten
-            else f"{me} was started with NNODES={nodes} and has met them all already - start every node with the same "
-            "NNODES, or end that run first"
-        )
+        if is_forgotten:
+            problem = f"NNODES is 1 on {me} and {late.nodes} on {late.name} - start every node with the same NNODES"
+        elif late.nodes == nodes and late.node is not None and late.node < nodes:
+            known = self.members[late.node]
+            problem = (
+                f"two nodes call themselves node {late.node}: {known.host} ({known.address}), which is in the run, "
+                f"and {late.host} ({late.address}) - give each its own NODE_RANK"
+            )
+        else:
+            problem = (
+                f"{me} was started with NNODES={nodes} and has met them all already - start every node with the same "
+                "NNODES, or end that run first"
+            )
         with contextlib.suppress(Gone):
             link.send({"problems": [problem]})
         link.close()

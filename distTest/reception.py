@@ -146,7 +146,7 @@ class Reception:
         left_s = until - time.monotonic()
         if self._me.nodes != 1 and not self._guests and left_s > 1:
             self._voice.say(f"staying for {left_s:.0f} s to tell the other nodes that there will be no run")
-        n_told = 0
+        n_told, most = 0, self._me.nodes or 2
         next_question = time.monotonic()
         while True:
             if self._ask and time.monotonic() >= next_question:
@@ -154,13 +154,14 @@ class Reception:
                 if heard := self._ask():  # the master tells the others
                     self._voice.report(heard)
                     return
-            for _, link in self._guests:
+            for member, link in self._guests:
+                most = max(most, member.nodes or 0)
                 with contextlib.suppress(Gone):
                     link.send({"problems": self._voice.problems})
                 link.close()
                 n_told += 1
             self._guests = []
-            if n_told >= (self._me.nodes or 2) - 1 or time.monotonic() >= until:
+            if n_told >= most - 1 or time.monotonic() >= until:
                 return
             self._turn(min(until, time.monotonic() + SAY_EVERY_S))
 

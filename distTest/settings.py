@@ -115,7 +115,10 @@ def _config(arguments: Sequence[str], numbers: Mapping[str, int | None], problem
         is_named = "JOIN_TIMEOUT" in numbers and numbers["JOIN_TIMEOUT"] is None
         problems += [problem for problem in refused.problems if not (is_named and "JOIN_TIMEOUT" in problem)]
         return None
-    problems += _missing_files(config)
+    try:
+        problems += _missing_files(config)
+    except OSError as error:
+        problems.append(f"{error.filename}: {error.strerror} - let this user look at it there, or name another path")
     return config
 
 

@@ -93,9 +93,11 @@ def _has_spoken(folder: Path, failure: ProcessFailure) -> bool:
 
 
 def _ended(rank: int, failure: ProcessFailure) -> str:
-    how, remedy = f"with code {failure.exitcode}", "see its traceback above"
+    how, remedy = f"with code {failure.exitcode}", "see what it said above"
     if failure.exitcode < 0:
-        how, remedy = f"by {failure.signal_name()}", "most often killed for memory, see the kernel's log there"
+        how = f"by {failure.signal_name()}"
+    if failure.exitcode == -signal.SIGKILL:
+        remedy = "most often killed for memory, see the kernel's log there"
     return (
         f"rank {rank} on {socket.gethostname()}: ended {how}, before it had met the others - {remedy}; "
         "run the same command again"

@@ -354,7 +354,7 @@ def _handle(peer: Peer) -> int | None:
 
 def _end_of(peer: Peer) -> tuple[str, str]:
     """How a process ended, as far as the launch script's torchrun has left it, and what to do."""
-    with contextlib.suppress(KeyError, OSError):
+    with contextlib.suppress(KeyError, OSError, ValueError):  # a signal without a name, a line that is not whole
         for line in Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "ends").read_text(encoding="utf-8").splitlines():
             pid, kind, status = map(int, line.split())
             if pid == peer.pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):

@@ -103,7 +103,7 @@ class World:
         """
         if _watchdogs and not _watchdogs[0].limits_steps:
             _watchdogs[0].limits_steps = True
-            _set_collective_timeout(timeout_s + _WATCHDOG_SPEAKS_S)
+            _set_collective_timeout(timeout_s + _WATCHDOG_SPEAKS_S, self.mesh)
 
     def of_ranks(self, *values: torch.Tensor | float) -> torch.Tensor:
         """Every rank's scalars, float64 [ranks, values]: a collective. A host with a GPU does not wait for it."""
@@ -241,16 +241,17 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
             f"({str(error).splitlines()[0]}) - start every node within that time, with one MASTER_ADDR and "
             "MASTER_PORT that all of them reach"
         ) from error
-    _set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s) + _WATCHDOG_SPEAKS_S)
     shape = {"replicate": replicate, "shard": size // replicate} if replicate > 1 else {"shard": size}
     mesh = dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    _set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s) + _WATCHDOG_SPEAKS_S, mesh)
     store = dist.PrefixStore("shardtune", store)
     return World(rank, size, local_rank, local_size, node_rank, device, mesh, store, progress)
 
 
-def _set_collective_timeout(timeout_s: float) -> None:
-    """Of the only process group, the mesh's too; PyTorch has no public name for it, and its trainers use this one."""
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
+def _set_collective_timeout(timeout_s: float, mesh: DeviceMesh) -> None:
+    """Of every process group; PyTorch has no public name for it, and its trainers use this one."""
+    for group in (None, *mesh.get_all_groups()):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:

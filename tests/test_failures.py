@@ -308,14 +308,17 @@ def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: st
 
 
 @pytest.mark.full
-def test_a_rank_alone_on_its_node_that_ends_with_0(folder: Path) -> None:
-    """torchrun sees nothing wrong in it."""
-    with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, 1, DATA, "os._exit(0)")) as nodes:
+@pytest.mark.parametrize(
+    ("effect", "how"), [("os._exit(0)", "without a word"), ("os.kill(os.getpid(), signal.SIGSEGV)", "by SIGSEGV")]
+)
+def test_a_rank_alone_on_its_node(effect: str, how: str, folder: Path) -> None:
+    """torchrun sees nothing wrong in one that ends with 0."""
+    with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, 1, DATA, effect)) as nodes:
         nodes.wait_for_step(4)
         (code0, last0), (code1, last1) = nodes.end()
     assert (code0, code1) == (1, 1), nodes.texts()
     assert re.fullmatch(rf"ERROR: rank 1 on {HOST}: no sign of life .*", last0), last0
-    assert re.fullmatch(rf"ERROR: ended without a word: rank 1 on {HOST}, last seen in step \d+ .*", last1), last1
+    assert re.fullmatch(rf"ERROR: ended {how}: rank 1 on {HOST}, last seen in step \d+ .*", last1), last1
 
 
 @pytest.mark.full

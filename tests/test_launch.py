@@ -250,6 +250,14 @@ def test_an_environment_that_is_gone(name: str, folder: Path) -> None:
     assert errors.startswith(f"ERROR: there is no {folder}/gone/bin/python - ") and errors.count("\n") == 1
 
 
+def test_a_python_that_is_too_old(folder: Path) -> None:
+    old = a_python(folder / "bin", "python")
+    old.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    code, output, errors = end(start("launch_node1.sh", cwd=folder, VIRTUAL_ENV=str(folder)))
+    assert code == 2 and output.count("\n") == 6
+    assert re.fullmatch(rf"ERROR: {old} is older than Python 3\.11, .+ - activate .+\n", errors)
+
+
 def a_python(path: Path, name: str) -> Path:
     """A Python that says which one it is and what it was asked to do, and ends with 0."""
     path.mkdir(parents=True)

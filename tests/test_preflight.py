@@ -6,6 +6,7 @@ Nodes are network namespaces with the guide's own addresses where there is root,
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from documented import require_documented
 from preflight_faults import CHOOSING, FAULTS, Fault, Machine, both, clock_ahead
 
 from distTest.namespaces import joined_nodes
+from distTest.settings import read_settings
 
 INTERFACE = "enp26s0np0"
 ADDRESSES = ["10.11.7.50", "10.11.7.51", "10.11.7.52"]
@@ -149,6 +151,47 @@ def test_nodes_that_agree(inputs: Callable[[str], Path]) -> None:
     assert not errors0 + errors1 and not list(folder.rglob(".preflight*"))
     with socket.create_server(("127.0.0.1", int(port))):
         pass  # torchrun is next
+
+
+@pytest.mark.full
+def test_a_third_node_where_two_were_expected(inputs: Callable[[str], Path]) -> None:
+    """Node 0 stays until it has been told too."""
+    folder, port = inputs("all"), a_free_port()
+    nodes = [on_loopback(node, folder, port, NNODES="2" if node == 0 else "3", JOIN_TIMEOUT="40") for node in (0, 1)]
+    time.sleep(4)
+    nodes.append(on_loopback(2, folder, port, NNODES="3", JOIN_TIMEOUT="40"))
+    for code, _, errors in map(ended, nodes):
+        assert code == 2 and "NNODES is 2 on node 0" in errors.splitlines()[-1], errors
+
+
+def test_a_hello_of_another_version(inputs: Callable[[str], Path]) -> None:
+    """It lacks what this one says of itself: the code differs, and that is what it is told."""
+    port = a_free_port()
+    master = on_loopback(0, inputs("one"), port)
+    wait_for(master, "waiting for node 1 of 2")
+    with socket.create_connection(("127.0.0.1", int(port))) as older:
+        hello = {"hello": "shardtune preflight 1", "node": 1, "nodes": 2, "host": "older", "problems": []}
+        older.sendall(json.dumps(hello).encode() + b"\n")
+        said = "".join(older.makefile(encoding="utf-8"))
+    code, _, errors = ended(master)
+    assert (
+        code == 2 and "the code differs: distTest has digest" in errors.splitlines()[-1] and "the code differs" in said
+    )
+
+
+def test_a_path_that_may_not_be_looked_at(inputs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = inputs("one")
+    (folder / "config.yaml").write_text(
+        "model: {path: ./model}\ndata: {train: private/train.jsonl, max_length: 128}\n", encoding="utf-8"
+    )
+
+    def refuse(path: Path, **_: bool) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(Path, "exists", refuse)
+    found = read_settings({"NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}, ["--config", "config.yaml"])
+    assert any(problem.startswith("private/train.jsonl: Permission denied - ") for problem in found.problems)
 
 
 def test_a_node_that_leaves_and_two_of_one_rank(inputs: Callable[[str], Path]) -> None:

@@ -140,7 +140,7 @@ def test_the_rehearsal(repository: Path) -> None:
 def test_the_ways_to_start_all_nodes(tmp_path: Path) -> None:
     """An ssh that stays here, an sbatch that says what it is given, and a Python that only prints its arguments."""
     (tmp_path / "bin").mkdir()
-    stubs = {"ssh": '[ "$1" = worker ] && exec sh -c "$2"', "sbatch": 'ls "$1"', "python": 'echo "$*"'}
+    stubs = {"ssh": '[ "$1 $2" = "-n worker" ] && exec sh -c "$3"', "sbatch": 'ls "$1"', "python": 'echo "$*"'}
     for name, text in stubs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (tmp_path / "bin" / name).chmod(0o755)
