@@ -94,7 +94,8 @@ def preflight(voice: Voice, met: list[Meeting]) -> None:
         _measure(meeting, helper, settings, facts, logs, voice)
     if meeting.node == 0:
         seconds = time.monotonic() - started
-        voice.say(f"all {len(names)} node{'s' * (len(names) > 1)} agree ({seconds:.0f} s)")
+        who = f"all {len(names)} nodes agree" if len(names) > 1 else "NNODES=1, so this node waits for no other"
+        voice.say(f"{who} ({seconds:.0f} s)")
     if len(names) > 1 and (folder := os.environ.get("SHARDTUNE_LAUNCH_DIR")):
         stay_connected(meeting, settings.name, Path(folder))
 
