@@ -97,7 +97,6 @@ def main() -> None:
         world.say(f"Finished: {resumed.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
     job = build_job(config, model_config, data, run_dir, resumed, world)
-    world.from_main(lambda: write_config(config, run_dir.path / "config.yaml"))
     if resumed:
         world.say(f"Resumed from {resumed.name}")
     saver = checkpoint.Saver(
@@ -136,7 +135,7 @@ def build_job(
 ) -> Job:
     """The sharded model and its optimizer, with the weights and states of `resumed` if there is one.
 
-    What the run directory holds of another run is set aside once they are loaded.
+    What the run directory holds of another run is set aside once they are loaded, and it gets the configuration.
     """
     world.progress.enter("loading the model")
     model = world.agree(lambda: build_model(config, model_config, world))
@@ -154,6 +153,7 @@ def build_job(
         checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run_dir, world)
     for moved in checkpoint.set_aside(run_dir, resumed, world):
         world.say(f"Set aside, not being part of this run: {moved}")
+    world.from_main(lambda: write_config(config, run_dir.path / "config.yaml"))
     metrics = Metrics(run_dir.path / "metrics.jsonl", world, resumed.step if resumed else None)
     return Job(config, world, data, model, is_flat, residency, optimizer, metrics)
 
