@@ -290,7 +290,7 @@ def ask_again_and_again() -> None:
         for other in SIGNALS:
             signal.raise_signal(number)
             signal.raise_signal(other)
-            assert stop.received == number.name
+            assert stop.received == f"{number.name} on {platform.node()}"
         clock.now_s += 5
         with pytest.raises(Ended, match=f"^ended by a second signal, {number.name}, .* - ") as ended:
             signal.raise_signal(number)
