@@ -20,6 +20,7 @@ from .model import forward_only
 from .packing import Batch
 
 _CHUNK_BYTES = 1 << 28  # of float32 logits
+_BLOCK_ROWS = 1 << 14  # of the head's weight
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -132,7 +133,10 @@ class _Gradients:
         if self.of_weight is not None and self.of_weight.dtype == chunk.dtype:
             self.of_weight.addmm_(of_logits.t(), chunk)
         elif self.of_weight is not None:
-            self.of_weight += of_logits.t() @ chunk
+            # By blocks of the vocabulary: their product is in the dtype of the operands before it is added.
+            of_blocks = of_logits.t().split(_BLOCK_ROWS)
+            for block, of_block in zip(self.of_weight.split(_BLOCK_ROWS), of_blocks, strict=True):
+                block += of_block @ chunk
         if self.of_bias is not None:
             self.of_bias += of_logits.sum(0, dtype=torch.float32)
 
