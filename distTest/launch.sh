@@ -107,7 +107,7 @@ if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
 elif [[ -n $signalled ]]; then
     code=1 line="ended by SIG$signalled before the first step, with nothing to save - run the same command again"
 elif (( code > 128 )); then
-    line="torchrun of $node was ended by SIG$(kill -l $((code - 128)))${place:+ and its processes with it: $place} - \
+    line="torchrun of $node was ended by SIG$(kill -l $code)${place:+ and its processes with it: $place} - \
 $SHARDTUNE_AGAIN"
     code=1
 else

@@ -199,10 +199,24 @@ def test_a_launch_that_is_ended_while_it_waits(number: signal.Signals, folder: P
     else:
         line = f"ERROR: ended by {number.name} during the preflight - run the same command again\n"
         assert (code, errors) == (1, line)
+        require_documented("preflight", line.strip())
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{process}").exists() for process in (preflight, *helpers)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_preflight_that_is_killed(folder: Path) -> None:
+    node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port())
+    assert node.stdout is not None
+    while "waiting for node 1 of 2" not in node.stdout.readline():
+        assert node.poll() is None
+    (preflight,) = children(node.pid)
+    os.kill(preflight, signal.SIGKILL)
+    code, _, errors = end(node)
+    last = errors.splitlines()[-1]
+    assert code == 1 and last.startswith("ERROR: the preflight ended without a word (code 137) - ")
+    require_documented("preflight", last)
 
 
 def refused(cwd: Path, **settings: str) -> list[str]:
@@ -240,6 +254,7 @@ def test_no_room_for_temporary_files(folder: Path) -> None:
     code, _, errors = end(start("launch_node0.sh", cwd=folder, TMPDIR=str(folder / "nowhere")))
     line = f"ERROR: no temporary folder can be made in {folder}/nowhere - make room there, or set TMPDIR"
     assert code == 2 and errors.splitlines()[-1] == line
+    require_documented("preflight", line)
 
 
 @pytest.mark.parametrize("name", ["VIRTUAL_ENV", "CONDA_PREFIX"])
@@ -248,6 +263,7 @@ def test_an_environment_that_is_gone(name: str, folder: Path) -> None:
     code, output, errors = end(start("launch_node1.sh", cwd=folder, **gone))
     assert code == 2 and output.count("\n") == 6
     assert errors.startswith(f"ERROR: there is no {folder}/gone/bin/python - ") and errors.count("\n") == 1
+    require_documented("preflight", errors.strip())
 
 
 def test_a_python_that_is_too_old(folder: Path) -> None:
@@ -256,6 +272,7 @@ def test_a_python_that_is_too_old(folder: Path) -> None:
     code, output, errors = end(start("launch_node1.sh", cwd=folder, VIRTUAL_ENV=str(folder)))
     assert code == 2 and output.count("\n") == 6
     assert re.fullmatch(rf"ERROR: {old} is older than Python 3\.11, .+ - activate .+\n", errors)
+    require_documented("preflight", errors.strip())
 
 
 def a_python(path: Path, name: str) -> Path:
