@@ -227,6 +227,23 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     require_documented("preflight", f"ERROR: {problem}")
 
 
+def test_the_nccl_that_is_loaded_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that torch was built with."""
+
+    class Library:
+        def __init__(self, name: str, mode: int) -> None:
+            assert (name, mode) == ("libnccl.so.2", os.RTLD_NOLOAD)
+
+        def ncclGetVersion(self, number: Any) -> None:  # a name of NCCL's
+            number._obj.value = 22805
+
+    monkeypatch.setattr("ctypes.CDLL", Library)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
+    monkeypatch.setattr(facts, "_gpus", lambda: {"gpus": []})
+    assert facts.facts_of_machine(readable_settings())["libraries"] == {"CUDA": "13.0", "NCCL": "2.28.5"}
+
+
 def readable_settings() -> settings.Settings:
     found = settings.read_settings(LOOPBACK, [])
     assert found.config is not None
