@@ -107,7 +107,7 @@ def _report_gpus(link: Link) -> None:
 def _nccl_version() -> str | None:
     """Of the library that torch has loaded; torch.cuda.nccl.version() is the one that torch was built with.
 
-    The packages nvidia-nccl-cu*, LD_PRELOAD and LD_LIBRARY_PATH choose it. The number is NCCL_VERSION's in nccl.h, since
+    The packages nvidia-nccl-cu*, LD_PRELOAD and LD_LIBRARY_PATH choose it. Its number is NCCL_VERSION of nccl.h, as of
     2.9. None where it is no library of its own.
     """
     number = ctypes.c_int()

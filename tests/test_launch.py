@@ -17,6 +17,8 @@ import pytest
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 from documented import require_documented
 
+from distTest.settings import DEFAULTS
+
 BANNER = """========================================
 Launching {role} NODE (Node {node})
 Master: 127.0.0.1:{port}
@@ -240,6 +242,11 @@ def test_bad_settings_are_refused_together(folder: Path) -> None:
 def test_help(folder: Path) -> None:
     code, output, errors = end(start("launch_node1.sh", "--help", cwd=folder))
     assert (code, errors) == (0, "") and "usage: " in output and "Launching" not in output
+    contract = {**DEFAULTS, "JOIN_TIMEOUT": "300"}
+    said = dict(re.findall(r"^  ([A-Z_]+)(?:=(\S+))?  ", output, re.MULTILINE))
+    assert said == contract | {"NODE_RANK": ""}
+    code, output, errors = end(start("launch_node1.sh", "-h", cwd=folder, VIRTUAL_ENV=str(folder / "gone")))
+    assert code == 2 and "MASTER_ADDR=" in output and errors.startswith("ERROR: there is no ")
 
 
 def test_an_interface_that_this_node_lacks(folder: Path) -> None:
