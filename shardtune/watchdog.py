@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from .errors import AGAIN
 from .progress import STEP_PHASES, Progress
+from .signals import launcher_has_ended
 
 _TICK_S = 1.0
 # Steps before the first has ended wait for whatever a rank sets up: compilation, slow disks, a first evaluation.
@@ -312,14 +313,15 @@ class Watchdog:
             self._failure = failure
         if self._main_ends.is_set():
             return
+        is_left = leave_last_word(failure.code, failure.line)
         with contextlib.suppress(OSError):
             if self.me.rank in failure.blamed:
                 stack = traceback.format_stack(self._progress.frame())
                 print(f"{self.me} is here:\n{''.join(stack)}", file=sys.stderr, flush=True)
             if self.speaks(failure):
                 self._has_spoken = True  # a signal may yet end the main thread, which would speak too
-                print(f"ERROR: {failure.line}", file=sys.stderr, flush=True)
-        tell_launcher("outcome", f"{failure.code}\n{failure.line}\n")
+                if not is_left:
+                    print(f"ERROR: {failure.line}", file=sys.stderr, flush=True)
         if store_answers:
             with contextlib.suppress(RuntimeError):
                 _leave(self._channel, self._peers, self.me, _LEAVE_S)
@@ -380,6 +382,15 @@ def _work_s() -> float:
         moved = sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
         return (usage.ru_utime + usage.ru_stime) / _WORKING_CPUS + moved / _WORKING_BYTES_PER_S
     return time.monotonic() * 2  # who cannot be measured is taken for working
+
+
+def leave_last_word(code: int, line: str) -> bool:
+    """Whether the launch script says this line, when all processes have ended: so it stands last, and once."""
+    tell_launcher("outcome", f"{code}\n{line}\n")
+    with contextlib.suppress(KeyError, OSError):
+        outcome = Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "outcome").read_text(encoding="utf-8")
+        return outcome.splitlines()[:2] == [str(code), line] and not launcher_has_ended()
+    return False
 
 
 def tell_launcher(file_name: str, text: str) -> None:

@@ -126,6 +126,9 @@ class Nodes:
             for script in self.scripts:
                 script.poll()
             time.sleep(0.2)
+        for text in self.texts():
+            last = text.splitlines()[-1]
+            assert not last.startswith("ERROR: ") or text.count(last) == 1, text
         return [
             (script.wait(10), log.read_text(encoding="utf-8").splitlines()[-1])
             for script, log in zip(self.scripts, self.logs, strict=True)
