@@ -36,6 +36,7 @@ FIRST_STEP_TIMEOUT_S = 1800
 _SILENT_S = 40  # a heartbeat, or the store, that stands still so long is taken for lost
 _SILENT_AFTER_ERROR_S = 6  # once a collective failed, somebody is gone
 _BLAME_S = 15  # for the watchdog of any rank to say who, before a rank takes its own failed collective for the cause
+_END_NOTED_S = 0.5  # for the launch script's torchrun to note how a process ended
 _LEAVE_S = 4  # for the others to hear of a failure, before the store may end with node 0
 _END_S = 15  # for a process that has failed to end by itself
 _UNWATCHABLE = -1
@@ -356,12 +357,15 @@ def _handle(peer: Peer) -> int | None:
 
 def _end_of(peer: Peer) -> tuple[str, str]:
     """How a process ended, as far as the launch script's torchrun has left it, and what to do."""
-    with contextlib.suppress(KeyError, OSError, ValueError):  # a signal without a name, a line that is not whole
-        for line in Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "ends").read_text(encoding="utf-8").splitlines():
-            pid, kind, status = map(int, line.split())
-            if pid == peer.pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):
-                how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
-                return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
+    deadline = time.monotonic() + _END_NOTED_S * ("SHARDTUNE_LAUNCH_DIR" in os.environ)
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):  # a signal without a name, a line that is not whole
+            for line in Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "ends").read_text(encoding="utf-8").splitlines():
+                pid, kind, status = map(int, line.split())
+                if pid == peer.pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):
+                    how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
+                    return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
+        time.sleep(0.05)
     return "ended without a word", f"most often killed for memory, see the kernel's log there; {AGAIN}"
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from ranks import on_ranks, run_script
 from test_launch import children, environment
 
 from distTest import namespaces
+from distTest import torchrun as torchrun_of_launch
 from shardtune import loss, model, watchdog
 from shardtune.errors import AGAIN
 
@@ -126,13 +129,12 @@ class Nodes:
             for script in self.scripts:
                 script.poll()
             time.sleep(0.2)
-        for text in self.texts():
-            last = text.splitlines()[-1]
-            assert not last.startswith("ERROR: ") or text.count(last) == 1, text
-        return [
-            (script.wait(10), log.read_text(encoding="utf-8").splitlines()[-1])
-            for script, log in zip(self.scripts, self.logs, strict=True)
+        ended = [
+            (script.wait(10), text.splitlines()[-1]) for script, text in zip(self.scripts, self.texts(), strict=True)
         ]
+        for (code, last), text in zip(ended, self.texts(), strict=True):
+            assert code < 0 or text.count(last) == 1, text  # a killed script leaves the last word to the ranks
+        return ended
 
     def texts(self) -> list[str]:
         return [log.read_text(encoding="utf-8") for log in self.logs]
@@ -273,6 +275,24 @@ def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
             said = r"(node 0 \(.*\): )?rank 1 of 2 did not come within 25.0 s - start every node within that time, .*"
             assert code == 2 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
             require_documented("running", last)
+
+
+def test_how_a_process_ended_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is seen before torchrun, which hears of several at once, has noted how."""
+    monkeypatch.setenv("SHARDTUNE_LAUNCH_DIR", str(tmp_path))
+    ended = [subprocess.Popen(["sh", "-c", f"exit {code}"]) for code in (3, 4)]
+    peers = [watchdog.Peer(rank, 0, HOST, process.pid) for rank, process in enumerate(ended)]
+    handles = [os.pidfd_open(process.pid) for process in ended]
+    for handle in handles:
+        select.select([handle], [], [])
+        os.close(handle)
+    noting = threading.Timer(0.1, vars(torchrun_of_launch)["_note_end"], [tmp_path])
+    noting.start()
+    hows = [vars(watchdog)["_end_of"](peer)[0] for peer in peers]
+    noting.join()
+    for process in ended:
+        process.wait()
+    assert hows == ["ended with code 3", "ended with code 4"]
 
 
 KILLED = r"rank 3 on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from conftest import a_free_port
 from documented import require_documented
 
@@ -149,6 +150,16 @@ def test_a_node_0_that_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None
         line = problem_of(knocking.Knocking(me, "127.0.0.1", port, False, 0.3, Voice()).meet)
     doors.close()
     assert line == "ERROR: node 0 (host0) still waits for other nodes after 0 s - see its log"
+
+
+@pytest.mark.full
+def test_a_node_0_that_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was started with NNODES=1: torchrun's store is what the other finds there."""
+    monkeypatch.setattr(knocking, "_STRANGER_S", 0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    line = problem_of(knocking.Knocking(NODES[1], "127.0.0.1", store.port, False, 9, Voice()).meet)
+    assert "that is not the preflight of node 0, seen from node 1 (host1) - a run that has started (was node 0 " in line
+    store.set("still", "serves")
 
 
 def test_a_port_that_is_taken_before_torchrun_starts(monkeypatch: pytest.MonkeyPatch) -> None:
