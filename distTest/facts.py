@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
+import os
 import platform
 import resource
 import shutil
@@ -72,7 +74,7 @@ def facts_of_machine(settings: Settings) -> Message:
         "problems": problems,
         "libraries": {
             "CUDA": cuda or "none",
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
+            "NCCL": _nccl_version() or ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
         },
         "device": "GPU" if gpus else "CPU",
         "gpus": gpus[: settings.processes],
@@ -100,6 +102,20 @@ def _report_gpus(link: Link) -> None:
         free, total = torch.cuda.mem_get_info(number)
         found.append({"name": torch.cuda.get_device_name(number), "free_bytes": free, "total_bytes": total})
     link.send({"gpus": found})
+
+
+def _nccl_version() -> str | None:
+    """Of the library that torch has loaded; torch.cuda.nccl.version() is the one that torch was built with.
+
+    The packages nvidia-nccl-cu*, LD_PRELOAD and LD_LIBRARY_PATH choose it. Its number is NCCL_VERSION of nccl.h, as of
+    2.9. None where it is no library of its own.
+    """
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
+    except OSError:
+        return None
+    return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def _ask_nvidia(query: str) -> str:

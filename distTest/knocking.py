@@ -51,7 +51,9 @@ def knock(me: Member, ip: str, port: int, timeout_s: float = _KNOCK_TIMEOUT_S) -
     try:
         link = connect(ip, port, timeout_s)
     except ConnectionRefusedError:
-        return Sight("refused", f"{at} refuses: that machine is up, and no node 0 listens there (yet)")
+        return Sight(
+            "refused", f"{at} refuses: that machine is up, and no node 0 listens there (not yet, or it has ended)"
+        )
     except TimeoutError:
         return Sight("silent", f"{at} does not answer (timed out)")
     except OSError as error:
@@ -190,8 +192,8 @@ class Knocking:
         if sight.kind == "refused":
             return (
                 f"no node 0 came to {at} within {self._patience_s:.0f} s, {self._ip} refuses connections to {me} - "
-                f"start launch_node0.sh there, with the same MASTER_PORT, and check that {self._ip} is node 0's "
-                "address and that no firewall rejects it"
+                f"start launch_node0.sh there, with the same MASTER_PORT (if it has ended, its log says why), and "
+                f"check that {self._ip} is node 0's address and that no firewall rejects it"
             )
         if open_port := is_up(self._ip, _UP_PORTS, _UP_TIMEOUT_S):
             return (

@@ -5,7 +5,19 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 for argument; do
     if [[ $argument == -h || $argument == --help ]]; then
-        echo "One node of the run, as its environment says (README.md); arguments go to train_fsdp.py:"
+        cat <<HELP
+One node of the run, as the environment says. The same on every node:
+  MASTER_ADDR=10.11.7.50          node 0's address
+  MASTER_PORT=29600               where the nodes meet
+  NNODES=2                        number of nodes
+  JOIN_TIMEOUT=300                seconds in which all of them have to come
+and for each:
+  NODE_RANK                       0 (launch_node0.sh), 1 (launch_node1.sh) ... NNODES - 1
+  GPUS_PER_NODE=8                 processes, one a GPU, or CPU processes where there is none
+  NCCL_SOCKET_IFNAME=enp26s0np0   interface towards the others, for gloo too
+Arguments go to train_fsdp.py:
+
+HELP
         set -- --help
     fi
 done
@@ -25,9 +37,8 @@ elif [[ -n ${CONDA_PREFIX:-} ]]; then python=$CONDA_PREFIX/bin/python
 elif [[ -x $here/.venv/bin/python ]]; then python=$here/.venv/bin/python
 else python=python3; fi
 
-if [[ ${1:-} == --help ]]; then exec "$python" "$here/train_fsdp.py" --help; fi
 if [[ $NODE_RANK == 0 ]]; then role=MASTER; else role=WORKER; fi
-cat <<BANNER
+[[ ${1:-} == --help ]] || cat <<BANNER
 ========================================
 Launching $role NODE (Node $NODE_RANK)
 Master: $MASTER_ADDR:$MASTER_PORT
@@ -45,6 +56,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' > /dev/null
 environment of requirements.txt" >&2
     exit 2
 fi
+if [[ ${1:-} == --help ]]; then exec "$python" "$here/train_fsdp.py" --help; fi
 
 # Processes of this launch leave here what the script and each other should know: see files of distTest/torchrun.py.
 if ! SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX); then
@@ -107,7 +119,7 @@ if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
 elif [[ -n $signalled ]]; then
     code=1 line="ended by SIG$signalled before the first step, with nothing to save - run the same command again"
 elif (( code > 128 )); then
-    line="torchrun of $node was ended by SIG$(kill -l $((code - 128)))${place:+ and its processes with it: $place} - \
+    line="torchrun of $node was ended by SIG$(kill -l $code)${place:+ and its processes with it: $place} - \
 $SHARDTUNE_AGAIN"
     code=1
 else

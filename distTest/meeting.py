@@ -138,7 +138,9 @@ class Meeting:
         me, nodes = self.members[0].name, len(self.members)
         is_forgotten = nodes == 1 and late.nodes not in (None, 1)
         if is_forgotten:
-            problem = f"NNODES is 1 on {me} and {late.nodes} on {late.name} - start every node with the same NNODES"
+            problem = (
+                f"NNODES is {nodes} on {me} and {late.nodes} on {late.name} - start every node with the same NNODES"
+            )
         elif late.nodes == nodes and late.node is not None and late.node < nodes:
             known = self.members[late.node]
             problem = (

@@ -19,6 +19,7 @@ from distTest.settings import Settings
 
 _CONNECT_TIMEOUT_S = 5.0
 _MESSAGE_TIMEOUT_S = 5.0
+_SILENT, _CUT_OFF = f"hears nothing for {_MESSAGE_TIMEOUT_S:.0f} s", "is cut off"
 _SMALL_BYTES = 64
 _LARGE_BYTES = 4 << 20
 _AT_ONCE = 16
@@ -51,11 +52,10 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
                     "the way between them carries - set one that every interface and switch takes (ip link set dev "
                     "INTERFACE mtu N)"
                 )
-            if trouble == "silent":
+            if trouble in (_SILENT, _CUT_OFF):
                 return (
-                    f"{me} connects to {other} at port {port} of {ip} and hears nothing for "
-                    f"{_MESSAGE_TIMEOUT_S:.0f} s: its preflight is stopped, its machine hangs, or another answers for "
-                    "it - look there"
+                    f"{me} connects to {other} at port {port} of {ip} and {trouble}: its preflight is stopped, its "
+                    "machine hangs, or another answers for it - look there, and for a firewall or proxy on the way"
                 )
             if trouble in _WITHOUT_A_WAY:
                 return (
@@ -75,8 +75,7 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
 
 
 def _try(ip: str, port: int) -> str | None:
-    """What keeps a small and then a large message from passing both ways; `large` if it is only the latter, `silent`
-    if there is no answer at all."""
+    """What keeps a small and then a large message from passing both ways; `large` if only the latter does not come."""
     try:
         connection = socket.create_connection((ip, port), _CONNECT_TIMEOUT_S)
     except OSError as error:
@@ -87,8 +86,10 @@ def _try(ip: str, port: int) -> str | None:
             for size in (_SMALL_BYTES, _LARGE_BYTES):
                 _send_and_receive(connection, size, first=_send)
                 passed = size
+        except ConnectionError:
+            return _CUT_OFF
         except OSError as error:
-            return "large" if passed else (error.strerror or "silent")
+            return "large" if passed else (error.strerror or _SILENT)
     return None
 
 
@@ -118,7 +119,9 @@ def _receive(connection: socket.socket, size: int) -> None:
     deadline = time.monotonic() + _MESSAGE_TIMEOUT_S
     while size > 0:
         received = connection.recv(min(size, 1 << 20))
-        if not received or time.monotonic() > deadline:
+        if not received:
+            raise ConnectionAbortedError
+        if time.monotonic() > deadline:
             raise TimeoutError
         size -= len(received)
 

@@ -128,11 +128,6 @@ class Reception:
                 f"NNODES is {self._me.nodes} on {self._me.name} and {new.nodes} on {new.name} - "
                 "start every node with the same NNODES"
             )
-        elif new.node is not None and self._me.nodes is not None and new.node >= self._me.nodes and not problems:
-            problems.append(
-                f"NODE_RANK is {new.node} on {new.host} and NNODES is {self._me.nodes} - node ranks run from 0 to "
-                "NNODES - 1"
-            )
         problems += [
             f"two nodes call themselves node {new.node}: {other.host} ({other.address}) and {new.host} ({new.address}) "
             "- give each its own NODE_RANK (launch_node0.sh sets 0, launch_node1.sh 1)"

@@ -103,8 +103,10 @@ def _number(values: Mapping[str, str], name: str, problems: list[str]) -> int | 
 def _node_rank(values: Mapping[str, str], nodes: int | None, problems: list[str]) -> int | None:
     rank = int(values["NODE_RANK"]) if re.fullmatch(r"0|[1-9][0-9]{0,8}", values["NODE_RANK"]) else None
     if rank is None or (nodes is not None and rank >= nodes):
-        asked = f"NODE_RANK is '{values['NODE_RANK']}' and NNODES '{values['NNODES']}'"
-        problems.append(f"{asked} - node ranks run from 0 to NNODES - 1")
+        problems.append(
+            f"NODE_RANK is '{values['NODE_RANK']}' and NNODES '{values['NNODES']}' - node ranks run from 0 to "
+            "NNODES - 1"
+        )
     return rank
 
 

@@ -79,11 +79,12 @@ def main(folder: Path, launcher: int) -> int:
 
 def _note_end(folder: Path) -> None:
     """Leave for the other ranks how one has ended; torchrun will hear of it, and tells nobody."""
-    with contextlib.suppress(OSError):
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if ended is not None and ended.si_status != 0:
-            with (folder / "ends").open("a", encoding="utf-8") as ends:
-                ends.write(f"{ended.si_pid} {ended.si_code} {ended.si_status}\n")
+    for child in psutil.Process().children():  # several ends may be one signal
+        with contextlib.suppress(OSError):
+            ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if ended is not None and ended.si_status != 0:
+                with (folder / "ends").open("a", encoding="utf-8") as ends:
+                    ends.write(f"{ended.si_pid} {ended.si_code} {ended.si_status}\n")
 
 
 def _has_spoken(folder: Path, failure: ProcessFailure) -> bool:

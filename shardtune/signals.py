@@ -64,13 +64,13 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.received is None:
-            by = "the end of its launch script" if _launcher_has_ended() else name
+            by = "the end of its launch script" if launcher_has_ended() else name
             self.received, self._received_s = f"{by} on {socket.gethostname()}", time.monotonic()
         elif time.monotonic() - self._received_s > _SAME_REQUEST_S:
             raise Ended(f"ended by a second signal, {name}, without a save - {AGAIN}", code=1)
 
 
-def _launcher_has_ended() -> bool:
+def launcher_has_ended() -> bool:
     """Whether the launch script was killed: torchrun, which ends with it, has another parent then."""
     launcher, torchrun = os.environ.get(LAUNCHER_PID), os.environ.get(TORCHRUN_PID)
     with contextlib.suppress(psutil.NoSuchProcess):

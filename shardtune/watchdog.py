@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from .errors import AGAIN
 from .progress import STEP_PHASES, Progress
+from .signals import launcher_has_ended
 
 _TICK_S = 1.0
 # Steps before the first has ended wait for whatever a rank sets up: compilation, slow disks, a first evaluation.
@@ -35,6 +36,7 @@ FIRST_STEP_TIMEOUT_S = 1800
 _SILENT_S = 40  # a heartbeat, or the store, that stands still so long is taken for lost
 _SILENT_AFTER_ERROR_S = 6  # once a collective failed, somebody is gone
 _BLAME_S = 15  # for the watchdog of any rank to say who, before a rank takes its own failed collective for the cause
+_END_NOTED_S = 0.5  # for the launch script's torchrun to note how a process ended
 _LEAVE_S = 4  # for the others to hear of a failure, before the store may end with node 0
 _END_S = 15  # for a process that has failed to end by itself
 _UNWATCHABLE = -1
@@ -312,14 +314,15 @@ class Watchdog:
             self._failure = failure
         if self._main_ends.is_set():
             return
+        is_left = leave_last_word(failure.code, failure.line)
         with contextlib.suppress(OSError):
             if self.me.rank in failure.blamed:
                 stack = traceback.format_stack(self._progress.frame())
                 print(f"{self.me} is here:\n{''.join(stack)}", file=sys.stderr, flush=True)
             if self.speaks(failure):
                 self._has_spoken = True  # a signal may yet end the main thread, which would speak too
-                print(f"ERROR: {failure.line}", file=sys.stderr, flush=True)
-        tell_launcher("outcome", f"{failure.code}\n{failure.line}\n")
+                if not is_left:
+                    print(f"ERROR: {failure.line}", file=sys.stderr, flush=True)
         if store_answers:
             with contextlib.suppress(RuntimeError):
                 _leave(self._channel, self._peers, self.me, _LEAVE_S)
@@ -354,12 +357,15 @@ def _handle(peer: Peer) -> int | None:
 
 def _end_of(peer: Peer) -> tuple[str, str]:
     """How a process ended, as far as the launch script's torchrun has left it, and what to do."""
-    with contextlib.suppress(KeyError, OSError, ValueError):  # a signal without a name, a line that is not whole
-        for line in Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "ends").read_text(encoding="utf-8").splitlines():
-            pid, kind, status = map(int, line.split())
-            if pid == peer.pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):
-                how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
-                return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
+    deadline = time.monotonic() + _END_NOTED_S * ("SHARDTUNE_LAUNCH_DIR" in os.environ)
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):  # a signal without a name, a line that is not whole
+            for line in Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "ends").read_text(encoding="utf-8").splitlines():
+                pid, kind, status = map(int, line.split())
+                if pid == peer.pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):
+                    how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
+                    return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
+        time.sleep(0.05)
     return "ended without a word", f"most often killed for memory, see the kernel's log there; {AGAIN}"
 
 
@@ -380,6 +386,15 @@ def _work_s() -> float:
         moved = sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
         return (usage.ru_utime + usage.ru_stime) / _WORKING_CPUS + moved / _WORKING_BYTES_PER_S
     return time.monotonic() * 2  # who cannot be measured is taken for working
+
+
+def leave_last_word(code: int, line: str) -> bool:
+    """Whether the launch script says this line, when all processes have ended: so it stands last, and once."""
+    tell_launcher("outcome", f"{code}\n{line}\n")
+    with contextlib.suppress(KeyError, OSError):
+        outcome = Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "outcome").read_text(encoding="utf-8")
+        return outcome.splitlines()[:2] == [str(code), line] and not launcher_has_ended()
+    return False
 
 
 def tell_launcher(file_name: str, text: str) -> None:

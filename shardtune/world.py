@@ -29,7 +29,7 @@ from .config import DistributedConfig
 from .errors import AGAIN, Ended, Interrupted, OutOfMemory, Refused, Stopped
 from .progress import Progress
 from .signals import end_on_signal, end_with_torchrun, ignore_signals
-from .watchdog import FIRST_STEP_TIMEOUT_S, Peer, Watchdog, tell_launcher
+from .watchdog import FIRST_STEP_TIMEOUT_S, Peer, Watchdog, leave_last_word, tell_launcher
 
 T = TypeVar("T")
 
@@ -419,8 +419,8 @@ def run(main: Callable[[], None]) -> None:
         time.sleep(_FIRST_RANK_SPEAKS_S)
     if code == 2:
         _tell_the_others(lines)
-    if lines:
-        tell_launcher("outcome", f"{code}\n{lines[-1]}\n")
+    if lines and leave_last_word(code, lines[-1]):
+        lines.pop()
     with contextlib.suppress(OSError):  # `tee` may have ended before
         for line in lines:
             print(f"ERROR: {line}", file=sys.stderr, flush=True)

@@ -127,12 +127,27 @@ def interface_elsewhere(at: int) -> Prepare:
     return prepare
 
 
+def address_nobody_reaches(master: Machine, worker: Machine) -> None:
+    """The worker's interface has another address too, from which there is no way back, and names it first."""
+    node = worker.node
+    node.ip("address", "flush", "dev", node.interface)
+    node.ip("address", "add", "192.168.77.51/24", "dev", node.interface)
+    node.ip("address", "add", "10.11.7.51/32", "dev", node.interface)
+    node.ip("route", "add", "10.11.7.0/24", "dev", node.interface, "src", "10.11.7.51")
+
+
 def setting(at: int, **settings: str) -> Prepare:
     return lambda *machines: machines[at].settings.update(settings)
 
 
 def argument(text: str) -> Prepare:
     return lambda master, worker: worker.arguments.append(text)
+
+
+def sizes_that_do_not_fit(master: Machine, worker: Machine) -> None:
+    master.settings["GPUS_PER_NODE"] = "2"
+    for machine in (master, worker):
+        machine.arguments.append("parallel.replicate=2")
 
 
 def two_masters(master: Machine, worker: Machine) -> None:
@@ -260,6 +275,11 @@ FAULTS = [
         is_quick=True,
     ),
     Fault(
+        "an address that node 0 does not reach",
+        address_nobody_reaches,
+        "node 0 (node0) cannot reach node 1 (node1) at 192.168.77.51 (Network is unreachable), though it",
+    ),
+    Fault(
         "no such interface",
         setting(1, NCCL_SOCKET_IFNAME="eth7"),
         "name one of lo (127.0.0.1), enp26s0np0 (10.11.7.51)",
@@ -277,6 +297,11 @@ FAULTS = [
     Fault("other nnodes", setting(1, NNODES="3"), "NNODES is 2 on node 0 (node0) and 3 on node 1 (node1)"),
     Fault("a rank that is no number", setting(1, NODE_RANK="one"), "NODE_RANK is 'one'"),
     Fault("a number that is none", setting(1, GPUS_PER_NODE="eight"), "GPUS_PER_NODE is 'eight'"),
+    Fault(
+        "different GPU counts against the configuration",
+        sizes_that_do_not_fit,
+        "the world size is 3 (2 + 1 processes on node 0 (node0), node 1 (node1)), which parallel.replicate=2 does not",
+    ),
     Fault("a name of loopback", loopback_name, "'localhost', which is 127.0.0.1 here: a loopback address"),
     Fault("port taken", port_taken, "port 29600 of node 0 (node0) is taken by process", is_quick=True),
     Fault("master never comes", master_never_comes, "", "no node 0 came to 10.11.7.50:29600 within 4 s"),

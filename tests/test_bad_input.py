@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 from conftest import chats, launch, write_jsonl
+from documented import require_documented
 from ranks import on_ranks, run_script, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+
+from shardtune import world
+from shardtune.errors import Refused
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -281,6 +285,7 @@ NOBODY = {
     ],
 )
 def test_a_bad_command(environment: dict[str, str], arguments: list[str], named: str, folder: Path) -> None:
+    is_of_launcher = environment.keys() & {"RANK", "CUDA_VISIBLE_DEVICES"}
     arguments = arguments if arguments[:1] == ["--config"] else ["--config", "config.yaml", *arguments]
     started = time.monotonic()
     done = on_ranks(1, run_in_environment, environment, arguments, cwd=folder)
@@ -288,6 +293,17 @@ def test_a_bad_command(environment: dict[str, str], arguments: list[str], named:
     assert time.monotonic() - started < 15
     last = done.stderr.splitlines()[-1]
     assert re.fullmatch(r"ERROR: .+ - .+", last) and named in last and done.stderr.count("ERROR: ") == 1
+    if is_of_launcher:
+        require_documented("running", last)
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(Refused) as refused:
+        vars(world)["_device_and_backend"]("auto", 1)
+    assert str(refused.value).startswith("local rank 1 has no GPU, this node has 1 - ")
+    require_documented("running", f"ERROR: {refused.value}")
 
 
 def test_an_option_may_stand_between_assignments(folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documented import require_documented
 
 from distTest import compare, facts, ranks
 
@@ -48,8 +49,12 @@ FACTS: dict[str, Any] = {
         ),
         ({"device": "CPU", "gpus": [], "driver": ""}, "GPUs on node 0 (a) and CPUs on node 1 (b)"),
         (
-            {"processes": 4},
+            {"processes": 4, "config": {"parallel.replicate": 8, "parallel.expert": 1}},
             "12 (8 + 4 processes on node 0 (a), node 1 (b)), which parallel.replicate=8 does not divide",
+        ),
+        (
+            {"processes": 4, "config": {"parallel.replicate": 2, "parallel.expert": 4}},
+            "12 (8 + 4 processes on node 0 (a), node 1 (b)), and parallel.expert=4 does not divide 12 / 2 (parallel.",
         ),
         (
             {"config": {"parallel.replicate": 1, "parallel.expert": 1, "new": None}},
@@ -61,10 +66,19 @@ FACTS: dict[str, Any] = {
 def test_facts_that_are_refused(different: dict[str, Any], words: str) -> None:
     facts = [FACTS, FACTS | different]
     if "processes" in different:
-        facts = [fact | {"config": {"parallel.replicate": 8, "parallel.expert": 1}} for fact in facts]
+        facts[0] = FACTS | {"config": different["config"]}
     names = ["node 0 (a)", "node 1 (b)"]
     problems = compare.problems_of_files(facts, names) + compare.problems_of_machines(facts, names)
     assert [words in problem for problem in problems] == [True] * bool(different)
+    for problem in problems:
+        require_documented("preflight", f"ERROR: {problem}")
+
+
+def test_the_first_differences_are_said_last() -> None:
+    code = {f"shardtune/{number:02}.py": "a digest" for number in range(14)}
+    problems = compare.problems_of_files([FACTS, FACTS | {"code": code}], ["node 0 (a)", "node 1 (b)"])
+    assert problems[0].startswith("4 more differences in code - ") and len(problems) == 11
+    require_documented("preflight", f"ERROR: {problems[0]}")
 
 
 @pytest.mark.parametrize(

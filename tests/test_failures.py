@@ -7,10 +7,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from ranks import on_ranks, run_script
 from test_launch import children, environment
 
 from distTest import namespaces
+from distTest import torchrun as torchrun_of_launch
 from shardtune import loss, model, watchdog
 from shardtune.errors import AGAIN
 
@@ -126,10 +129,12 @@ class Nodes:
             for script in self.scripts:
                 script.poll()
             time.sleep(0.2)
-        return [
-            (script.wait(10), log.read_text(encoding="utf-8").splitlines()[-1])
-            for script, log in zip(self.scripts, self.logs, strict=True)
+        ended = [
+            (script.wait(10), text.splitlines()[-1]) for script, text in zip(self.scripts, self.texts(), strict=True)
         ]
+        for (code, last), text in zip(ended, self.texts(), strict=True):
+            assert code < 0 or text.count(last) == 1, text  # a killed script leaves the last word to the ranks
+        return ended
 
     def texts(self) -> list[str]:
         return [log.read_text(encoding="utf-8") for log in self.logs]
@@ -272,8 +277,27 @@ def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
             require_documented("running", last)
 
 
+def test_how_a_process_ended_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is seen before torchrun, which hears of several at once, has noted how."""
+    monkeypatch.setenv("SHARDTUNE_LAUNCH_DIR", str(tmp_path))
+    ended = [subprocess.Popen(["sh", "-c", f"exit {code}"]) for code in (3, 4)]
+    peers = [watchdog.Peer(rank, 0, HOST, process.pid) for rank, process in enumerate(ended)]
+    handles = [os.pidfd_open(process.pid) for process in ended]
+    for handle in handles:
+        select.select([handle], [], [])
+        os.close(handle)
+    noting = threading.Timer(0.1, vars(torchrun_of_launch)["_note_end"], [tmp_path])
+    noting.start()
+    hows = [vars(watchdog)["_end_of"](peer)[0] for peer in peers]
+    noting.join()
+    for process in ended:
+        process.wait()
+    assert hows == ["ended with code 3", "ended with code 4"]
+
+
 KILLED = r"rank 3 on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"
 CRASHED = r"rank 3 on {host}: ended by SIGSEGV, last seen in step \d \(.+\) - see what it said above .*"
+ENDED = r"rank 3 on {host}: ended with code 7, last seen in step \d \(.+\) - see what it said above .*"
 STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(.+\) - its process is stopped or .*"
 
 
@@ -294,6 +318,7 @@ STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(
             marks=pytest.mark.full,
         ),
         pytest.param(DATA, "os._exit(0)", KILLED, marks=pytest.mark.full),
+        pytest.param(DATA, "os._exit(7)", ENDED, marks=pytest.mark.full),
         pytest.param(DATA, "os.kill(os.getpid(), signal.SIGSEGV)", CRASHED, marks=pytest.mark.full),
         pytest.param(DATA, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED, marks=pytest.mark.full),
     ],
@@ -309,16 +334,25 @@ def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: st
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("effect", "how"), [("os._exit(0)", "without a word"), ("os.kill(os.getpid(), signal.SIGSEGV)", "by SIGSEGV")]
+    ("effect", "said"),
+    [
+        ("os._exit(0)", r"ended without a word: rank 1 on {host}, last seen in step \d+ .*"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", r"ended by SIGSEGV: rank 1 on {host}, last seen in step \d+ .*"),
+        (
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            r"rank 1 on {host}, last seen in step \d+ .*: no sign of life for \d+ s, its process was stopped .*",
+        ),
+    ],
 )
-def test_a_rank_alone_on_its_node(effect: str, how: str, folder: Path) -> None:
+def test_a_rank_alone_on_its_node(effect: str, said: str, folder: Path) -> None:
     """torchrun sees nothing wrong in one that ends with 0."""
     with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, 1, DATA, effect)) as nodes:
         nodes.wait_for_step(4)
         (code0, last0), (code1, last1) = nodes.end()
     assert (code0, code1) == (1, 1), nodes.texts()
     assert re.fullmatch(rf"ERROR: rank 1 on {HOST}: no sign of life .*", last0), last0
-    assert re.fullmatch(rf"ERROR: ended {how}: rank 1 on {HOST}, last seen in step \d+ .*", last1), last1
+    assert re.fullmatch(f"ERROR: {said.format(host=HOST)}", last1), last1
+    require_documented("running", last1)
 
 
 @pytest.mark.full
@@ -361,20 +395,28 @@ def dawdle(wait: Callable[[], object], arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def hang_in_the_first_step(arguments: list[str]) -> None:
+def hang_in_the_first_step(rank: str, arguments: list[str]) -> None:
     vars(watchdog)["FIRST_STEP_TIMEOUT_S"] = 4
-    if os.environ["RANK"] == "1":
+    if rank in ("all", os.environ["RANK"]):
         vars(loss)["summed_loss"] = lambda *_: hang()
     run_script(arguments)
 
 
-def test_a_rank_that_is_stuck_in_the_first_step(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        ("1", r"rank 1 on {host}: did not arrive within 4 s \(at hang, .+\), in step 1 \(forward and backward\) - "),
+        pytest.param(
+            "all", r"rank \d on {host}: nothing moved for 4 s, with no rank behind the others, ", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_rank_that_is_stuck_in_the_first_step(rank: str, said: str, folder: Path) -> None:
     arguments = ["--config", "config.yaml", "distributed.step_timeout_s=1", "eval.baseline=false"]
-    done = on_ranks(2, hang_in_the_first_step, arguments, cwd=folder, grace_s=10)
-    said = (
-        rf"^ERROR: rank 1 on {HOST}: did not arrive within 4 s \(at hang, .+\), in step 1 \(forward and backward\) - "
-    )
-    assert done.returncode == 1 and re.search(said, done.stderr, re.MULTILINE), done.stderr
+    done = on_ranks(2, hang_in_the_first_step, rank, arguments, cwd=folder, grace_s=10)
+    (line,) = re.findall("^ERROR: .*", done.stderr, re.MULTILINE)
+    assert done.returncode == 1 and re.match(f"ERROR: {said.format(host=HOST)}", line), done.stderr
+    require_documented("running", line)
 
 
 def hang() -> None:

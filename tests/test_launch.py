@@ -17,6 +17,8 @@ import pytest
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 from documented import require_documented
 
+from distTest.settings import DEFAULTS
+
 BANNER = """========================================
 Launching {role} NODE (Node {node})
 Master: 127.0.0.1:{port}
@@ -137,6 +139,7 @@ def test_a_refusal_ends_both_nodes_with_its_code(folder: Path) -> None:
         assert "Training Configuration:" in output
         assert re.search(r"^ERROR: .*train.jsonl:1: has no field", errors, re.MULTILINE)
         assert re.fullmatch(r"ERROR: data.eval: 1 of 1 record broken - .*", errors.splitlines()[-1])
+        assert errors.count("ERROR: data.eval: 1 of 1 record broken - ") == 1
 
 
 def children(pid: int) -> list[int]:
@@ -199,10 +202,24 @@ def test_a_launch_that_is_ended_while_it_waits(number: signal.Signals, folder: P
     else:
         line = f"ERROR: ended by {number.name} during the preflight - run the same command again\n"
         assert (code, errors) == (1, line)
+        require_documented("preflight", line.strip())
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{process}").exists() for process in (preflight, *helpers)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_preflight_that_is_killed(folder: Path) -> None:
+    node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port())
+    assert node.stdout is not None
+    while "waiting for node 1 of 2" not in node.stdout.readline():
+        assert node.poll() is None
+    (preflight,) = children(node.pid)
+    os.kill(preflight, signal.SIGKILL)
+    code, _, errors = end(node)
+    last = errors.splitlines()[-1]
+    assert code == 1 and last.startswith("ERROR: the preflight ended without a word (code 137) - ")
+    require_documented("preflight", last)
 
 
 def refused(cwd: Path, **settings: str) -> list[str]:
@@ -226,6 +243,11 @@ def test_bad_settings_are_refused_together(folder: Path) -> None:
 def test_help(folder: Path) -> None:
     code, output, errors = end(start("launch_node1.sh", "--help", cwd=folder))
     assert (code, errors) == (0, "") and "usage: " in output and "Launching" not in output
+    contract = {**DEFAULTS, "JOIN_TIMEOUT": "300"}
+    said = dict(re.findall(r"^  ([A-Z_]+)(?:=(\S+))?  ", output, re.MULTILINE))
+    assert said == contract | {"NODE_RANK": ""}
+    code, output, errors = end(start("launch_node1.sh", "-h", cwd=folder, VIRTUAL_ENV=str(folder / "gone")))
+    assert code == 2 and "MASTER_ADDR=" in output and errors.startswith("ERROR: there is no ")
 
 
 def test_an_interface_that_this_node_lacks(folder: Path) -> None:
@@ -240,6 +262,7 @@ def test_no_room_for_temporary_files(folder: Path) -> None:
     code, _, errors = end(start("launch_node0.sh", cwd=folder, TMPDIR=str(folder / "nowhere")))
     line = f"ERROR: no temporary folder can be made in {folder}/nowhere - make room there, or set TMPDIR"
     assert code == 2 and errors.splitlines()[-1] == line
+    require_documented("preflight", line)
 
 
 @pytest.mark.parametrize("name", ["VIRTUAL_ENV", "CONDA_PREFIX"])
@@ -248,6 +271,7 @@ def test_an_environment_that_is_gone(name: str, folder: Path) -> None:
     code, output, errors = end(start("launch_node1.sh", cwd=folder, **gone))
     assert code == 2 and output.count("\n") == 6
     assert errors.startswith(f"ERROR: there is no {folder}/gone/bin/python - ") and errors.count("\n") == 1
+    require_documented("preflight", errors.strip())
 
 
 def test_a_python_that_is_too_old(folder: Path) -> None:
@@ -256,6 +280,7 @@ def test_a_python_that_is_too_old(folder: Path) -> None:
     code, output, errors = end(start("launch_node1.sh", cwd=folder, VIRTUAL_ENV=str(folder)))
     assert code == 2 and output.count("\n") == 6
     assert re.fullmatch(rf"ERROR: {old} is older than Python 3\.11, .+ - activate .+\n", errors)
+    require_documented("preflight", errors.strip())
 
 
 def a_python(path: Path, name: str) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import launch, read_metrics, write_jsonl
+from documented import require_documented
 from plain_training import (
     Trained,
     assert_same_weights,
@@ -147,6 +148,7 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(sharp: dict[str, Path
     refused = train(2, *given, cwd=tmp_path)
     assert refused.returncode == 2
     assert "parallel.replicate=3 does not divide the 2 ranks - " in refused.stderr.splitlines()[-1]
+    require_documented("running", refused.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])

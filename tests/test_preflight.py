@@ -191,7 +191,9 @@ def test_a_path_that_may_not_be_looked_at(inputs: Callable[[str], Path], monkeyp
     monkeypatch.chdir(folder)
     monkeypatch.setattr(Path, "exists", refuse)
     found = read_settings({"NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}, ["--config", "config.yaml"])
-    assert any(problem.startswith("private/train.jsonl: Permission denied - ") for problem in found.problems)
+    (problem,) = [problem for problem in found.problems if "private" in problem]
+    assert problem.startswith("private/train.jsonl: Permission denied - ")
+    require_documented("preflight", f"ERROR: {problem}")
 
 
 def test_a_node_that_leaves_and_two_of_one_rank(inputs: Callable[[str], Path]) -> None:
@@ -248,6 +250,7 @@ def test_a_node_0_that_is_stopped_while_others_wait(inputs: Callable[[str], Path
     nodes[0].kill()
     ended(nodes[0])
     assert code == 2 and re.match(r"ERROR: node 0 \(.+\) has said nothing for 20 s, ", errors.splitlines()[-1]), errors
+    require_documented("preflight", errors.splitlines()[-1])
 
 
 @pytest.mark.full
@@ -327,3 +330,4 @@ def test_a_python_without_the_packages(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert re.fullmatch(r"ERROR: \S+/empty/bin/python has no torch, .*, yaml - activate .*\n", done.stderr)
+    require_documented("preflight", done.stderr.strip())

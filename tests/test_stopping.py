@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY, a_free_port, chats, launch, read_metrics, write_jsonl
+from documented import require_documented
 from faults import Fault, gets, run_with
 from ranks import on_nodes, on_ranks, run_script
 from safetensors.torch import load_file, save_file
@@ -193,6 +194,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path: Path,
     assert process.wait(timeout=25) == 1  # torchrun would need 30 s to kill a process that does not hear
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
     assert last.startswith("ERROR: ended by SIGINT before the first step")
+    require_documented("running", last)
 
 
 def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path: Path, models: dict[str, Path]) -> None:
@@ -321,6 +323,7 @@ def test_what_resumes_after_a_signal_is_said(
     line = f"ERROR: stopped by {number.name} on {platform.node()} after saving step {step} - "
     line += f"run the same command again{how} to resume\n"
     assert done.returncode == 75 and done.stderr.endswith(line), done.stderr
+    require_documented("running", line.strip())
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
 
@@ -338,6 +341,7 @@ def test_a_second_request_does_not_wait_for_the_save(tmp_path: Path, models: dic
     done = forked(tmp_path, f"model.path={models['llama']}", faults=[asked, asked_again], ranks=1)
     line = f"ERROR: ended by a second signal, SIGTERM, without a save - {AGAIN}\n"
     assert done.returncode == 1 and done.stderr.endswith(line), done.stderr
+    require_documented("running", line.strip())
     assert [path.parent.name for path in tmp_path.glob("run/checkpoints/*/COMPLETE")] == ["checkpoint_0000001"]
 
 

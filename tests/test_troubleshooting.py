@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import os
 import re
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,43 @@ def test_what_torch_says(part: str, tmp_path: Path) -> None:
 
 def test_every_message_of_torch_has_a_test() -> None:
     assert len(QUOTES["torch"]) == len(TORCH)
+
+
+def said_by_python(file: Path) -> Iterator[str]:
+    """Of each literal `<what> - <what to do>` of a module `<what>`, and what it calls `what`; NUL for what varies."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    parts = [part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values]
+    named = [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "what"]
+    for node in nodes:
+        text = ""
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and node not in parts + docstrings:
+            text = str(node.value)
+        what, dash, _ = text.partition(" - ")
+        if what.strip() and (dash or node in named):
+            yield what.splitlines()[-1]
+
+
+def said_by_bash(file: Path) -> Iterator[str]:
+    script = file.read_text(encoding="utf-8").replace("\\\n", "")
+    for text in re.findall(r"""(?:ERROR: |line=["'])([^"]*) - """, script):
+        yield re.sub(r"\$\{[^}]*\}|\$\([^)]*\)|\$\w+", "\0", text)
+
+
+def test_every_message_of_ours_is_quoted() -> None:
+    """What a launch can end with, as its source has it: the parts of it that do not vary stand in a quote, in order."""
+    rehearsal = ("rehearse", "terminals", "namespaces", "tiny", "demo_reduce")
+    modules = [file for file in (REPOSITORY / "distTest").glob("*.py") if file.stem not in rehearsal]
+    modules += [REPOSITORY / "shardtune" / name for name in ("watchdog.py", "world.py", "signals.py")]
+    said = [text for file in modules for text in said_by_python(file)]
+    said += said_by_bash(REPOSITORY / "distTest/launch.sh")
+    assert len(said) > 60
+    quotes = [quote for kind in ("preflight", "running") for quote in QUOTES[kind]]
+    for text in said:
+        fixed = ".*".join(map(re.escape, re.sub("^(ERROR: |\0: )", "", text).split("\0")))
+        assert any(re.search(fixed, quote) for quote in quotes), text.replace("\0", "<...>")
 
 
 @pytest.mark.full
