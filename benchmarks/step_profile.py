@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+"""train_fsdp.py, whose last step says where its time goes, by kind of operation, in one line of JSON on its output.
+
+python benchmarks/step_profile.py [arguments of train_fsdp.py]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torch.profiler import ProfilerActivity, profile
+
+import train_fsdp
+from shardtune.world import run
+
+LABEL = "Seconds of a step by operation: "
+KINDS = {
+    "matrix products": ("mm", "addmm", "addmm_", "bmm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "copies, casts and fills": ("copy_", "cat", "fill_", "zero_", "index", "index_select", "index_add_", "slice_scatter"),
+    "optimizer and gradient norm": ("_fused_adamw_", "linalg_vector_norm", "_foreach_mul_"),
+}
+OTHERS = "normalisation, activations and other element-wise operations"
+HOST = "Python and dispatch"
+
+
+def main() -> None:
+    train_step = train_fsdp.train_step
+
+    def profiled(job: Any, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            done = train_step(job, *arguments)
+        seconds = time.perf_counter() - started
+        print(LABEL + json.dumps(by_kind(profiler, seconds)), flush=True)
+        return done
+
+    train_fsdp.train_step = profiled
+    train_fsdp.main()
+
+
+def by_kind(profiler: profile, seconds: float) -> dict[str, float]:
+    """The time within the operations themselves, and what is left of the step as the host's."""
+    kind_of = {f"aten::{name}": kind for kind, names in KINDS.items() for name in names}
+    found: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        kind = kind_of.get(event.key, OTHERS if event.key.startswith("aten::") else HOST)
+        found[kind] += event.self_cpu_time_total / 1e6
+    found[HOST] = seconds - sum(value for kind, value in found.items() if kind != HOST)
+    return dict(found.most_common())
+
+
+if __name__ == "__main__":
+    run(main)
