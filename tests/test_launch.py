@@ -9,13 +9,13 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 from documented import require_documented
+from launches import children, end, environment, start
 
 BANNER = """========================================
 Launching {role} NODE (Node {node})
@@ -44,33 +44,6 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
         encoding="utf-8",
     )
     return tmp_path
-
-
-def environment(**settings: str) -> dict[str, str]:
-    """This one's, without what would choose another Python; everything goes to and from 127.0.0.1."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "NODE_RANK", "JOIN_TIMEOUT")
-    }
-    inherited["VIRTUAL_ENV"] = sys.prefix
-    return inherited | {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "1"} | settings
-
-
-def start(script: Path | str, *arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(REPOSITORY / script), *arguments],
-        cwd=cwd,
-        env=environment(**settings),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = node.communicate(timeout=240)
-    return node.returncode, output, errors
 
 
 def test_one_node(folder: Path) -> None:
@@ -137,10 +110,6 @@ def test_a_refusal_ends_both_nodes_with_its_code(folder: Path) -> None:
         assert "Training Configuration:" in output
         assert re.search(r"^ERROR: .*train.jsonl:1: has no field", errors, re.MULTILINE)
         assert re.fullmatch(r"ERROR: data.eval: 1 of 1 record broken - .*", errors.splitlines()[-1])
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
 def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:

@@ -20,10 +20,9 @@ import pytest
 import torch
 from conftest import REPOSITORY, a_free_port, chats, launch, read_metrics, write_jsonl
 from faults import Fault, gets, run_with
+from launches import break_rank, descendants, end, environment, start
 from ranks import on_nodes, on_ranks, run_script
 from safetensors.torch import load_file, save_file
-from test_failures import break_rank, descendants
-from test_launch import end, environment, start
 
 from shardtune import signals
 from shardtune.errors import AGAIN, Ended
