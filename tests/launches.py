@@ -73,7 +73,7 @@ def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 class Nodes:
-    """Two nodes with two ranks each. `logs` are what `tee` would have written."""
+    """Two nodes, with two ranks each if nothing else is set. `logs` are what `tee` would have written."""
 
     def __init__(self, folder: Path, *arguments: str, prefixes: Prefixes = ([], []), **settings: str) -> None:
         self._folder, port = folder, a_free_port()
@@ -154,9 +154,9 @@ def two_nodes(folder: Path, *arguments: str, prefixes: Prefixes = ([], []), **se
             script.wait()
 
 
-def resumes(folder: Path) -> None:
+def resumes(folder: Path, **settings: str) -> None:
     step = read_metrics(folder / "run", "step")[-1]["step"] + 3
-    with two_nodes(folder, f"train.max_steps={step}") as nodes:
+    with two_nodes(folder, f"train.max_steps={step}", **settings) as nodes:
         nodes.remember()
         for script in nodes.scripts:
             assert script.wait(240) == 0, nodes.texts()

@@ -170,21 +170,24 @@ def test_a_rank_that_is_stopped_before_the_first_step(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "where", "phase", "at"),
+    ("rank", "ranks_per_node", "where", "phase", "at"),
     [
-        (1, DATA, "data", "build_batch"),
-        pytest.param(2, FORWARD, "forward and backward", "summed_loss", marks=pytest.mark.full),
+        (1, 1, DATA, "data", "build_batch"),
+        pytest.param(1, 2, DATA, "data", "build_batch", marks=pytest.mark.full),
+        pytest.param(2, 2, FORWARD, "forward and backward", "summed_loss", marks=pytest.mark.full),
     ],
 )
-def test_a_rank_that_does_not_arrive(rank: int, where: tuple[str, str], phase: str, at: str, folder: Path) -> None:
-    fault = break_rank(folder, rank, where, "time.sleep(3600)")
+def test_a_rank_that_does_not_arrive(
+    rank: int, ranks_per_node: int, where: tuple[str, str], phase: str, at: str, folder: Path
+) -> None:
+    fault = break_rank(folder, rank, where, "time.sleep(3600)") | {"GPUS_PER_NODE": str(ranks_per_node)}
     with two_nodes(folder, "distributed.step_timeout_s=12", **fault) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
             said = rf"rank {rank} on {HOST}: did not arrive within 12 s \(at {at}, sitecustomize.py:\d+\), in step 5"
             assert code == 1 and re.match(rf"ERROR: {said} \({phase}\) - see its traceback", last), nodes.texts()
             require_documented("running", last)
-        its_own = nodes.texts()[rank // 2]
+        its_own = nodes.texts()[rank // ranks_per_node]
         assert f"rank {rank} on {HOST} is here:" in its_own and "time.sleep(3600)" in its_own.partition("is here:")[2]
 
 
@@ -237,26 +240,30 @@ def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], cod
         require_documented("running", f"ERROR: {line}")
 
 
-@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_torchrun_that_is_killed(node: int, folder: Path) -> None:
-    with two_nodes(folder) as nodes:
+@pytest.mark.parametrize(
+    ("node", "ranks_per_node"),
+    [(0, 1), *(pytest.param(node, 2, marks=pytest.mark.full) for node in (0, 1))],
+)
+def test_a_torchrun_that_is_killed(node: int, ranks_per_node: int, folder: Path) -> None:
+    size = {"GPUS_PER_NODE": str(ranks_per_node)}
+    with two_nodes(folder, **size) as nodes:
         nodes.wait_for_step(4)
         time.sleep(2)  # a rank leaves its place every second
         os.kill(nodes.torchrun(node), signal.SIGKILL)
         ended = nodes.end()
         code, last = ended[node]
-        place = rf"rank {2 * node} on {HOST}, last seen in step \d+ \(.+\)"
+        place = rf"rank {ranks_per_node * node} on {HOST}, last seen in step \d+ \(.+\)"
         killed = rf"ERROR: torchrun of node {node} on {HOST} was ended by SIGKILL and its processes with it: {place} - "
         assert code == 1 and re.fullmatch(killed + AGAIN, last), nodes.texts()
         require_documented("running", last)
         code, last = ended[1 - node]
         if node == 0:
-            said = rf"ERROR: rank [23] on {HOST}: node 0 \({HOST}\) is gone, its torchrun ended or .*, in step \d+ .*"
+            said = rf"ERROR: rank [1-3] on {HOST}: node 0 \({HOST}\) is gone, its torchrun ended or .*, in step \d+ .*"
         else:
             said = rf"ERROR: rank 2 on {HOST} \(and rank 3 on {HOST}\): no sign of life .*, last seen in step \d+ .*"
         assert code == 1 and re.fullmatch(said, last), nodes.texts()
         require_documented("running", last)
-    resumes(folder)
+    resumes(folder, **size)
 
 
 @pytest.mark.full
