@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from data_run import chat, save_model, write
+from ranks import type_command
 
 from shardtune.__main__ import run
 
@@ -33,8 +34,7 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
 
 
 def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardtune", "inspect-data", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True, timeout=120)
+    return type_command("inspect-data", *arguments, cwd=folder)
 
 
 def last_line(text: str) -> str:
