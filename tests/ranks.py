@@ -26,16 +26,8 @@ from shardtune.progress import Progress
 from shardtune.world import World
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    [
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "datasets",
-        "transformers.integrations.moe",
-        "pytest",
-        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "glm4_moe", "mamba")),
-    ]
-)
+# By a name that is found from the root of the repository, where pytest runs; from elsewhere ranks start more slowly.
+_FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 def on_ranks(
