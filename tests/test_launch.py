@@ -333,7 +333,7 @@ def test_the_problem_of_a_node_is_the_last_line_of_its_log(folder: Path) -> None
     done = subprocess.run(
         [str(REPOSITORY / "launch_node1.sh")],
         cwd=folder,
-        env=environment(MASTER_PORT=a_free_port(), JOIN_TIMEOUT="4", NCCL_SOCKET_IFNAME="eth77"),
+        env=environment(MASTER_PORT=a_free_port(), JOIN_TIMEOUT="1", NCCL_SOCKET_IFNAME="eth77"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
