@@ -25,63 +25,19 @@ def report(found: dict[str, Any], plot: str) -> str:
         lines += [f"![trained tokens per second]({plot})", ""]
     for dtype, of_dtype in found.get("one", {}).items():
         lines += one_thread_lines(dtype, of_dtype, found.get("traffic", {}).get("head"))
-    if two := found.get("two"):
-        lines += ["## FSDP over two processes, one core each, float32", ""]
-        lines += ["| | trained tokens/s | peak memory of a rank |", "|---|---|---|"]
-        lines += [
-            f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {row['memory_bytes'] / 1e9:.2f} GB |"
-            for name, row in two["rows"].items()
-        ]
-        lines += ["", *refusals(two["refused"])]
-    if counted := found.get("traffic"):
-        head = counted["head"]
-        lines += ["## What one step moves (two ranks, two micro-batches each), float32", ""]
-        lines += ["| | calls | bytes gathered or reduced |", "|---|---|---|"]
-        lines += [f"| {name} | {each['count']} | {each['bytes']} |" for name, each in counted["collectives"].items()]
-        lines += [
-            "",
-            f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, {head['trained_tokens']} of them",
-        ]
-        lines[-1] += " trained."
-        lines += [""]
-    if head := found.get("head"):
-        lines += ["## Memory of head and loss, forward and backward", ""]
-        lines += [
-            "| | tokens | vocabulary | peak beyond weights | without the weight's gradient |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {way} | {each['tokens']} | {each['vocabulary']} | {each['peak_bytes'] / 1e9:.3f} GB | "
-            f"{(each['peak_bytes'] - each['gradient_bytes']) / 1e9:.3f} GB |"
-            for way, each in head.items()
-        ]
-        if len(head) == 2:
-            share = head["ours"]["peak_bytes"] / head["naive"]["peak_bytes"]
-            losses = " and ".join(f"{each['loss']:.5f}" for each in head.values())
-            lines += ["", f"Ours takes {share:.1%} of the naive peak. Losses of a token: {losses}."]
-        lines += [""]
-    if ranks := found.get("scaling"):
-        lines += ["## The same batches of a small model on 1 to 16 ranks", ""]
-        lines += ["All ranks share the cores of this machine, one thread each.", ""]
-        lines += ["| ranks | trained tokens/s | MFU | memory of a rank | first loss |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | "
-            f"{row['memory_bytes'] / 1e9:.2f} GB | {row['losses'][0]:.6f} |"
-            for count, row in ranks.items()
-        ]
-        lines += [""]
-    if records := found.get("records"):
-        lines += ["## Few records and many, a small model on one thread", ""]
-        lines += ["| records | outside the steps, tokenising | from the cache | tokens/s |", "|---|---|---|---|"]
-        lines += [
-            f"| {count} | {row['outside_s']['tokenised']:.1f} s | {row['outside_s'].get('cached', math.nan):.1f} s | "
-            f"{spread(row['tokens_per_s'])} |"
-            for count, row in records.items()
-        ]
-        lines += [""]
+    sections = {"two": two_ranks_lines, "traffic": traffic_lines, "head": head_lines}
+    sections |= {"scaling": scaling_lines, "records": records_lines}
+    for section, lines_of in sections.items():
+        if found.get(section):
+            lines += lines_of(found[section])
     if found.get("failed"):
         lines += [f"Did not run to their end: {', '.join(found['failed'])}.", ""]
     return "\n".join(lines)
+
+
+def table(header: str, rows: list[str]) -> list[str]:
+    """Its lines, and an empty one behind them."""
+    return [header, "|---" * (header.count("|") - 1) + "|", *rows, ""]
 
 
 def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | None) -> list[str]:
@@ -95,18 +51,88 @@ def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | N
         f"{spread([rate / 1e9 for rate in found['rates']])} GFLOP/s. Medians (smallest to largest) of "
         f"{counts['rounds']} x {counts['steps'] - 1} steps.",
         "",
-        "| | trained tokens/s | share of the matmul rate | padding | rows through the head | peak memory | ours is |",
-        "|---|---|---|---|---|---|---|",
     ]
     speeds = {name: median(row["trained_tokens_per_s"]) for name, row in rows.items()}
+    shown = []
     for name, row in rows.items():
         ratio = f"{speeds['ours'] / speeds[name]:.2f} x" if "ours" in speeds else ""
         shares = [100 * share for share in row["share_of_matmul_rate"]]
-        lines.append(
+        shown.append(
             f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {row['padding']:.1%} | "
             f"{row['head_rows'] or rows_of_ours(counts, head)} | {row['memory_bytes'] / 1e9:.2f} GB | {ratio} |"
         )
-    return [*lines, "", *refusals(found["refused"])]
+    header = (
+        "| | trained tokens/s | share of the matmul rate | padding | rows through the head | peak memory | ours is |"
+    )
+    return [*lines, *table(header, shown), *refusals(found["refused"])]
+
+
+def two_ranks_lines(found: dict[str, Any]) -> list[str]:
+    rows = [
+        f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {row['memory_bytes'] / 1e9:.2f} GB |"
+        for name, row in found["rows"].items()
+    ]
+    return [
+        "## FSDP over two processes, one core each, float32",
+        "",
+        *table("| | trained tokens/s | peak memory of a rank |", rows),
+        *refusals(found["refused"]),
+    ]
+
+
+def traffic_lines(found: dict[str, Any]) -> list[str]:
+    head = found["head"]
+    rows = [f"| {name} | {each['count']} | {each['bytes']} |" for name, each in found["collectives"].items()]
+    return [
+        "## What one step moves (two ranks, two micro-batches each), float32",
+        "",
+        *table("| | calls | bytes gathered or reduced |", rows),
+        f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, {head['trained_tokens']} of them trained.",
+        "",
+    ]
+
+
+def head_lines(found: dict[str, Any]) -> list[str]:
+    rows = [
+        f"| {way} | {each['tokens']} | {each['vocabulary']} | {each['peak_bytes'] / 1e9:.3f} GB | "
+        f"{(each['peak_bytes'] - each['gradient_bytes']) / 1e9:.3f} GB |"
+        for way, each in found.items()
+    ]
+    header = "| | tokens | vocabulary | peak beyond weights | without the weight's gradient |"
+    lines = ["## Memory of head and loss, forward and backward", "", *table(header, rows)]
+    if len(found) == 2:
+        share = found["ours"]["peak_bytes"] / found["naive"]["peak_bytes"]
+        losses = " and ".join(f"{each['loss']:.5f}" for each in found.values())
+        lines += [f"Ours takes {share:.1%} of the naive peak. Losses of a token: {losses}.", ""]
+    return lines
+
+
+def scaling_lines(found: dict[str, Any]) -> list[str]:
+    rows = [
+        f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | "
+        f"{row['memory_bytes'] / 1e9:.2f} GB | {row['losses'][0]:.6f} |"
+        for count, row in found.items()
+    ]
+    return [
+        "## The same batches of a small model on 1 to 16 ranks",
+        "",
+        "All ranks share the cores of this machine, one thread each.",
+        "",
+        *table("| ranks | trained tokens/s | MFU | memory of a rank | first loss |", rows),
+    ]
+
+
+def records_lines(found: dict[str, Any]) -> list[str]:
+    rows = [
+        f"| {count} | {row['outside_s']['tokenised']:.1f} s | {row['outside_s'].get('cached', math.nan):.1f} s | "
+        f"{spread(row['tokens_per_s'])} |"
+        for count, row in found.items()
+    ]
+    return [
+        "## Few records and many, a small model on one thread",
+        "",
+        *table("| records | outside the steps, tokenising | from the cache | tokens/s |", rows),
+    ]
 
 
 def rows_of_ours(counts: dict[str, Any], head: dict[str, int] | None) -> str:

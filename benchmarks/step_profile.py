@@ -27,7 +27,16 @@ KINDS = {
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
-    "copies, casts and fills": ("copy_", "cat", "fill_", "zero_", "index", "index_select", "index_add_", "slice_scatter"),
+    "copies, casts and fills": (
+        "copy_",
+        "cat",
+        "fill_",
+        "zero_",
+        "index",
+        "index_select",
+        "index_add_",
+        "slice_scatter",
+    ),
     "optimizer and gradient norm": ("_fused_adamw_", "linalg_vector_norm", "_foreach_mul_"),
 }
 OTHERS = "normalisation, activations and other element-wise operations"

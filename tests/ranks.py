@@ -26,16 +26,8 @@ from shardtune.progress import Progress
 from shardtune.world import World
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    [
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "datasets",
-        "transformers.integrations.moe",
-        "pytest",
-        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "glm4_moe", "mamba")),
-    ]
-)
+# By a name that is found from the root of the repository, where pytest runs; from elsewhere ranks start more slowly.
+_FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 def on_ranks(
@@ -114,6 +106,11 @@ def train_until(step: int, after_s: float, ranks: int, *assignments: Any, cwd: P
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
 
+def type_command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m shardtune` with these in a fork."""
+    return on_ranks(1, _run_command, list(map(str, arguments)), cwd=cwd)
+
+
 def config_for(model: Path, folder: Path, *assignments: str) -> Config:
     """The configuration of a run in `folder`, with its `train.jsonl`."""
     (folder / "config.yaml").touch()
@@ -125,6 +122,11 @@ def run_script(arguments: list[str]) -> None:
     sys.argv = [str(REPOSITORY / "train_fsdp.py"), *arguments]
     sys.path.insert(0, str(REPOSITORY))
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _run_command(arguments: list[str]) -> None:
+    sys.argv = ["shardtune", *arguments]
+    runpy.run_path(str(REPOSITORY / "shardtune/__main__.py"), run_name="__main__")
 
 
 def _run_script_until(step: int, after_s: float, arguments: list[str]) -> None:

@@ -4,7 +4,6 @@ or as network namespaces where a cable is cut."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -14,48 +13,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, read_metrics, write_jsonl
 from documented import require_documented
+from launches import ARGUMENTS, DATA, FORWARD, GONE_WITHIN_S, break_rank, resumes, two_nodes, while_it_imports
 from ranks import on_ranks, run_script
-from test_launch import children, environment
 
 from distTest import namespaces
 from distTest import torchrun as torchrun_of_launch
+from distTest.children import is_running
 from shardtune import loss, model, watchdog
 from shardtune.errors import AGAIN
 
 HOST = socket.gethostname()
-GONE_WITHIN_S = 60
-ARGUMENTS = (
-    "--config",
-    "config.yaml",
-    "train.epochs=9999",
-    "scheduler.name=constant",
-    "checkpoint.every_steps=2",
-    "export.final=false",
-)
-# In one rank it replaces the function of a module by one that fails in its nth call; it is imported at the start of
-# every Python process whose PYTHONPATH names its folder.
-FAULT = """
-import os, signal, sys, time
-if os.environ.get("RANK") == "{rank}":
-    sys.path.insert(0, "{repository}")
-    import {module}
-    original, calls = {module}.{function}, 0
-    def {function}(*arguments, **options):
-        global calls
-        calls += 1
-        if calls == {nth}:
-            {effect}
-        return original(*arguments, **options)
-    {module}.{function} = {function}
-"""
-Prefixes = tuple[list[str], list[str]]
-DATA, FORWARD = ("shardtune.packing", "build_batch"), ("shardtune.loss", "summed_loss")
 
 
 @pytest.fixture
@@ -67,145 +40,6 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
         encoding="utf-8",
     )
     return tmp_path
-
-
-class Nodes:
-    """Two nodes with two ranks each. `logs` are what `tee` would have written."""
-
-    def __init__(self, folder: Path, *arguments: str, prefixes: Prefixes = ([], []), **settings: str) -> None:
-        self._folder, port = folder, a_free_port()
-        self.logs = [folder / f"log{node}" for node in (0, 1)]
-        self.scripts = []
-        self._seen: set[int] = set()
-        for node, (log, prefix) in enumerate(zip(self.logs, prefixes, strict=True)):
-            with log.open("w") as file:
-                self.scripts.append(
-                    subprocess.Popen(
-                        [*prefix, str(REPOSITORY / f"launch_node{node}.sh"), *ARGUMENTS, *arguments],
-                        cwd=folder,
-                        env=environment(MASTER_PORT=port, **{"GPUS_PER_NODE": "2"} | settings),
-                        stdout=file,
-                        stderr=file,
-                    )
-                )
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 120
-        while not (self._folder / "run/metrics.jsonl").is_file() or not any(
-            entry["step"] >= step for entry in read_metrics(self._folder / "run", "step")
-        ):
-            assert time.monotonic() < deadline and all(script.poll() is None for script in self.scripts), self.texts()
-            time.sleep(0.1)
-        self.remember()
-
-    def wait_for_words(self, words: str) -> None:
-        """Until node 0 has said them."""
-        deadline = time.monotonic() + 120
-        while words not in self.texts()[0]:
-            assert time.monotonic() < deadline and all(script.poll() is None for script in self.scripts), self.texts()
-            time.sleep(0.1)
-        self.remember()
-
-    def remember(self) -> None:
-        """Take note of every process there is."""
-        for script in self.scripts:
-            self._seen.update(descendants(script.pid))
-
-    def torchrun(self, node: int) -> int:
-        return next(pid for pid in descendants(self.scripts[node].pid) if "torchrun.py" in command(pid))
-
-    def count_ranks(self) -> int:
-        started = [command(pid) for script in self.scripts for pid in descendants(script.pid)]
-        return sum("train_fsdp.py" in line and "torchrun.py" not in line and "bash" not in line for line in started)
-
-    def end(self) -> list[tuple[int, str]]:
-        """Exit code and last line of each node, when every process that was ever seen is gone."""
-        turns = 0
-        while left := [pid for pid in self._seen if is_alive(pid)]:
-            turns += 1  # which stretch on a busy machine, as those of the watchdogs do
-            assert turns * 0.2 < GONE_WITHIN_S, [command(pid) for pid in left] + self.texts()
-            with contextlib.suppress(FileNotFoundError):
-                self.remember()
-            for script in self.scripts:
-                script.poll()
-            time.sleep(0.2)
-        ended = [
-            (script.wait(10), text.splitlines()[-1]) for script, text in zip(self.scripts, self.texts(), strict=True)
-        ]
-        for (code, last), text in zip(ended, self.texts(), strict=True):
-            assert code < 0 or text.count(last) == 1, text  # a killed script leaves the last word to the ranks
-        return ended
-
-    def texts(self) -> list[str]:
-        return [log.read_text(encoding="utf-8") for log in self.logs]
-
-
-def command(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
-    return ""
-
-
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def descendants(pid: int) -> list[int]:
-    found = [pid]
-    with contextlib.suppress(OSError):
-        for child in children(pid):
-            found += descendants(child)
-    return found
-
-
-@contextlib.contextmanager
-def two_nodes(folder: Path, *arguments: str, prefixes: Prefixes = ([], []), **settings: str) -> Iterator[Nodes]:
-    nodes = Nodes(folder, *arguments, prefixes=prefixes, **settings)
-    try:
-        yield nodes
-    finally:
-        nodes.remember()
-        for pid in nodes._seen:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for script in nodes.scripts:
-            script.wait()
-
-
-def resumes(folder: Path) -> None:
-    step = read_metrics(folder / "run", "step")[-1]["step"] + 3
-    with two_nodes(folder, f"train.max_steps={step}") as nodes:
-        nodes.remember()
-        for script in nodes.scripts:
-            assert script.wait(240) == 0, nodes.texts()
-        assert "Resumed from checkpoint_" in nodes.texts()[0]
-    steps = [entry["step"] for entry in read_metrics(folder / "run", "step")]
-    assert steps == list(range(1, step + 1))
-
-
-def break_rank(folder: Path, rank: int, where: tuple[str, str], effect: str, nth: int = 5) -> dict[str, str]:
-    """The settings of a launch in which this rank fails in its nth step."""
-    (folder / "fault").mkdir()
-    if where == DATA:  # made two steps ahead: until the loop waits for it
-        effect = f"time.sleep(3); {effect}"
-    module, function = where
-    text = FAULT.format(rank=rank, repository=REPOSITORY, module=module, function=function, nth=nth, effect=effect)
-    (folder / "fault/sitecustomize.py").write_text(text, encoding="utf-8")
-    return {"PYTHONPATH": str(folder / "fault")}
-
-
-def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
-    """The settings of a launch in which processes of this name, or this rank, do that when they begin."""
-    (folder / "fault").mkdir()
-    (folder / "fault/sitecustomize.py").write_text(
-        "import os, signal, socket, sys, threading, time\n"
-        f"if os.environ.get('RANK') == {program!r} or sys.orig_argv[1].endswith({program!r}):\n"
-        f"    {effect}\n",
-        encoding="utf-8",
-    )
-    return {"PYTHONPATH": str(folder / "fault")}
 
 
 @pytest.mark.parametrize(
@@ -368,21 +202,24 @@ def test_a_rank_that_is_stopped_before_the_first_step(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "where", "phase", "at"),
+    ("rank", "ranks_per_node", "where", "phase", "at"),
     [
-        (1, DATA, "data", "build_batch"),
-        pytest.param(2, FORWARD, "forward and backward", "summed_loss", marks=pytest.mark.full),
+        (1, 1, DATA, "data", "build_batch"),
+        pytest.param(1, 2, DATA, "data", "build_batch", marks=pytest.mark.full),
+        pytest.param(2, 2, FORWARD, "forward and backward", "summed_loss", marks=pytest.mark.full),
     ],
 )
-def test_a_rank_that_does_not_arrive(rank: int, where: tuple[str, str], phase: str, at: str, folder: Path) -> None:
-    fault = break_rank(folder, rank, where, "time.sleep(3600)")
+def test_a_rank_that_does_not_arrive(
+    rank: int, ranks_per_node: int, where: tuple[str, str], phase: str, at: str, folder: Path
+) -> None:
+    fault = break_rank(folder, rank, where, "time.sleep(3600)") | {"GPUS_PER_NODE": str(ranks_per_node)}
     with two_nodes(folder, "distributed.step_timeout_s=12", **fault) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
             said = rf"rank {rank} on {HOST}: did not arrive within 12 s \(at {at}, sitecustomize.py:\d+\), in step 5"
             assert code == 1 and re.match(rf"ERROR: {said} \({phase}\) - see its traceback", last), nodes.texts()
             require_documented("running", last)
-        its_own = nodes.texts()[rank // 2]
+        its_own = nodes.texts()[rank // ranks_per_node]
         assert f"rank {rank} on {HOST} is here:" in its_own and "time.sleep(3600)" in its_own.partition("is here:")[2]
 
 
@@ -443,26 +280,30 @@ def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], cod
         require_documented("running", f"ERROR: {line}")
 
 
-@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_torchrun_that_is_killed(node: int, folder: Path) -> None:
-    with two_nodes(folder) as nodes:
+@pytest.mark.parametrize(
+    ("node", "ranks_per_node"),
+    [(0, 1), *(pytest.param(node, 2, marks=pytest.mark.full) for node in (0, 1))],
+)
+def test_a_torchrun_that_is_killed(node: int, ranks_per_node: int, folder: Path) -> None:
+    size = {"GPUS_PER_NODE": str(ranks_per_node)}
+    with two_nodes(folder, **size) as nodes:
         nodes.wait_for_step(4)
         time.sleep(2)  # a rank leaves its place every second
         os.kill(nodes.torchrun(node), signal.SIGKILL)
         ended = nodes.end()
         code, last = ended[node]
-        place = rf"rank {2 * node} on {HOST}, last seen in step \d+ \(.+\)"
+        place = rf"rank {ranks_per_node * node} on {HOST}, last seen in step \d+ \(.+\)"
         killed = rf"ERROR: torchrun of node {node} on {HOST} was ended by SIGKILL and its processes with it: {place} - "
         assert code == 1 and re.fullmatch(killed + AGAIN, last), nodes.texts()
         require_documented("running", last)
         code, last = ended[1 - node]
         if node == 0:
-            said = rf"ERROR: rank [23] on {HOST}: node 0 \({HOST}\) is gone, its torchrun ended or .*, in step \d+ .*"
+            said = rf"ERROR: rank [1-3] on {HOST}: node 0 \({HOST}\) is gone, its torchrun ended or .*, in step \d+ .*"
         else:
             said = rf"ERROR: rank 2 on {HOST} \(and rank 3 on {HOST}\): no sign of life .*, last seen in step \d+ .*"
         assert code == 1 and re.fullmatch(said, last), nodes.texts()
         require_documented("running", last)
-    resumes(folder)
+    resumes(folder, **size)
 
 
 @pytest.mark.full
@@ -487,7 +328,7 @@ def test_a_launch_script_that_is_killed_while_it_waits(folder: Path) -> None:
         nodes.remember()
         nodes.scripts[0].kill()
         deadline = time.monotonic() + GONE_WITHIN_S
-        while any(is_alive(pid) for pid in nodes._seen):
+        while any(is_running(pid) for pid in nodes._seen):
             assert time.monotonic() < deadline
             time.sleep(0.2)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from data_run import chat, save_model, write
+from ranks import type_command
 
 from shardtune.__main__ import run
 
@@ -33,8 +34,7 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
 
 
 def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardtune", "inspect-data", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True, timeout=120)
+    return type_command("inspect-data", *arguments, cwd=folder)
 
 
 def last_line(text: str) -> str:
@@ -138,18 +138,28 @@ def test_a_reader_that_leaves_ends_it_quietly(folder: Path) -> None:
     assert "Error" not in done.stderr
 
 
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_a_terminal_gets_colour_unless_told_not_to(folder: Path, no_color: str) -> None:
+def on_a_terminal(folder: Path, no_color: str) -> tuple[subprocess.Popen[bytes], int]:
+    """The command, and the other side of its terminal."""
     main, terminal = pty.openpty()
     command = [sys.executable, "-m", "shardtune", "inspect-data", "--config", f"{folder}/run.yaml", "--records", "1"]
     env = environment(folder, TERM="xterm", NO_COLOR=no_color)
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=terminal, stderr=subprocess.DEVNULL)
     os.close(terminal)
-    shown = b""
+    return process, main
+
+
+def shown(process: subprocess.Popen[bytes], main: int) -> bytes:
+    blocks = []
     with contextlib.suppress(OSError):  # so ends a terminal whose other side is closed
         while block := os.read(main, 65536):
-            shown += block
-    assert process.wait(timeout=60) == 0
-    assert (b"\x1b[1;32mf" in shown) == (not no_color)
-    assert ("⟦".encode() in shown) == bool(no_color)
+            blocks.append(block)
     os.close(main)
+    assert process.wait(timeout=60) == 0
+    return b"".join(blocks)
+
+
+def test_a_terminal_gets_colour_unless_told_not_to(folder: Path) -> None:
+    started = [on_a_terminal(folder, no_color) for no_color in ("", "1")]
+    coloured, plain = (shown(*each) for each in started)
+    assert b"\x1b[1;32mf" in coloured and "⟦".encode() not in coloured
+    assert b"\x1b[1;32mf" not in plain and "⟦".encode() in plain

@@ -9,13 +9,13 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 from documented import require_documented
+from launches import children, end, environment, start
 
 from distTest.settings import DEFAULTS
 
@@ -46,33 +46,6 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
         encoding="utf-8",
     )
     return tmp_path
-
-
-def environment(**settings: str) -> dict[str, str]:
-    """This one's, without what would choose another Python; everything goes to and from 127.0.0.1."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "NODE_RANK", "JOIN_TIMEOUT")
-    }
-    inherited["VIRTUAL_ENV"] = sys.prefix
-    return inherited | {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "1"} | settings
-
-
-def start(script: Path | str, *arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(REPOSITORY / script), *arguments],
-        cwd=cwd,
-        env=environment(**settings),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = node.communicate(timeout=240)
-    return node.returncode, output, errors
 
 
 def test_one_node(folder: Path) -> None:
@@ -140,10 +113,6 @@ def test_a_refusal_ends_both_nodes_with_its_code(folder: Path) -> None:
         assert re.search(r"^ERROR: .*train.jsonl:1: has no field", errors, re.MULTILINE)
         assert re.fullmatch(r"ERROR: data.eval: 1 of 1 record broken - .*", errors.splitlines()[-1])
         assert errors.count("ERROR: data.eval: 1 of 1 record broken - ") == 1
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
 def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
@@ -389,7 +358,7 @@ def test_the_problem_of_a_node_is_the_last_line_of_its_log(folder: Path) -> None
     done = subprocess.run(
         [str(REPOSITORY / "launch_node1.sh")],
         cwd=folder,
-        env=environment(MASTER_PORT=a_free_port(), JOIN_TIMEOUT="4", NCCL_SOCKET_IFNAME="eth77"),
+        env=environment(MASTER_PORT=a_free_port(), JOIN_TIMEOUT="1", NCCL_SOCKET_IFNAME="eth77"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -24,9 +24,9 @@ from shardtune.checkpoint import disk
 @pytest.mark.parametrize(
     ("name", "ranks", "seed"),
     [
-        ("llama", 2, 1),
         ("glm", 2, 2),
-        pytest.param("qwen3", 2, 3),
+        pytest.param("llama", 2, 1, marks=pytest.mark.full),
+        pytest.param("qwen3", 2, 3, marks=pytest.mark.full),
         *(
             pytest.param(name, ranks, seed, marks=pytest.mark.full)
             for name in ("llama", "qwen3", "glm")

@@ -216,7 +216,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(inputs: Path, whole: Comple
     kill(killed)
     assert "Saved checkpoint_0000009\n" in before
 
-    again = subprocess.run(command, cwd=inputs, capture_output=True, text=True, timeout=240, check=False)
+    again = train(2, "run.dir=runs/killed", cwd=inputs)
     assert again.returncode == 0, again.stderr
     kinds = [kind for kind, _ in said(again.stdout)]
     assert kinds.count("resumed") == 1 and "baseline" not in kinds

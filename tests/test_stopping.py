@@ -18,13 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY, a_free_port, chats, launch, read_metrics, write_jsonl
+from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 from documented import require_documented
 from faults import Fault, gets, run_with
-from ranks import on_nodes, on_ranks, run_script
+from launches import break_rank, descendants, end, environment, start
+from ranks import on_nodes, on_ranks, run_script, train
 from safetensors.torch import load_file, save_file
-from test_failures import break_rank, descendants
-from test_launch import end, environment, start
 
 from shardtune import signals
 from shardtune.errors import AGAIN, Ended
@@ -215,7 +214,7 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path: Path, models: d
     [
         # Of different kinds, because the system may make one of several of a kind.
         ((signal.SIGINT, signal.SIGHUP, signal.SIGTERM), False),
-        ((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), False),
+        pytest.param((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), False, marks=pytest.mark.full),
         pytest.param((signal.SIGTERM,) * 3, True, marks=pytest.mark.full),
     ],
 )
@@ -355,7 +354,7 @@ def test_what_the_model_cannot_know_is_refused_by_name(tmp_path: Path, models: d
     (small / "config.json").write_text(json.dumps(config | {"vocab_size": 100}), encoding="utf-8")
     (damaged / "generation_config.json").write_text('{"eos_token_id":', encoding="utf-8")
     for model, said in ((small, "vocabulary of 100"), (damaged, "generation_config.json")):
-        done = launch(0, "data.eval=null", *LONG, f"model.path={model}", "model.init=random", cwd=tmp_path)
+        done = train(1, *LONG, f"model.path={model}", "model.init=random", cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         assert said in done.stderr.splitlines()[-1]
 
@@ -367,7 +366,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, models: dict[str, 
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    done = launch(0, *LONG, "data.eval=train.jsonl", f"model.path={broken}", cwd=tmp_path)
+    done = train(1, *LONG, "data.eval=train.jsonl", f"model.path={broken}", cwd=tmp_path)
     assert done.returncode == 1
     assert "step 1 was not taken" in done.stderr and "model.layers.1.mlp.up_proj.weight" in done.stderr.splitlines()[-1]
     for line in (tmp_path / "runs/config/metrics.jsonl").read_text(encoding="utf-8").splitlines():

@@ -22,7 +22,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from faults import DiskOs, Fault, fails
-from ranks import on_ranks, run_script, train
+from ranks import on_ranks, run_script, train, type_command
 from safetensors.torch import load_file
 from small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -144,22 +144,18 @@ def test_verify_names_the_first_bad_file(
     assert len(errors) == (2 if damage is swapped else 1)
 
 
-def test_verify_of_what_is_sound_and_of_what_is_no_checkpoint(copied: Path) -> None:
+def test_verify_of_what_is_sound_and_of_what_is_no_checkpoint(copied: Path, tmp_path: Path) -> None:
     """The command as it is typed: exit codes, and a progress bar nowhere but on a terminal."""
-
-    def verify(directory: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "shardtune", "verify", str(directory)]
-        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
-
-    sound = verify(copied)
+    command = [sys.executable, "-m", "shardtune", "verify", str(copied)]
+    sound = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert (sound.returncode, sound.stderr) == (0, "")
     assert re.fullmatch(r"checkpoint_0000002: intact, \d+ files, 0\.00 GB\n", sound.stdout)
     (copied / "COMPLETE").unlink()
-    torn = verify(copied)
+    torn = type_command("verify", copied, cwd=tmp_path)
     assert torn.returncode == 1 and torn.stdout == ""
     assert torn.stderr.startswith(f"ERROR: {copied}/COMPLETE: cannot be read") and torn.stderr.count("\n") == 1
     (copied / "manifest.json").unlink()
-    no_checkpoint = verify(copied)
+    no_checkpoint = type_command("verify", copied, cwd=tmp_path)
     assert no_checkpoint.returncode == 2 and "not a complete checkpoint" in no_checkpoint.stderr
     assert run(["verify", str(copied / "nowhere")]) == 2
 

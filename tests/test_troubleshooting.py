@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from conftest import REPOSITORY, a_free_port, needs_namespaces
 from documented import DOCUMENT, MET, QUOTES, is_in
+from launches import environment
 from ranks import on_ranks
-from test_launch import environment
 
 SECONDS = datetime.timedelta(seconds=1)
 

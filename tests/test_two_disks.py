@@ -160,7 +160,7 @@ def test_a_node_whose_part_is_gone_is_named(a: Path, b: Path, tmp_path: Path, mo
     assert aside - {"checkpoint_0000004.aside1/huggingface"} <= digests(a / "run/checkpoints").keys()
 
 
-@pytest.mark.parametrize("renamed", ["a", "b", "none"])
+@pytest.mark.parametrize("renamed", ["a", pytest.param("b", marks=pytest.mark.full), "none"])
 def test_a_crash_between_the_phases_rolls_forward(renamed: str, a: Path, b: Path, whole: Path) -> None:
     """Prepared everywhere, and renamed on one disk or on none."""
     for folder in (a, b):
@@ -186,7 +186,7 @@ def test_a_part_without_its_name_yet_is_set_aside_with_the_damaged_other(a: Path
     assert digests(b / "run/checkpoints/checkpoint_0000004.aside1") == parts
 
 
-@pytest.mark.parametrize("lacks", ["COMPLETE", "everything"])
+@pytest.mark.parametrize("lacks", ["COMPLETE", pytest.param("everything", marks=pytest.mark.full)])
 def test_what_is_not_prepared_everywhere_was_never_saved(lacks: str, a: Path, b: Path, whole: Path) -> None:
     """It is collected, but not before there is another one to go on from."""
     for folder in (a, b):
@@ -230,7 +230,7 @@ def die_at_the_last_rename(arguments: list[str], node: str) -> None:
     run_script(arguments)
 
 
-@pytest.mark.parametrize("node", ["0", "1"])
+@pytest.mark.parametrize("node", ["0", pytest.param("1", marks=pytest.mark.full)])
 def test_a_node_that_dies_where_it_would_rename(node: str, a: Path, b: Path, whole: Path) -> None:
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     killed = on_nodes([(a, 2), (b, 1)], die_at_the_last_rename, arguments, node)
@@ -309,7 +309,9 @@ def damage_before_the_export(arguments: list[str], damage: str) -> None:
     run_script(arguments)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", *(pytest.param(damage, marks=pytest.mark.full) for damage in ("truncated", "missing"))]
+)
 def test_nobody_waits_for_a_part_that_is_not_sound(damage: str, a: Path, b: Path) -> None:
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     done = on_nodes([(a, 2), (b, 1)], damage_before_the_export, arguments, damage, timeout_s=60)
