@@ -63,10 +63,12 @@ def report(found: dict[str, Any], plot: str) -> str:
     if ranks := found.get("scaling"):
         lines += ["## The same batches of a small model on 1 to 16 ranks", ""]
         lines += ["All ranks share the cores of this machine, one thread each.", ""]
-        lines += ["| ranks | trained tokens/s | MFU | memory of a rank | first loss |", "|---|---|---|---|---|"]
+        lines += [f"Losses equal to {TOLERANCE['float32']:g} at every step.", ""]
+        lines += ["| ranks | trained tokens/s | MFU | waited for data | memory of a rank | first and last loss |"]
+        lines += ["|---|---|---|---|---|---|"]
         lines += [
-            f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | "
-            f"{row['memory_bytes'] / 1e9:.2f} GB | {row['losses'][0]:.6f} |"
+            f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | {row['data_share']:.2%} | "
+            f"{row['memory_bytes'] / 1e9:.2f} GB | {row['losses'][0]:.6f} {row['losses'][-1]:.6f} |"
             for count, row in ranks.items()
         ]
         lines += [""]
@@ -80,7 +82,7 @@ def report(found: dict[str, Any], plot: str) -> str:
         ]
         lines += [""]
     if found.get("failed"):
-        lines += [f"Did not run to their end: {', '.join(found['failed'])}.", ""]
+        lines += ["Failed:", "", *(f"- {each}" for each in found["failed"]), ""]
     return "\n".join(lines)
 
 
@@ -95,16 +97,19 @@ def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | N
         f"{spread([rate / 1e9 for rate in found['rates']])} GFLOP/s. Medians (smallest to largest) of "
         f"{counts['rounds']} x {counts['steps'] - 1} steps.",
         "",
-        "| | trained tokens/s | share of the matmul rate | padding | rows through the head | peak memory | ours is |",
-        "|---|---|---|---|---|---|---|",
+        "| | trained tokens/s | share of the matmul rate | padding | rows through the head | peak memory "
+        "| waited for data | ours is |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     speeds = {name: median(row["trained_tokens_per_s"]) for name, row in rows.items()}
     for name, row in rows.items():
         ratio = f"{speeds['ours'] / speeds[name]:.2f} x" if "ours" in speeds else ""
+        waited = "not measured" if row["data_share"] is None else f"{row['data_share']:.2%}"
         shares = [100 * share for share in row["share_of_matmul_rate"]]
         lines.append(
             f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {row['padding']:.1%} | "
-            f"{row['head_rows'] or rows_of_ours(counts, head)} | {row['memory_bytes'] / 1e9:.2f} GB | {ratio} |"
+            f"{row['head_rows'] or rows_of_ours(counts, head)} | {row['memory_bytes'] / 1e9:.2f} GB | {waited} | "
+            f"{ratio} |"
         )
     return [*lines, "", *refusals(found["refused"])]
 
