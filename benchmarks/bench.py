@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 from chats import write_chats
-from head_memory import VOCABULARY
 from measure import (
     FAILED,
     REPOSITORY,
@@ -60,6 +59,7 @@ REFERENCE = "hf_trainer"
 SECTIONS = ("traffic", "one", "two", "head", "scaling", "records")
 SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
 LR = 2e-5
+VOCABULARY = 151552  # of the head's memory: GLM-4.5's
 NAIVE_BYTES_PER_LOGIT = 16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
 
 
@@ -317,7 +317,7 @@ def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         tokens //= 2
     for way in ("naive", "ours"):
         out = options.work / f"head-{way}.json"
-        command = [sys.executable, REPOSITORY / "benchmarks/head_memory.py", way, out, tokens]
+        command = [sys.executable, REPOSITORY / "benchmarks/head_memory.py", way, out, tokens, VOCABULARY]
         if run_pinned(command, None, options.work / f"head-{way}.log", 1800):
             found[way] = json.loads(out.read_text(encoding="utf-8"))
     if len(found) == 2:

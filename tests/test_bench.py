@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from conftest import REPOSITORY
 sys.path.insert(0, str(Path(REPOSITORY, "benchmarks")))
 
 import bench
-from measure import Side, Unequal, gated, require_equal_work, require_moving_loss
+import gpu
+from measure import FAILED, Side, Unequal, gated, require_equal_work, require_moving_loss
 
 PEER = Side(
     losses=[3.0, 2.5],
@@ -63,45 +64,48 @@ def test_equal_losses_that_do_not_move_say_nothing() -> None:
         require_moving_loss(replace(PEER, losses=[3.0, 2.99]), 1e-3)
 
 
+@pytest.fixture
+def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs a benchmark's `main` in this process, which starts those that measure; what it wrote."""
+
+    def run(module: Any, *arguments: Any) -> str:
+        results = tmp_path / "RESULTS.md"
+        places = ["--peers", sys.executable, "--results", results, "--work", tmp_path / "work"]
+        monkeypatch.setattr(sys, "argv", list(map(str, [module.__file__, *places, *arguments])))
+        FAILED.clear()
+        module.main()
+        return results.read_text(encoding="utf-8")
+
+    return run
+
+
 def test_ranks_with_another_loss_fail_their_section(
-    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    run_benchmark: Callable[..., str], tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def a_run(name: str, *_: Any, ranks: int) -> Side:
         return replace(PEER, losses=[3.0, 2.5 + 0.01 * (ranks == 4)], mfu=[0.5], data_share=0.001)
 
     monkeypatch.setattr(bench, "run_ours", a_run)
-    monkeypatch.setattr(bench, "FAILED", [])
     monkeypatch.setattr(bench, "run_pinned", lambda *_: pytest.fail("there is nothing to plot"))
-    arguments = ["--model", str(models["llama"]), "--peers", sys.executable, "--sections", "scaling"]
-    arguments += ["--results", str(tmp_path / "RESULTS.md"), "--work", str(tmp_path / "work")]
-    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
     said = "scaling: on 4 and 1 ranks the loss of step 2 is 2.510000 and 2.500000"
     with pytest.raises(SystemExit, match=f"ERROR: {said} - see the logs"):
-        bench.main()
+        run_benchmark(bench, "--model", models["llama"], "--sections", "scaling")
     found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
     assert found["failed"] == [said] and "scaling" not in found
     assert f"- {said}" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
 
 
-def run_benchmark(script: str, folder: Path, *arguments: Any) -> str:
-    """What it wrote; nothing of it may have failed."""
-    results = folder / "RESULTS.md"
-    places = ["--peers", sys.executable, "--results", results, "--work", folder / "work"]
-    command = [sys.executable, REPOSITORY / "benchmarks" / script, *places, *arguments]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return results.read_text(encoding="utf-8")
+def test_the_memory_of_head_and_loss_is_measured(
+    run_benchmark: Callable[..., str], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "VOCABULARY", 5000)
+    said = run_benchmark(bench, "--model", models["llama"], "--sections", "head", "--head-tokens", 64)
+    assert "| naive | 64 | 5000 | " in said and "Ours takes " in said and "Losses of a token: " in said
 
 
-def test_the_memory_of_head_and_loss_is_measured(tmp_path: Path, models: dict[str, Path]) -> None:
-    more = ["--sections", "head", "--head-tokens", 64]
-    said = run_benchmark("bench.py", tmp_path, "--model", models["llama"], *more)
-    assert "Losses of a token: " in said and "Ours takes " in said
-
-
-def test_a_shape_is_measured(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str, Path]) -> None:
     more = ["--tiny", "--sides", "ours", "--shapes", "qwen3-1.7b"]
-    said = run_benchmark("gpu.py", tmp_path, "--tokenizer", models["llama"], *more)
+    said = run_benchmark(gpu, "--tokenizer", models["llama"], *more)
     *_, line = said.splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:4] == ["qwen3-1.7b", "256", "2", "shardtune"] and cells[8].startswith("within each document"), said
@@ -110,18 +114,21 @@ def test_a_shape_is_measured(tmp_path: Path, models: dict[str, Path]) -> None:
 
 
 @pytest.mark.full
-def test_traffic_scaling_and_many_records_are_measured(tmp_path: Path, models: dict[str, Path]) -> None:
-    more = ["--short", "--sections", "traffic", "records", "scaling"]
-    results = tmp_path / "RESULTS.md"
-    command = [sys.executable, REPOSITORY / "benchmarks/bench.py", "--peers", sys.executable, "--results", results]
-    command += ["--work", tmp_path / "work", "--model", models["llama"], *more]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 1, "no matplotlib in this environment"
-    found = json.loads(results.with_suffix(".json").read_text(encoding="utf-8"))
-    assert [failed.partition(" ended")[0] for failed in found["failed"]] == ["plot"], done.stdout + done.stderr
-    assert (
-        set(found["scaling"]) == {"1", "2"} and found["traffic"]["head"]["rows"] and set(found["records"]) == {"1000"}
-    )
+def test_traffic_scaling_and_many_records_are_measured(run_benchmark: Callable[..., str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="ERROR: plot ended with 1"):  # without matplotlib in this environment
+        run_benchmark(
+            bench,
+            "--model",
+            REPOSITORY / "models/SmolLM2-135M-Instruct",
+            "--short",
+            "--sections",
+            "traffic",
+            "records",
+            "scaling",
+        )
+    found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
+    assert len(found["failed"]) == 1 and found["traffic"]["head"]["rows"] and set(found["records"]) == {"1000"}
+    assert set(found["scaling"]) == {"1", "2"}
     assert all(0 <= row["data_share"] < 0.5 for row in found["scaling"].values())
-    said = results.read_text(encoding="utf-8")
+    said = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     assert "waited for data" in said and "- plot ended with 1" in said
