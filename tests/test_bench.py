@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -115,17 +116,12 @@ def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str
 
 @pytest.mark.full
 def test_traffic_scaling_and_many_records_are_measured(run_benchmark: Callable[..., str], tmp_path: Path) -> None:
+    tokenizer = REPOSITORY / "models/SmolLM2-135M-Instruct"
+    options = argparse.Namespace(tiny=True, lengths=[512], layers=None, work=tmp_path, tokenizer=tokenizer)
+    model, _ = gpu.write_model(options, "llama3-8b")
+    more = ["--short", "--sections", "traffic", "records", "scaling"]
     with pytest.raises(SystemExit, match="ERROR: plot ended with 1"):  # without matplotlib in this environment
-        run_benchmark(
-            bench,
-            "--model",
-            REPOSITORY / "models/SmolLM2-135M-Instruct",
-            "--short",
-            "--sections",
-            "traffic",
-            "records",
-            "scaling",
-        )
+        run_benchmark(bench, "--model", model, *more)
     found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
     assert len(found["failed"]) == 1 and found["traffic"]["head"]["rows"] and set(found["records"]) == {"1000"}
     assert set(found["scaling"]) == {"1", "2"}
