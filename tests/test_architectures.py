@@ -143,16 +143,6 @@ def test_rows_beyond_a_table_of_positions_are_refused(tokenizer, tmp_path):
     finish(train(2, *given, "run.resume=never", "train.micro_batch_size=3", "data.packing=false", cwd=tmp_path))
 
 
-def test_learned_positions_that_count_along_the_row_are_refused_however_long_it_is(tokenizer, tmp_path):
-    """Its positions end within the longest row of a micro-batch."""
-    model = saved(lambda: small_opt(**SMALL, max_position_embeddings=128), tokenizer, tmp_path / "model")
-    data = write_jsonl(tmp_path / "train.jsonl", chats(12))
-    given = settings(model, data, tmp_path / "run", "data.max_length=100", "train.micro_batch_size=4")
-    refused = train(1, *given, cwd=tmp_path)
-    assert refused.returncode == 2, refused.stderr
-    assert "opt lets a packed document see the one before it" in refused.stderr.splitlines()[-1]
-
-
 def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, tmp_path):
     model = saved(longrope, tokenizer, tmp_path / "model", sharpen)
     records = [*chats(6, seed=4, longest_answer=8), *uneven_chats()[:4]]

@@ -206,6 +206,18 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
     with pytest.raises(Refused, match=r"llama lets a packed document see .* use data\.packing=false"):
         choose_attention(by_place, config, world)
 
+    with_table = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
+    with_table.config.use_cache = False
+    shard(with_table, world, MixedPrecisionPolicy(param_dtype=torch.float32))
+
+    def scale_from_table(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        """The same, with fewer positions than the longest row has."""
+        return output * torch.linspace(1, 2, 128)[torch.arange(output.shape[1])][:, None]
+
+    with_table.get_input_embeddings().register_forward_hook(scale_from_table)
+    with pytest.raises(Refused, match=r"llama lets a packed document see .* use data\.packing=false"):
+        choose_attention(with_table, config, world)
+
     deep = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False),
         dtype=torch.float32,
