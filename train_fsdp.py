@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig, set_seed
@@ -179,16 +179,18 @@ def train(
     for step, batches in steps:
         lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
         set_learning_rate(job.optimizer, lr)
-        loss, grad_norm, must_stop, memory_bytes = train_step(job, step, batches, stop)
+        done = train_step(job, step, batches, stop, stragglers.owed)
+        must_stop = done.must_stop
         collect_at(step.number)
-        stragglers.step_ended(step.number)
+        stragglers.step_ended(step.number, done.owed)
         world.limit_steps(config.distributed.step_timeout_s)
 
         seconds = time.perf_counter() - step_ended
         mfu = utilisation.of_step(step.lengths, step.trained_tokens, seconds)
-        told: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": step.tokens}
-        told |= {"seconds": seconds, "mfu": mfu, "memory_bytes": int(memory_bytes)}
+        told: dict[str, Any] = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": lr, "tokens": step.tokens}
+        told |= {"seconds": seconds, "mfu": mfu, "memory_bytes": int(done.memory_bytes)}
         counted = {"trained_tokens": step.trained_tokens, "tokens_per_second": step.tokens / seconds}
+        counted["data_seconds"] = done.data_seconds
         job.metrics.write("step", step=step.number, epoch=step.epoch, **counted, **told)
         lines.step_ended(step.number, **told)
         is_last = step.number == schedule.total_steps
@@ -240,11 +242,19 @@ def evaluate_at(step: int, job: Job, must_stop: Callable[[], bool]) -> bool:
     return True
 
 
-def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest) -> tuple[float, float, float, float]:
-    """One optimizer step over its global batch, of which `batches` are this rank's.
+class Done(NamedTuple):
+    """What all ranks know of a step. It comes to the host together, which waits for a GPU once a step."""
 
-    Returns the exact loss per trained token, the global gradient norm, whether any rank was asked to stop, and the peak
-    memory in bytes of the rank with the most. They come to the host together: it waits for a GPU once a step.
+    loss: float  # exact, per trained token
+    grad_norm: float  # the global one
+    must_stop: float  # whether any rank was asked to
+    memory_bytes: float  # the peak of the rank with the most
+    data_seconds: float  # for which the rank that waited longest waited for its batches
+    owed: list[float]  # of each rank in turn
+
+
+def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest, owed: list[float]) -> Done:
+    """One optimizer step over its global batch, of which `batches` are this rank's, which brings what it `owed`.
 
     Raises:
         Stopped: on every rank and before the update, if either is not finite.
@@ -259,18 +269,20 @@ def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest) ->
         (micro_batch_sum * (world.size / max(1, step.trained_tokens))).backward()
         loss_sum += micro_batch_sum.detach()
     memory = peak_memory_bytes(world.device)
-    of_ranks = world.of_ranks(loss_sum, squared_gradients(model), stop.received is not None, memory)
-    sums, largest = of_ranks[:, :2].sum(0), of_ranks[:, 2:].amax(0)
+    told = (stop.received is not None, memory, world.progress.seconds_in("data"))
+    of_ranks = world.of_ranks(loss_sum, squared_gradients(model), *told, *owed)
+    sums, largest = of_ranks[:, :2].sum(0), of_ranks[:, 2:5].amax(0)
     norm = (sums[1] / world.replicas).sqrt()
-    shared = torch.stack([sums[0] / max(1, step.trained_tokens), norm, *largest])
-    loss, grad_norm, must_stop, memory_bytes = shared.tolist()
+    global_ones = torch.stack([sums[0] / max(1, step.trained_tokens), norm])
+    shared = torch.cat([global_ones, largest, of_ranks[:, 5:].flatten()])
+    loss, grad_norm, must_stop, memory_bytes, data_seconds, *owed = shared.tolist()
     require_finite(step.number, loss, grad_norm, model, world)
     world.progress.enter("optimizer")
     if config.max_grad_norm is not None:
         clip_gradients(model, config.max_grad_norm, norm.float())
     job.optimizer.step()
     job.optimizer.zero_grad()
-    return loss, grad_norm, must_stop, memory_bytes
+    return Done(loss, grad_norm, must_stop, memory_bytes, data_seconds, owed)
 
 
 def write_final_model(

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """shardtune against what people would use instead, on this machine's CPU; writes benchmarks/RESULTS.md and its plot.
 
-python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections one two traffic head scaling records]
+python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections NAME ...]
 
 All sides train the same weights on the same chats, the whole of which is one optimizer step: so every side sees the
 same global batch however it orders and packs, and its loss at every step must be the reference's (HF Trainer's) before
@@ -27,15 +27,28 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from chats import write_chats
-from head_memory import VOCABULARY
-from measure import FAILED, REPOSITORY, TOLERANCE, Side, gated, launch, run_ours, run_peer, run_pinned
+from measure import (
+    FAILED,
+    REPOSITORY,
+    TOLERANCE,
+    Side,
+    Unequal,
+    gated,
+    launch,
+    require_equal_losses,
+    require_equal_work,
+    run_ours,
+    run_peer,
+    run_pinned,
+)
 from report import report
+from step_profile import LABEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.flops import ModelFlops, count_flops, measure_matmul_rate
+from shardtune.residency import free_host_bytes
 
 PEERS: dict[str, dict[str, Any]] = {
     "trl_packed": {},
@@ -44,9 +57,10 @@ PEERS: dict[str, dict[str, Any]] = {
     "hf_trainer": {},
 }
 REFERENCE = "hf_trainer"
-SECTIONS = ("traffic", "one", "two", "head", "scaling", "records")
+SECTIONS = ("traffic", "one", "profile", "two", "head", "scaling", "records")
 SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
 LR = 2e-5
+VOCABULARY = 151552  # of the head's memory: GLM-4.5's
 NAIVE_BYTES_PER_LOGIT = 16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
 
 
@@ -58,20 +72,25 @@ def main() -> None:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"machine": machine(options)}
     chats = write_chats(options.work / "chats.jsonl", options.tokens, options.max_length)
-    sections = {"traffic": traffic, "one": one_thread, "two": two_ranks, "head": loss_memory}
+    sections = {"traffic": traffic, "one": one_thread, "profile": profile, "two": two_ranks, "head": loss_memory}
     sections |= {"scaling": scaling, "records": many_records}
     for section in options.sections:
         print(f"{section}:", flush=True)
-        found[section] = sections[section](options, chats)
-    results = options.results.with_suffix(".json")
-    results.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        try:
+            found[section] = sections[section](options, chats)
+        except Unequal as difference:
+            FAILED.append(f"{section}: {difference}")
+    results, plot = (options.results.with_suffix(suffix) for suffix in (".json", ".png"))
+    if found.keys() & {"one", "scaling"}:
+        results.write_text(json.dumps(found), encoding="utf-8")
+        command = [options.peers, REPOSITORY / "benchmarks/plot.py", results, plot]
+        run_pinned(command, None, options.work / "plot.log", 300)
     found["failed"] = FAILED
-    options.results.write_text(report(found, options.results.with_suffix(".png").name), encoding="utf-8")
-    plot = [options.peers, REPOSITORY / "benchmarks/plot.py", results, options.results.with_suffix(".png")]
-    run_pinned(plot, None, options.work / "plot.log", 300)
+    results.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    options.results.write_text(report(found, plot.name), encoding="utf-8")
     print(f"Written: {options.results}")
     if FAILED:
-        sys.exit(f"ERROR: {', '.join(FAILED)} did not run to their end - see their logs in {options.work}")
+        sys.exit(f"ERROR: {'; '.join(FAILED)} - see the logs in {options.work}")
 
 
 def read_options() -> argparse.Namespace:
@@ -186,6 +205,7 @@ def one_thread(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
                 "head_rows": sides[0].head_rows,
                 "memory_bytes": median(side.memory_bytes for side in sides),
                 "losses": sides[0].losses,
+                "data_share": sides[0].data_share and median(side.data_share or 0.0 for side in sides),
             }
         counts = {
             "model": options.model.name,
@@ -197,6 +217,20 @@ def one_thread(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
             "steps": options.steps,
         }
         found[dtype] = {"rates": rates, "rows": rows, "refused": refused, "counts": counts}
+    return found
+
+
+def profile(options: argparse.Namespace, chats: Path) -> dict[str, dict[str, float]]:
+    """Seconds of one of our steps by kind of operation, in each dtype."""
+    found = {}
+    for dtype in options.dtypes:
+        ours, _ = settings(options, chats, dtype, options.model)
+        name, script = f"profile-{dtype}", REPOSITORY / "benchmarks/step_profile.py"
+        if run_ours(name, options.work, ours, cores=[max(os.sched_getaffinity(0))], script=script):
+            log = (options.work / f"{name}.log").read_text(encoding="utf-8").splitlines()
+            *_, last = (line.removeprefix(LABEL) for line in log if line.startswith(LABEL))
+            found[dtype] = json.loads(last)
+        shutil.rmtree(options.work / name / "checkpoints", ignore_errors=True)
     return found
 
 
@@ -288,15 +322,22 @@ def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
 
 
 def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
-    """Peak memory of forward and backward of the head and the loss, each way in a process of its own."""
+    """Peak memory of forward and backward of the head and the loss, each way in a process of its own.
+
+    Raises:
+        Unequal: their losses differ.
+    """
     found, tokens = {}, options.head_tokens
-    while NAIVE_BYTES_PER_LOGIT * VOCABULARY * tokens > psutil.virtual_memory().available:
+    while NAIVE_BYTES_PER_LOGIT * VOCABULARY * tokens > free_host_bytes():
         tokens //= 2
     for way in ("naive", "ours"):
         out = options.work / f"head-{way}.json"
-        command = [sys.executable, REPOSITORY / "benchmarks/head_memory.py", way, out, tokens]
+        command = [sys.executable, REPOSITORY / "benchmarks/head_memory.py", way, out, tokens, VOCABULARY]
         if run_pinned(command, None, options.work / f"head-{way}.log", 1800):
             found[way] = json.loads(out.read_text(encoding="utf-8"))
+    if len(found) == 2:
+        # Both round the same logits to bfloat16, and go on in float32.
+        require_equal_losses([found["ours"]["loss"]], [found["naive"]["loss"]], TOLERANCE["float32"])
     return found
 
 
@@ -348,21 +389,29 @@ def many_records(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
 
 
 def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
-    """The same global batches of a small model on 1 to 16 ranks, which share this machine's cores."""
+    """The same global batches of a small model on 1 to 16 ranks, which share this machine's cores.
+
+    Raises:
+        Unequal: the losses of two numbers of ranks differ.
+    """
     model = small_model(options)
     many = write_chats(options.work / "many.jsonl", 4 * options.tokens, options.max_length // 4, seed=1)
-    found = {}
+    found, first = {}, None
     for ranks in options.ranks:
         ours, _ = settings(options, many, "float32", model)
         more = {"model.init": "random", "data.max_length": options.max_length // 4}
         name = f"scaling-{ranks}"
         side = run_ours(name, options.work, {**ours, **more}, ranks=ranks)
         if side:
-            lines = (options.work / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            mfu = [entry["mfu"] for entry in map(json.loads, lines) if entry["kind"] == "step"][1:]
+            first = first or side
+            try:
+                require_equal_work(side, first, TOLERANCE["float32"])
+            except Unequal as difference:
+                raise Unequal(f"on {ranks} and {options.ranks[0]} ranks {difference}") from difference
             found[ranks] = {
                 "trained_tokens_per_s": [side.trained_tokens / value for value in side.seconds],
-                "mfu": mfu,
+                "mfu": side.mfu,
+                "data_share": side.data_share,
                 "memory_bytes": side.memory_bytes,
                 "losses": side.losses,
             }

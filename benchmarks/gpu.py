@@ -4,10 +4,11 @@
 python benchmarks/gpu.py --tokenizer models/SmolLM2-135M-Instruct --peers .venv/peers/bin/python [--shapes qwen3-1.7b]
 python benchmarks/gpu.py --tokenizer ... --peers ... --tiny      # tiny shapes on the CPU: shows that all of it runs
 
-As in bench.py all of the chats are one optimizer step. The weights are drawn from the config by each side itself, so
-what must be equal before a figure counts are the tokens of a step, exactly, and its first loss, to 2%. Where float32
-weights with their gradients and moments do not fit the GPU (16 bytes a parameter), a model has as many of its layers
-as do.
+As in bench.py all of the chats are one optimizer step, all sides begin with the same weights, drawn once, and losses
+must be equal at every step. Those of random weights say little of attention or of updates at first, nearly every logit
+being alike: so the learning rate is one that moves the loss by far more than the tolerance, and where it does not,
+there is no figure. Where float32 weights with their gradients and moments do not fit the GPU (16 bytes a parameter), a
+model has as many of its layers as do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import datetime
 import math
 import shutil
-from dataclasses import replace
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from bench import document_lengths, model_flops
 from chats import write_chats
-from measure import REPOSITORY, Side, gated, run_ours, run_peer, spread
+from measure import FAILED, REPOSITORY, TOLERANCE, Side, Unequal, gated, require_moving_loss, run_ours, run_peer, spread
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.flops import measure_matmul_rate, published_peak
@@ -86,8 +87,6 @@ TINY = {
 PEERS: dict[str, dict[str, Any]] = {"trl_packed": {}, "hf_trainer": {"batch-size": 8}}
 NAMES = {"ours": "shardtune", "trl_packed": "TRL, packed (bfd)", "hf_trainer": "HF Trainer (batches of 8)"}
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, two moments
-FIRST_LOSS_TOLERANCE = 0.02
-LR = 1e-5
 
 
 def main() -> None:
@@ -103,15 +102,18 @@ def main() -> None:
         f"- torch {version('torch')}, transformers {version('transformers')}; activation checkpointing "
         f"{options.checkpointing}; forward and backward in {options.dtype}",
         "",
-        "| model | row | layers | side | tokens/s | MFU | peak memory |",
-        "|---|---|---|---|---|---|---|",
+        "| model | row | layers | side | tokens/s | MFU | peak memory | first and last loss | attention |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for shape in options.shapes:
         model, layers = write_model(options, shape)
         for length in options.lengths:
             lines += measure(options, shape, model, layers, length)
             options.results.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        shutil.rmtree(model)  # several times 10 GB
     print(f"Written: {options.results}")
+    if FAILED:
+        sys.exit(f"ERROR: {'; '.join(FAILED)} - see the logs in {options.work}")
 
 
 def read_options() -> argparse.Namespace:
@@ -126,18 +128,19 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", choices=("ours", *PEERS), default=("ours", *PEERS))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="of each run; the first is not counted")
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--rows", type=int, default=8, help="full rows of one step, about")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="full")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
-        options.lengths, options.rows, options.steps = [256], 3, 2
+        options.lengths, options.rows, options.steps, options.lr = [256], 3, 3, 1e-2
     return options
 
 
 def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, int]:
-    """A directory with the config and a tokenizer, and no weights; the number of layers."""
+    """A directory with weights drawn from the config, and a tokenizer; the number of layers."""
     model_type, settings = SHAPES[shape]
     settings = {**settings, "max_position_embeddings": 2 * max(options.lengths), "pad_token_id": 2, "eos_token_id": 2}
     if options.tiny:
@@ -153,7 +156,10 @@ def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, int]:
         if parameters * BYTES_PER_PARAMETER <= room or settings["num_hidden_layers"] == 1:
             break
         settings["num_hidden_layers"] -= 1
-    config.save_pretrained(folder)
+    torch.manual_seed(1234)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    torch.cuda.empty_cache()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(options.tokenizer / name, folder / name)
     return folder, settings["num_hidden_layers"]
@@ -166,22 +172,20 @@ def measure(options: argparse.Namespace, shape: str, model: Path, layers: int, l
     lengths = document_lengths(options, chats)
     ours = {
         "model.path": model.resolve(),
-        "model.init": "random",
         "model.compute_dtype": options.dtype,
         "model.activation_checkpointing": options.checkpointing,
         "data.train": chats.resolve(),
         "data.max_length": length,
         "train.epochs": options.steps,
-        "optimizer.lr": LR,
+        "optimizer.lr": options.lr,
     }
     theirs = {
         "model": model.resolve(),
-        "random": True,
         "data": chats.resolve(),
         "dtype": options.dtype,
         "max-length": length,
         "steps": options.steps,
-        "lr": LR,
+        "lr": options.lr,
         **({"checkpointing": True} if options.checkpointing != "none" else {}),
     }
     runs: dict[str, list[Side]] = {name: [] for name in options.sides}
@@ -194,7 +198,7 @@ def measure(options: argparse.Namespace, shape: str, model: Path, layers: int, l
                 shutil.rmtree(options.work / run_name, ignore_errors=True)
             else:
                 done = run_peer(name, run_name, options.work, options.peers, {**theirs, **PEERS[name]})
-            runs[name] += [replace(done, losses=done.losses[:1])] if done else []
+            runs[name] += [done] if done else []
     return table_lines(options, f"| {shape} | {length} | {layers}", model, lengths, runs)
 
 
@@ -203,7 +207,12 @@ def table_lines(
 ) -> list[str]:
     """A line for each side, of those that did not do equal work the reason."""
     reference = next((name for name in runs if runs[name]), next(iter(runs)))
-    equal, refused = gated(runs, reference, FIRST_LOSS_TOLERANCE)
+    equal, refused = gated(runs, reference, TOLERANCE[options.dtype])
+    try:
+        for side in runs[reference][:1]:
+            require_moving_loss(side, TOLERANCE[options.dtype])
+    except Unequal as difference:
+        equal, refused = {}, dict.fromkeys(runs, str(difference))
     flops, peak = model_flops(model), peak_flops(options.dtype)
     lines = []
     for name, sides in equal.items():
@@ -212,8 +221,9 @@ def table_lines(
         mfu = f"{median(of_step / value / peak for value in seconds):.1%}" if peak else "unknown peak"
         memory = max(side.memory_bytes for side in sides) / 1e9
         speed = spread([side.tokens / value for side in sides for value in side.seconds])
-        lines.append(f"{start} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB |")
-    return lines + [f"{start} | {NAMES[name]} | {why} | | |" for name, why in refused.items()]
+        losses = f"{sides[0].losses[0]:.4f} {sides[0].losses[-1]:.4f}"
+        lines.append(f"{start} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB | {losses} | {sides[0].attention} |")
+    return lines + [f"{start} | {NAMES[name]} | {why} | | | | |" for name, why in refused.items()]
 
 
 def peak_flops(dtype: str) -> float | None:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Peak memory of the head and the loss, forward and backward: what the training step calls, or plain logits.
 
-python benchmarks/head_memory.py naive|ours OUT.json TOKENS
+python benchmarks/head_memory.py naive|ours OUT.json TOKENS VOCABULARY
 
-A model of one thin layer with GLM-4.5's vocabulary, in bfloat16, every token trained: what it holds beyond its
+A model of one thin layer, in bfloat16, every token trained: what it holds beyond its
 weights is what the loss needs. One way a process, because memory that was freed is not returned at once.
 """
 
@@ -30,14 +30,14 @@ from shardtune.packing import Batch
 from shardtune.source import read_model_config
 from shardtune.world import World, join_world, run
 
-VOCABULARY, WIDTH = 151552, 1024
+WIDTH = 1024
 
 
 def main() -> None:
-    way, out, tokens = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    way, out, tokens, vocabulary = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     with tempfile.TemporaryDirectory() as folder:
         config = LlamaConfig(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=WIDTH,
             intermediate_size=16,
             num_hidden_layers=1,
@@ -74,13 +74,13 @@ def main() -> None:
     ended.set()
     watcher.join()
     gradients = sum(p.grad.to_local().nbytes for p in model.parameters() if isinstance(p.grad, DTensor))
-    told = {"tokens": tokens, "vocabulary": VOCABULARY, "peak_bytes": peak, "gradient_bytes": gradients, "loss": loss}
+    told = {"tokens": tokens, "vocabulary": vocabulary, "peak_bytes": peak, "gradient_bytes": gradients, "loss": loss}
     out.write_text(json.dumps(told), encoding="utf-8")
 
 
 def step(model: PreTrainedModel, way: str, tokens: int) -> float:
     """Forward and backward over one row, all of it trained; the loss of a token."""
-    ids = torch.arange(tokens).view(1, -1) * 7919 % VOCABULARY
+    ids = torch.arange(tokens).view(1, -1) * 7919 % model.config.vocab_size
     positions = torch.arange(tokens).view(1, -1)
     predicting = torch.arange(tokens - 1)
     if way == "ours":

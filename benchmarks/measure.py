@@ -15,7 +15,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
-FAILED: list[str] = []  # the commands of this process that did not end well
+FAILED: list[str] = []  # what did not end well in this process, each with its reason
+_MOVES = 10  # tolerances that a loss must change by to say something of the updates
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # of losses, relative: bfloat16 rounds each product to 3 digits
 
 
@@ -34,6 +35,9 @@ class Side:
     trained_tokens: int
     computed_tokens: int  # padding included
     head_rows: int | None = None  # where they were counted
+    attention: str = ""
+    mfu: list[float] | None = None  # of the same steps as `seconds`, where the run itself says it
+    data_share: float | None = None  # of these seconds, for which the rank that waited most waited for its batches
 
 
 def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
@@ -46,11 +50,23 @@ def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
         mine, theirs = getattr(side, what), getattr(reference, what)
         if mine != theirs:
             raise Unequal(f"{what} of a step are {mine} and {theirs}")
-    if len(side.losses) != len(reference.losses) or not side.losses:
-        raise Unequal(f"{len(side.losses)} and {len(reference.losses)} steps have a loss")
-    for step, (mine, theirs) in enumerate(zip(side.losses, reference.losses, strict=True), start=1):
+    require_equal_losses(side.losses, reference.losses, tolerance)
+
+
+def require_equal_losses(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> None:
+    """Raises Unequal where a step's losses differ, or there are none."""
+    if len(losses) != len(reference) or not losses:
+        raise Unequal(f"{len(losses)} and {len(reference)} steps have a loss")
+    for step, (mine, theirs) in enumerate(zip(losses, reference, strict=True), start=1):
         if not abs(mine - theirs) <= tolerance * abs(theirs):
             raise Unequal(f"the loss of step {step} is {mine:.6f} and {theirs:.6f}")
+
+
+def require_moving_loss(side: Side, tolerance: float) -> None:
+    """Raises Unequal where the first and the last loss of a run are so near that equal losses would say nothing."""
+    first, last = side.losses[0], side.losses[-1]
+    if not abs(first - last) > _MOVES * tolerance * abs(first):
+        raise Unequal(f"the loss goes from {first:.4f} to {last:.4f} only, less than {_MOVES} tolerances")
 
 
 def gated(
@@ -107,7 +123,7 @@ def run_pinned(command: Sequence[str | Path], cores: Sequence[int] | None, log: 
         f"  {log.stem}: {time.monotonic() - started:.0f} s" + (f", exit {code}, see {log}" if code else ""), flush=True
     )
     if code:
-        FAILED.append(log.stem)
+        FAILED.append(f"{log.stem} ended with {code}, see {log}")
     return code == 0
 
 
@@ -147,15 +163,19 @@ def run_ours(
     command: list[str | Path] = [script, "--config", empty]
     command += [f"{key}={value}" for key, value in settings.items()]
     is_done = run_pinned(launch(command, sys.executable, ranks), cores, folder / f"{name}.log", timeout_s)
-    return read_ours(run_dir) if is_done else None
+    return read_ours(run_dir, folder / f"{name}.log") if is_done else None
 
 
-def read_ours(run_dir: Path) -> Side:
+def read_ours(run_dir: Path, log: Path) -> Side:
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
     tokens, trained = ({step[key] for step in steps} for key in ("tokens", "trained_tokens"))
     assert len(tokens) == len(trained) == 1, "a step is the whole of the data"
     count, trained_count = tokens.pop(), trained.pop()
+    said = log.read_text(encoding="utf-8").splitlines()
+    attention = next(line.removeprefix("Attention: ") for line in said if line.startswith("Attention: "))
+    mfu = [step["mfu"] for step in steps[1:]]
+    waited, took = (sum(step[key] for step in steps[1:]) for key in ("data_seconds", "seconds"))
     # Packed rows are flattened, so nothing is padded.
     return Side(
         losses=[step["loss"] for step in steps],
@@ -164,6 +184,9 @@ def read_ours(run_dir: Path) -> Side:
         tokens=count,
         trained_tokens=trained_count,
         computed_tokens=count,
+        attention=attention,
+        mfu=None if None in mfu else mfu,
+        data_share=waited / took if took else None,
     )
 
 

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
@@ -64,7 +63,7 @@ class Watch(TrainerCallback):
 
 def main() -> None:
     options = read_options()
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.chat_template = TEMPLATE
     records = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()]
     watch = Watch()
@@ -78,6 +77,7 @@ def main() -> None:
     result = {
         "losses": watch.losses,
         "seconds": seconds,  # of the second step and those after it: the first also sets things up
+        "attention": trainer.model.config._attn_implementation,
         "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak,
         **counts,
     }
@@ -99,8 +99,6 @@ def read_options() -> argparse.Namespace:
         "--side", choices=("trl_packed", "trl_padded", "trl_single", "hf_trainer", "transformers_fsdp"), required=True
     )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--tokenizer", help="where the model has none of its own")
-    parser.add_argument("--random", action="store_true", help="weights drawn from the config")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True, help="of forward and backward")
@@ -166,11 +164,6 @@ def build(
 def load(options: argparse.Namespace, is_sharded: bool = False) -> Any:
     dtype = torch.float32
     implementation = "flash_attention_2" if torch.cuda.is_available() and is_flash_attn_2_available() else "sdpa"
-    if options.random:
-        config = AutoConfig.from_pretrained(options.model)
-        torch.manual_seed(1234)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     more: dict[str, Any] = {}
     if is_sharded:
         from transformers.distributed import DistributedConfig

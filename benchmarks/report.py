@@ -25,13 +25,13 @@ def report(found: dict[str, Any], plot: str) -> str:
         lines += [f"![trained tokens per second]({plot})", ""]
     for dtype, of_dtype in found.get("one", {}).items():
         lines += one_thread_lines(dtype, of_dtype, found.get("traffic", {}).get("head"))
-    sections = {"two": two_ranks_lines, "traffic": traffic_lines, "head": head_lines}
+    sections = {"profile": profile_lines, "two": two_ranks_lines, "traffic": traffic_lines, "head": head_lines}
     sections |= {"scaling": scaling_lines, "records": records_lines}
     for section, lines_of in sections.items():
         if found.get(section):
             lines += lines_of(found[section])
     if found.get("failed"):
-        lines += [f"Did not run to their end: {', '.join(found['failed'])}.", ""]
+        lines += ["Failed:", "", *(f"- {each}" for each in found["failed"]), ""]
     return "\n".join(lines)
 
 
@@ -56,15 +56,32 @@ def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | N
     shown = []
     for name, row in rows.items():
         ratio = f"{speeds['ours'] / speeds[name]:.2f} x" if "ours" in speeds else ""
+        waited = "not measured" if row["data_share"] is None else f"{row['data_share']:.2%}"
         shares = [100 * share for share in row["share_of_matmul_rate"]]
         shown.append(
             f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {row['padding']:.1%} | "
-            f"{row['head_rows'] or rows_of_ours(counts, head)} | {row['memory_bytes'] / 1e9:.2f} GB | {ratio} |"
+            f"{row['head_rows'] or rows_of_ours(counts, head)} | {row['memory_bytes'] / 1e9:.2f} GB | {waited} | "
+            f"{ratio} |"
         )
-    header = (
-        "| | trained tokens/s | share of the matmul rate | padding | rows through the head | peak memory | ours is |"
-    )
+    header = "| | trained tokens/s | share of the matmul rate | padding | rows through the head | peak memory "
+    header += "| waited for data | ours is |"
     return [*lines, *table(header, shown), *refusals(found["refused"])]
+
+
+def profile_lines(found: dict[str, Any]) -> list[str]:
+    kinds = list(next(iter(found.values())))
+    rows = [
+        f"| {kind} | " + " | ".join(f"{each.get(kind, 0.0) / sum(each.values()):.1%}" for each in found.values()) + " |"
+        for kind in kinds
+    ]
+    seconds = ", ".join(f"{sum(each.values()):.1f} s in {dtype}" for dtype, each in found.items())
+    return [
+        "## Where the time of ours goes",
+        "",
+        f"The last of the steps above, under PyTorch's profiler: {seconds}.",
+        "",
+        *table(f"| | {' | '.join(found)} |", rows),
+    ]
 
 
 def two_ranks_lines(found: dict[str, Any]) -> list[str]:
@@ -109,16 +126,19 @@ def head_lines(found: dict[str, Any]) -> list[str]:
 
 def scaling_lines(found: dict[str, Any]) -> list[str]:
     rows = [
-        f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | "
-        f"{row['memory_bytes'] / 1e9:.2f} GB | {row['losses'][0]:.6f} |"
+        f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | {row['data_share']:.2%} | "
+        f"{row['memory_bytes'] / 1e9:.2f} GB | {row['losses'][0]:.6f} {row['losses'][-1]:.6f} |"
         for count, row in found.items()
     ]
+    header = "| ranks | trained tokens/s | MFU | waited for data | memory of a rank | first and last loss |"
     return [
         "## The same batches of a small model on 1 to 16 ranks",
         "",
         "All ranks share the cores of this machine, one thread each.",
         "",
-        *table("| ranks | trained tokens/s | MFU | memory of a rank | first loss |", rows),
+        f"Losses equal to {TOLERANCE['float32']:g} at every step.",
+        "",
+        *table(header, rows),
     ]
 
 

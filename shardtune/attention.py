@@ -38,7 +38,6 @@ class _Documents:
     boundaries: torch.Tensor
     longest_ever = 0
     is_trial = False
-    has_kernel = False
 
     def __init__(self) -> None:
         self.forget()
@@ -48,6 +47,7 @@ class _Documents:
         self.objections: list[str] = []
         self.masks: list[torch.Tensor | None] = []
         self.calls = 0
+        self.unserved = ""  # what the kernel for sequences of many lengths was asked for and does not have
 
     def set(self, lengths: list[int], boundaries: torch.Tensor) -> None:
         """`boundaries`: int32 [documents + 1], where each document begins, and the end."""
@@ -89,11 +89,17 @@ def attend(
     """
     _look_at(attention_mask, options)
     documents.calls += 1
-    documents.has_kernel = not dropout and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1])
+    width, value_width = query.shape[-1], value.shape[-1]
+    unserved = kernel_lacks(query.device.type, query.dtype, width, value_width, dropout)
+    if not unserved and not _kernel_runs(query.device, query.dtype, width):
+        unserved = f"this GPU with heads of {width}"
+    documents.unserved = documents.unserved or unserved
     lengths = documents.lengths
-    if documents.has_kernel:
+    if not unserved:
         longest = max(lengths)
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        # It has one width for all, and narrower values, as those of latent attention, are filled up.
+        filled = value if value_width == width else F.pad(value, (0, width - value_width))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, filled))
         output = varlen_attn(
             q,
             k,
@@ -107,7 +113,7 @@ def attend(
             enable_gqa=True,
         )
         assert isinstance(output, torch.Tensor)
-        return output.unsqueeze(0), None
+        return output[..., :value_width].unsqueeze(0), None
     # `split` and `cat`: the backward of a slice would fill a gradient of the whole row for each document.
     outputs = [
         F.scaled_dot_product_attention(
@@ -131,11 +137,23 @@ def _look_at(attention_mask: torch.Tensor | None, options: dict[str, Any]) -> No
             documents.object({"softcap": "capped scores", "s_aux": "attention sinks"}.get(name, "biased scores"))
 
 
+def kernel_lacks(device_type: str, dtype: torch.dtype, width: int, value_width: int, dropout: float) -> str:
+    """What the kernel for sequences of many lengths, `varlen_attn`, is not for; empty if it is for all of this.
+
+    `width` is that of a head's queries and keys.
+    """
+    if dropout:
+        return "dropout"
+    if device_type != "cuda":
+        return f"a {device_type.upper()}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return str(dtype).removeprefix("torch.")
+    return "values wider than their keys" if value_width > width else ""
+
+
 @functools.cache
-def _has_kernel(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Whether the kernel for sequences of many lengths runs here, forward and backward."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width != value_width:
-        return False
+def _kernel_runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether this GPU has it for heads of this width, forward and backward."""
     x = torch.zeros(4, 1, width, dtype=dtype, device=device, requires_grad=True)
     ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
     try:
@@ -143,7 +161,7 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, width: int, value_widt
             output = varlen_attn(x, x, x, ends, ends, 3, 3, window_size=(-1, 0))
             assert isinstance(output, torch.Tensor)
             output.sum().backward()
-    except RuntimeError:  # this GPU is too old for it, or the heads too wide
+    except RuntimeError:
         return False
     return True
 
@@ -189,15 +207,21 @@ def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bo
     alone = _last_document(model, _PROBE[-1:], world.device)
     if config.model.attention == "auto":
         documents.longest_ever = config.data.max_length
-        why_not = next(filter(None, world.gather(_try_documents(model, alone, config, world.device))), "")
+        why_not = next(filter(None, world.gather(_try_documents(model, alone, config, world))), "")
         if why_not:
             model.set_attn_implementation(usual)
     if not why_not:
-        kernel = "the kernel for sequences of many lengths" if documents.has_kernel else "one call for each"
+        documents.unserved = ""
+        _last_document(model, _PROBE, world.device, is_training=True)
+        kernel = "the kernel for sequences of many lengths"
+        if documents.unserved:
+            kernel = f"one call for each, since {kernel} is not for {documents.unserved}"
         world.say(f"Attention: within each document, without a mask ({kernel}); rows have no padding")
         return True
-    world.say(f"Attention: {usual} under a mask of row x row ({why_not})")
-    if config.data.packing and (leak := max(world.gather(_leak(model, alone, config, world.device)))):
+    # The rows of a packed micro-batch are one row for the model.
+    side = config.data.max_length * (config.train.micro_batch_size if config.data.packing else 1)
+    world.say(f"Attention: {usual} under a mask of row x row, up to {side} tokens a side ({why_not})")
+    if config.data.packing and (leak := _leak(model, alone, config, world)):
         raise Refused(
             f"{model.config.model_type} lets a packed document see the one before it (its logits change by "
             f"{leak:.1%} of their spread) - use data.packing=false"
@@ -205,7 +229,7 @@ def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bo
     return config.data.packing
 
 
-def _try_documents(model: PreTrainedModel, alone: torch.Tensor, config: Config, device: torch.device) -> str:
+def _try_documents(model: PreTrainedModel, alone: torch.Tensor, config: Config, world: World) -> str:
     """Switch the model to `attend`; the reason why it must not stay so, if there is one."""
     kind = model.config.model_type
     if not model._can_set_attn_implementation():
@@ -213,51 +237,62 @@ def _try_documents(model: PreTrainedModel, alone: torch.Tensor, config: Config, 
     model.set_attn_implementation(_NAME)
     documents.forget()
     documents.is_trial = True
-    _last_document(model, _PROBE, device)
+    _last_document(model, _PROBE, world.device)
     documents.is_trial = False
     if not documents.calls:
         return f"{kind} does not use transformers' attention interface"
     if documents.objections:
         return f"{kind} has {documents.objections[0]}"
-    leak = _leak(model, alone, config, device)
+    leak = _leak(model, alone, config, world)
     return f"{kind} computes something else without it, by {leak:.1%} of its logits' spread" if leak else ""
 
 
-def _leak(model: PreTrainedModel, alone: torch.Tensor, config: Config, device: torch.device) -> float:
+def _leak(model: PreTrainedModel, alone: torch.Tensor, config: Config, world: World) -> float:
     """By how much the logits of a packed document differ from those that it has alone, beyond rounding; 0 if not.
 
-    In units of their spread. It is looked at behind two others, and at the end of the longest row of a micro-batch,
-    since some models go by the place in the row.
+    In units of their spread, and on the rank with the most. It is looked at behind two others, and, where that shows
+    nothing, at the end of the longest row of a micro-batch: some models go by the place in the row, and such a model
+    may have no positions for a long one.
     """
-    spread = max(alone.float().std().item(), 1e-30)
-    packed, disturbed = (_last_document(model, _PROBE, device, before) for before in (0, 1))
-    by_neighbour, by_packing = _distance(packed, disturbed) / spread, _distance(packed, alone) / spread
+    packed, disturbed = (_last_document(model, _PROBE, world.device, before) for before in (0, 1))
+    leak = max(world.gather(_beyond_rounding(alone, packed, disturbed)))
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", config.data.max_length)
     longest = min(config.data.max_length, positions)
-    if longest > sum(_PROBE):
-        row = [longest] * config.train.micro_batch_size
-        row[-1:] = longest - _PROBE[-1], _PROBE[-1]
-        by_packing = max(by_packing, _distance(_last_document(model, row, device), alone) / spread)
+    if leak or longest <= sum(_PROBE):
+        return leak
+    row = [longest] * config.train.micro_batch_size
+    row[-1:] = longest - _PROBE[-1], _PROBE[-1]
+    packed = _last_document(model, row, world.device)
+    return max(world.gather(_beyond_rounding(alone, packed, packed)))
+
+
+def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch.Tensor) -> float:
+    """The larger of what packing and what another neighbour change, in units of the logits' spread; 0 if rounding may.
+
+    A model that is not finite by itself is for the first step to name.
+    """
+    spread = max(alone.float().std().item(), 1e-30)
+    by_neighbour, by_packing = _distance(packed, disturbed) / spread, _distance(packed, alone) / spread
     # Kernels round differently for other shapes: through 30 layers of bfloat16 a token's logits move by 5%.
     rounding, rounding_of_shapes = (2e-5, 2e-5) if alone.dtype == torch.float32 else (2e-2, 0.25)
-    # A model that is not finite by itself is for the first step to name.
-    if alone.isfinite().all() and not (by_neighbour <= rounding and by_packing <= rounding_of_shapes):
-        return max(by_neighbour, by_packing)
-    return 0.0
+    if not alone.isfinite().all() or (by_neighbour <= rounding and by_packing <= rounding_of_shapes):
+        return 0.0
+    return max(by_neighbour, by_packing)
 
 
 def _last_document(
-    model: PreTrainedModel, lengths: Sequence[int], device: torch.device, before: int = 0
+    model: PreTrainedModel, lengths: Sequence[int], device: torch.device, before: int = 0, is_training: bool = False
 ) -> torch.Tensor:
     """The logits (tokens, vocabulary) of the last document of a row, which is always the same one; `before` changes
-    those before it."""
+    those before it. With dropout if `is_training`, and then the run's random numbers stay as they are."""
     vocabulary = model.config.get_text_config().vocab_size
     earlier = torch.arange(sum(lengths[:-1]), device=device).flip(0) + before * (vocabulary // 2)
     ids = torch.cat([earlier, torch.arange(lengths[-1], device=device) + sum(_PROBE[:-1])])
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     documents.set(list(lengths), ends)
-    with forward_only(model):
+    with forward_only(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model.train(is_training)
         row = {"input_ids": ids % vocabulary, "position_ids": positions}
         # Without it a long row would have logits for every token.
         few = {"logits_to_keep": lengths[-1]} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

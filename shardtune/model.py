@@ -138,11 +138,25 @@ def _problems(model: PreTrainedModel, config: Config, world: World) -> Iterator[
             "would depend on those before it - lower data.max_length x train.micro_batch_size to that, or use "
             "data.packing=false with train.micro_batch_size=1"
         )
+    tokens = config.data.max_length * config.train.micro_batch_size
+    if config.data.packing and (table := _causal_table(model)) and tokens > table:
+        yield (
+            f"{kind} has a causal mask of {table} x {table} positions, and the rows of a micro-batch, one behind the "
+            f"other, have {tokens} tokens - lower data.max_length x train.micro_batch_size to {table}, or use "
+            "data.packing=false"
+        )
     if world.size > 1 and any(getattr(module, "layerdrop", 0) for module in model.modules()):
         yield (
             f"{kind} drops layers at random (layerdrop), each rank others, while all have to gather them together - "
             "set the layerdrop of its config.json to 0"
         )
+
+
+def _causal_table(model: PreTrainedModel) -> int | None:
+    """The positions of the table that a layer takes its causal mask from, as GPT-Neo's do; None without one."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    shapes = {tuple(buffer.shape[-2:]) for layer in _layers(model) for buffer in layer.buffers()}
+    return positions if (positions, positions) in shapes else None
 
 
 def _short_rope_length(model_config: PreTrainedConfig) -> int | None:

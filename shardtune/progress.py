@@ -88,6 +88,10 @@ class Progress:
         self._waits.clear()
         return seconds
 
+    def seconds_in(self, phase: str) -> float:
+        """The host's seconds in a phase that is over, since the last `take_seconds`."""
+        return self._seconds[phase]
+
     def _mark(self) -> Any:
         if not self._is_timed_by_stream:
             return time.perf_counter()

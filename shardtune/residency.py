@@ -2,13 +2,20 @@
 
 Sharded again each time, parameters are gathered twice and gradients reduced once in every micro-batch. Kept, both
 happen once a step, which is the same sum in another order.
+
+When a layer is gathered is left to FSDP2: on a GPU the next layer's parameters travel while this one computes. Forward,
+because the host runs ahead of the device (except in layers that wait for it, as some architectures' experts do);
+backward, because FSDP2 asks for them in the reverse of the forward's order. To prefetch further ahead would hold more
+whole layers, for a gain that nobody has measured here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import psutil
@@ -19,6 +26,9 @@ from .errors import OutOfMemory
 from .model import DTYPES, compute_dtype, local_bytes
 from .world import World
 
+# The file of a control group's limit, that of its use, and the line of memory.stat with the files that it keeps cached.
+_GROUP_FILES = ("memory.max", "memory.current", "inactive_file")
+_GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _SHARE = 0.5  # of the free memory that may be taken; the rest is for activations
 
 
@@ -56,7 +66,8 @@ def choose_residency(model: Any, config: Config, saved: list[bool] | None, world
     room_text = f"{room / 1e9:.2f} GB, half of what is free"
     world.say(
         f"Parameters: gathered {'once a step' if parameters else 'in each forward and each backward'} (whole they take "
-        f"{of_parameters / 1e9:.2f} GB; room for {room_text})"
+        f"{of_parameters / 1e9:.2f} GB; room for {room_text}), "
+        + ("each layer's while the one before it computes" if world.device.type == "cuda" else "while the CPU waits")
     )
     if micro_batches > 1:
         when = "once a step, after its last micro-batch" if gradients else "in each micro-batch"
@@ -69,11 +80,12 @@ def memory_suffices(config: Config) -> Iterator[None]:
     """Raises OutOfMemory, with the keys that take less, where PyTorch finds no memory for a step or an evaluation."""
     try:
         yield
-    except RuntimeError as error:  # as which a CPU's allocator fails
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # a CPU's allocator fails with the former
+        is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not is_known and "can't allocate memory" not in str(error):
             raise
         also = "" if config.model.activation_checkpointing == "full" else ", or set model.activation_checkpointing=full"
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise OutOfMemory(
             f"{config.train.micro_batch_size} (train.micro_batch_size) rows of up to {config.data.max_length} "
             f"(data.max_length) tokens do not fit the memory ({reason}) - lower one of the two{also}"
@@ -84,4 +96,29 @@ def _free_bytes(world: World) -> float:
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
         return free + torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
-    return psutil.virtual_memory().available / world.local_size
+    return free_host_bytes() / world.local_size
+
+
+def free_host_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """What this process and the others here may still take: of the machine, or of their container or job, if less.
+
+    A limit holds for a control group (version 2 or 1) and all below it. Files that may leave its cache count as free.
+    """
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError):  # a kernel without control groups
+        for line in own.read_text(encoding="utf-8").splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, names = (groups / "memory", _GROUP_FILES_V1) if controllers else (groups, _GROUP_FILES)
+            for path in (PurePosixPath(group), *PurePosixPath(group).parents):
+                free = min(free, _free_in_group(root / path.relative_to("/"), *names))
+    return max(0, int(free))
+
+
+def _free_in_group(folder: Path, limit: str, used: str, cached: str) -> float:
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no such group here, or "max": no limit
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+        bound, taken = (int((folder / name).read_text(encoding="utf-8")) for name in (limit, used))
+        return bound - taken + int(statistics[cached])
+    return math.inf

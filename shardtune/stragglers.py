@@ -32,21 +32,32 @@ _REPORTED = (*STEP_PHASES, "waiting")
 
 
 class Stragglers:
-    """Every rank calls `step_ended`; each tenth time the slowest goes to `metrics.jsonl`, and one that is slow again is
-    said."""
+    """Every rank calls `step_ended`; of each ten steps the slowest rank goes to `metrics.jsonl`, and one that is slow
+    again is said.
+
+    Every tenth step each rank has something to tell, `owed`, which the next step gathers with its loss: the host waits
+    for the device once a step.
+    """
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
         self._metrics, self._world = metrics, world
         self._hosts = world.gather(socket.gethostname())
         self._seconds: Counter[str] = Counter()
+        self.owed: list[float] = []  # this rank's seconds of a step in each of `_REPORTED`
         self._suspect: int | None = None
         self._steps = -1  # the first step also sets things up, and is no measure
         for module in model.modules():
             if isinstance(module, FSDPModule) and world.size > 1:
                 _watch_collectives(module, world.progress, world.device)
 
-    def step_ended(self, step: int) -> None:
-        """Call it once a step, after the synchronisation with the device in it, before any evaluation or save."""
+    def step_ended(self, step: int, of_ranks: list[float]) -> None:
+        """Call it once a step, after the synchronisation with the device in it, before any evaluation or save.
+
+        `of_ranks`: what all ranks owed when the step began, rank by rank.
+        """
+        if of_ranks:
+            self._report(step - 1, [of_ranks[i : i + len(_REPORTED)] for i in range(0, len(of_ranks), len(_REPORTED))])
+            self.owed = []
         seconds = self._world.progress.take_seconds()
         self._world.progress.enter("reporting")
         self._steps += 1
@@ -55,16 +66,8 @@ class Stragglers:
         self._seconds.update({phase: seconds[phase] for phase in _REPORTED})
         if self._steps % _EVERY_STEPS:
             return
-        mine = torch.tensor(
-            [self._seconds[phase] / _EVERY_STEPS for phase in _REPORTED],
-            dtype=torch.float64,
-            device=self._world.device,
-        )
+        self.owed = [self._seconds[phase] / _EVERY_STEPS for phase in _REPORTED]
         self._seconds.clear()
-        of_ranks = mine.new_empty(self._world.size * len(_REPORTED))
-        with self._world.progress.stalled():
-            dist.all_gather_single(of_ranks, mine)
-        self._report(step, of_ranks.view(-1, len(_REPORTED)).tolist())
 
     def _report(self, step: int, of_ranks: list[list[float]]) -> None:
         rank, ratio, phase = slowest([seconds[: len(STEP_PHASES)] for seconds in of_ranks])

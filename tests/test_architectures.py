@@ -28,6 +28,8 @@ from transformers import (
     DeepseekV32ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LongcatFlashConfig,
     LongcatFlashForCausalLM,
     MambaConfig,
@@ -117,6 +119,28 @@ def test_queries_scaled_by_their_place_in_the_row_are_refused(models, tmp_path):
     refused = train(1, *given, "train.micro_batch_size=3", cwd=tmp_path)
     assert refused.returncode == 2 and "llama scales queries by their place in the row from 200" in refused.stderr
     finish(train(1, *given, "train.micro_batch_size=2", cwd=tmp_path))
+
+
+def gpt_neo() -> GPTNeoForCausalLM:
+    layers = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 16}
+    return GPTNeoForCausalLM(
+        GPTNeoConfig(vocab_size=331, hidden_size=32, max_position_embeddings=200, eos_token_id=1, **layers)
+    )
+
+
+def test_rows_beyond_a_table_of_positions_are_refused(tokenizer, tmp_path):
+    model = saved(gpt_neo, tokenizer, tmp_path / "model")
+    (model / "model.safetensors").unlink()  # it is refused before weights are looked for
+    data = write_jsonl(tmp_path / "train.jsonl", chats(12))
+    given = settings(model, data, "run", "train.max_steps=1", "data.max_length=100", "model.init=random")
+    refused = train(2, *given, "train.micro_batch_size=3", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == (
+        "ERROR: gpt_neo has a causal mask of 200 x 200 positions, and the rows of a micro-batch, one behind the other, "
+        "have 300 tokens - lower data.max_length x train.micro_batch_size to 200, or use data.packing=false"
+    )
+    finish(train(2, *given, "train.micro_batch_size=2", cwd=tmp_path))
+    finish(train(2, *given, "run.resume=never", "train.micro_batch_size=3", "data.packing=false", cwd=tmp_path))
 
 
 def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, tmp_path):

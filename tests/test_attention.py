@@ -14,7 +14,7 @@ from ranks import config_for, on_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardtune.attention import choose_attention
+from shardtune.attention import choose_attention, kernel_lacks
 from shardtune.config import Config
 from shardtune.errors import Refused
 from shardtune.loss import LossHead, summed_loss, use_loss_head
@@ -206,6 +206,18 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
     with pytest.raises(Refused, match=r"llama lets a packed document see .* use data\.packing=false"):
         choose_attention(by_place, config, world)
 
+    with_table = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
+    with_table.config.use_cache = False
+    shard(with_table, world, MixedPrecisionPolicy(param_dtype=torch.float32))
+
+    def scale_from_table(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        """The same, with fewer positions than the longest row has."""
+        return output * torch.linspace(1, 2, 128)[torch.arange(output.shape[1])][:, None]
+
+    with_table.get_input_embeddings().register_forward_hook(scale_from_table)
+    with pytest.raises(Refused, match=r"llama lets a packed document see .* use data\.packing=false"):
+        choose_attention(with_table, config, world)
+
     deep = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False),
         dtype=torch.float32,
@@ -227,3 +239,37 @@ def test_documents_are_separate_or_packing_is_refused(models: dict[str, Path], t
     configs = [config_for(models["llama"], tmp_path, *more) for more in ([], ["model.attention=sdpa"])]
     checked = on_ranks(1, check_documents, models, *configs, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "lacking"),
+    [
+        (("cuda", torch.bfloat16, 128, 128, 0.0), ""),
+        (("cuda", torch.float16, 192, 128, 0.0), ""),  # latent attention
+        (("cuda", torch.bfloat16, 64, 128, 0.0), "values wider than their keys"),
+        (("cuda", torch.float32, 128, 128, 0.0), "float32"),
+        (("cuda", torch.bfloat16, 128, 128, 0.1), "dropout"),
+        (("cpu", torch.bfloat16, 128, 128, 0.0), "a CPU"),
+    ],
+)
+def test_which_attention_the_kernel_is_for(asked: tuple[Any, ...], lacking: str) -> None:
+    assert kernel_lacks(*asked) == lacking
+
+
+def say_which_kernel(config: Config) -> None:
+    """On a rank: what is said of a model without dropout in its attention, and of one with it."""
+    world = join_world(config.distributed)
+    for dropout in 0.0, 0.1:
+        model = a_model("llama", {"attention_dropout": dropout})
+        shard(model, world, MixedPrecisionPolicy())
+        state = torch.get_rng_state()
+        assert choose_attention(model, config, world)
+        assert torch.equal(torch.get_rng_state(), state)  # the run's own numbers are not for trying
+
+
+def test_the_kernel_that_is_said_is_that_of_training(models: dict[str, Path], tmp_path: Path) -> None:
+    done = on_ranks(1, say_which_kernel, config_for(models["llama"], tmp_path, "data.max_length=50"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    unserved = "(one call for each, since the kernel for sequences of many lengths is not for "
+    lines = done.stdout.splitlines()
+    assert [line.partition(unserved)[2].partition(")")[0] for line in lines] == ["a CPU", "dropout"]

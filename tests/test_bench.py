@@ -1,17 +1,23 @@
-"""The benchmarks' gate: no figure for a side that did not do the reference's work."""
+"""The benchmarks run, and have no figure for a side that did not do the reference's work."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY
 
 sys.path.insert(0, str(Path(REPOSITORY, "benchmarks")))
 
-from measure import Side, Unequal, gated, require_equal_work
+import bench
+import gpu
+from measure import FAILED, Side, Unequal, gated, require_equal_work, require_moving_loss
 
 PEER = Side(
     losses=[3.0, 2.5],
@@ -51,3 +57,76 @@ def test_without_a_reference_nothing_counts() -> None:
     equal, refused = gated({"peer": [], "ours": [ROUNDED]}, "peer", 1e-4)
     assert not equal
     assert refused == dict.fromkeys(("peer", "ours"), "peer did not run to its end")
+
+
+def test_equal_losses_that_do_not_move_say_nothing() -> None:
+    require_moving_loss(PEER, 1e-2)
+    with pytest.raises(Unequal, match=r"from 3\.0000 to 2\.9900 only"):
+        require_moving_loss(replace(PEER, losses=[3.0, 2.99]), 1e-3)
+
+
+@pytest.fixture
+def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs a benchmark's `main` in this process, which starts those that measure; what it wrote."""
+
+    def run(module: Any, *arguments: Any) -> str:
+        results = tmp_path / "RESULTS.md"
+        places = ["--peers", sys.executable, "--results", results, "--work", tmp_path / "work"]
+        monkeypatch.setattr(sys, "argv", list(map(str, [module.__file__, *places, *arguments])))
+        FAILED.clear()
+        module.main()
+        return results.read_text(encoding="utf-8")
+
+    return run
+
+
+def test_ranks_with_another_loss_fail_their_section(
+    run_benchmark: Callable[..., str], tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def a_run(name: str, *_: Any, ranks: int) -> Side:
+        return replace(PEER, losses=[3.0, 2.5 + 0.01 * (ranks == 4)], mfu=[0.5], data_share=0.001)
+
+    monkeypatch.setattr(bench, "run_ours", a_run)
+    monkeypatch.setattr(bench, "run_pinned", lambda *_: pytest.fail("there is nothing to plot"))
+    said = "scaling: on 4 and 1 ranks the loss of step 2 is 2.510000 and 2.500000"
+    with pytest.raises(SystemExit, match=f"ERROR: {said} - see the logs"):
+        run_benchmark(bench, "--model", models["llama"], "--sections", "scaling")
+    found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
+    assert found["failed"] == [said] and "scaling" not in found
+    assert f"- {said}" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+
+
+def test_the_memory_of_head_and_loss_is_measured(
+    run_benchmark: Callable[..., str], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "VOCABULARY", 5000)
+    said = run_benchmark(bench, "--model", models["llama"], "--sections", "head", "--head-tokens", 64)
+    assert "| naive | 64 | 5000 | " in said and "Ours takes " in said and "Losses of a token: " in said
+
+
+def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str, Path]) -> None:
+    more = ["--tiny", "--sides", "ours", "--shapes", "qwen3-1.7b"]
+    said = run_benchmark(gpu, "--tokenizer", models["llama"], *more)
+    *_, line = said.splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:4] == ["qwen3-1.7b", "256", "2", "shardtune"] and cells[8].startswith("within each document"), said
+    first, last = map(float, cells[7].split())
+    assert last < 0.95 * first
+
+
+@pytest.mark.full
+def test_traffic_profile_scaling_and_many_records_are_measured(run_benchmark: Callable[..., str], tmp_path: Path) -> None:
+    tokenizer = REPOSITORY / "models/SmolLM2-135M-Instruct"
+    options = argparse.Namespace(tiny=True, lengths=[512], layers=None, work=tmp_path, tokenizer=tokenizer)
+    model, _ = gpu.write_model(options, "llama3-8b")
+    more = ["--short", "--sections", "traffic", "profile", "records", "scaling"]
+    with pytest.raises(SystemExit, match="ERROR: plot ended with 1"):  # without matplotlib in this environment
+        run_benchmark(bench, "--model", model, *more)
+    found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
+    assert len(found["failed"]) == 1 and found["traffic"]["head"]["rows"] and set(found["records"]) == {"1000"}
+    assert set(found["scaling"]) == {"1", "2"}
+    assert all(0 <= row["data_share"] < 0.5 for row in found["scaling"].values())
+    for of_dtype in found["profile"].values():
+        assert all(seconds > 0 for seconds in of_dtype.values()) and len(of_dtype) == 6
+    said = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    assert "| matrix products | " in said and "waited for data" in said and "- plot ended with 1" in said

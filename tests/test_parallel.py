@@ -4,10 +4,14 @@ a reduction in each micro-batch, layers computed again, compiled layers."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
+from itertools import count
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from conftest import launch, read_metrics, write_jsonl
 from documented import require_documented
@@ -22,10 +26,12 @@ from plain_training import (
     uneven_chats,
     with_weights,
 )
-from ranks import on_ranks, run_script, train
+from ranks import config_for, on_ranks, run_script, train
 from transformers import PreTrainedTokenizerFast
 
 from shardtune import residency
+from shardtune.errors import OutOfMemory
+from shardtune.residency import memory_suffices
 
 RATES = (3e-3,) * 4
 
@@ -48,29 +54,82 @@ def run_without_room(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def run_in_little_memory(arguments: list[str]) -> None:
-    """On a rank: 300 MB more than it has at the start."""
-    held = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + 300_000_000,) * 2)
+def run_in_little_memory(since: str, arguments: list[str]) -> None:
+    """On a rank: rank 1 has 40 MB more than it holds just before the model is tried, or at its second micro-batch."""
+    owner, name, wanted = {
+        "trial": (residency, "choose_residency", 1),
+        "step": (residency.Residency, "begin_micro_batch", 2),
+    }[since]
+    original, called = getattr(owner, name), count(1)
+
+    def limit_and_go_on(*given: Any, **options: Any) -> Any:
+        if next(called) == wanted and os.environ["RANK"] == "1":
+            held = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (held + 40_000_000,) * 2)
+        return original(*given, **options)
+
+    setattr(owner, name, limit_and_go_on)
     run_script(arguments)
 
 
+@pytest.mark.parametrize(
+    ("since", "place"), [("trial", "loading the model"), ("step", r"step 2 \(forward and backward\)")]
+)
 def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
-    sharp: dict[str, Path], tmp_path: Path
+    since: str, place: str, sharp: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Scores of four heads over 8192 tokens take a GB."""
+    """Scores of four heads over 2048 tokens take 67 MB."""
     data = write_jsonl(tmp_path / "train.jsonl", 20 * uneven_chats())
-    more = ["model.attention=eager", "data.max_length=512", "train.micro_batch_size=16", "train.max_steps=1"]
+    more = ["model.attention=eager", "data.max_length=512", "train.micro_batch_size=4", "train.max_steps=2"]
     (tmp_path / "config.yaml").touch()
     given = ["--config", "config.yaml", *settings(sharp["llama"], data, tmp_path / "run", *more)]
-    failed = on_ranks(1, run_in_little_memory, given, cwd=tmp_path)
+    failed = on_ranks(2, run_in_little_memory, since, given, cwd=tmp_path, grace_s=20)
     assert failed.returncode == 1
+    (said,) = [line for line in failed.stderr.splitlines() if line.startswith("ERROR: ")]
     assert re.match(
-        r"ERROR: rank 0 on .+: 16 \(train\.micro_batch_size\) rows of up to 512 \(data\.max_length\) tokens do not fit "
-        r"the memory \(.+can't allocate memory.+\) - lower one of the two, or set "
+        r"ERROR: rank 1 on \S+: 4 \(train\.micro_batch_size\) rows of up to 512 \(data\.max_length\) tokens do not fit "
+        rf"the memory \(.+can't allocate memory.+\), in {place} - lower one of the two, or set "
         r"model\.activation_checkpointing=full; ",
-        failed.stderr.splitlines()[-1],
+        said,
     ), failed.stderr
+
+
+def test_memory_that_python_lacks_is_said_too(models: dict[str, Path], tmp_path: Path) -> None:
+    config = config_for(models["llama"], tmp_path, "model.activation_checkpointing=full")
+    with pytest.raises(OutOfMemory, match=r"Unable to allocate .+ - lower one of the two$"), memory_suffices(config):
+        np.empty(1 << 60, np.uint8)
+
+
+GROUPS = {
+    "version 2": ("0::/job/step", "", "memory.max", "memory.current", "inactive_file"),
+    "version 1": (
+        "4:cpu,memory:/job/step",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "root", "limit", "used", "cached"), GROUPS.values(), ids=GROUPS)
+def test_free_memory_is_that_of_the_container_or_job(
+    line: str, root: str, limit: str, used: str, cached: str, tmp_path: Path
+) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text(f"9:pids:/other\n{line}\n", encoding="utf-8")
+    groups = {"": "max", "job": "50000000", "job/step": "9223372036854771712"}
+    for name, bound in groups.items():
+        folder = tmp_path / "groups" / root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text(f"{bound}\n", encoding="utf-8")
+        (folder / used).write_text("30000000\n", encoding="utf-8")
+        (folder / "memory.stat").write_text(f"cache 8000000\n{cached} 5000000\n", encoding="utf-8")
+    assert residency.free_host_bytes(tmp_path / "groups", own) == 25_000_000
+    (tmp_path / "groups" / root / "job" / limit).write_text("20000000\n", encoding="utf-8")
+    assert residency.free_host_bytes(tmp_path / "groups", own) == 0
+    own.write_text("0::/elsewhere\n", encoding="utf-8")
+    assert residency.free_host_bytes(tmp_path / "groups", own) > 50_000_000
 
 
 def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) -> tuple[str, Path]:

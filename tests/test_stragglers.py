@@ -69,7 +69,7 @@ def run(folder: Path, model: Path, rank: int, phase: str, *more: str) -> str:
     ],
 )
 def test_a_slow_rank_is_named(rank: int, phase: str, tmp_path: Path, models: dict[str, Path]) -> None:
-    said = run(tmp_path, models["llama"], rank, phase, "train.max_steps=21")
+    said = run(tmp_path, models["llama"], rank, phase, "train.max_steps=22")
     lines = re.findall(
         r"^Slowest: rank (\d) on (\S+), (\d+\.\d\d) x the median, in (.+) \(a step: data \S+ s, forward and backward "
         r"\S+ s, optimizer \S+ s, waiting \S+ s\)$",
@@ -83,6 +83,9 @@ def test_a_slow_rank_is_named(rank: int, phase: str, tmp_path: Path, models: dic
     for entry in entries:
         assert (entry["slowest_rank"], entry["host"], entry["phase"]) == (rank, socket.gethostname(), phase)
         assert entry["seconds"][phase] > SLOW_S
+    steps = read_metrics(tmp_path / "run", "step")[2:]  # the first waits for what is made when the run begins
+    waited = sum(step["data_seconds"] for step in steps) / sum(step["seconds"] for step in steps)
+    assert 0.5 < waited < 1 if phase == "data" else 0 < waited < 0.1
 
 
 @pytest.mark.full
@@ -94,9 +97,9 @@ def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(tmp_path: Path, mo
     train_until(13, 0, 2, *arguments, cwd=tmp_path)
     run_dir = tmp_path / "runs/config"
     assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [11]
-    done = train(2, *arguments, "train.max_steps=19", cwd=tmp_path)
+    done = train(2, *arguments, "train.max_steps=20", cwd=tmp_path)
     assert "Resumed from checkpoint_0000008" in done.stdout, done.stderr
-    assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(range(1, 20))
+    assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(range(1, 21))
     assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [19]
 
 
