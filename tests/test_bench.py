@@ -115,7 +115,7 @@ def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str
 
 
 @pytest.mark.full
-def test_traffic_profile_scaling_and_many_records_are_measured(run_benchmark: Callable[..., str], tmp_path: Path) -> None:
+def test_the_sections_without_peers_are_measured(run_benchmark: Callable[..., str], tmp_path: Path) -> None:
     tokenizer = REPOSITORY / "models/SmolLM2-135M-Instruct"
     options = argparse.Namespace(tiny=True, lengths=[512], layers=None, work=tmp_path, tokenizer=tokenizer)
     model, _ = gpu.write_model(options, "llama3-8b")
