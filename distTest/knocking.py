@@ -180,9 +180,9 @@ class Knocking:
         at, me = f"{self._ip}:{self._port}", self._me.name
         if sight.kind == "stranger":
             return (
-                f"{sight.words}, seen from {me} - a run that has started (was node 0 started with NNODES=1?), a stale "
-                "process of the last run or another program holds that port: end it, or set another MASTER_PORT on "
-                "every node"
+                f"{sight.words}, seen from {me} - a run that has started (was node 0 started with NNODES=1?), a node 0 "
+                "with another MASTER_PORT, a stale process of the last run or another program holds that port: end it, "
+                "or set another MASTER_PORT on every node"
             )
         if sight.kind == "refused" and self._is_own:
             return (

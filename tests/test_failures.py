@@ -6,26 +6,20 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, read_metrics, write_jsonl
 from documented import require_documented
 from launches import ARGUMENTS, DATA, FORWARD, GONE_WITHIN_S, break_rank, resumes, two_nodes, while_it_imports
-from ranks import on_ranks, run_script
 
 from distTest import namespaces
-from distTest import torchrun as torchrun_of_launch
 from distTest.children import is_running
-from shardtune import loss, model, watchdog
 from shardtune.errors import AGAIN
 
 HOST = socket.gethostname()
@@ -109,24 +103,6 @@ def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
             said = r"(node 0 \(.*\): )?rank 1 of 2 did not come within 25.0 s - start every node within that time, .*"
             assert code == 2 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
             require_documented("running", last)
-
-
-def test_how_a_process_ended_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end is seen before torchrun, which hears of several at once, has noted how."""
-    monkeypatch.setenv("SHARDTUNE_LAUNCH_DIR", str(tmp_path))
-    ended = [subprocess.Popen(["sh", "-c", f"exit {code}"]) for code in (3, 4)]
-    peers = [watchdog.Peer(rank, 0, HOST, process.pid) for rank, process in enumerate(ended)]
-    handles = [os.pidfd_open(process.pid) for process in ended]
-    for handle in handles:
-        select.select([handle], [], [])
-        os.close(handle)
-    noting = threading.Timer(0.1, vars(torchrun_of_launch)["_note_end"], [tmp_path])
-    noting.start()
-    hows = [vars(watchdog)["_end_of"](peer)[0] for peer in peers]
-    noting.join()
-    for process in ended:
-        process.wait()
-    assert hows == ["ended with code 3", "ended with code 4"]
 
 
 KILLED = r"rank 3 on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"
@@ -221,63 +197,6 @@ def test_a_rank_that_does_not_arrive(
             require_documented("running", last)
         its_own = nodes.texts()[rank // ranks_per_node]
         assert f"rank {rank} on {HOST} is here:" in its_own and "time.sleep(3600)" in its_own.partition("is here:")[2]
-
-
-def dawdle(wait: Callable[[], object], arguments: list[str]) -> None:
-    """A run whose rank 1 does this before it loads the model."""
-    vars(watchdog)["_LOOK_AT_ALL_EVERY"] = 1
-    if os.environ["RANK"] == "1":
-        build = model.build_model
-        vars(model)["build_model"] = lambda *asked: (wait(), build(*asked))[1]
-    run_script(arguments)
-
-
-def hang_in_the_first_step(rank: str, arguments: list[str]) -> None:
-    vars(watchdog)["FIRST_STEP_TIMEOUT_S"] = 4
-    if rank in ("all", os.environ["RANK"]):
-        vars(loss)["summed_loss"] = lambda *_: hang()
-    run_script(arguments)
-
-
-@pytest.mark.parametrize(
-    ("rank", "said"),
-    [
-        ("1", r"rank 1 on {host}: did not arrive within 4 s \(at hang, .+\), in step 1 \(forward and backward\) - "),
-        pytest.param(
-            "all", r"rank \d on {host}: nothing moved for 4 s, with no rank behind the others, ", marks=pytest.mark.full
-        ),
-    ],
-)
-def test_a_rank_that_is_stuck_in_the_first_step(rank: str, said: str, folder: Path) -> None:
-    arguments = ["--config", "config.yaml", "distributed.step_timeout_s=1", "eval.baseline=false"]
-    done = on_ranks(2, hang_in_the_first_step, rank, arguments, cwd=folder, grace_s=10)
-    (line,) = re.findall("^ERROR: .*", done.stderr, re.MULTILINE)
-    assert done.returncode == 1 and re.match(f"ERROR: {said.format(host=HOST)}", line), done.stderr
-    require_documented("running", line)
-
-
-def hang() -> None:
-    time.sleep(3600)
-
-
-def work() -> None:
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        sum(range(10_000))
-
-
-@pytest.mark.parametrize(("wait", "code"), [(hang, 1), pytest.param(work, 0, marks=pytest.mark.full)])
-def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], code: int, folder: Path) -> None:
-    """It may, as long as it does something."""
-    arguments = ["--config", "config.yaml", "distributed.step_timeout_s=3", "train.max_steps=1", "export.final=false"]
-    done = on_ranks(2, dawdle, wait, arguments, cwd=folder, grace_s=10)
-    assert done.returncode == code, done.stderr
-    if code:
-        said = rf"rank 1 on {HOST}: did not arrive within 3 s \(at hang, test_failures.py:\d+\), in loading the model"
-        assert done.stderr.count("ERROR: ") == 1, done.stderr
-        (line,) = re.findall("^ERROR: (.*)", done.stderr, re.MULTILINE)
-        assert re.match(rf"{said} - see its traceback there, or raise distributed.step_timeout_s if ", line), line
-        require_documented("running", f"ERROR: {line}")
 
 
 @pytest.mark.parametrize(

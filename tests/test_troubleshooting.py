@@ -155,7 +155,7 @@ def test_every_message_of_ours_is_quoted() -> None:
 @needs_namespaces
 @pytest.mark.parametrize("kind", ["preflight", "running"])
 def test_every_message_of_ours_is_met(kind: str, request: pytest.FixtureRequest) -> None:
-    """By test_preflight.py and test_failures.py, which ran before, unless only some tests were asked for."""
+    """By the tests that ran before, unless only some tests were asked for."""
     if not request.config.option.keyword and request.config.args == request.config.getini("testpaths"):
         assert set(QUOTES[kind]) <= MET
 

@@ -1,0 +1,108 @@
+"""What the watchdog says of ranks that are stuck, and of how they ended, without a launch."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import chats, write_jsonl
+from documented import require_documented
+from ranks import on_ranks, run_script
+
+from distTest import torchrun
+from shardtune import loss, model, watchdog
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    (tmp_path / "config.yaml").write_text(
+        f"model: {{path: {models['llama']}, compute_dtype: float32}}\ndata: {{train: train.jsonl, max_length: 128}}\n",
+        encoding="utf-8",
+    )
+    return tmp_path
+
+
+def dawdle(wait: Callable[[], object], arguments: list[str]) -> None:
+    """A run whose rank 1 does this before it loads the model."""
+    vars(watchdog)["_LOOK_AT_ALL_EVERY"] = 1
+    if os.environ["RANK"] == "1":
+        build = model.build_model
+        vars(model)["build_model"] = lambda *asked: (wait(), build(*asked))[1]
+    run_script(arguments)
+
+
+def hang_in_the_first_step(rank: str, arguments: list[str]) -> None:
+    vars(watchdog)["FIRST_STEP_TIMEOUT_S"] = 4
+    if rank in ("all", os.environ["RANK"]):
+        vars(loss)["summed_loss"] = lambda *_: hang()
+    run_script(arguments)
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        ("1", r"rank 1 on {host}: did not arrive within 4 s \(at hang, .+\), in step 1 \(forward and backward\) - "),
+        pytest.param(
+            "all", r"rank \d on {host}: nothing moved for 4 s, with no rank behind the others, ", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_rank_that_is_stuck_in_the_first_step(rank: str, said: str, folder: Path) -> None:
+    arguments = ["--config", "config.yaml", "distributed.step_timeout_s=1", "eval.baseline=false"]
+    done = on_ranks(2, hang_in_the_first_step, rank, arguments, cwd=folder, grace_s=10)
+    (line,) = re.findall("^ERROR: .*", done.stderr, re.MULTILINE)
+    assert done.returncode == 1 and re.match(f"ERROR: {said.format(host=HOST)}", line), done.stderr
+    require_documented("running", line)
+
+
+def hang() -> None:
+    time.sleep(3600)
+
+
+def work() -> None:
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        sum(range(10_000))
+
+
+@pytest.mark.parametrize(("wait", "code"), [(hang, 1), pytest.param(work, 0, marks=pytest.mark.full)])
+def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], code: int, folder: Path) -> None:
+    """It may, as long as it does something."""
+    arguments = ["--config", "config.yaml", "distributed.step_timeout_s=3", "train.max_steps=1", "export.final=false"]
+    done = on_ranks(2, dawdle, wait, arguments, cwd=folder, grace_s=10)
+    assert done.returncode == code, done.stderr
+    if code:
+        said = rf"rank 1 on {HOST}: did not arrive within 3 s \(at hang, test_failures.py:\d+\), in loading the model"
+        assert done.stderr.count("ERROR: ") == 1, done.stderr
+        (line,) = re.findall("^ERROR: (.*)", done.stderr, re.MULTILINE)
+        assert re.match(rf"{said} - see its traceback there, or raise distributed.step_timeout_s if ", line), line
+        require_documented("running", f"ERROR: {line}")
+
+
+def test_how_a_process_ended_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is seen before torchrun, which hears of several at once, has noted how."""
+    monkeypatch.setenv("SHARDTUNE_LAUNCH_DIR", str(tmp_path))
+    ended = [subprocess.Popen(["sh", "-c", f"exit {code}"]) for code in (3, 4)]
+    peers = [watchdog.Peer(rank, 0, HOST, process.pid) for rank, process in enumerate(ended)]
+    handles = [os.pidfd_open(process.pid) for process in ended]
+    for handle in handles:
+        select.select([handle], [], [])
+        os.close(handle)
+    noting = threading.Timer(0.1, vars(torchrun)["_note_end"], [tmp_path])
+    noting.start()
+    hows = [vars(watchdog)["_end_of"](peer)[0] for peer in peers]
+    noting.join()
+    for process in ended:
+        process.wait()
+    assert hows == ["ended with code 3", "ended with code 4"]
