@@ -83,7 +83,7 @@ def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], cod
     done = on_ranks(2, dawdle, wait, arguments, cwd=folder, grace_s=10)
     assert done.returncode == code, done.stderr
     if code:
-        said = rf"rank 1 on {HOST}: did not arrive within 3 s \(at hang, test_failures.py:\d+\), in loading the model"
+        said = rf"rank 1 on {HOST}: did not arrive within 3 s \(at hang, test_stuck.py:\d+\), in loading the model"
         assert done.stderr.count("ERROR: ") == 1, done.stderr
         (line,) = re.findall("^ERROR: (.*)", done.stderr, re.MULTILINE)
         assert re.match(rf"{said} - see its traceback there, or raise distributed.step_timeout_s if ", line), line
