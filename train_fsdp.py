@@ -148,7 +148,7 @@ def build_job(
     if why_not := use_loss_head(model, world.device):
         world.say(f"Loss: logits are made for every position, since {why_not}")
     if config.model.compile:
-        compile_layers(model)
+        compile_layers(model, config, world)
     if resumed:
         checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run_dir, world)
     for moved in checkpoint.set_aside(run_dir, resumed, world):

@@ -263,7 +263,8 @@ def document_lengths(options: argparse.Namespace, chats: Path) -> np.ndarray:
 def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     """FSDP over two processes, one core each: ours and transformers' own."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    lines = chats.read_text(encoding="utf-8").splitlines(keepends=True)
+    twice = write_chats(options.work / "twice.jsonl", 2 * options.tokens, options.max_length)  # a row for each at least
+    lines = twice.read_text(encoding="utf-8").splitlines(keepends=True)
     even = options.work / "even.jsonl"  # a Trainer gives a chat twice where the ranks do not divide them
     even.write_text("".join(lines[: len(lines) // 2 * 2]), encoding="utf-8")
     ours, theirs = settings(options, even, "float32", options.model)

@@ -177,7 +177,7 @@ def _mask(*, local_size: int | None = None, **arguments: Any) -> torch.Tensor | 
     expected = (document[:, None] == document).tril()
     mask = sdpa_mask(**arguments | {"allow_is_causal_skip": False})
     if mask is None or not torch.equal(mask.expand(1, 1, *expected.shape)[0, 0], expected):
-        documents.object("more than a causal mask")
+        documents.object("another mask than the causal one within each document")
     documents.masks.append(mask if mask is None else mask.as_subclass(_WatchedMask))
     return documents.masks[-1]
 

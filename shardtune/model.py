@@ -12,6 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -216,17 +217,24 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the forward of each layer, once for all lengths; FSDP2's hooks stay outside.
+def compile_layers(model: PreTrainedModel, config: Config, world: World) -> None:
+    """Compile the forward of each layer, once for all lengths; FSDP2's hooks and the checkpoint stay outside.
 
     It happens at the first call, which raises Stopped where it fails.
     """
 
-    def compiled(layer: nn.Module) -> Callable[..., Any]:
-        fast = torch.compile(layer.forward, dynamic=True)
+    def compiled(layer: Any) -> Callable[..., Any]:
+        # transformers has the checkpoint in the forward: compiled with it, a layer whose graph breaks, as it does at
+        # attention, would not be compiled at all, and nothing would say so.
+        inner = inspect.unwrap(
+            type(layer).forward, stop=lambda function: function.__code__.co_name != "forward_with_checkpointing"
+        )
+        fast = torch.compile(partial(inner, layer), dynamic=True)
 
         def forward(*arguments: Any, **options: Any) -> Any:
             try:
+                if getattr(layer, "gradient_checkpointing", False) and layer.training:
+                    return layer._gradient_checkpointing_func(partial(fast, **options), *arguments)
                 return fast(*arguments, **options)
             except (TorchDynamoException, InductorError) as error:
                 reason = str(error).strip().splitlines()[0]
@@ -240,6 +248,11 @@ def compile_layers(model: PreTrainedModel) -> None:
 
     for layer in _layers(model):
         layer.forward = compiled(layer)
+    if config.model.activation_checkpointing == "selective":
+        world.say(
+            "Compiled layers keep attention and compute their matrix products again: what selective checkpointing "
+            "would keep of them is out of its sight"
+        )
 
 
 def _always_give_expert_gradients(layer: nn.Module) -> None:

@@ -52,6 +52,8 @@ def choose_residency(model: Any, config: Config, saved: list[bool] | None, world
     The order of a sum is part of what a resumed run must not change, the place of parameters is not.
     """
     if world.mesh["shard"].size() == 1:
+        if world.size > 1:
+            world.say("Parameters: whole on each rank | Gradients: reduced once a step, after its last micro-batch")
         return Residency(parameters=False, gradients=world.size > 1)
     micro_batches = config.train.gradient_accumulation_steps
     numel = sum(parameter.numel() for parameter in model.parameters())

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import launch, read_metrics, write_jsonl
 from documented import require_documented
 from plain_training import (
@@ -29,7 +30,7 @@ from plain_training import (
 from ranks import config_for, on_ranks, run_script, train
 from transformers import PreTrainedTokenizerFast
 
-from shardtune import residency
+from shardtune import export, residency
 from shardtune.errors import OutOfMemory
 from shardtune.residency import memory_suffices
 
@@ -181,7 +182,9 @@ def test_replicas_and_reductions_equal_plain_pytorch(
     said, run_dir = run(sharp[family], tmp_path, 4, f"parallel.replicate={replicate}", room=room)
     if replicate == 2:
         assert "Mesh: 2 (replicas) x 2 (shards) = 4 ranks, each within one node" in said
-    if replicate < 4:
+    if replicate == 4:
+        assert "Parameters: whole on each rank | Gradients: reduced once a step, after its last micro-batch" in said
+    else:
         when = "once a step, after its last micro-batch" if room else "in each micro-batch"
         assert f"Gradients: reduced {when} (whole they take " in said
         assert f"Parameters: gathered {'once a step' if room else 'in each forward and each backward'} (" in said
@@ -221,15 +224,29 @@ def test_layers_computed_again_change_no_number(
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "glm"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_compiled_layers_change_no_number(
+def test_compiled_layers_are_compiled_and_change_no_number(
     family: str, checkpointing: str, sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
 ) -> None:
     more = ["model.compile=true", f"model.activation_checkpointing={checkpointing}"]
     data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
     (tmp_path / "config.yaml").touch()
     given = settings(sharp[family], data, run_dir, "train.epochs=4", "train.gradient_accumulation_steps=4", *more)
-    finish(launch(2, "--config", "config.yaml", *given, cwd=tmp_path, timeout_s=900))
+    done = on_ranks(2, train_and_count_operations, ["--config", "config.yaml", *given], cwd=tmp_path, timeout_s=900)
+    finish(done)
+    assert int(re.findall("^Compiled operations: (.+)", done.stdout, re.MULTILINE)[-1]) > 50
+    assert ("compute their matrix products again" in done.stdout) == (checkpointing == "selective")
     check(run_dir, expected[family])
+
+
+def train_and_count_operations(arguments: list[str]) -> None:
+    is_exported = export.is_exported
+
+    def counting(*asked: Any) -> bool:
+        print("Compiled operations:", torch._dynamo.utils.counters["stats"]["calls_captured"], flush=True)
+        return is_exported(*asked)
+
+    vars(export)["is_exported"] = counting
+    run_script(arguments)
 
 
 @pytest.mark.full
