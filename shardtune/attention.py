@@ -25,6 +25,7 @@ from .model import can_be_packed, forward_only
 from .world import World
 
 _NAME = "documents"
+_NOT_SERVED = {"softcap": "capped scores", "s_aux": "attention sinks", "position_bias": "biased scores"}
 _PROBE = (11, 5, 16)  # tokens in each document of the row that a model is tried with, the last of which is looked at
 
 
@@ -132,9 +133,9 @@ def _look_at(attention_mask: torch.Tensor | None, options: dict[str, Any]) -> No
         documents.object(f"a sliding window of {window} tokens")
     if options.get("is_causal") is False:
         documents.object("attention that is not causal")
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name, what in _NOT_SERVED.items():
         if options.get(name) is not None:
-            documents.object({"softcap": "capped scores", "s_aux": "attention sinks"}.get(name, "biased scores"))
+            documents.object(what)
 
 
 def kernel_lacks(device_type: str, dtype: torch.dtype, width: int, value_width: int, dropout: float) -> str:
