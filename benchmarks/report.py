@@ -53,6 +53,9 @@ def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | N
         "",
     ]
     speeds = {name: median(row["trained_tokens_per_s"]) for name, row in rows.items()}
+    if "ours" in speeds:
+        limit = speeds["ours"] / median(rows["ours"]["share_of_matmul_rate"])
+        lines += [f"Matmuls alone, at this rate, would train {limit:.1f} tokens a second: the limit of any side.", ""]
     shown = []
     for name, row in rows.items():
         ratio = f"{speeds['ours'] / speeds[name]:.2f} x" if "ours" in speeds else ""
