@@ -69,6 +69,7 @@ def main() -> None:
     torch.set_num_threads(1)
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
+    os.environ["SHARDTUNE_CACHE"] = str(options.work / "cache")  # an earlier run's has the tokens already
     options.results.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"machine": machine(options)}
     chats = write_chats(options.work / "chats.jsonl", options.tokens, options.max_length)
