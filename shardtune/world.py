@@ -303,8 +303,8 @@ def _watch_others(
     watchdog = Watchdog(rank, peers, store, progress, config.step_timeout_s, config.save_timeout_s)
     store.set(f"watching/{rank}", "")
     wait_for(store, _keys("watching", size), config.join_timeout_s)
-    _watchdogs.append(watchdog)
     watchdog.start()
+    _watchdogs.append(watchdog)  # a main thread that ends relies on its threads
 
 
 def _keys(name: str, size: int) -> list[str]:

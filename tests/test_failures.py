@@ -279,6 +279,33 @@ def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
     resumes(folder)
 
 
+@pytest.mark.full
+@needs_namespaces
+@pytest.mark.parametrize("cause", ["an error", "a second signal"])
+def test_a_rank_that_ends_while_node_0_cannot_be_reached(cause: str, folder: Path) -> None:
+    """It is alone on its node, and what it asks of the store is never answered."""
+    effect, said = {
+        "an error": (
+            "time.sleep(9); raise OSError(116, 'Stale file handle')",
+            r"rank 1 on node1: OSError: .*, in step 5 .*",
+        ),
+        "a second signal": ("time.sleep(9999)", r"ended by a second signal, SIGTERM, without a save - .*"),
+    }[cause]
+    with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
+        prefixes = (places[0].prefix, places[1].prefix)
+        place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0", "GPUS_PER_NODE": "1"}
+        with two_nodes(folder, prefixes=prefixes, **place, **break_rank(folder, 1, DATA, effect)) as nodes:
+            nodes.wait_for_step(4)
+            places[0].ip("link", "set", places[0].interface, "down")
+            for pause_s in (3, 4) * (cause == "a second signal"):
+                time.sleep(pause_s)
+                nodes.scripts[1].terminate()
+            (code0, last0), (code1, last1) = nodes.end()
+    assert code0 == 1 and re.match("ERROR: rank 1 on node1: no sign of life for ", last0), nodes.texts()
+    assert code1 == 1 and re.fullmatch(f"ERROR: {said}", last1), nodes.texts()
+    require_documented("running", last1)
+
+
 def torchrun(*options: str, folder: Path, **settings: str) -> subprocess.Popen[str]:
     script = [str(REPOSITORY / "train_fsdp.py"), *ARGUMENTS, "train.max_steps=12"]
     return subprocess.Popen(
