@@ -195,6 +195,21 @@ def no_data(master: Machine, worker: Machine) -> None:
     (worker.folder / "train.jsonl").unlink()
 
 
+def other_place(key: str, name: str) -> Prepare:
+    """The worker's files have another path, and another content."""
+
+    def prepare(master: Machine, worker: Machine) -> None:
+        if key == "model.path":
+            (worker.folder / "model").rename(worker.folder / name)
+            config = worker.folder / name / "config.json"
+            config.write_text(config.read_text(encoding="utf-8") + " ", encoding="utf-8")
+        else:
+            write_jsonl(worker.folder / name, chats(12, seed=1))
+        worker.arguments.append(f"{key}={name}")
+
+    return prepare
+
+
 def other_model(master: Machine, worker: Machine) -> None:
     config = worker.folder / "model/config.json"
     config.write_text(config.read_text(encoding="utf-8").replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
@@ -335,6 +350,16 @@ FAULTS = [
     Fault("other data", other_data, "data.train: train.jsonl is"),
     Fault(
         "data is missing", no_data, "node 1 (node1): data.train=train.jsonl: no such file or directory", is_quick=True
+    ),
+    Fault(
+        "another data.train",
+        other_place("data.train", "./other.jsonl"),
+        "ERROR: data.train is train.jsonl on node 0 (node0) and ./other.jsonl on node 1 (node1)",
+    ),
+    Fault(
+        "another model.path",
+        other_place("model.path", "./other"),
+        "ERROR: model.path is ./model on node 0 (node0) and ./other on node 1 (node1)",
     ),
     Fault("other model", other_model, "config.json is"),
     Fault("other weights", other_weights, "model.safetensors is"),
