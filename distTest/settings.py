@@ -152,6 +152,12 @@ def existing_part(path: Path) -> Path:
 
 def _own_ip(interface: str, problems: list[str]) -> str | None:
     known = network.addresses()
+    if re.search("[=^,]", interface):  # NCCL takes lists, prefixes and exclusions
+        problems.append(
+            f"NCCL_SOCKET_IFNAME is '{interface}', and exactly one interface's name is wanted - name one of "
+            f"{network.described_addresses()}"
+        )
+        return None
     if not known.get(interface):
         lack = "that interface has no address" if interface in known else "this node has no such interface"
         problems.append(f"NCCL_SOCKET_IFNAME is '{interface}' and {lack} - name one of {network.described_addresses()}")

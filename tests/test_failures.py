@@ -16,7 +16,18 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, read_metrics, write_jsonl
 from documented import require_documented
-from launches import ARGUMENTS, DATA, FORWARD, GONE_WITHIN_S, break_rank, resumes, two_nodes, while_it_imports
+from launches import (
+    ARGUMENTS,
+    DATA,
+    FORWARD,
+    GONE_WITHIN_S,
+    break_rank,
+    end,
+    resumes,
+    start,
+    two_nodes,
+    while_it_imports,
+)
 
 from distTest import namespaces
 from distTest.children import is_running
@@ -163,6 +174,17 @@ def test_a_rank_alone_on_its_node(effect: str, said: str, folder: Path) -> None:
     assert re.fullmatch(rf"ERROR: rank 1 on {HOST}: no sign of life .*", last0), last0
     assert re.fullmatch(f"ERROR: {said.format(host=HOST)}", last1), last1
     require_documented("running", last1)
+
+
+@pytest.mark.full
+def test_the_rank_that_ended_first(folder: Path) -> None:
+    """Both are killed, before one can say what it saw of the other."""
+    others = "os.system('(sleep 0.2; kill -9 $(cat $SHARDTUNE_LAUNCH_DIR/processes)) &')"
+    fault = break_rank(folder, 1, DATA, f"{others}; os.kill(os.getpid(), signal.SIGKILL)")
+    one_node = {"NNODES": "1", "GPUS_PER_NODE": "2", "MASTER_PORT": a_free_port()}
+    code, _, errors = end(start("launch_node0.sh", *ARGUMENTS, cwd=folder, **one_node, **fault))
+    said = rf"ERROR: ended without a word: rank 1 on {HOST}, last seen in step \d \(.+\) - .*"
+    assert code == 1 and re.fullmatch(said, errors.splitlines()[-1]), errors
 
 
 @pytest.mark.full
