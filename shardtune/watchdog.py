@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from .errors import AGAIN
 from .progress import STEP_PHASES, Progress
-from .signals import launcher_has_ended
+from .signals import TORCHRUN_PID, launcher_has_ended
 
 _TICK_S = 1.0
 # Steps before the first has ended wait for whatever a rank sets up: compilation, slow disks, a first evaluation.
@@ -298,6 +298,11 @@ class Watchdog:
 
     def _lose_store(self, what: str) -> None:
         self._store_answers = False
+        if (
+            self.me.node == 0 and TORCHRUN_PID in os.environ
+        ):  # it holds the store, is stopped, and would outlast its ranks
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(os.environ[TORCHRUN_PID]), signal.SIGCONT)
         if self._exit_code is not None:
             return
         if self._own is not None and not self._is_suspicious:

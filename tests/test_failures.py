@@ -248,6 +248,18 @@ def test_a_torchrun_that_is_killed(node: int, ranks_per_node: int, folder: Path)
 
 
 @pytest.mark.full
+def test_a_torchrun_that_is_stopped(folder: Path) -> None:
+    """Node 0's, which holds the store."""
+    with two_nodes(folder, GPUS_PER_NODE="1") as nodes:
+        nodes.wait_for_step(4)
+        os.kill(nodes.torchrun(0), signal.SIGSTOP)
+        for code, last in nodes.end():
+            said = rf"ERROR: rank [01] on {HOST}: node 0 \({HOST}\) is gone, .* in step \d+ .*"
+            assert code == 1 and re.fullmatch(said, last), nodes.texts()
+            require_documented("running", last)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_launch_script_that_is_killed(node: int, folder: Path) -> None:
     """Its torchrun ends as by a signal, so the run is saved."""
