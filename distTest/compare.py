@@ -23,17 +23,31 @@ _SAME_FILES = "copy the same files to every node"
 
 
 def problems_of_files(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
-    """`<what> - <what to do>` for everything in which a node differs from node 0; `names` is how lines call them."""
-    problems = list(_differences("versions", facts, names, _SAME_VERSIONS))
-    problems += _differences("code", facts, names, _SAME_CODE)
-    problems += _differences("config", facts, names, _SAME_CONFIG)
-    problems += _differences("data", facts, names, _SAME_FILES)
-    problems += _differences("model", facts, names, _SAME_FILES, lambda entry: entry["told"])
+    """`<what> - <what to do>` for everything in which a node differs from node 0; `names` is how lines call them.
+
+    What may only follow from something else stands before it: the last line is read first.
+    """
+    problems = [
+        f"{_clock(each, name, names[0])} - set the clocks (chronyd, ntpd or timedatectl)"
+        for each, name in zip(facts, names, strict=True)
+        if abs(each["clock_ahead_s"]) > _SKEW_REFUSED_S
+    ]
+    same = [_at_the_same_paths(each, facts[0]) for each in facts]
+    problems += _differences("data", same, names, _SAME_FILES)
+    problems += _differences("model", same, names, _SAME_FILES, lambda entry: entry["told"])
     problems += _world_problems(facts, names)
-    for each, name in zip(facts, names, strict=True):
-        if abs(each["clock_ahead_s"]) > _SKEW_REFUSED_S:
-            problems.append(f"{_clock(each, name, names[0])} - set the clocks (chronyd, ntpd or timedatectl)")
+    problems += _differences("config", facts, names, _SAME_CONFIG)
+    problems += _differences("versions", facts, names, _SAME_VERSIONS)
+    problems += _differences("code", facts, names, _SAME_CODE)
     return problems
+
+
+def _at_the_same_paths(each: Message, first: Message) -> Message:
+    """Its files, with node 0's own in place of those that lie elsewhere: the path is what differs then."""
+    other = {key for key, value in first["config"].items() if each["config"].get(key) != value}
+    data = {file: told for file, told in each["data"].items() if file.partition(": ")[0] not in other}
+    data |= {file: told for file, told in first["data"].items() if file.partition(": ")[0] in other}
+    return {"data": data, "model": first["model"] if "model.path" in other else each["model"]}
 
 
 def problems_of_machines(facts: Sequence[Message], names: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from distTest.children import Child, results
-from distTest.settings import REPOSITORY, Settings, existing_part
+from distTest.settings import DATA_SUFFIXES, REPOSITORY, Settings, existing_part
 from distTest.wire import Link, Message
 from shardtune.config import to_dict
 
@@ -151,7 +151,8 @@ def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
             remarks.append(f"{key}={spec} is a dataset of the hub and not compared before the run")
         elif spec is not None:
             path = Path(spec)
-            for file in [path] if path.is_file() else _files_in(path):
+            read = [file for file in _files_in(path) if file.suffix in DATA_SUFFIXES] if path.is_dir() else [path]
+            for file in read:
                 files[f"{key}: {file.name}"] = file
     is_whole = sum(file.stat().st_size for file in files.values()) <= _WHOLE_BYTES
     if not is_whole:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -16,9 +17,11 @@ from distTest.wire import Gone, Link, Member, Message, connect
 from shardtune.errors import Refused
 
 _KNOCK_EVERY_S = 1.0
-_KNOCK_TIMEOUT_S = 3.0
+_KNOCK_TIMEOUT_S = 4.0  # Linux needs 3 to find out that an address of its own network is nobody's
+_SIDE_DOOR_TIMEOUT_S = 2.0
 # How long each sight may last before it is taken for what will not change; `refused` may: node 0 starts later.
 _SILENT_S = 30.0
+_NO_ROUTE_S = 3.0
 _STRANGER_S = 10.0
 _REFUSED_BY_ITSELF_S = 45.0
 _ASK_SIDE_DOOR_EVERY_S = 10.0  # while the master port refuses, as it does before node 0 is started
@@ -28,7 +31,7 @@ _UP_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class Sight:
-    """What a knock met instead of node 0: `refused`, `silent` or `stranger`, and in words."""
+    """What a knock met instead of node 0: `refused`, `silent`, `no route` or `stranger`, and in words."""
 
     kind: str
     words: str
@@ -39,6 +42,7 @@ class Welcome:
     """Node 0's answer, what it has sent behind it, and how far this clock is ahead of its."""
 
     link: Link
+    port: int
     host: str
     behind: list[Message]
     clock_ahead_s: float
@@ -57,7 +61,8 @@ def knock(me: Member, ip: str, port: int, timeout_s: float = _KNOCK_TIMEOUT_S) -
     except TimeoutError:
         return Sight("silent", f"{at} does not answer (timed out)")
     except OSError as error:
-        return Sight("silent", f"{at} cannot be reached ({error.strerror})")
+        kind = "no route" if error.errno == errno.ENETUNREACH else "silent"
+        return Sight(kind, f"{at} cannot be reached ({error.strerror})")
     sent = time.time()
     try:
         link.send(me.hello())
@@ -66,7 +71,7 @@ def knock(me: Member, ip: str, port: int, timeout_s: float = _KNOCK_TIMEOUT_S) -
         if not isinstance(welcome.get("welcome"), float):
             raise Gone("no welcome")
         ahead_s = (sent + came) / 2 - welcome["welcome"]
-        return Welcome(link, str(welcome.get("host")), behind, ahead_s, (came - sent) / 2)
+        return Welcome(link, port, str(welcome.get("host")), behind, ahead_s, (came - sent) / 2)
     except (Gone, TimeoutError):
         link.close()
         return Sight("stranger", f"something answers at {at} that is not the preflight of node 0")
@@ -89,7 +94,7 @@ class Knocking:
         """
         welcome = self._find()
         if not self._me.problems:
-            self._voice.say(f"{self._me.name} has found node 0 ({welcome.host}) at {self._ip}:{self._port}")
+            self._voice.say(f"{self._me.name} has found node 0 ({welcome.host}) at {self._ip}:{welcome.port}")
         link, messages = welcome.link, welcome.behind
         limit = self._started + self._patience_s + TELLING_S
         try:
@@ -136,7 +141,7 @@ class Knocking:
                 self._voice.say(f"{self._me.name} looks for node 0: {sight.words}")
             lasted_s = time.monotonic() - seen_since
             is_late = time.monotonic() >= self._started + self._patience_s
-            may_last_s = {"silent": _SILENT_S, "stranger": _STRANGER_S}.get(
+            may_last_s = {"silent": _SILENT_S, "no route": _NO_ROUTE_S, "stranger": _STRANGER_S}.get(
                 sight.kind, _REFUSED_BY_ITSELF_S if self._is_own else self._patience_s
             )
             is_over = is_late or lasted_s >= may_last_s
@@ -151,7 +156,7 @@ class Knocking:
     def _ask_side_door(self, sight: Sight) -> Welcome | None:
         """Node 0 by its other port, told that the right one does not work from here; None where that is not so."""
         side = side_port(self._port)
-        if not is_up(self._ip, [side], _KNOCK_TIMEOUT_S):
+        if not is_up(self._ip, [side], _SIDE_DOOR_TIMEOUT_S):
             return None
         again = knock(self._me, self._ip, self._port)
         if isinstance(again, Welcome):  # it has just begun to listen
@@ -183,6 +188,11 @@ class Knocking:
                 f"{sight.words}, seen from {me} - a run that has started (was node 0 started with NNODES=1?), a node 0 "
                 "with another MASTER_PORT, a stale process of the last run or another program holds that port: end it, "
                 "or set another MASTER_PORT on every node"
+            )
+        if sight.kind == "no route":
+            return (
+                f"no route to MASTER_ADDR {self._ip} from {me} (`ip route get {self._ip}` there) - correct it, "
+                f"or give {me} an address in node 0's network or a route into it"
             )
         if sight.kind == "refused" and self._is_own:
             return (

@@ -5,19 +5,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 for argument; do
     if [[ $argument == -h || $argument == --help ]]; then
-        cat <<HELP
-One node of the run, as the environment says. The same on every node:
-  MASTER_ADDR=10.11.7.50          node 0's address
-  MASTER_PORT=29600               where the nodes meet
-  NNODES=2                        number of nodes
-  JOIN_TIMEOUT=300                seconds in which all of them have to come
-and for each:
-  NODE_RANK                       0 (launch_node0.sh), 1 (launch_node1.sh) ... NNODES - 1
-  GPUS_PER_NODE=8                 processes, one a GPU, or CPU processes where there is none
-  NCCL_SOCKET_IFNAME=enp26s0np0   interface towards the others, for gloo too
-Arguments go to train_fsdp.py:
-
-HELP
+        cat "$here/distTest/environment.txt"
         set -- --help
     fi
 done
@@ -110,8 +98,13 @@ while kill -0 "$torchrun" 2>/dev/null; do
 done
 { wait "$torchrun"; } 2>/dev/null
 code=$?
-# The first process of this node that was there to the end. One that ends in order leaves no such file, whatever its code.
-place=$(head -qn 1 "$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9] 2>/dev/null | head -n 1)
+# The process that torchrun saw end first, or the first that was there to the end. One that ends in order leaves no such
+# file, whatever its code.
+pid=none kind=0 status=9
+[[ -s $SHARDTUNE_LAUNCH_DIR/ends ]] && read -r pid kind status < "$SHARDTUNE_LAUNCH_DIR/ends"
+places=("$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9])
+first=$(grep -ls "^$pid " "${places[@]}")
+place=$(head -n 1 "${first:-${places[0]}}" 2>/dev/null)
 (( code == 0 )) && [[ -z $place ]] && exit 0
 node="node $NODE_RANK on $(uname -n)"
 if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
@@ -124,10 +117,7 @@ $SHARDTUNE_AGAIN"
     code=1
 else
     how='without a word'
-    if [[ -s $SHARDTUNE_LAUNCH_DIR/ends ]]; then
-        read -r _ kind status < "$SHARDTUNE_LAUNCH_DIR/ends"
-        if (( kind == 1 )); then how="with code $status"; elif (( status != 9 )); then how="by SIG$(kill -l "$status")"; fi
-    fi
+    if (( kind == 1 )); then how="with code $status"; elif (( status != 9 )); then how="by SIG$(kill -l "$status")"; fi
     code=1 line="ended $how: ${place:-a process of $node} - see above, the other nodes' logs, and the kernel's \
 log for processes killed for memory; $SHARDTUNE_AGAIN"
 fi

@@ -26,7 +26,7 @@ from distTest.knocking import Knocking, Welcome, knock
 from distTest.meeting import Meeting
 from distTest.paths import require_paths
 from distTest.reception import Reception
-from distTest.settings import DEFAULTS, Settings, existing_part, read_settings
+from distTest.settings import DEFAULTS, REPOSITORY, Settings, existing_part, read_settings
 from distTest.voice import Voice
 from distTest.wire import Gone, Link, Member, Message
 from shardtune.errors import Ended, Refused
@@ -73,6 +73,8 @@ def preflight(voice: Voice, met: list[Meeting]) -> None:
         Refused: on every node, with what keeps this run from starting.
     """
     started = time.monotonic()
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print((REPOSITORY / "distTest/environment.txt").read_text(encoding="utf-8"), end="")
     for name in ("MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, DEFAULTS[name])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", os.environ["NCCL_SOCKET_IFNAME"])

@@ -148,7 +148,8 @@ def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> 
         link.send({"inside": inside, "between": between, "latency_s": latency_s, "flops": flops})
     except Exception as error:
         print(f"rank {rank}, {part.read_text(encoding='utf-8')}: {error}", flush=True)
-        first_line = (str(error).splitlines() or [""])[0][:300]
+        # Without gloo's guesses.
+        first_line = (str(error).splitlines() or [""])[0].partition(" This is typically caused by")[0][:300]
         what = f"{job['name']}, rank {rank}: {part.read_text(encoding='utf-8')} failed ({first_line})"
         advice = "the same with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
         link.send({"problems": [f"{what} - {advice}"]})

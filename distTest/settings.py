@@ -25,7 +25,7 @@ DEFAULTS = {
     "NCCL_SOCKET_IFNAME": "enp26s0np0",
 }
 _LARGEST = {"MASTER_PORT": 65535, "NNODES": 99_999, "GPUS_PER_NODE": 9_999, "JOIN_TIMEOUT": 999_999_999}
-_DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
+DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
 _PATIENCE_S = 300.0  # where neither JOIN_TIMEOUT nor a readable configuration names one
 
 
@@ -130,7 +130,7 @@ def _missing_files(config: Config) -> list[str]:
     problems = [
         f"{key}={spec}: no such file or directory - correct the path"
         for key, spec in named.items()
-        if spec and not Path(spec).exists() and (is_path(spec) or Path(spec).suffix in _DATA_SUFFIXES)
+        if spec and not Path(spec).exists() and (is_path(spec) or Path(spec).suffix in DATA_SUFFIXES)
     ]
     if is_path(config.model.path) and not Path(config.model.path).is_dir():
         problems.append(f"model.path={config.model.path}: no such directory - correct the path, or name a hub id")
@@ -152,6 +152,12 @@ def existing_part(path: Path) -> Path:
 
 def _own_ip(interface: str, problems: list[str]) -> str | None:
     known = network.addresses()
+    if re.search("[=^,]", interface):  # NCCL takes lists, prefixes and exclusions
+        problems.append(
+            f"NCCL_SOCKET_IFNAME is '{interface}', and exactly one interface's name is wanted - name one of "
+            f"{network.described_addresses()}"
+        )
+        return None
     if not known.get(interface):
         lack = "that interface has no address" if interface in known else "this node has no such interface"
         problems.append(f"NCCL_SOCKET_IFNAME is '{interface}' and {lack} - name one of {network.described_addresses()}")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from .errors import AGAIN
 from .progress import STEP_PHASES, Progress
-from .signals import launcher_has_ended
+from .signals import TORCHRUN_PID, launcher_has_ended
 
 _TICK_S = 1.0
 # Steps before the first has ended wait for whatever a rank sets up: compilation, slow disks, a first evaluation.
@@ -130,6 +130,9 @@ class Watchdog:
         self._is_suspicious = False
         self._has_spoken = False
         self._main_ends = threading.Event()
+        self._own: Failure | None = None  # of a main thread that ends, to be the run's if no other comes before
+        self._own_counts_at_s = 0.0
+        self._store_answers = True
         self._exit_code: int | None = None
         self._post_beat(self._store)
 
@@ -147,19 +150,16 @@ class Watchdog:
     def settle(self, line: str, code: int, may_be_innocent: bool) -> Failure:
         """The failure with which this process ends: its own, unless another one came before.
 
-        A rank that lost its connection to another, or a sibling, waits for the word on who that is.
+        A rank that lost its connection to another, or a sibling, waits for the word on who that is. The other threads
+        decide: this one must end, also where the store never answers.
         """
+        self._is_suspicious = may_be_innocent
+        self._own_counts_at_s = time.monotonic() + _BLAME_S * may_be_innocent
+        self._own = Failure(line, code, self.me.rank, [self.me.rank])
         self._main_ends.set()
-        own = Failure(line, code, self.me.rank, [self.me.rank])
-        try:
-            if may_be_innocent or self._lost(self._store):
-                self._is_suspicious = True
-                deadline = time.monotonic() + _BLAME_S
-                while self._failure is None and time.monotonic() < deadline:
-                    time.sleep(0.1)
-            return self._failure or _report(self._store, own)
-        except RuntimeError:  # the store is gone, and nobody can be told
-            return self._failure or own
+        while self._failure is None:
+            time.sleep(0.1)
+        return self._failure
 
     def speaks(self, failure: Failure) -> bool:
         """Whether this process is the one of its node that prints a failure."""
@@ -175,8 +175,9 @@ class Watchdog:
         self._main_ends.set()
         with self._lock:
             self._exit_code = code
-        with contextlib.suppress(RuntimeError):
-            _leave(self._store, self._peers, self.me, wait_s=_LEAVE_S if code else 0)
+        if self._store_answers:
+            with contextlib.suppress(RuntimeError):
+                _leave(self._store, self._peers, self.me, wait_s=_LEAVE_S if code else 0)
         _write_place(self.me, None)
 
     # The thread that talks to the store.
@@ -194,7 +195,9 @@ class Watchdog:
         store = self._channel
         self._idleness.tick(self._progress.arrivals, may_work=self._progress.phase not in _WITHIN_STEPS)
         self._post_beat(store)
-        lost = self._lost(store)  # before the look at what they said
+        # Both before the look at what the others said: a sibling that ended without a word may be the cause.
+        own = self._own
+        lost = [rank for rank in self._gone() if not store.check([f"ended/{rank}"])]
         if store.check(["failure"]):
             self._fail(Failure(*json.loads(store.get("failure"))))
             return
@@ -206,6 +209,8 @@ class Watchdog:
                 f"no sign of life for {max(self._unchanged[rank] for rank in silent)} s",
                 f"its process is stopped or gone, its node or the network down: look there; {AGAIN}",
             )
+        elif own is not None and time.monotonic() >= self._own_counts_at_s:
+            self._fail(_report(store, own))
         else:
             self._look_at_the_last()
 
@@ -223,10 +228,6 @@ class Watchdog:
         """The siblings whose processes have ended."""
         ended = [None, *(handle for handle, _ in self._ends.poll(0))]
         return [rank for rank, handle in self._siblings.items() if handle in ended]
-
-    def _lost(self, store: dist.Store) -> list[int]:
-        """The siblings that ended without a word."""
-        return [rank for rank in self._gone() if not store.check([f"ended/{rank}"])]
 
     def _silent(self) -> list[int]:
         """The ranks whose heartbeats have stood still for too long.
@@ -291,12 +292,21 @@ class Watchdog:
             turns = self._turns
             if stuck * _TICK_S >= _SILENT_S:
                 self._lose_store(f"has not answered for {_SILENT_S} s")
-            ending += self._exit_code is not None or (self._failure is not None and not self._main_ends.is_set())
+            ending += self._exit_code is not None or self._failure is not None
             if ending * _TICK_S >= _END_S:
                 os._exit(self._exit_code if self._exit_code is not None else 1)
 
     def _lose_store(self, what: str) -> None:
+        self._store_answers = False
+        if (
+            self.me.node == 0 and TORCHRUN_PID in os.environ
+        ):  # it holds the store, is stopped, and would outlast its ranks
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(os.environ[TORCHRUN_PID]), signal.SIGCONT)
         if self._exit_code is not None:
+            return
+        if self._own is not None and not self._is_suspicious:
+            self._fail(self._own)
             return
         host = next(peer.host for peer in self._peers if peer.node == 0)
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -304,9 +314,9 @@ class Watchdog:
             f"{self.me}: node 0 ({host}) is gone, its torchrun ended or the node or the network is down: "
             f"{address} {what}, in {self._progress.place} - look there; {AGAIN}"
         )
-        self._fail(Failure(line, 1, self.me.rank, []), store_answers=False)
+        self._fail(Failure(line, 1, self.me.rank, []))
 
-    def _fail(self, failure: Failure, store_answers: bool = True) -> None:
+    def _fail(self, failure: Failure) -> None:
         """End this process with a failure, unless another was found before; the main thread may be doing it already."""
         with self._lock:
             if self._failure is not None:
@@ -323,7 +333,7 @@ class Watchdog:
                 self._has_spoken = True  # a signal may yet end the main thread, which would speak too
                 if not is_left:
                     print(f"ERROR: {failure.line}", file=sys.stderr, flush=True)
-        if store_answers:
+        if self._store_answers:
             with contextlib.suppress(RuntimeError):
                 _leave(self._channel, self._peers, self.me, _LEAVE_S)
                 for rank in {*failure.blamed} & {*self._siblings} - {*self._gone()}:

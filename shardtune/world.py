@@ -303,8 +303,8 @@ def _watch_others(
     watchdog = Watchdog(rank, peers, store, progress, config.step_timeout_s, config.save_timeout_s)
     store.set(f"watching/{rank}", "")
     wait_for(store, _keys("watching", size), config.join_timeout_s)
-    _watchdogs.append(watchdog)
     watchdog.start()
+    _watchdogs.append(watchdog)  # a main thread that ends relies on its threads
 
 
 def _keys(name: str, size: int) -> list[str]:
@@ -457,7 +457,8 @@ def _is_of_a_connection(error: BaseException | None) -> bool:
 
 
 def _failure(error: BaseException) -> str:
-    what, remedy = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", "see the traceback there"
+    said = (str(error).splitlines() or [""])[0].partition(" This is typically caused by")[0]  # gloo's guesses
+    what, remedy = f"{type(error).__name__}: {said}", "see the traceback there"
     if isinstance(error, OutOfMemory):
         what, _, remedy = str(error).partition(" - ")
     place = f", in {_watchdogs[0].place}" if _watchdogs else ""

@@ -86,6 +86,18 @@ def no_way_between(master: Machine, worker: Machine) -> None:
     worker.node.ip("route", "add", "blackhole", "10.11.7.50/32")
 
 
+def no_network(master: Machine, worker: Machine) -> None:
+    """The worker's interface is in another network than node 0."""
+    master.settings["JOIN_TIMEOUT"] = "8"
+    worker.node.ip("address", "flush", "dev", worker.node.interface)
+    worker.node.ip("address", "add", "192.168.77.51/24", "dev", worker.node.interface)
+
+
+def nobody_has_the_address(master: Machine, worker: Machine) -> None:
+    both((master, worker), JOIN_TIMEOUT="8")
+    master.node.ip("link", "set", master.node.interface, "down")
+
+
 def port_blocked(master: Machine, worker: Machine) -> None:
     own_routing_rules(master)
     master.drop("ipproto", "tcp", "dport", "29600")
@@ -195,6 +207,21 @@ def no_data(master: Machine, worker: Machine) -> None:
     (worker.folder / "train.jsonl").unlink()
 
 
+def other_place(key: str, name: str) -> Prepare:
+    """The worker's files have another path, and another content."""
+
+    def prepare(master: Machine, worker: Machine) -> None:
+        if key == "model.path":
+            (worker.folder / "model").rename(worker.folder / name)
+            config = worker.folder / name / "config.json"
+            config.write_text(config.read_text(encoding="utf-8") + " ", encoding="utf-8")
+        else:
+            write_jsonl(worker.folder / name, chats(12, seed=1))
+        worker.arguments.append(f"{key}={name}")
+
+    return prepare
+
+
 def other_model(master: Machine, worker: Machine) -> None:
     config = worker.folder / "model/config.json"
     config.write_text(config.read_text(encoding="utf-8").replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
@@ -256,6 +283,18 @@ FAULTS = [
         "MASTER_ADDR 10.11.7.51 is an address of node 1 (node1) itself",
     ),
     Fault("no route", no_way_between, "did not come to node 0", "no machine answers at MASTER_ADDR 10.11.7.50"),
+    Fault(
+        "no route at all",
+        no_network,
+        "did not come to node 0",
+        "no route to MASTER_ADDR 10.11.7.50 from node 1 (node1)",
+    ),
+    Fault(
+        "nobody has the address",
+        nobody_has_the_address,
+        "did not come to node 0",
+        "(10.11.7.50:29600 cannot be reached (No route to host))",
+    ),
     Fault("port blocked", port_blocked, "port 29600 of node 0 is blocked on the way from node 1 (node1)"),
     Fault(
         "only port 22 passes", only_ssh_passes, "`nc -vz 10.11.7.50 29600` there", "port 29600 of 10.11.7.50 is blocked"
@@ -335,6 +374,16 @@ FAULTS = [
     Fault("other data", other_data, "data.train: train.jsonl is"),
     Fault(
         "data is missing", no_data, "node 1 (node1): data.train=train.jsonl: no such file or directory", is_quick=True
+    ),
+    Fault(
+        "another data.train",
+        other_place("data.train", "./other.jsonl"),
+        "ERROR: data.train is train.jsonl on node 0 (node0) and ./other.jsonl on node 1 (node1)",
+    ),
+    Fault(
+        "another model.path",
+        other_place("model.path", "./other"),
+        "ERROR: model.path is ./model on node 0 (node0) and ./other on node 1 (node1)",
     ),
     Fault("other model", other_model, "config.json is"),
     Fault("other weights", other_weights, "model.safetensors is"),

@@ -81,6 +81,23 @@ def test_the_first_differences_are_said_last() -> None:
     require_documented("preflight", f"ERROR: {problems[0]}")
 
 
+@pytest.mark.parametrize(("key", "kind"), [("data.train", "data"), ("model.path", "model")])
+def test_files_of_another_path(key: str, kind: str) -> None:
+    """That they differ follows from their path, which alone is said; those of the same path are compared."""
+
+    def node(path: str, digest: str) -> dict[str, Any]:
+        data = {f"{other}: a.jsonl": digest for other in ("data.train", "data.eval")}
+        config = FACTS["config"] | {"data.train": "x", "model.path": "y", key: path}
+        return FACTS | {"data": data, "model": {"config.json": {"told": digest}}, "config": config}
+
+    names = ["node 0 (a)", "node 1 (b)"]
+    *others, last = compare.problems_of_files([node("here", "1 byte"), node("there", "2 bytes")], names)
+    assert last.startswith(f"{key} is here on node 0 (a) and there on node 1 (b) - start every node with the same ")
+    lines = {"data": "data.train: a.jsonl is", "model": "config.json is"}
+    expected = ["data.eval: a.jsonl is", *(line for other, line in lines.items() if other != kind)]
+    assert sorted(line.partition(" 1 byte on ")[0] for line in others) == sorted(expected)
+
+
 @pytest.mark.parametrize(
     ("different", "words"),
     [
@@ -107,6 +124,13 @@ def test_a_slow_device() -> None:
     figures = [{"flops": [6e14, 6.1e14]}, {"flops": [4.6e14, 5.9e14]}]
     (warning,) = ranks.slow_devices(figures, ["node 0 (a)", "node 1 (b)"])
     assert warning.startswith("node 1 (b): device 0 is slow, its GEMM runs at 460 TFLOP/s")
+
+
+def test_only_files_that_are_read_are_compared(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "NOTES.txt"):
+        (tmp_path / name).touch()
+    found = vars(facts)["_data"]({"data.train": str(tmp_path), "data.eval": str(tmp_path / "train.jsonl")}, [])
+    assert list(found) == ["data.train: train.jsonl", "data.eval: train.jsonl"]
 
 
 def test_data_that_is_too_large_to_read_is_sampled(tmp_path: Path) -> None:

@@ -16,7 +16,18 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, read_metrics, write_jsonl
 from documented import require_documented
-from launches import ARGUMENTS, DATA, FORWARD, GONE_WITHIN_S, break_rank, resumes, two_nodes, while_it_imports
+from launches import (
+    ARGUMENTS,
+    DATA,
+    FORWARD,
+    GONE_WITHIN_S,
+    break_rank,
+    end,
+    resumes,
+    start,
+    two_nodes,
+    while_it_imports,
+)
 
 from distTest import namespaces
 from distTest.children import is_running
@@ -166,6 +177,17 @@ def test_a_rank_alone_on_its_node(effect: str, said: str, folder: Path) -> None:
 
 
 @pytest.mark.full
+def test_the_rank_that_ended_first(folder: Path) -> None:
+    """Both are killed, before one can say what it saw of the other."""
+    others = "os.system('(sleep 0.2; kill -9 $(cat $SHARDTUNE_LAUNCH_DIR/processes)) &')"
+    fault = break_rank(folder, 1, DATA, f"{others}; os.kill(os.getpid(), signal.SIGKILL)")
+    one_node = {"NNODES": "1", "GPUS_PER_NODE": "2", "MASTER_PORT": a_free_port()}
+    code, _, errors = end(start("launch_node0.sh", *ARGUMENTS, cwd=folder, **one_node, **fault))
+    said = rf"ERROR: ended without a word: rank 1 on {HOST}, last seen in step \d \(.+\) - .*"
+    assert code == 1 and re.fullmatch(said, errors.splitlines()[-1]), errors
+
+
+@pytest.mark.full
 def test_a_rank_that_is_stopped_before_the_first_step(folder: Path) -> None:
     loading = ("shardtune.optim", "build_optimizer")
     fault = break_rank(folder, 3, loading, "time.sleep(3); os.kill(os.getpid(), signal.SIGSTOP)", nth=1)
@@ -226,6 +248,18 @@ def test_a_torchrun_that_is_killed(node: int, ranks_per_node: int, folder: Path)
 
 
 @pytest.mark.full
+def test_a_torchrun_that_is_stopped(folder: Path) -> None:
+    """Node 0's, which holds the store."""
+    with two_nodes(folder, GPUS_PER_NODE="1") as nodes:
+        nodes.wait_for_step(4)
+        os.kill(nodes.torchrun(0), signal.SIGSTOP)
+        for code, last in nodes.end():
+            said = rf"ERROR: rank [01] on {HOST}: node 0 \({HOST}\) is gone, .* in step \d+ .*"
+            assert code == 1 and re.fullmatch(said, last), nodes.texts()
+            require_documented("running", last)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_launch_script_that_is_killed(node: int, folder: Path) -> None:
     """Its torchrun ends as by a signal, so the run is saved."""
@@ -277,6 +311,33 @@ def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
                 assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
                 require_documented("running", last)
     resumes(folder)
+
+
+@pytest.mark.full
+@needs_namespaces
+@pytest.mark.parametrize("cause", ["an error", "a second signal"])
+def test_a_rank_that_ends_while_node_0_cannot_be_reached(cause: str, folder: Path) -> None:
+    """It is alone on its node, and what it asks of the store is never answered."""
+    effect, said = {
+        "an error": (
+            "time.sleep(9); raise OSError(116, 'Stale file handle')",
+            r"rank 1 on node1: OSError: .*, in step 5 .*",
+        ),
+        "a second signal": ("time.sleep(9999)", r"ended by a second signal, SIGTERM, without a save - .*"),
+    }[cause]
+    with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
+        prefixes = (places[0].prefix, places[1].prefix)
+        place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0", "GPUS_PER_NODE": "1"}
+        with two_nodes(folder, prefixes=prefixes, **place, **break_rank(folder, 1, DATA, effect)) as nodes:
+            nodes.wait_for_step(4)
+            places[0].ip("link", "set", places[0].interface, "down")
+            for pause_s in (3, 4) * (cause == "a second signal"):
+                time.sleep(pause_s)
+                nodes.scripts[1].terminate()
+            (code0, last0), (code1, last1) = nodes.end()
+    assert code0 == 1 and re.match("ERROR: rank 1 on node1: no sign of life for ", last0), nodes.texts()
+    assert code1 == 1 and re.fullmatch(f"ERROR: {said}", last1), nodes.texts()
+    require_documented("running", last1)
 
 
 def torchrun(*options: str, folder: Path, **settings: str) -> subprocess.Popen[str]:

@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -215,6 +216,15 @@ def test_help(folder: Path) -> None:
     contract = {**DEFAULTS, "JOIN_TIMEOUT": "300"}
     said = dict(re.findall(r"^  ([A-Z_]+)(?:=(\S+))?  ", output, re.MULTILINE))
     assert said == contract | {"NODE_RANK": ""}
+    alone = subprocess.run(
+        [sys.executable, "-m", "distTest.preflight", "--help"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (alone.returncode, alone.stdout) == (0, output)
     code, output, errors = end(start("launch_node1.sh", "-h", cwd=folder, VIRTUAL_ENV=str(folder / "gone")))
     assert code == 2 and "MASTER_ADDR=" in output and errors.startswith("ERROR: there is no ")
 
@@ -223,6 +233,10 @@ def test_an_interface_that_this_node_lacks(folder: Path) -> None:
     (line,) = refused(folder, NCCL_SOCKET_IFNAME="eth77", NNODES="1")
     assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
     assert all(name in line for _, name in socket.if_nameindex())
+    for value in ("=eth0", "^docker0", "eth0,eth1"):
+        (line,) = refused(folder, NCCL_SOCKET_IFNAME=value, NNODES="1")
+        assert line.startswith(f"NCCL_SOCKET_IFNAME is '{value}', and exactly one interface's name is wanted - "), line
+        require_documented("preflight", f"ERROR: {line}")
     (line,) = refused(folder, NCCL_SOCKET_IFNAME="eth77")  # and nothing of an address that only another makes wrong
     assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
 

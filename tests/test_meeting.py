@@ -19,7 +19,7 @@ from documented import require_documented
 
 from distTest import facts, knocking, network, paths, preflight, ranks, settings
 from distTest.children import Child
-from distTest.doors import Doors
+from distTest.doors import Doors, side_port
 from distTest.meeting import Meeting
 from distTest.voice import Voice
 from distTest.wire import Link, Member, readable
@@ -150,6 +150,29 @@ def test_a_node_0_that_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None
         line = problem_of(knocking.Knocking(me, "127.0.0.1", port, False, 0.3, Voice()).meet)
     doors.close()
     assert line == "ERROR: node 0 (host0) still waits for other nodes after 0 s - see its log"
+
+
+def test_a_node_0_whose_port_a_stranger_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said where it was met."""
+    port, doors = int(a_free_port()), Doors(NODES[0])
+    stranger = network.listen(port)
+    doors.open(side_port(port), is_main=False)
+
+    def turn_away() -> None:
+        while True:
+            stranger.accept()[0].close()
+
+    def refuse() -> None:
+        while not (arrived := doors.arrivals(readable(doors.sources(), 5))):
+            pass
+        arrived[0][1].send({"problems": [f"port {port} of node 0 (host0) is taken by process 7 (`cat`) - end that"]})
+
+    threading.Thread(target=turn_away, daemon=True).start()
+    me = replace(NODES[1], port=None)
+    with beside(refuse):
+        problem_of(knocking.Knocking(me, "127.0.0.1", port, False, 9, Voice()).meet)
+    doors.close()
+    assert f"has found node 0 (host0) at 127.0.0.1:{side_port(port)}\n" in capsys.readouterr().out
 
 
 @pytest.mark.full

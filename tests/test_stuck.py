@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe, Process
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import chats, write_jsonl
 from documented import require_documented
 from ranks import on_ranks, run_script
 
 from distTest import torchrun
-from shardtune import loss, model, watchdog
+from distTest.children import die_with_parent
+from shardtune import loss, model, watchdog, world
+from shardtune.progress import Progress
 
 HOST = socket.gethostname()
 
@@ -88,6 +96,49 @@ def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], cod
         (line,) = re.findall("^ERROR: (.*)", done.stderr, re.MULTILINE)
         assert re.match(rf"{said} - see its traceback there, or raise distributed.step_timeout_s if ", line), line
         require_documented("running", f"ERROR: {line}")
+
+
+def serve(port: Connection) -> None:
+    die_with_parent(os.getppid())
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    time.sleep(3600)
+
+
+def fail_without_a_store(error: Exception) -> None:
+    """A rank beside one of another node, whose store falls silent, as behind a cut cable, before it fails with this."""
+    vars(watchdog)["_SILENT_S"] = 3
+    own, other = Pipe()
+    server = Process(target=serve, args=(other,))
+    server.start()
+    store = dist.TCPStore("127.0.0.1", own.recv(), is_master=False)
+    store.set("watchdog/beat/1", json.dumps(watchdog.Beat(0, 0, "step 1 (data)", "", 0.0)))
+    peers = [watchdog.Peer(0, 0, HOST, os.getpid()), watchdog.Peer(1, 1, "another", 1)]
+    mine = watchdog.Watchdog(0, peers, store, Progress(torch.device("cpu")), 600, 3600)
+    mine.start()
+    vars(world)["_watchdogs"].append(mine)
+
+    def fail() -> None:
+        assert server.pid
+        os.kill(server.pid, signal.SIGSTOP)
+        raise error
+
+    world.run(fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(116, "Stale file handle"), r"OSError: \[Errno 116\] Stale file handle, in "),
+        (dist.DistError("it is gone"), r"node 0 \({host}\) is gone, .* has not answered for 3 s, in "),
+    ],
+)
+def test_a_rank_that_fails_while_node_0_is_silent(error: Exception, said: str, tmp_path: Path) -> None:
+    """What it asks of the store is never answered, and it ends all the same, with a word."""
+    done = on_ranks(1, fail_without_a_store, error, cwd=tmp_path, timeout_s=30)
+    line = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and re.match(rf"ERROR: rank 0 on {HOST}: {said.format(host=HOST)}", line), done.stderr
+    require_documented("running", line)
 
 
 def test_how_a_process_ended_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
