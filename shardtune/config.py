@@ -257,6 +257,7 @@ def remarks(config: Config) -> list[str]:
     no_lora = "lora.rank is null, so every weight is trained"
     without_data = data.eval is None and data.eval_fraction == 0
     switched_off = [
+        ("run.ignore_plan", config.run.ignore_plan, "no plan refuses a run yet"),
         ("data.eval_fraction", data.eval_fraction > 0 and data.eval is not None, "data.eval is given"),
         ("lora.alpha", lora.rank is None and lora.alpha is not None, no_lora),
         ("lora.targets", lora.rank is None and lora.targets != "all-linear", no_lora),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
+import re
 import threading
 from pathlib import Path
 from typing import IO, Any
@@ -93,7 +93,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has held so far: of its GPU, or of its process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss, which a process inherits from the one that started it.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 class StepLines:

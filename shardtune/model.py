@@ -248,6 +248,9 @@ def compile_layers(model: PreTrainedModel, config: Config, world: World) -> None
 
     for layer in _layers(model):
         layer.forward = compiled(layer)
+    world.say(
+        "Each layer is compiled at its first use, so the first steps take minutes and count in the first estimates"
+    )
     if config.model.activation_checkpointing == "selective":
         world.say(
             "Compiled layers keep attention and compute their matrix products again: what selective checkpointing "

@@ -403,6 +403,7 @@ REMARKS = [
         ["scheduler.name=constant", "scheduler.min_lr_ratio=0.1"],
         "scheduler.min_lr_ratio = 0.1 (command line) has no effect: scheduler.name is constant",
     ),
+    (["run.ignore_plan=true"], "run.ignore_plan = true (command line) has no effect: no plan refuses a run yet"),
     (["eval.every_steps=5"], "eval.every_steps = 5 (command line) has no effect: no evaluation data is given"),
     (
         ["export.final=false", "export.dtype=float32"],
