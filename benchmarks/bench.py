@@ -83,7 +83,7 @@ def main() -> None:
             FAILED.append(f"{section}: {difference}")
     results, plot = (options.results.with_suffix(suffix) for suffix in (".json", ".png"))
     if found.keys() & {"one", "scaling"}:
-        results.write_text(json.dumps(found), encoding="utf-8")
+        results.write_text(json.dumps(found, indent=1), encoding="utf-8")
         command = [options.peers, REPOSITORY / "benchmarks/plot.py", results, plot]
         run_pinned(command, None, options.work / "plot.log", 300)
     found["failed"] = FAILED
