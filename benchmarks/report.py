@@ -126,10 +126,8 @@ def head_lines(found: dict[str, Any]) -> list[str]:
         share = ours["peak_bytes"] / naive["peak_bytes"]
         rest = (ours["peak_bytes"] - ours["gradient_bytes"]) / (naive["peak_bytes"] - naive["gradient_bytes"])
         losses = " and ".join(f"{each['loss']:.5f}" for each in found.values())
-        lines += [
-            f"Ours takes {share:.1%} of the naive peak, {rest:.1%} without the weight's gradient. Losses of a token: {losses}.",
-            "",
-        ]
+        lines += [f"Ours takes {share:.1%} of the naive peak, {rest:.1%} without the weight's gradient."]
+        lines += [f"Losses of a token: {losses}.", ""]
     return lines
 
 
