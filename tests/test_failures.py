@@ -297,6 +297,7 @@ def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
         place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0"}
         with two_nodes(folder, prefixes=prefixes, **place) as nodes:
             nodes.wait_for_step(4)
+            time.sleep(2)  # a rank posts its place every second
             places[lost].ip("link", "set", places[lost].interface, "down")
             if how == "power":
                 places[lost].kill_all()
