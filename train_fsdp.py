@@ -25,7 +25,7 @@ from shardtune.console import quiet_libraries
 from shardtune.dataset import PreparedData, build_encoder, open_prepared, prepare_data, require_sources
 from shardtune.errors import AGAIN, Interrupted, all_of
 from shardtune.evaluate import evaluate
-from shardtune.export import Export, export_final, is_exported, model_assets
+from shardtune.export import model_assets, write_final_model
 from shardtune.feeding import Fed, feed
 from shardtune.flops import Utilisation
 from shardtune.garbage import collect_at, collected_by_step
@@ -93,7 +93,7 @@ def main() -> None:
         world.say(f"Set aside, prepared and not named on this disk: {moved}")
     owed = owed_evaluation(config, resumed, run_dir, world)
     if resumed and resumed.step >= schedule.total_steps and owed is None:
-        write_final_model(config, resumed, assets, run_dir, world)
+        write_final_model(resumed, config.export, assets, run_dir, world)
         world.say(f"Finished: {resumed.name} is the last of {schedule.total_steps} steps. Nothing is left to do.")
         return
     job = build_job(config, model_config, data, run_dir, resumed, world)
@@ -108,7 +108,7 @@ def main() -> None:
     with collected_by_step(), memory_suffices(config), feeding as steps:
         last = train(job, schedule, steps, saver, fixed, resumed, owed)
     end_on_signal(f"after the last step was saved, while the final model was written - {AGAIN}", code=75)
-    write_final_model(config, last, assets, run_dir, world)
+    write_final_model(last, config.export, assets, run_dir, world)
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,10 @@ def train(
         seconds = time.perf_counter() - step_ended
         mfu = utilisation.of_step(step.lengths, step.trained_tokens, seconds)
         told: dict[str, Any] = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": lr, "tokens": step.tokens}
-        told |= {"seconds": seconds, "mfu": mfu, "memory_bytes": int(done.memory_bytes)}
-        counted = {"trained_tokens": step.trained_tokens, "tokens_per_second": step.tokens / seconds}
-        counted["data_seconds"] = done.data_seconds
-        job.metrics.write("step", step=step.number, epoch=step.epoch, **counted, **told)
-        lines.step_ended(step.number, **told)
+        told |= {"trained_tokens": step.trained_tokens, "tokens_per_second": step.tokens / seconds, "seconds": seconds}
+        told |= {"mfu": mfu, "memory_bytes": int(done.memory_bytes), "data_seconds": done.data_seconds}
+        job.metrics.write("step", step=step.number, epoch=step.epoch, **told)
+        lines.step_ended(step.number, told)
         is_last = step.number == schedule.total_steps
         # Before the save: a run that ends between the two repeats the step, and so has every evaluation.
         is_owed = job.data.eval is not None and (is_last or is_due(step.number, config.eval.every_steps))
@@ -271,10 +270,10 @@ def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest, ow
     memory = peak_memory_bytes(world.device)
     told = (stop.received is not None, memory, world.progress.seconds_in("data"))
     of_ranks = world.of_ranks(loss_sum, squared_gradients(model), *told, *owed)
-    sums, largest = of_ranks[:, :2].sum(0), of_ranks[:, 2:5].amax(0)
-    norm = (sums[1] / world.replicas).sqrt()
-    global_ones = torch.stack([sums[0] / max(1, step.trained_tokens), norm])
-    shared = torch.cat([global_ones, largest, of_ranks[:, 5:].flatten()])
+    nll_sum, squared_norm = of_ranks[:, :2].sum(0)
+    norm = (squared_norm / world.replicas).sqrt()
+    exact = torch.stack([nll_sum / max(1, step.trained_tokens), norm])
+    shared = torch.cat([exact, of_ranks[:, 2:5].amax(0), of_ranks[:, 5:].flatten()])
     loss, grad_norm, must_stop, memory_bytes, data_seconds, *owed = shared.tolist()
     require_finite(step.number, loss, grad_norm, model, world)
     world.progress.enter("optimizer")
@@ -283,17 +282,6 @@ def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest, ow
     job.optimizer.step()
     job.optimizer.zero_grad()
     return Done(loss, grad_norm, must_stop, memory_bytes, data_seconds, owed)
-
-
-def write_final_model(
-    config: Config, last: checkpoint.Checkpoint, assets: dict[str, bytes], run_dir: RunDir, world: World
-) -> None:
-    world.progress.enter("writing the final model", last.step)
-    out = run_dir.path / "model"
-    export = Export(last, config.export.dtype, assets)
-    if config.export.final and not world.from_main(lambda: is_exported(export, out)):
-        export_final(export, out, run_dir, world)
-        world.say(f"Saved the final model in {out}")
 
 
 def is_due(step: int, every_steps: int) -> bool:

@@ -39,6 +39,10 @@ def table(header: str, rows: list[str]) -> list[str]:
     return [header, "|---" * (header.count("|") - 1) + "|", *rows, ""]
 
 
+def section(title: str, *paragraphs: str, header: str, rows: list[str]) -> list[str]:
+    return [f"## {title}", "", *(line for said in paragraphs for line in (said, "")), *table(header, rows)]
+
+
 def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | None) -> list[str]:
     counts, rows = found["counts"], found["rows"]
     tokens = f"{counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
@@ -77,13 +81,8 @@ def profile_lines(found: dict[str, Any]) -> list[str]:
         for kind in kinds
     ]
     seconds = ", ".join(f"{sum(each.values()):.1f} s in {dtype}" for dtype, each in found.items())
-    return [
-        "## Where the time of ours goes",
-        "",
-        f"The last of the steps above, under PyTorch's profiler: {seconds}.",
-        "",
-        *table(f"| | {' | '.join(found)} |", rows),
-    ]
+    said = f"The last of the steps above, under PyTorch's profiler: {seconds}."
+    return section("Where the time of ours goes", said, header=f"| | {' | '.join(found)} |", rows=rows)
 
 
 def two_ranks_lines(found: dict[str, Any]) -> list[str]:
@@ -93,24 +92,20 @@ def two_ranks_lines(found: dict[str, Any]) -> list[str]:
         + (f"{speeds['ours'] / speeds[name]:.2f} x |" if "ours" in speeds else "|")
         for name, row in found["rows"].items()
     ]
-    return [
-        "## FSDP over two processes, one core each, float32",
-        "",
-        *table("| | trained tokens/s | peak memory of a rank | ours is |", rows),
-        *refusals(found["refused"]),
-    ]
+    header = "| | trained tokens/s | peak memory of a rank | ours is |"
+    lines = section("FSDP over two processes, one core each, float32", header=header, rows=rows)
+    return lines + refusals(found["refused"])
 
 
 def traffic_lines(found: dict[str, Any]) -> list[str]:
     head = found["head"]
     rows = [f"| {name} | {each['count']} | {each['bytes']} |" for name, each in found["collectives"].items()]
-    return [
-        "## What one step moves (two ranks, two micro-batches each), float32",
-        "",
-        *table("| | calls | bytes gathered or reduced |", rows),
-        f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, {head['trained_tokens']} of them trained.",
-        "",
-    ]
+    title = "What one step moves (two ranks, two micro-batches each), float32"
+    header = "| | calls | bytes gathered or reduced |"
+    said = (
+        f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, {head['trained_tokens']} of them trained."
+    )
+    return [*section(title, header=header, rows=rows), said, ""]
 
 
 def head_lines(found: dict[str, Any]) -> list[str]:
@@ -120,7 +115,7 @@ def head_lines(found: dict[str, Any]) -> list[str]:
         for way, each in found.items()
     ]
     header = "| | tokens | vocabulary | peak beyond weights | without the weight's gradient |"
-    lines = ["## Memory of head and loss, forward and backward", "", *table(header, rows)]
+    lines = section("Memory of head and loss, forward and backward", header=header, rows=rows)
     if len(found) == 2:
         ours, naive = found["ours"], found["naive"]
         share = ours["peak_bytes"] / naive["peak_bytes"]
@@ -138,15 +133,13 @@ def scaling_lines(found: dict[str, Any]) -> list[str]:
         for count, row in found.items()
     ]
     header = "| ranks | trained tokens/s | MFU | waited for data | memory of a rank | first and last loss |"
-    return [
-        "## The same batches of a small model on 1 to 16 ranks",
-        "",
+    return section(
+        "The same batches of a small model on 1 to 16 ranks",
         "All ranks share the cores of this machine, one thread each.",
-        "",
         f"Losses equal to {TOLERANCE['float32']:g} at every step.",
-        "",
-        *table(header, rows),
-    ]
+        header=header,
+        rows=rows,
+    )
 
 
 def records_lines(found: dict[str, Any]) -> list[str]:
@@ -157,11 +150,8 @@ def records_lines(found: dict[str, Any]) -> list[str]:
         f"| {count} | {seconds(row, 'tokenised')} | {seconds(row, 'cached')} | {spread(row['tokens_per_s'])} |"
         for count, row in found.items()
     ]
-    return [
-        "## Few records and many, a small model on one thread",
-        "",
-        *table("| records | outside the steps, tokenising | from the cache | tokens/s |", rows),
-    ]
+    header = "| records | outside the steps, tokenising | from the cache | tokens/s |"
+    return section("Few records and many, a small model on one thread", header=header, rows=rows)
 
 
 def rows_of_ours(counts: dict[str, Any], head: dict[str, int] | None) -> str:

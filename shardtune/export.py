@@ -33,6 +33,7 @@ from .checkpoint import (
     transfer,
     write_safetensors,
 )
+from .config import ExportConfig
 from .errors import AGAIN, Refused, Stopped
 from .rundir import RunDir
 from .world import World
@@ -178,13 +179,21 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
         os.close(lock)
 
 
-def export_final(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
-    """The same by all ranks of a run, setting an earlier model aside: in parallel where they share the disk, else by
-    rank 0, to which the others send what it does not have.
+def write_final_model(
+    last: Checkpoint, config: ExportConfig, assets: Mapping[str, bytes], run_dir: RunDir, world: World
+) -> None:
+    """Write `model/` of the run unless it is there: all ranks in parallel where they share the disk, else rank 0, to
+    which the others send what it does not have. An earlier model is set aside.
 
     Raises:
         Stopped: on every rank, if one could not write.
     """
+    if not config.final:
+        return
+    world.progress.enter("writing the final model", last.step)
+    export, out = Export(last, config.dtype, assets), run_dir.path / "model"
+    if world.from_main(lambda: is_exported(export, out)):
+        return
     unfinished = _unfinished(out)
 
     def together(work: Callable[[], None]) -> None:
@@ -216,6 +225,7 @@ def export_final(export: Export, out: Path, run_dir: RunDir, world: World) -> No
     else:
         together(lambda: _stream_to_main(export, unfinished, run_dir, world))
     together(end if world.is_main else lambda: None)
+    world.say(f"Saved the final model in {out}")
 
 
 def is_exported(export: Export, out: Path) -> bool:

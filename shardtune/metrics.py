@@ -7,6 +7,7 @@ import math
 import os
 import re
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -105,28 +106,21 @@ class StepLines:
         self._world, self._total_steps, self._every_steps = world, total_steps, every_steps
         self._steps, self._seconds, self._tokens, self._mfu_seconds = 0, 0.0, 0.0, 0.0
 
-    def step_ended(
-        self,
-        step: int,
-        *,
-        seconds: float,
-        tokens: float,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        mfu: float | None,
-        memory_bytes: float,
-    ) -> None:
-        self._steps, self._seconds, self._tokens = self._steps + 1, self._seconds + seconds, self._tokens + tokens
+    def step_ended(self, step: int, told: Mapping[str, Any]) -> None:
+        """`told`: what `metrics.jsonl` gets of the step."""
+        seconds, mfu = told["seconds"], told["mfu"]
+        self._steps, self._seconds = self._steps + 1, self._seconds + seconds
+        self._tokens += told["tokens"]
         self._mfu_seconds += (mfu or 0.0) * seconds
         if step % self._every_steps and step != self._total_steps:
             return
         left = (self._total_steps - step) * self._seconds / self._steps
         utilisation = f"MFU {self._mfu_seconds / self._seconds:.1%} | " if mfu is not None else ""
+        memory = f"{told['memory_bytes'] / 1e9:.1f} GB"
         self._world.say(
-            f"Step {step}/{self._total_steps} | Loss: {loss:.4f} | Grad Norm: {grad_norm:.3f} | LR: {lr:.2e} | "
-            f"{self._steps / self._seconds:.2f} it/s | {self._tokens / self._seconds:.0f} tok/s | "
-            f"{utilisation}{memory_bytes / 1e9:.1f} GB | ETA {_duration(left)}"
+            f"Step {step}/{self._total_steps} | Loss: {told['loss']:.4f} | Grad Norm: {told['grad_norm']:.3f} | "
+            f"LR: {told['lr']:.2e} | {self._steps / self._seconds:.2f} it/s | "
+            f"{self._tokens / self._seconds:.0f} tok/s | {utilisation}{memory} | ETA {_duration(left)}"
         )
         self._steps, self._seconds, self._tokens, self._mfu_seconds = 0, 0.0, 0.0, 0.0
 
