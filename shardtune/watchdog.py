@@ -298,10 +298,8 @@ class Watchdog:
 
     def _lose_store(self, what: str) -> None:
         self._store_answers = False
-        if (
-            self.me.node == 0 and TORCHRUN_PID in os.environ
-        ):  # it holds the store, is stopped, and would outlast its ranks
-            with contextlib.suppress(ProcessLookupError):
+        if self.me.node == 0 and TORCHRUN_PID in os.environ:
+            with contextlib.suppress(ProcessLookupError):  # it holds the store, is stopped, and would outlast its ranks
                 os.kill(int(os.environ[TORCHRUN_PID]), signal.SIGCONT)
         if self._exit_code is not None:
             return
