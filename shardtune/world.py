@@ -214,7 +214,7 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     faulthandler.enable()  # a crash in native code leaves its stack
     device, backend = _device_and_backend(config.backend, local_rank)
     if size % replicate:
-        raise Refused(f"parallel.replicate={replicate} does not divide the {size} ranks - use a number that does")
+        raise Refused(f"parallel.replicate={replicate} does not divide the world size, {size} - use a number that does")
     timeout = datetime.timedelta(seconds=config.join_timeout_s)
     progress = Progress(device)
     store: dist.Store

@@ -209,7 +209,7 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(sharp: dict[str, Path
     given = settings(sharp["llama"], tmp_path / "train.jsonl", tmp_path / "run", "parallel.replicate=3")
     refused = train(2, *given, cwd=tmp_path)
     assert refused.returncode == 2
-    assert "parallel.replicate=3 does not divide the 2 ranks - " in refused.stderr.splitlines()[-1]
+    assert "parallel.replicate=3 does not divide the world size, 2 - " in refused.stderr.splitlines()[-1]
     require_documented("running", refused.stderr.splitlines()[-1])
 
 
