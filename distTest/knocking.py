@@ -207,8 +207,8 @@ class Knocking:
             )
         if open_port := is_up(self._ip, _UP_PORTS, _UP_TIMEOUT_S):
             return (
-                f"port {self._port} of {self._ip} is blocked: from {me} it is silent for {lasted_s:.0f} s, while port "
-                f"{open_port} of that machine answers - open it, and all others between the nodes, in the firewall"
+                f"port {self._port} of {self._ip} is blocked: from {me}, {sight.words}, for {lasted_s:.0f} s, while "
+                f"port {open_port} of that machine answers - open it, and all others between the nodes, in the firewall"
             )
         return (
             f"no machine answers at MASTER_ADDR {self._ip} from {me}, neither on port {self._port} for "

@@ -7,8 +7,6 @@ import errno
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -20,11 +18,11 @@ from distTest.settings import Settings
 _CONNECT_TIMEOUT_S = 5.0
 _MESSAGE_TIMEOUT_S = 5.0
 _SILENT, _CUT_OFF = f"hears nothing for {_MESSAGE_TIMEOUT_S:.0f} s", "is cut off"
-_SMALL_BYTES = 64
-_LARGE_BYTES = 4 << 20
+_SMALL_BYTES, _LARGE_BYTES = 64, 64 << 10  # in one packet, and in more than any MTU holds
+_BYTES = (_SMALL_BYTES, _LARGE_BYTES, 1 << 20)
 _AT_ONCE = 16
 _GATHER_TIMEOUT_S = 60.0
-_WITHOUT_A_WAY = (os.strerror(errno.ENETUNREACH), os.strerror(errno.EHOSTUNREACH))
+_NO_NETWORK, _NO_HOST = os.strerror(errno.ENETUNREACH), os.strerror(errno.EHOSTUNREACH)
 
 
 def require_paths(meeting: Meeting, settings: Settings) -> None:
@@ -39,6 +37,8 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
         mtu = psutil.net_if_stats()[settings.interface].mtu
         place = {"ip": settings.own_ip, "port": listener.getsockname()[1], "mtu": f"{settings.interface} {mtu}"}
         places = meeting.gather("ports that can be reached", place, _GATHER_TIMEOUT_S)
+        # By way of the master port.
+        known = {0: settings.master_ip} if meeting.node else {m.node: m.address for m in meeting.members}
 
         def problem_towards(node: int) -> str | None:
             me, other = meeting.members[meeting.node].name, meeting.members[node].name
@@ -57,10 +57,22 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
                     f"{me} connects to {other} at port {port} of {ip} and {trouble}: its preflight is stopped, its "
                     "machine hangs, or another answers for it - look there, and for a firewall or proxy on the way"
                 )
-            if trouble in _WITHOUT_A_WAY:
+            if trouble == "slow":
+                return (
+                    f"{_LARGE_BYTES >> 10} KiB pass between {me} and {other}, {_BYTES[-1] >> 10} KiB do not within "
+                    f"{_MESSAGE_TIMEOUT_S:.0f} s: a cable, a switch or an interface has fallen back to a slower rate, "
+                    "or the way is full - see `ethtool INTERFACE` on both, and what else they send"
+                )
+            if trouble == _NO_NETWORK:
                 return (
                     f"{me} cannot reach {other} at {ip} ({trouble}), though it reaches MASTER_ADDR - mend the route, "
                     "or set NCCL_SOCKET_IFNAME to an interface whose network all nodes share"
+                )
+            if trouble == _NO_HOST and known.get(node) != ip:
+                return (
+                    f"{me} cannot reach {other} at port {port} of {ip} ({trouble}), though both reach MASTER_ADDR: a "
+                    "firewall rejects it, or there is no way between the two - open all ports between the nodes in "
+                    "the firewall, or set NCCL_SOCKET_IFNAME to an interface whose network all nodes share"
                 )
             return (
                 f"{me} cannot reach {other} at port {port} of {ip} ({trouble}): ports other than {settings.port} are "
@@ -75,21 +87,25 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
 
 
 def _try(ip: str, port: int) -> str | None:
-    """What keeps a small and then a large message from passing both ways; `large` if only the latter does not come."""
+    """What keeps messages from passing both ways: `large` if only a small one comes, `slow` if more do."""
     try:
         connection = socket.create_connection((ip, port), _CONNECT_TIMEOUT_S)
     except OSError as error:
         return error.strerror or "timed out"
     with connection:
+        connection.settimeout(_MESSAGE_TIMEOUT_S)
         passed = 0
         try:
-            for size in (_SMALL_BYTES, _LARGE_BYTES):
-                _send_and_receive(connection, size, first=_send)
+            for size in _BYTES:
+                connection.sendall(bytes(size))
+                _receive(connection, size)
                 passed = size
         except ConnectionError:
             return _CUT_OFF
         except OSError as error:
-            return "large" if passed else (error.strerror or _SILENT)
+            if passed:
+                return "large" if passed < _LARGE_BYTES else "slow"
+            return error.strerror or _SILENT
     return None
 
 
@@ -100,29 +116,18 @@ def _answer_all(listener: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
+    connection.settimeout(2 * _MESSAGE_TIMEOUT_S)  # the other end gives up first, and says why
     with connection, contextlib.suppress(OSError):
-        for size in (_SMALL_BYTES, _LARGE_BYTES):
-            _send_and_receive(connection, size, first=_receive)
-
-
-def _send_and_receive(connection: socket.socket, size: int, first: Callable[[socket.socket, int], None]) -> None:
-    connection.settimeout(_MESSAGE_TIMEOUT_S)
-    first(connection, size)
-    (_receive if first is _send else _send)(connection, size)
-
-
-def _send(connection: socket.socket, size: int) -> None:
-    connection.sendall(bytes(size))
+        for size in _BYTES:
+            _receive(connection, size)
+            connection.sendall(bytes(size))
 
 
 def _receive(connection: socket.socket, size: int) -> None:
-    deadline = time.monotonic() + _MESSAGE_TIMEOUT_S
     while size > 0:
         received = connection.recv(min(size, 1 << 20))
         if not received:
             raise ConnectionAbortedError
-        if time.monotonic() > deadline:
-            raise TimeoutError
         size -= len(received)
 
 

@@ -53,6 +53,12 @@ class Machine:
         """Lose incoming packets such as these without a word."""
         self.node.ip("rule", "add", "pref", "10", "iif", self.node.interface, *what, "blackhole")
 
+    def reject(self, *what: str) -> None:
+        """Refuse them as firewalls do (ICMP, administratively prohibited), which arrives as "No route to host"."""
+        answer = ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]  # only then does the kernel answer
+        subprocess.run([*self.node.prefix, *answer], check=True)
+        self.node.ip("rule", "add", "pref", "10", "iif", self.node.interface, *what, "prohibit")
+
     def accept(self, *what: str) -> None:
         """Let these pass what `drop` says."""
         self.node.ip("rule", "add", "pref", "5", "iif", self.node.interface, *what, "lookup", "local")
@@ -120,6 +126,31 @@ def other_ports_blocked(at: int) -> Prepare:
             machines[at].accept("ipproto", "tcp", "sport", "29600")
 
     return prepare
+
+
+def other_ports_rejected(at: int) -> Prepare:
+    def prepare(*machines: Machine) -> None:
+        own_routing_rules(machines[at])
+        machines[at].reject("ipproto", "tcp", "dport", "32768-60999")
+        if at == 1:
+            machines[at].accept("ipproto", "tcp", "sport", "29600")
+
+    return prepare
+
+
+def port_rejected(master: Machine, worker: Machine) -> None:
+    both((master, worker), JOIN_TIMEOUT="8")
+    own_routing_rules(master)
+    master.accept("ipproto", "tcp", "dport", "22")
+    master.reject("ipproto", "tcp")
+
+
+def slow_link(master: Machine, worker: Machine) -> None:
+    for machine in (master, worker):
+        node = machine.node
+        limit = ["root", "tbf", "rate", "500kbit", "burst", "16kb", "latency", "400ms"]
+        command = [*node.prefix, "tc", "qdisc", "add", "dev", node.interface, *limit]
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def small_mtu(master: Machine, worker: Machine) -> None:
@@ -301,7 +332,13 @@ FAULTS = [
     ),
     Fault("other ports blocked towards node 0", other_ports_blocked(0), "ports other than 29600 are blocked"),
     Fault("other ports blocked towards node 1", other_ports_blocked(1), "ports other than 29600 are blocked"),
+    Fault(
+        "port rejected", port_rejected, "`nc -vz 10.11.7.50 29600` there", "port 29600 of 10.11.7.50 is blocked: from"
+    ),
+    Fault("other ports rejected by node 0", other_ports_rejected(0), "ports other than 29600 are blocked"),
+    Fault("other ports rejected by node 1", other_ports_rejected(1), "ports other than 29600 are blocked"),
     Fault("MTU", small_mtu, "small messages pass between"),
+    Fault("a slow way", slow_link, "1024 KiB do not within 5 s: a cable"),
     Fault(
         "wrong interface on node 0",
         interface_elsewhere(0),
