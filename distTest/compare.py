@@ -20,6 +20,7 @@ _SAME_VERSIONS = "install the same requirements.txt on every node"
 _SAME_CODE = "bring every node to the same commit, without changes of its own"
 _SAME_CONFIG = "start every node with the same configuration"
 _SAME_FILES = "copy the same files to every node"
+_SAME_VARIABLE = "set it on every node, or on none"
 
 
 def problems_of_files(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
@@ -32,6 +33,8 @@ def problems_of_files(facts: Sequence[Message], names: Sequence[str]) -> list[st
         for each, name in zip(facts, names, strict=True)
         if abs(each["clock_ahead_s"]) > _SKEW_REFUSED_S
     ]
+    problems += _mount_problems(facts, names)
+    problems += _differences("environment", facts, names, _SAME_VARIABLE)
     same = [_at_the_same_paths(each, facts[0]) for each in facts]
     problems += _differences("data", same, names, _SAME_FILES)
     problems += _differences("model", same, names, _SAME_FILES, lambda entry: entry["told"])
@@ -87,10 +90,7 @@ def agreement(facts: Sequence[Message]) -> list[str]:
     versions = first["versions"] | first["libraries"]
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version != "none")
     digests = ", ".join(f"{key} {digest_of(first[key])}" for key in ("code", "config", "data", "model") if first[key])
-    shared = [node for node, each in enumerate(facts) if each["shares_run_dir"]]
-    where = "shared by all nodes" if len(shared) == len(facts) else "on each node's own disk"
-    if 1 < len(shared) < len(facts):
-        where = f"shared by nodes {', '.join(map(str, shared))}, another directory on the rest"
+    where = "shared by all nodes" if all(each["shares_run_dir"] for each in facts) else "on each node's own disk"
     free = " and ".join(f"{each['free_disk_bytes'] / 1e9:.0f}" for each in facts[:8])
     lines = [installed, f"digests: {digests}"]
     lines.append(f"run.dir {first['run_dir']}" + (f" is {where}" if len(facts) > 1 else "") + f", {free} GB free")
@@ -131,6 +131,25 @@ def _world_problems(facts: Sequence[Message], names: Sequence[str]) -> list[str]
             "GPUS_PER_NODE or one of them"
         ]
     return []
+
+
+def _mount_problems(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
+    """Of a directory that some nodes share and others do not: all may, or each may have its own."""
+    shared, others = (
+        [name for each, name in zip(facts, names, strict=True) if each["shares_run_dir"] == is_shared]
+        for is_shared in (True, False)
+    )
+    if len(shared) < 2 or not others:
+        return []
+    return [
+        f"run.dir {facts[0]['run_dir']} is one directory on {_listed(shared)} and another on {_listed(others)} - mount "
+        "it on every node, or give each node a disk of its own"
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_LINES} more" if len(names) > _MOST_LINES else ""
+    return ", ".join(names[:_MOST_LINES]) + more
 
 
 def _machine_warnings(each: Message) -> Iterator[str]:

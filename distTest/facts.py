@@ -42,6 +42,8 @@ def facts_of_files(settings: Settings) -> Message:
         "versions": {name: importlib.metadata.version(name) for name in packages}
         | {"Python": ".".join(platform.python_version_tuple()[:2])},
         "code": _code(),
+        # Its ranks meet once more, which the others would not.
+        "environment": {"TORCH_DISTRIBUTED_DEBUG": _debug_level()},
         "config": {key: value for key, value in flat.items() if key not in _MAY_DIFFER},
         "data": _data({"data.train": config.data.train, "data.eval": config.data.eval}, remarks),
         "model": model,
@@ -118,6 +120,10 @@ def _nccl_version() -> str | None:
     return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
+def _debug_level() -> str:
+    return "DETAIL" if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" else "not DETAIL"
+
+
 def _ask_nvidia(query: str) -> str:
     try:
         asked = ["nvidia-smi", query, "--format=csv,noheader"]
@@ -154,23 +160,30 @@ def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
             read = [file for file in _files_in(path) if file.suffix in DATA_SUFFIXES] if path.is_dir() else [path]
             for file in read:
                 files[f"{key}: {file.name}"] = file
-    is_whole = sum(file.stat().st_size for file in files.values()) <= _WHOLE_BYTES
-    if not is_whole:
-        remarks.append(f"the data is over {_WHOLE_BYTES >> 30} GiB: samples of each file are compared, and its size")
+    is_whole = _is_read_whole("the data", files.values(), remarks)
     return {name: f"{file.stat().st_size} bytes, digest {digest(file, is_whole)}" for name, file in files.items()}
 
 
 def _model(folder: Path, remarks: list[str]) -> dict[str, dict[str, Any]]:
-    """Of every file of the model's directory what it is compared by: its size and content, of weights blocks of it."""
+    """Of every file of the model's directory what it is compared by: its size, and its content or samples of it."""
     if not folder.is_dir():
         remarks.append(f"model.path={folder} is a name of the hub and not compared before the run")
         return {}
-    found = {}
-    for file in _files_in(folder):
-        size, is_weights = file.stat().st_size, file.suffix in _WEIGHT_SUFFIXES
-        told = f"{size} bytes, digest {digest(file, is_whole=not is_weights)}"
+    found, files = {}, _files_in(folder)
+    weights = [file for file in files if file.suffix in _WEIGHT_SUFFIXES]
+    is_whole = _is_read_whole("the model's weights", weights, remarks)
+    for file in files:
+        size, is_weights = file.stat().st_size, file in weights
+        told = f"{size} bytes, digest {digest(file, is_whole=is_whole or not is_weights)}"
         found[file.name] = {"bytes": size, "is_weights": is_weights, "told": told}
     return found
+
+
+def _is_read_whole(what: str, files: Iterable[Path], remarks: list[str]) -> bool:
+    is_whole = sum(file.stat().st_size for file in files) <= _WHOLE_BYTES
+    if not is_whole:
+        remarks.append(f"{what}: over {_WHOLE_BYTES >> 30} GiB, so samples of each file are compared, and its size")
+    return is_whole
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -98,13 +98,20 @@ while kill -0 "$torchrun" 2>/dev/null; do
 done
 { wait "$torchrun"; } 2>/dev/null
 code=$?
-# The process that torchrun saw end first, or the first that was there to the end. One that ends in order leaves no such
-# file, whatever its code.
-pid=none kind=0 status=9
-[[ -s $SHARDTUNE_LAUNCH_DIR/ends ]] && read -r pid kind status < "$SHARDTUNE_LAUNCH_DIR/ends"
+# The process that torchrun saw end first, or the first that was there to the end. One that ends in order leaves no file
+# of its place, whatever its code.
+kind=0 status=9
 places=("$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9])
-first=$(grep -ls "^$pid " "${places[@]}")
-place=$(head -n 1 "${first:-${places[0]}}" 2>/dev/null)
+first=${places[0]}
+if [[ -s $SHARDTUNE_LAUNCH_DIR/ends ]]; then
+    while read -r ended_pid ended_kind ended_status; do
+        if found=$(grep -ls "^$ended_pid " "${places[@]}"); then
+            first=$found kind=$ended_kind status=$ended_status
+            break
+        fi
+    done < "$SHARDTUNE_LAUNCH_DIR/ends"
+fi
+place=$(head -n 1 "$first" 2>/dev/null)
 (( code == 0 )) && [[ -z $place ]] && exit 0
 node="node $NODE_RANK on $(uname -n)"
 if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then

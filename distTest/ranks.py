@@ -151,7 +151,7 @@ def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> 
         # Without gloo's guesses.
         first_line = (str(error).splitlines() or [""])[0].partition(" This is typically caused by")[0][:300]
         what = f"{job['name']}, rank {rank}: {part.read_text(encoding='utf-8')} failed ({first_line})"
-        advice = "the same with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
+        advice = "the same with NCCL_DEBUG=INFO, or TORCH_DISTRIBUTED_DEBUG=DETAIL on every node, says more"
         link.send({"problems": [f"{what} - {advice}"]})
     os._exit(0)  # closing the groups would wait for the others
 

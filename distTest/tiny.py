@@ -25,8 +25,6 @@ _SMALL = {
     "intermediate_size": 64,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "head_dim": 8,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -38,6 +36,7 @@ _SMALL = {
     "first_k_dense_replace": 1,
     "num_experts_per_tok": 2,
 }
+_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _MOST_PARAMETERS = 5_000_000
 
@@ -85,6 +84,10 @@ def _scale_down(source: PreTrainedConfig, ranks: int, tokenizer: PreTrainedToken
     layers = _some_layers(values)
     small = {"num_hidden_layers": len(layers)}
     small |= {key: min(values[key], most) for key, most in _SMALL.items() if values.get(key) is not None}
+    if values.get(_HEADS):
+        small[_HEADS] = 4
+    if heads := values.get(_KV_HEADS):  # shared by some queries, by all or by one, as before
+        small[_KV_HEADS] = 4 if heads == values[_HEADS] else min(heads, 2)
     # A multiple of the ranks, so that none is without an expert.
     small |= {key: ranks * -(-4 // ranks) for key in _EXPERTS if values.get(key) is not None}
     for key, value in values.items():

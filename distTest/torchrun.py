@@ -6,7 +6,7 @@ SHARDTUNE_LAUNCH_DIR is a folder of this launch alone:
     processes    those of the ranks, a line each, as they begin
     watched      there when the ranks of all nodes have met and watch each other
     rank_<r>     where a rank is, while it runs: how it would be described if it ended without a word
-    ends         how processes ended that did not end with code 0: process id, kind and status of waitid(2), a line each
+    ends         how processes ended: process id, kind and status of waitid(2), a line each
     outcome      exit code and last line, a line each; the first process of the node to fail has the first word
     told         both on one line, for the other nodes, if the launch ends before `watched`
 """
@@ -82,7 +82,7 @@ def _note_end(folder: Path) -> None:
     for child in psutil.Process().children():  # several ends may be one signal
         with contextlib.suppress(OSError):
             ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if ended is not None and ended.si_status != 0:
+            if ended is not None:
                 with (folder / "ends").open("a", encoding="utf-8") as ends:
                     ends.write(f"{ended.si_pid} {ended.si_code} {ended.si_status}\n")
 

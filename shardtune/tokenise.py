@@ -34,6 +34,7 @@ COLUMNS: dict[str, type[np.generic]] = {
 }
 _ALONE_S = 5.0  # about what starting the workers takes
 _CHUNKS_PER_WORKER = 4
+_QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 def encode_record(encoder: ChatEncoder, record: dict[str, Any], with_roles: bool = False) -> EncodedRecord:
@@ -194,6 +195,8 @@ def encode_chunks(tokeniser: Tokeniser, chunks: Iterator[Chunk]) -> Generator[En
         yield tokeniser.encode(chunk)
     else:
         return
+    # If this process is killed, what removes the pool's semaphores must not speak behind the last word of the run.
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), _QUIET_TRACKER]))
     spawn = multiprocessing.get_context("spawn")
     pending: deque[Future[EncodedChunk]] = deque()
     with ProcessPoolExecutor(n_workers, spawn, _start_worker, (tokeniser,)) as pool:

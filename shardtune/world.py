@@ -121,23 +121,17 @@ class World:
     def agree(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; its own result on each.
 
+        A rank on which it fails in another way than Refused ends the run at once: others may be hours from their end.
+
         Raises:
             Refused: on every rank, with the problems of all of them, each once, if `work` refused on any.
-            Stopped: on every rank, if `work` failed in another way on any.
         """
-        report: dict[str, list[str]] = {"problems": [], "failures": []}
+        own: list[str] = []
         try:
             result = work()
         except Refused as refused:
-            report["problems"] = refused.problems
-        except Exception as error:  # the others would wait for this rank
-            with contextlib.suppress(OSError):
-                traceback.print_exc()
-            report["failures"] = [_failure(error)]
-        reports = self.gather(report)
-        if failures := [failure for reported in reports for failure in reported["failures"]]:
-            raise Stopped(failures[0])
-        if problems := dict.fromkeys(problem for reported in reports for problem in reported["problems"]):
+            own = refused.problems
+        if problems := dict.fromkeys(problem for of_rank in self.gather(own) for problem in of_rank):
             raise Refused(*problems)
         return result
 

@@ -15,6 +15,7 @@ FACTS: dict[str, Any] = {
     "versions": {"torch": "2.13.0"},
     "libraries": {"CUDA": "13.0", "NCCL": "2.28.9"},
     "code": {},
+    "environment": {"TORCH_DISTRIBUTED_DEBUG": "not DETAIL"},
     "config": {"parallel.replicate": 1, "parallel.expert": 1},
     "data": {},
     "model": {},
@@ -42,6 +43,10 @@ FACTS: dict[str, Any] = {
     [
         ({}, ""),
         ({"libraries": {"CUDA": "13.0", "NCCL": "2.27.3"}}, "NCCL is 2.28.9 on node 0 (a) and 2.27.3 on node 1 (b)"),
+        (
+            {"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}},
+            "TORCH_DISTRIBUTED_DEBUG is not DETAIL on node 0 (a) and DETAIL on node 1 (b)",
+        ),
         ({"driver": "570.2"}, "the GPU driver is 580.1 on node 0 (a) and 570.2 on node 1 (b)"),
         (
             {"gpus": [{"name": "A100", "free_bytes": 40e9, "total_bytes": 40e9}]},
@@ -72,6 +77,17 @@ def test_facts_that_are_refused(different: dict[str, Any], words: str) -> None:
     assert [words in problem for problem in problems] == [True] * bool(different)
     for problem in problems:
         require_documented("preflight", f"ERROR: {problem}")
+
+
+def test_a_run_directory_that_some_nodes_share() -> None:
+    names = ["node 0 (a)", "node 1 (b)", "node 2 (c)"]
+    (problem,) = compare.problems_of_files([FACTS, FACTS, FACTS | {"shares_run_dir": False}], names)
+    assert problem.startswith(
+        "run.dir runs/config is one directory on node 0 (a), node 1 (b) and another on node 2 (c)"
+    )
+    require_documented("preflight", f"ERROR: {problem}")
+    alone = FACTS | {"shares_run_dir": False}
+    assert not compare.problems_of_files([FACTS, alone, alone], names)  # each has a disk of its own
 
 
 def test_the_first_differences_are_said_last() -> None:
@@ -131,6 +147,23 @@ def test_only_files_that_are_read_are_compared(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = vars(facts)["_data"]({"data.train": str(tmp_path), "data.eval": str(tmp_path / "train.jsonl")}, [])
     assert list(found) == ["data.train: train.jsonl", "data.eval: train.jsonl"]
+
+
+def test_weights_are_compared_whole_or_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.safetensors"
+    content = bytearray(40 << 20)
+
+    def told() -> tuple[str, list[str]]:
+        remarks: list[str] = []
+        file.write_bytes(content)
+        return vars(facts)["_model"](tmp_path, remarks)[file.name]["told"], remarks
+
+    before, remarks = told()
+    content[len(content) // 2 + (1 << 20)] ^= 1  # between two samples
+    assert told()[0] != before and not remarks
+    monkeypatch.setattr(facts, "_WHOLE_BYTES", 1 << 20)
+    _, remarks = told()
+    assert remarks == ["the model's weights: over 0 GiB, so samples of each file are compared, and its size"]
 
 
 def test_data_that_is_too_large_to_read_is_sampled(tmp_path: Path) -> None:

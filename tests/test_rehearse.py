@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPOSITORY, needs_namespaces
 from documented import QUOTES, is_in
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -191,6 +192,17 @@ def test_a_tiny_model(architecture: str, ranks: int, tmp_path: Path, models: dic
         assert config.n_routed_experts % ranks == 0 and config.first_k_dense_replace < config.num_hidden_layers
     assert AutoModelForCausalLM.from_config(config).num_parameters() < 1_000_000
     assert config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(("heads", "shared", "small"), [(9, 3, 2), (24, 8, 2), (3, 3, 4), (12, 12, 4), (8, 1, 1)])
+def test_a_tiny_model_shares_keys_as_the_real_one(heads: int, shared: int, small: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": shared}
+    AutoConfig.for_model("llama", **sizes).save_pretrained(tmp_path / "large")
+    tiny.make_model(str(tmp_path / "large"), 2, tmp_path / "small")
+    config = AutoConfig.from_pretrained(tmp_path / "small")
+    assert (config.model_type, config.num_attention_heads, config.num_key_value_heads) == ("llama", 4, small)
+    logits = AutoModelForCausalLM.from_config(config)(torch.tensor([[1, 2, 3]])).logits
+    assert logits.isfinite().all()
 
 
 def test_an_architecture_that_cannot_be_had(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, set_seed
 
 from ..rundir import RunDir
 from ..world import World
-from .files import Checkpoint, Chunk, DamagedCheckpoint, read_chunk
+from .files import Checkpoint, Chunk, read_chunk
 from .plan import plan_load
 from .state import RANDOM, restore_random_state, training_state
 from .streamed import DTYPES
@@ -42,7 +42,7 @@ def load_checkpoint(
 
     Raises:
         Refused: on every rank, if tensors are missing or of another shape.
-        Stopped: on every rank, if what was intact when it was checked cannot be read now.
+        OSError, DamagedCheckpoint: on the rank that reads it, if what was intact when it was checked is not so now.
     """
     tensors = training_state(model, optimizer)
     random = _random_targets(checkpoint, world)
@@ -91,25 +91,14 @@ def _receive(checkpoint: Checkpoint, wanted: list[_Wanted], run_dir: RunDir, wor
     amounts = world.gather(sum(part.target.numel() * part.target.element_size() for part in wanted))
     world.say(f"Read from the disks of other nodes: {sum(amounts) / 1e9:.2f} GB")
     group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
-    problems: list[Exception] = []
     for receiver, of_rank in enumerate(requests):
         for number, (name, file, bounds) in enumerate(of_rank):
             chunk = next(chunk for chunk in checkpoint.chunks[name] if chunk.file == file)
             box = [slice(*edges) for edges in bounds]
-            try:
-                part = transfer(checkpoint, chunk, box, receiver, run_dir, world, group)
-            except (OSError, DamagedCheckpoint) as error:  # the others wait for what is still to be sent
-                problems.append(error)
-                continue
+            part = transfer(checkpoint, chunk, box, receiver, run_dir, world, group)
             if part is not None:
                 wanted[number].target.copy_(part)
     dist.destroy_process_group(group)
-
-    def require_all() -> None:
-        if problems:
-            raise problems[0]
-
-    world.agree(require_all)
 
 
 def transfer(
