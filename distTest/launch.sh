@@ -123,10 +123,11 @@ elif (( code > 128 )); then
 $SHARDTUNE_AGAIN"
     code=1
 else
-    how='without a word'
-    if (( kind == 1 )); then how="with code $status"; elif (( status != 9 )); then how="by SIG$(kill -l "$status")"; fi
-    code=1 line="ended $how: ${place:-a process of $node} - see above, the other nodes' logs, and the kernel's \
-log for processes killed for memory; $SHARDTUNE_AGAIN"
+    how='without a word' where="see above, the other nodes' logs"
+    if (( kind == 1 )); then how="with code $status"
+    elif (( status != 9 )); then how="by SIG$(kill -l "$status")"
+    else where+=", and the kernel's log for processes killed for memory"; fi
+    code=1 line="ended $how: ${place:-a process of $node} - $where; $SHARDTUNE_AGAIN"
 fi
 if [[ ! -e $SHARDTUNE_LAUNCH_DIR/watched ]]; then  # the other nodes hear of it by this, see distTest/handover.py
     echo "$code $line" > "$SHARDTUNE_LAUNCH_DIR/told"
