@@ -25,9 +25,10 @@ class Interrupted(Exception):
 
 
 class Ended(KeyboardInterrupt):
-    """A signal ends this process at once, because there is nothing to save: `<what> - <what to do>`.
+    """This process ends at once, and the run with it, by a signal or where others would be long in coming: `<what> -
+    <what to do>`. There is nothing to save.
 
-    `code` is 75 where the same command goes on from what was saved, else 1.
+    `code` is 2 where it refuses, 75 where the same command goes on from what was saved, else 1.
     """
 
     def __init__(self, problem: str, code: int) -> None:

@@ -37,6 +37,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 # Tokenising or reading a large input may take hours on one node while the others wait for it. A process that dies
 # meanwhile is noticed by its launcher, not by this wait.
 _AGREE_TIMEOUT_S = 2 * 24 * 3600.0
+_OTHERS_REFUSE_WITHIN_S = 20.0
 _FIRST_RANK_SPEAKS_S = 10
 _REFUSED_KEY = "refused"
 _STORE_VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
@@ -82,16 +83,19 @@ class World:
             except OSError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, timeout_s: float = _AGREE_TIMEOUT_S) -> list[Any]:
         """Every rank's JSON-able `value`, in rank order, on every rank.
 
         It goes through the store, not through a collective: a rank may arrive hours after another.
+
+        Raises:
+            TimeoutError: some have not come within `timeout_s` seconds.
         """
         self.progress.arrive()
         number = next(self._round)
         keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
         post(self.store, keys[self.rank], value)
-        wait_for(self.store, keys, _AGREE_TIMEOUT_S)
+        wait_for(self.store, keys, timeout_s)
         # Who has come to this round has read the one before.
         unpost(self.store, f"gather/{number - 1}/{self.rank}")
         return [read(self.store, key) for key in keys]
@@ -121,17 +125,25 @@ class World:
     def agree(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; its own result on each.
 
-        A rank on which it fails in another way than Refused ends the run at once: others may be hours from their end.
+        A rank on which it fails in another way ends the run at once, and one that is alone in refusing soon: others
+        may be hours from their end.
 
         Raises:
             Refused: on every rank, with the problems of all of them, each once, if `work` refused on any.
+            Ended: `work` refused on this one, and others are still at it.
         """
         own: list[str] = []
         try:
             result = work()
         except Refused as refused:
             own = refused.problems
-        if problems := dict.fromkeys(problem for of_rank in self.gather(own) for problem in of_rank):
+        try:
+            reports = self.gather(own, _OTHERS_REFUSE_WITHIN_S if own else _AGREE_TIMEOUT_S)
+        except TimeoutError as late:
+            for problem in own[:-1]:
+                print(f"ERROR: {problem}", file=sys.stderr, flush=True)
+            raise Ended(own[-1], code=2) from late
+        if problems := dict.fromkeys(problem for of_rank in reports for problem in of_rank):
             raise Refused(*problems)
         return result
 

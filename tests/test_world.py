@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ranks import on_ranks
 
+import shardtune.world
 from shardtune.config import DistributedConfig
 from shardtune.errors import Refused
 from shardtune.world import World, join_world, run
@@ -25,6 +26,18 @@ def fail_differently(world: World) -> None:
 def fail_on_one(world: World) -> None:
     """While another is far from its end."""
     world.agree(lambda: {}["lost"] if world.rank == 2 else time.sleep(60 * (world.rank == 0)))
+
+
+def refuse_on_one(world: World) -> None:
+    """Likewise."""
+    vars(shardtune.world)["_OTHERS_REFUSE_WITHIN_S"] = 0.5
+
+    def work() -> None:
+        if world.rank == 2:
+            raise Refused("this is wrong - mend it", "that is wrong - mend it")
+        time.sleep(60 * (world.rank == 0))
+
+    world.agree(work)
 
 
 def refuse_on_main(world: World) -> None:
@@ -56,6 +69,7 @@ def take_part(work: Any) -> None:
             ["all see this - do that", *(f"only rank {rank} sees this - do that" for rank in range(3))],
         ),
         (fail_on_one, 1, [r"rank 2 on \S+: KeyError: 'lost', in start-up - see the traceback there; .*"]),
+        (refuse_on_one, 2, ["this is wrong - mend it", "that is wrong - mend it"]),
         (refuse_on_main, 2, ["rank 0 alone looked - mend it"]),
         (agree, 0, []),
     ],
