@@ -51,29 +51,35 @@ def choose_residency(model: Any, config: Config, saved: list[bool] | None, world
 
     The order of a sum is part of what a resumed run must not change, the place of parameters is not.
     """
-    if world.mesh["shard"].size() == 1:
-        if world.size > 1:
-            world.say("Parameters: whole on each rank | Gradients: reduced once a step, after its last micro-batch")
-        return Residency(parameters=False, gradients=world.size > 1)
-    micro_batches = config.train.gradient_accumulation_steps
     numel = sum(parameter.numel() for parameter in model.parameters())
-    # Two moments and the sharded gradients are still to come.
-    room = _SHARE * min(world.gather(_free_bytes(world) - 3 * local_bytes(model)))
     of_gradients = numel * DTYPES[config.model.reduce_dtype].itemsize
     of_parameters = numel * compute_dtype(config.model.compute_dtype, world.device).itemsize
+    parameters_take, gradients_take = (f"whole they take {n / 1e9:.2f} GB" for n in (of_parameters, of_gradients))
+    after_last = "reduced once a step, after its last micro-batch"
+    if world.mesh["shard"].size() == 1:
+        if world.size > 1:
+            world.say(
+                f"Parameters: whole on each rank ({parameters_take}) | Gradients: {after_last} ({gradients_take})"
+            )
+        return Residency(parameters=False, gradients=world.size > 1)
+    micro_batches = config.train.gradient_accumulation_steps
+    # Two moments and the sharded gradients are still to come.
+    room = _SHARE * min(world.gather(_free_bytes(world) - 3 * local_bytes(model)))
     gradients = saved[1] if saved else micro_batches > 1 and of_gradients <= room
-    parameters = of_parameters <= room - gradients * of_gradients
+    room_of_parameters = room - gradients * of_gradients
+    parameters = of_parameters <= room_of_parameters
     if parameters:
         model.set_reshard_after_forward(False)
-    room_text = f"{room / 1e9:.2f} GB, half of what is free"
+    half = "half of what is free"
+    when = "once a step" if parameters else "in each forward and each backward"
     world.say(
-        f"Parameters: gathered {'once a step' if parameters else 'in each forward and each backward'} (whole they take "
-        f"{of_parameters / 1e9:.2f} GB; room for {room_text}), "
+        f"Parameters: gathered {when} ({parameters_take}; room for {max(0.0, room_of_parameters) / 1e9:.2f} GB, "
+        f"{half}{' less the whole gradients' * gradients}), "
         + ("each layer's while the one before it computes" if world.device.type == "cuda" else "while the CPU waits")
     )
     if micro_batches > 1:
-        when = "once a step, after its last micro-batch" if gradients else "in each micro-batch"
-        world.say(f"Gradients: reduced {when} (whole they take {of_gradients / 1e9:.2f} GB; room for {room_text})")
+        why = "as before the resume, whatever is free" if saved else f"room for {max(0.0, room) / 1e9:.2f} GB, {half}"
+        world.say(f"Gradients: {after_last if gradients else 'reduced in each micro-batch'} ({gradients_take}; {why})")
     return Residency(parameters, gradients)
 
 

@@ -151,6 +151,28 @@ def test_a_resumed_run_decides_anew_where_it_must(sharp: dict[str, Path], tmp_pa
     assert "Gradients: reduced once a step" in run(sharp["llama"], tmp_path, 2, *more)[0]
 
 
+def test_a_decision_is_said_with_what_it_was_made_on(sharp: dict[str, Path], tmp_path: Path) -> None:
+    """Whole gradients stay whole after a resume, where there is no room left for anything."""
+    first, _ = run(sharp["llama"], tmp_path, 2, "train.max_steps=1")
+    assert re.search(
+        r"^Gradients: .+ \(whole they take 0\.00 GB; room for \d+\.\d\d GB, half of what is free\)$",
+        first,
+        re.MULTILINE,
+    )
+    resumed, _ = run(sharp["llama"], tmp_path, 2, "train.max_steps=2", "run.resume=auto", room=False)
+    assert "Resumed from checkpoint_0000001" in resumed
+    assert re.search(
+        r"^Parameters: gathered in each forward and each backward \(whole they take 0\.00 GB; room for 0\.00 GB, "
+        r"half of what is free less the whole gradients\), ",
+        resumed,
+        re.MULTILINE,
+    )
+    assert (
+        "Gradients: reduced once a step, after its last micro-batch (whole they take 0.00 GB; as before the resume, "
+        "whatever is free)\n"
+    ) in resumed
+
+
 def check(run_dir: Path, expected: Trained) -> None:
     steps = read_metrics(run_dir, "step")
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
@@ -183,7 +205,12 @@ def test_replicas_and_reductions_equal_plain_pytorch(
     if replicate == 2:
         assert "Mesh: 2 (replicas) x 2 (shards) = 4 ranks, each within one node" in said
     if replicate == 4:
-        assert "Parameters: whole on each rank | Gradients: reduced once a step, after its last micro-batch" in said
+        assert re.search(
+            r"^Parameters: whole on each rank \(whole they take \d\.\d\d GB\) \| Gradients: reduced once a step, "
+            r"after its last micro-batch \(whole they take \d\.\d\d GB\)$",
+            said,
+            re.MULTILINE,
+        )
     else:
         when = "once a step, after its last micro-batch" if room else "in each micro-batch"
         assert f"Gradients: reduced {when} (whole they take " in said
