@@ -85,19 +85,36 @@ def choose_residency(model: Any, config: Config, saved: list[bool] | None, world
 
 @contextlib.contextmanager
 def memory_suffices(config: Config) -> Iterator[None]:
-    """Raises OutOfMemory, with the keys that take less, where PyTorch finds no memory for a step or an evaluation."""
+    """Raises OutOfMemory, with the keys that take less, where there is no memory for a step or an evaluation."""
+    rows, length = config.train.micro_batch_size, config.data.max_length
+    noun, verb, remedy = "rows", "do", "lower one of the two"
+    if rows == 1:
+        noun, verb, remedy = "row", "does", "lower data.max_length"
+    if config.model.activation_checkpointing != "full":
+        remedy += ", or set model.activation_checkpointing=full"
+    what = f"{rows} (train.micro_batch_size) {noun} of up to {length} (data.max_length) tokens {verb}"
+    with _said_if_it_does_not_fit(what, remedy):
+        yield
+
+
+@contextlib.contextmanager
+def weights_fit() -> Iterator[None]:
+    """Raises OutOfMemory where there is no memory for the weights and what the optimizer keeps of them."""
+    remedy = "share it among more GPUs or nodes, use some with more memory, or a smaller model"
+    with _said_if_it_does_not_fit("the model with its gradients and its optimizer's state does", remedy):
+        yield
+
+
+@contextlib.contextmanager
+def _said_if_it_does_not_fit(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # a CPU's allocator fails with the former
+    except Exception as error:  # of any class, where a CPU's allocator or the mapping of a file fails
         is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not is_known and "can't allocate memory" not in str(error):
+        if not is_known and "t allocate memory" not in str(error):
             raise
-        also = "" if config.model.activation_checkpointing == "full" else ", or set model.activation_checkpointing=full"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OutOfMemory(
-            f"{config.train.micro_batch_size} (train.micro_batch_size) rows of up to {config.data.max_length} "
-            f"(data.max_length) tokens do not fit the memory ({reason}) - lower one of the two{also}"
-        ) from error
+        raise OutOfMemory(f"{what} not fit the memory ({reason}) - {remedy}") from error
 
 
 def _free_bytes(world: World) -> float:
