@@ -145,8 +145,8 @@ def build_job(
     set_seed((config.run.seed + world.rank) % 2**32)
     with memory_suffices(config):
         is_flat = choose_attention(model, config, world)
-    if why_not := use_loss_head(model, world.device):
-        world.say(f"Loss: logits are made for every position, since {why_not}")
+    if which := use_loss_head(model, world.device):
+        world.say(f"Loss: logits are made {which}")
     if config.model.compile:
         compile_layers(model, config, world)
     if resumed:

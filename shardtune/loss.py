@@ -1,8 +1,9 @@
 """The loss: a sum over trained tokens, divided once by their number in the whole global batch.
 
 Only the positions that predict a trained token reach the head of the model. Projection and cross-entropy go through
-them in chunks, and the gradients are made with the loss, so that no tensor of tokens x vocabulary ever exists (the
-idea of arXiv 2410.10989 and 2411.09009).
+them in chunks, and the gradients are made with the loss, so that no tensor of tokens x vocabulary exists (the idea of
+arXiv 2410.10989 and 2411.09009). A model that changes its logits after the head has to have those of the trained
+positions at once, and one whose head is not a plain one has those of all.
 """
 
 from __future__ import annotations
@@ -146,14 +147,15 @@ class _Gradients:
 
 
 def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Let the head give the loss, if the model's own forward shows that it may; the reason why it does not, if any.
+    """Let the head give the loss, if the model's own forward shows that it may.
 
-    A stand-in for the logits must come out of the model as it came out of the head.
+    Which logits there are at once, if not those of a chunk, and why: words to follow "logits are made". A stand-in
+    for the logits must come out of the model as it came out of the head.
     """
     head: Any = model.get_output_embeddings()
     kind: Any = type(head)
     if kind is not nn.Linear:
-        return f"its head is {kind.__name__}"
+        return f"for every position, since its head is {kind.__name__}"
     ids = torch.arange(8, device=device).view(1, -1) % model.config.get_text_config().vocab_size
     documents.set([8], torch.tensor([0, 8], dtype=torch.int32, device=device))
     seen: list[torch.Size] = []
@@ -170,7 +172,9 @@ def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
     finally:
         del head.forward
     if len(seen) != 1 or seen[0][:-1].numel() != ids.numel():
-        return f"its forward calls the head {len(seen)} times, or not for every token"
+        return f"for every position, since its forward calls the head {len(seen)} times, or not for every token"
     head.__class__ = LossHead
     head.batch, head.is_last = None, logits is marker
+    if not head.is_last:
+        return f"for all trained positions at once, since {model.config.model_type} changes them after its head"
     return None
