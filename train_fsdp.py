@@ -52,7 +52,7 @@ from shardtune.optim import (
     squared_gradients,
 )
 from shardtune.packing import Batch, Schedule, Step
-from shardtune.residency import Residency, choose_residency, memory_suffices
+from shardtune.residency import Residency, choose_residency, memory_suffices, weights_fit
 from shardtune.rundir import RunDir, open_run_dir
 from shardtune.signals import StopRequest, end_on_signal
 from shardtune.source import read_model_config
@@ -77,7 +77,7 @@ def main() -> None:
     world.progress.enter("preparing the data")
     model_config, _ = world.agree(
         lambda: all_of(
-            lambda: read_model_config(config.model, config.data.max_length),
+            weights_fit()(lambda: read_model_config(config.model, config.data.max_length)),
             lambda: require_sources(config.data) if world.is_node_main else None,
         )
     )
@@ -138,15 +138,15 @@ def build_job(
     What the run directory holds of another run is set aside once they are loaded, and it gets the configuration.
     """
     world.progress.enter("loading the model")
-    model = world.agree(lambda: build_model(config, model_config, world))
+    model = world.agree(weights_fit()(lambda: build_model(config, model_config, world)))
     optimizer = build_optimizer(model, config.optimizer)
     world.say(describe_state(model))
     residency = choose_residency(model, config, kept_residency(resumed, config, world), world)
     set_seed((config.run.seed + world.rank) % 2**32)
     with memory_suffices(config):
         is_flat = choose_attention(model, config, world)
-    if why_not := use_loss_head(model, world.device):
-        world.say(f"Loss: logits are made for every position, since {why_not}")
+    if which := use_loss_head(model, world.device):
+        world.say(f"Loss: logits are made {which}")
     if config.model.compile:
         compile_layers(model, config, world)
     if resumed:
@@ -279,7 +279,8 @@ def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest, ow
     world.progress.enter("optimizer")
     if config.max_grad_norm is not None:
         clip_gradients(model, config.max_grad_norm, norm.float())
-    job.optimizer.step()
+    with weights_fit():  # the optimizer's state comes with its first step
+        job.optimizer.step()
     job.optimizer.zero_grad()
     return Done(loss, grad_norm, must_stop, memory_bytes, data_seconds, owed)
 

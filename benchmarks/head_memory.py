@@ -55,8 +55,8 @@ def main() -> None:
         world: World = join_world(settings.distributed)
         model_config = read_model_config(settings.model, settings.data.max_length)
         model = build_model(settings, model_config, world)
-    if way == "ours" and (why_not := use_loss_head(model, world.device)):
-        raise SystemExit(why_not)
+    if way == "ours" and (which := use_loss_head(model, world.device)):
+        raise SystemExit(f"logits are made {which}")
     step(model, way, 16)  # the buffers of FSDP2 and of the gradients are there
     for parameter in model.parameters():
         parameter.grad = None

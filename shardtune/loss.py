@@ -1,8 +1,9 @@
 """The loss: a sum over trained tokens, divided once by their number in the whole global batch.
 
 Only the positions that predict a trained token reach the head of the model. Projection and cross-entropy go through
-them in chunks, and the gradients are made with the loss, so that no tensor of tokens x vocabulary ever exists (the
-idea of arXiv 2410.10989 and 2411.09009).
+them in chunks, and the gradients are made with the loss, so that no tensor of tokens x vocabulary exists (the idea of
+arXiv 2410.10989 and 2411.09009). A model that changes its logits after the head has to have those of the trained
+positions at once, and one whose head is not a plain one has those of all.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from .attention import documents
 from .model import forward_only
 from .packing import Batch
 
-_CHUNK_BYTES = 1 << 28  # of float32 logits
-_BLOCK_ROWS = 1 << 14  # of the head's weight
+_CHUNK_BYTES = 1 << 28  # of logits, in the dtype of the matrix product
+_SOFTMAX_BYTES = 1 << 26  # of those in float32
+_BLOCK_ROWS = 1 << 13  # of the head's weight
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -84,28 +86,31 @@ class _SummedCrossEntropy(torch.autograd.Function):
         wants_gradients: bool,
     ) -> torch.Tensor:
         vocabulary = weight.shape[0]
-        rows = max(1, min(len(hidden), _CHUNK_BYTES // (4 * vocabulary)))
+        rows = max(1, min(len(hidden), _CHUNK_BYTES // (hidden.itemsize * vocabulary)))
         logits_of_chunk = hidden.new_empty(rows, vocabulary)
-        softmax_of_chunk = logits_of_chunk if hidden.dtype == torch.float32 else logits_of_chunk.float()
+        # In float32 the logits turn into their softmax in place, else a few rows of them at a time.
+        at_once = rows if hidden.dtype == torch.float32 else max(1, min(rows, _SOFTMAX_BYTES // (4 * vocabulary)))
+        converted = None if hidden.dtype == torch.float32 else hidden.new_empty(at_once, vocabulary).float()
         loss = hidden.new_zeros((), dtype=torch.float32)
         gradients = _Gradients(hidden, weight, bias, is_one_chunk=rows == len(hidden)) if wants_gradients else None
         for start in range(0, len(hidden), rows):
-            chunk, wanted = hidden[start : start + rows], targets[start : start + rows, None]
-            logits = logits_of_chunk[: len(chunk)]
-            # One tensor in float32, where `copy_` does nothing.
-            softmax = logits if softmax_of_chunk is logits_of_chunk else softmax_of_chunk[: len(chunk)]
+            chunk, targets_of_chunk = hidden[start : start + rows], targets[start : start + rows, None]
+            logits_now = logits_of_chunk[: len(chunk)]
             if bias is None:
-                torch.mm(chunk, weight.t(), out=logits)
+                torch.mm(chunk, weight.t(), out=logits_now)
             else:
-                torch.addmm(bias, chunk, weight.t(), out=logits)
-            softmax.copy_(logits)
-            target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
-            torch.softmax(softmax, 1, out=softmax)
-            # log sum exp is what lies between the largest logit and its log-probability.
-            loss += (largest - softmax.amax(1, keepdim=True).log() - target_logits).sum()
+                torch.addmm(bias, chunk, weight.t(), out=logits_now)
+            for logits, wanted in zip(logits_now.split(at_once), targets_of_chunk.split(at_once), strict=True):
+                softmax = logits if converted is None else converted[: len(logits)].copy_(logits)
+                target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
+                torch.softmax(softmax, 1, out=softmax)
+                # log sum exp is what lies between the largest logit and its log-probability.
+                loss += (largest - softmax.amax(1, keepdim=True).log() - target_logits).sum()
+                if gradients:
+                    softmax.scatter_add_(1, wanted, softmax.new_full(wanted.shape, -1.0))
+                    logits.copy_(softmax)
             if gradients:
-                softmax.scatter_add_(1, wanted, softmax.new_full(wanted.shape, -1.0))
-                gradients.add(start, chunk, logits.copy_(softmax))
+                gradients.add(start, chunk, logits_now)
         ctx.gradients = gradients and (gradients.of_hidden, gradients.of_weight, gradients.of_bias)
         return loss
 
@@ -142,14 +147,15 @@ class _Gradients:
 
 
 def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Let the head give the loss, if the model's own forward shows that it may; the reason why it does not, if any.
+    """Let the head give the loss, if the model's own forward shows that it may.
 
-    A stand-in for the logits must come out of the model as it came out of the head.
+    Which logits there are at once, if not those of a chunk, and why: words to follow "logits are made". A stand-in
+    for the logits must come out of the model as it came out of the head.
     """
     head: Any = model.get_output_embeddings()
     kind: Any = type(head)
     if kind is not nn.Linear:
-        return f"its head is {kind.__name__}"
+        return f"for every position, since its head is {kind.__name__}"
     ids = torch.arange(8, device=device).view(1, -1) % model.config.get_text_config().vocab_size
     documents.set([8], torch.tensor([0, 8], dtype=torch.int32, device=device))
     seen: list[torch.Size] = []
@@ -166,7 +172,9 @@ def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
     finally:
         del head.forward
     if len(seen) != 1 or seen[0][:-1].numel() != ids.numel():
-        return f"its forward calls the head {len(seen)} times, or not for every token"
+        return f"for every position, since its forward calls the head {len(seen)} times, or not for every token"
     head.__class__ = LossHead
     head.batch, head.is_last = None, logits is marker
+    if not head.is_last:
+        return f"for all trained positions at once, since {model.config.model_type} changes them after its head"
     return None

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .dataset import TokenDataset
 
-_GROUP_ROWS = 32
-# Whole numbers: another machine's last bit must not send a row to another place.
-_LEVEL_EDGES = np.rint(8192 * (1.03 ** np.arange(200) - 1))
+_GROUP_ROWS = ((2048, 128), (128, 32), (0, 1))  # from so many rows in the epoch on, so many in a group
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,17 @@ class Rows:
         return Rows(self.members[starts[0] : starts[-1]], starts - starts[0])
 
 
-def plan_rows(lengths: np.ndarray, max_length: int, packing: bool, seed: int, epoch: int) -> Rows:
+def plan_rows(
+    lengths: np.ndarray, trained_counts: np.ndarray, max_length: int, packing: bool, seed: int, epoch: int
+) -> Rows:
     """Every sequence in exactly one row of at most `max_length` tokens, rows in random order.
 
+    `lengths` and `trained_counts`, both [sequences], are their tokens and how many of those are trained.
+
     With packing, sequences are placed longest first, each into the fullest row that still takes it (best-fit
-    decreasing; equal lengths in random order), which makes the number of rows the same in every epoch. Rows whose
-    attention costs alike then stand together, see `_places`. Without packing they do not: a step of short records would
-    weigh as much as one of long ones.
+    decreasing; equal lengths in random order), which makes the number of rows the same in every epoch. Rows that cost
+    alike then stand together, see `_places`. Without packing they do not: a step of short records would weigh as much
+    as one of long ones.
     """
     random = np.random.default_rng([seed, epoch])
     order = random.permutation(len(lengths))
@@ -58,30 +61,49 @@ def plan_rows(lengths: np.ndarray, max_length: int, packing: bool, seed: int, ep
     longest_first = order[np.argsort(shorter_by, kind="stable")]
     del order, shorter_by
     row_of, n_rows = _best_fit(lengths, max_length)
-    row_of = _places(np.asarray(lengths)[longest_first], row_of, n_rows, random)[row_of]
+    row_of = _places(lengths[longest_first], trained_counts[longest_first], row_of, n_rows, random)[row_of]
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=n_rows))])
     return Rows(longest_first[np.argsort(row_of, kind="stable")], starts)
 
 
-def _places(lengths: np.ndarray, row_of: np.ndarray, n_rows: int, random: np.random.Generator) -> np.ndarray:
+def _places(
+    lengths: np.ndarray, trained_counts: np.ndarray, row_of: np.ndarray, n_rows: int, random: np.random.Generator
+) -> np.ndarray:
     """The place in the epoch of each row; `row_of` is that of each sequence.
 
-    Ranks wait for the one whose row costs most, and a row that is one long document costs up to half as much again as
-    one of short ones. So rows that cost alike stand together in groups of 32; which of them do so, the order in a group
-    and that of the groups are random. The last rows of the epoch, fewer than 32, are any.
+    Ranks wait for the one whose row costs most: a row that is one long document costs up to half as much again as one
+    of short ones, and one that is all trained up to a quarter more than one that hardly is. So rows that cost alike
+    stand together in groups, sorted by what they cost within each; which of them do so, and the order of the groups,
+    are random. The last rows of the epoch, which fill no group, are a smaller one.
 
-    With c FLOPs for a token and a for a pair of tokens, the cost of a row of T tokens in documents of L is
-    c T + a sum(L^2) / 2, and per token c (1 + A / B) with A = sum(L^2) / T and B = 2 c / a, from 7,000 (SmolLM2-135M)
-    to 60,000 (Llama-3-8B). The order of data must not depend on the model: alike is what differs by less than 3% at
-    B = 8,192, and at a larger B by less than that.
+    With c FLOPs for a token, h for a trained one and a for a pair of tokens, a row of T tokens in documents of L, t of
+    them trained, costs c T + h t + a sum(L^2) / 2; per token that is c (1 + (sum(L^2) + H t) / (B T)), with B = 2 c / a
+    and H = 2 h / a. B is 6,000 for SmolLM2-135M and 50,000 for Llama-3-8B, H / B is 0.27 and 0.08. The order of data
+    must not depend on the model, so all are taken for one of B = 8,192 and H = 2,048, and alike is what differs by less
+    than 1/64. Of larger models rows differ by less than that.
+
+    What remains: rows of one step differ where it begins in one group and ends in another, unless each rank has
+    several to even it out. By the formula of `flops.py`, with one row for each rank of a SmolLM2-135M, log-normal
+    lengths and any share trained, ranks wait for the slowest for 1 to 2.4% of the time where their number divides 128,
+    for 2 to 5% where it does not, and for 9% if there are 256. In epochs of fewer than 2,048 rows that holds for 32 in
+    the place of 128: groups of 128 would be few, and each fills many steps of few ranks with rows alike.
     """
+    group_rows = next(size for least, size in _GROUP_ROWS if n_rows >= least)
     order = random.permutation(n_rows)
-    n_grouped = n_rows - n_rows % _GROUP_ROWS
-    attended = np.bincount(row_of, lengths.astype(np.float64) ** 2) / np.bincount(row_of, lengths)
-    level = np.searchsorted(_LEVEL_EDGES, attended)[order[:n_grouped]]
-    groups = order[:n_grouped][np.argsort(level, kind="stable")].reshape(-1, _GROUP_ROWS)
+    tokens, squares, trained = (
+        # Whole numbers: another machine's last bit must not send a row to another place.
+        np.bincount(row_of, values).astype(np.int64)
+        for values in (lengths, lengths.astype(np.float64) ** 2, trained_counts)
+    )
+    level = (squares + 2048 * trained) // (8192 // 64 * tokens)
+
+    def sorted_by_level(rows: np.ndarray) -> np.ndarray:
+        return rows[np.argsort(level[rows], kind="stable")]
+
+    n_grouped = n_rows - n_rows % group_rows
+    groups = random.permutation(sorted_by_level(order[:n_grouped]).reshape(-1, group_rows))
     places = np.empty(n_rows, np.int64)
-    places[np.concatenate([random.permutation(groups).ravel(), order[n_grouped:]])] = np.arange(n_rows)
+    places[np.concatenate([groups.ravel(), sorted_by_level(order[n_grouped:])])] = np.arange(n_rows)
     return places
 
 
@@ -210,23 +232,26 @@ class Position:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row costs, in any unit: so much for a token, and so much for a pair of tokens in causal attention."""
+    """What a row costs, in any unit: so much for a token, for a trained one more, for a pair in causal attention."""
 
     per_token: int
+    per_trained_token: int
     per_pair: int
 
-    def of_rows(self, rows: Rows, lengths: np.ndarray) -> np.ndarray:
-        """int64 [rows]; `lengths` are those of `rows.members`."""
+    def of_rows(self, rows: Rows, lengths: np.ndarray, trained_counts: np.ndarray) -> np.ndarray:
+        """int64 [rows]; `lengths` and `trained_counts` are those of `rows.members`."""
         lengths = lengths.astype(np.int64)
-        costs = self.per_token * lengths + self.per_pair * (lengths * (lengths + 1) // 2)
+        costs = self.per_token * lengths + self.per_trained_token * trained_counts.astype(np.int64)
+        costs += self.per_pair * (lengths * (lengths + 1) // 2)
         return np.add.reduceat(costs, rows.starts[:-1])
 
 
-def cost_of(model: nn.Module) -> Cost:
+def cost_of(model: PreTrainedModel) -> Cost:
     """Two FLOPs for each parameter that a token is multiplied by, and four for each dimension of a head and pair.
 
     An estimate, from which nothing but the balance between ranks follows: of stacked experts as many count as a token
-    meets, and an architecture that does not say how many heads it has has no attention.
+    meets, the head is for trained tokens alone, and an architecture that does not say how many heads it has has no
+    attention.
     """
     config: Any = model.config
     text = config.get_text_config()
@@ -236,21 +261,25 @@ def cost_of(model: nn.Module) -> Cost:
         return value if isinstance(value, int) else 0
 
     met, heads = number("num_experts_per_tok") or 1, number("num_attention_heads")
-    parameters = sum(p.numel() * met // p.shape[0] if p.dim() == 3 else p.numel() for p in model.parameters())
+    head: Any = model.get_output_embeddings()
+    of_head = {} if head is None else {id(p): p.numel() for p in head.parameters()}
+    looked_up = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    of_others = sum(
+        p.numel() * met // p.shape[0] if p.dim() == 3 else p.numel()
+        for p in model.parameters()
+        if id(p) not in of_head.keys() | looked_up
+    )
     width = (heads * number("head_dim") or number("hidden_size")) if heads else 0
-    return Cost(2 * parameters, 4 * number("num_hidden_layers") * width)
+    return Cost(2 * of_others, 2 * sum(of_head.values()), 4 * number("num_hidden_layers") * width)
 
 
-def deal(
-    rows: Rows, lengths: np.ndarray, cost: Cost, rank: int, ranks: int, rows_per_micro_batch: int
-) -> list[list[int]]:
+def deal(rows: Rows, costs: np.ndarray, rank: int, ranks: int, rows_per_micro_batch: int) -> list[list[int]]:
     """The sequences of each of this rank's micro-batches; the same number of them on every rank.
 
     Ranks wait for one another in each micro-batch, so rows that cost alike are in the same one, on different ranks, and
-    the rank with the least so far gets the most. `lengths` are those of `rows.members`. Where rows do not suffice for
-    all, micro-batches differ by at most one row, and a rank's last one may be empty.
+    the rank with the least so far gets the most. `costs`: int64 [rows]. Where rows do not suffice for all,
+    micro-batches differ by at most one row, and a rank's last one may be empty.
     """
-    costs = cost.of_rows(rows, lengths)
     order, at_once = np.argsort(-costs, kind="stable"), ranks * rows_per_micro_batch
     totals = np.zeros(ranks, np.int64)
     mine = []
@@ -277,13 +306,15 @@ class Step:
     epoch: int  # from 0
     rows: Rows
     lengths: np.ndarray  # tokens of each of rows.members
+    trained_counts: np.ndarray  # those of them that are trained
     tokens: int  # real tokens, no padding
     trained_tokens: int
     end: Position
 
     def micro_batches(self, cost: Cost, rank: int, ranks: int, rows_per_micro_batch: int) -> list[list[int]]:
         """See `deal`."""
-        return deal(self.rows, self.lengths, cost, rank, ranks, rows_per_micro_batch)
+        costs = cost.of_rows(self.rows, self.lengths, self.trained_counts)
+        return deal(self.rows, costs, rank, ranks, rows_per_micro_batch)
 
 
 @dataclass(frozen=True)
@@ -307,7 +338,7 @@ class Schedule:
         lengths, trained_counts = self.dataset.lengths, self.dataset.trained_counts
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
         while number < self.total_steps:
-            rows = plan_rows(lengths, self.max_length, self.packing, self.seed, epoch)
+            rows = plan_rows(lengths, trained_counts, self.max_length, self.packing, self.seed, epoch)
             for begin in range(first, len(rows), self.rows_per_step):
                 if number == self.total_steps:
                     return
@@ -316,7 +347,7 @@ class Schedule:
                 chosen = rows.part(begin, end)
                 tokens, trained = lengths[chosen.members], trained_counts[chosen.members]
                 after = Position(number, epoch, end) if end < len(rows) else Position(number, epoch + 1, 0)
-                yield Step(number, epoch, chosen, tokens, int(tokens.sum()), int(trained.sum()), after)
+                yield Step(number, epoch, chosen, tokens, trained, int(tokens.sum()), int(trained.sum()), after)
             epoch, first = epoch + 1, 0
 
 

@@ -51,47 +51,70 @@ def choose_residency(model: Any, config: Config, saved: list[bool] | None, world
 
     The order of a sum is part of what a resumed run must not change, the place of parameters is not.
     """
-    if world.mesh["shard"].size() == 1:
-        if world.size > 1:
-            world.say("Parameters: whole on each rank | Gradients: reduced once a step, after its last micro-batch")
-        return Residency(parameters=False, gradients=world.size > 1)
-    micro_batches = config.train.gradient_accumulation_steps
     numel = sum(parameter.numel() for parameter in model.parameters())
-    # Two moments and the sharded gradients are still to come.
-    room = _SHARE * min(world.gather(_free_bytes(world) - 3 * local_bytes(model)))
     of_gradients = numel * DTYPES[config.model.reduce_dtype].itemsize
     of_parameters = numel * compute_dtype(config.model.compute_dtype, world.device).itemsize
+    parameters_take, gradients_take = (f"whole they take {n / 1e9:.2f} GB" for n in (of_parameters, of_gradients))
+    after_last = "reduced once a step, after its last micro-batch"
+    if world.mesh["shard"].size() == 1:
+        if world.size > 1:
+            world.say(
+                f"Parameters: whole on each rank ({parameters_take}) | Gradients: {after_last} ({gradients_take})"
+            )
+        return Residency(parameters=False, gradients=world.size > 1)
+    micro_batches = config.train.gradient_accumulation_steps
+    # Two moments and the sharded gradients are still to come.
+    room = _SHARE * min(world.gather(_free_bytes(world) - 3 * local_bytes(model)))
     gradients = saved[1] if saved else micro_batches > 1 and of_gradients <= room
-    parameters = of_parameters <= room - gradients * of_gradients
+    room_of_parameters = room - gradients * of_gradients
+    parameters = of_parameters <= room_of_parameters
     if parameters:
         model.set_reshard_after_forward(False)
-    room_text = f"{room / 1e9:.2f} GB, half of what is free"
+    half = "half of what is free"
+    when = "once a step" if parameters else "in each forward and each backward"
     world.say(
-        f"Parameters: gathered {'once a step' if parameters else 'in each forward and each backward'} (whole they take "
-        f"{of_parameters / 1e9:.2f} GB; room for {room_text}), "
+        f"Parameters: gathered {when} ({parameters_take}; room for {max(0.0, room_of_parameters) / 1e9:.2f} GB, "
+        f"{half}{' less the whole gradients' * gradients}), "
         + ("each layer's while the one before it computes" if world.device.type == "cuda" else "while the CPU waits")
     )
     if micro_batches > 1:
-        when = "once a step, after its last micro-batch" if gradients else "in each micro-batch"
-        world.say(f"Gradients: reduced {when} (whole they take {of_gradients / 1e9:.2f} GB; room for {room_text})")
+        why = "as before the resume, whatever is free" if saved else f"room for {max(0.0, room) / 1e9:.2f} GB, {half}"
+        world.say(f"Gradients: {after_last if gradients else 'reduced in each micro-batch'} ({gradients_take}; {why})")
     return Residency(parameters, gradients)
 
 
 @contextlib.contextmanager
 def memory_suffices(config: Config) -> Iterator[None]:
-    """Raises OutOfMemory, with the keys that take less, where PyTorch finds no memory for a step or an evaluation."""
+    """Raises OutOfMemory, with the keys that take less, where there is no memory for a step or an evaluation."""
+    rows, length = config.train.micro_batch_size, config.data.max_length
+    noun, verb, remedy = "rows", "do", "lower one of the two"
+    if rows == 1:
+        noun, verb, remedy = "row", "does", "lower data.max_length"
+    if config.model.activation_checkpointing != "full":
+        remedy += ", or set model.activation_checkpointing=full"
+    what = f"{rows} (train.micro_batch_size) {noun} of up to {length} (data.max_length) tokens {verb}"
+    with _said_if_it_does_not_fit(what, remedy):
+        yield
+
+
+@contextlib.contextmanager
+def weights_fit() -> Iterator[None]:
+    """Raises OutOfMemory where there is no memory for the weights and what the optimizer keeps of them."""
+    remedy = "share it among more GPUs or nodes, use some with more memory, or a smaller model"
+    with _said_if_it_does_not_fit("the model with its gradients and its optimizer's state does", remedy):
+        yield
+
+
+@contextlib.contextmanager
+def _said_if_it_does_not_fit(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # a CPU's allocator fails with the former
+    except Exception as error:  # of any class, where a CPU's allocator or the mapping of a file fails
         is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not is_known and "can't allocate memory" not in str(error):
+        if not is_known and "t allocate memory" not in str(error):
             raise
-        also = "" if config.model.activation_checkpointing == "full" else ", or set model.activation_checkpointing=full"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OutOfMemory(
-            f"{config.train.micro_batch_size} (train.micro_batch_size) rows of up to {config.data.max_length} "
-            f"(data.max_length) tokens do not fit the memory ({reason}) - lower one of the two{also}"
-        ) from error
+        raise OutOfMemory(f"{what} not fit the memory ({reason}) - {remedy}") from error
 
 
 def _free_bytes(world: World) -> float:

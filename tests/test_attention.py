@@ -154,9 +154,11 @@ def difference(
     assert choose_attention(model, config, world)
     (line,) = said
     assert (reason in line and "row x row" in line) if reason else "without a mask" in line, (reason, line)
-    assert use_loss_head(model, world.device) is None
+    kind = model.config.model_type
+    at_once = None if is_last else f"for all trained positions at once, since {kind} changes them after its head"
+    assert use_loss_head(model, world.device) == at_once
     head = model.get_output_embeddings()
-    assert isinstance(head, LossHead) and head.is_last is is_last, model.config.model_type
+    assert isinstance(head, LossHead) and head.is_last is is_last, kind
     loss = summed_loss(model, batch)
     loss.backward()
     found = gradients(model)

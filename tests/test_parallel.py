@@ -28,9 +28,9 @@ from plain_training import (
     with_weights,
 )
 from ranks import config_for, on_ranks, run_script, train
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from shardtune import export, residency
+from shardtune import export, model, residency
 from shardtune.errors import OutOfMemory
 from shardtune.residency import memory_suffices
 
@@ -97,8 +97,40 @@ def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
 
 def test_memory_that_python_lacks_is_said_too(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["llama"], tmp_path, "model.activation_checkpointing=full")
-    with pytest.raises(OutOfMemory, match=r"Unable to allocate .+ - lower one of the two$"), memory_suffices(config):
+    said = r"^1 \(train\.micro_batch_size\) row of up to \d+ \(data\.max_length\) tokens does not fit the memory "
+    said += r"\(Unable to allocate .+\) - lower data\.max_length$"
+    with pytest.raises(OutOfMemory, match=said), memory_suffices(config):
         np.empty(1 << 60, np.uint8)
+
+
+def run_in_less_than_the_weights(arguments: list[str]) -> None:
+    """On a rank: the file with the weights is larger than the memory that is left."""
+    build_model = model.build_model
+
+    def limit_and_build(*given: Any) -> Any:
+        held = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + 60_000_000,) * 2)
+        return build_model(*given)
+
+    vars(model)["build_model"] = limit_and_build
+    run_script(arguments)
+
+
+def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(models: dict[str, Path], tmp_path: Path) -> None:
+    """A file of more than 100 MB."""
+    wide = AutoConfig.from_pretrained(models["llama"], intermediate_size=1 << 16, num_hidden_layers=4)
+    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
+    AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "wide")
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    (tmp_path / "config.yaml").touch()
+    given = ["--config", "config.yaml", *settings(tmp_path / "wide", data, tmp_path / "run")]
+    failed = on_ranks(1, run_in_less_than_the_weights, given, cwd=tmp_path)
+    assert failed.returncode == 1
+    assert re.match(
+        r"ERROR: rank 0 on \S+: the model with its gradients and its optimizer's state does not fit the memory \(.+\) "
+        r"- share it among more GPUs or nodes, use some with more memory, or a smaller model$",
+        failed.stderr.splitlines()[-1],
+    ), failed.stderr
 
 
 GROUPS = {
@@ -151,6 +183,28 @@ def test_a_resumed_run_decides_anew_where_it_must(sharp: dict[str, Path], tmp_pa
     assert "Gradients: reduced once a step" in run(sharp["llama"], tmp_path, 2, *more)[0]
 
 
+def test_a_decision_is_said_with_what_it_was_made_on(sharp: dict[str, Path], tmp_path: Path) -> None:
+    """Whole gradients stay whole after a resume, where there is no room left for anything."""
+    first, _ = run(sharp["llama"], tmp_path, 2, "train.max_steps=1")
+    assert re.search(
+        r"^Gradients: .+ \(whole they take 0\.00 GB; room for \d+\.\d\d GB, half of what is free\)$",
+        first,
+        re.MULTILINE,
+    )
+    resumed, _ = run(sharp["llama"], tmp_path, 2, "train.max_steps=2", "run.resume=auto", room=False)
+    assert "Resumed from checkpoint_0000001" in resumed
+    assert re.search(
+        r"^Parameters: gathered in each forward and each backward \(whole they take 0\.00 GB; room for 0\.00 GB, "
+        r"half of what is free less the whole gradients\), ",
+        resumed,
+        re.MULTILINE,
+    )
+    assert (
+        "Gradients: reduced once a step, after its last micro-batch (whole they take 0.00 GB; as before the resume, "
+        "whatever is free)\n"
+    ) in resumed
+
+
 def check(run_dir: Path, expected: Trained) -> None:
     steps = read_metrics(run_dir, "step")
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
@@ -183,7 +237,12 @@ def test_replicas_and_reductions_equal_plain_pytorch(
     if replicate == 2:
         assert "Mesh: 2 (replicas) x 2 (shards) = 4 ranks, each within one node" in said
     if replicate == 4:
-        assert "Parameters: whole on each rank | Gradients: reduced once a step, after its last micro-batch" in said
+        assert re.search(
+            r"^Parameters: whole on each rank \(whole they take \d\.\d\d GB\) \| Gradients: reduced once a step, "
+            r"after its last micro-batch \(whole they take \d\.\d\d GB\)$",
+            said,
+            re.MULTILINE,
+        )
     else:
         when = "once a step, after its last micro-batch" if room else "in each micro-batch"
         assert f"Gradients: reduced {when} (whole they take " in said
