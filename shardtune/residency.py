@@ -109,6 +109,8 @@ def weights_fit() -> Iterator[None]:
 def _said_if_it_does_not_fit(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
+    except OutOfMemory:
+        raise
     except Exception as error:  # of any class, where a CPU's allocator or the mapping of a file fails
         is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not is_known and "t allocate memory" not in str(error):

@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from shardtune import export, model, residency
 from shardtune.errors import OutOfMemory
-from shardtune.residency import memory_suffices
+from shardtune.residency import memory_suffices, weights_fit
 
 RATES = (3e-3,) * 4
 
@@ -101,6 +101,13 @@ def test_memory_that_python_lacks_is_said_too(models: dict[str, Path], tmp_path:
     said += r"\(Unable to allocate .+\) - lower data\.max_length$"
     with pytest.raises(OutOfMemory, match=said), memory_suffices(config):
         np.empty(1 << 60, np.uint8)
+
+
+def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(models: dict[str, Path], tmp_path: Path) -> None:
+    config = config_for(models["llama"], tmp_path)
+    said = r"^the model with its gradients and its optimizer's state does not fit the memory \([^(]+\) - share it"
+    with pytest.raises(OutOfMemory, match=said), memory_suffices(config), weights_fit():
+        torch.empty(1 << 60, dtype=torch.uint8)
 
 
 def run_in_less_than_the_weights(arguments: list[str]) -> None:
