@@ -39,6 +39,7 @@ from measure import (
     launch,
     require_equal_losses,
     require_equal_work,
+    require_moving_loss,
     run_ours,
     run_peer,
     run_pinned,
@@ -394,7 +395,7 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     """The same global batches of a small model on 1 to 16 ranks, which share this machine's cores.
 
     Raises:
-        Unequal: the losses of two numbers of ranks differ.
+        Unequal: the losses of two numbers of ranks differ, or hardly move.
     """
     model = small_model(options)
     many = write_chats(options.work / "many.jsonl", 4 * options.tokens, options.max_length // 4, seed=1)
@@ -406,6 +407,7 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         side = run_ours(name, options.work, {**ours, **more}, ranks=ranks)
         if side:
             first = first or side
+            require_moving_loss(first, TOLERANCE["float32"])
             try:
                 require_equal_work(side, first, TOLERANCE["float32"])
             except Unequal as difference:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from bench import document_lengths, model_flops
 from chats import write_chats
-from measure import FAILED, REPOSITORY, TOLERANCE, Side, Unequal, gated, require_moving_loss, run_ours, run_peer, spread
+from measure import FAILED, REPOSITORY, TOLERANCE, Side, gated, run_ours, run_peer, spread
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.flops import measure_matmul_rate, published_peak
@@ -208,11 +208,6 @@ def table_lines(
     """A line for each side, of those that did not do equal work the reason."""
     reference = next((name for name in runs if runs[name]), next(iter(runs)))
     equal, refused = gated(runs, reference, TOLERANCE[options.dtype])
-    try:
-        for side in runs[reference][:1]:
-            require_moving_loss(side, TOLERANCE[options.dtype])
-    except Unequal as difference:
-        equal, refused = {}, dict.fromkeys(runs, str(difference))
     flops, peak = model_flops(model), peak_flops(options.dtype)
     lines = []
     for name, sides in equal.items():

@@ -16,7 +16,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 FAILED: list[str] = []  # what did not end well in this process, each with its reason
-_MOVES = 10  # tolerances that a loss must change by to say something of the updates
+_MOVES = 10  # tolerances that a loss must change by: a side that is within one of it has then made the same updates
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # of losses, relative: bfloat16 rounds each product to 3 digits
 
 
@@ -72,9 +72,17 @@ def require_moving_loss(side: Side, tolerance: float) -> None:
 def gated(
     runs: dict[str, list[Side]], reference: str, tolerance: float
 ) -> tuple[dict[str, list[Side]], dict[str, str]]:
-    """The sides of which every run did the reference's work, and of the others what differed."""
+    """The sides of which every run did the reference's work, and of the others what differed.
+
+    None did where the reference's loss moves too little to tell.
+    """
     equal: dict[str, list[Side]] = {}
     refused: dict[str, str] = {}
+    try:
+        for side in runs.get(reference, []):
+            require_moving_loss(side, tolerance)
+    except Unequal as difference:
+        return {}, dict.fromkeys(runs, str(difference))
     for name, sides in runs.items():
         if missing := next((each for each in (name, reference) if not runs.get(each)), None):
             refused[name] = f"{missing} did not run to its end"

@@ -61,8 +61,11 @@ def test_without_a_reference_nothing_counts() -> None:
 
 def test_equal_losses_that_do_not_move_say_nothing() -> None:
     require_moving_loss(PEER, 1e-2)
+    still = replace(PEER, losses=[3.0, 2.99])
     with pytest.raises(Unequal, match=r"from 3\.0000 to 2\.9900 only"):
-        require_moving_loss(replace(PEER, losses=[3.0, 2.99]), 1e-3)
+        require_moving_loss(still, 1e-3)
+    equal, refused = gated({"peer": [PEER, still], "ours": [still]}, "peer", 1e-3)
+    assert not equal and set(refused) == {"peer", "ours"}
 
 
 @pytest.fixture
