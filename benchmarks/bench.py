@@ -23,7 +23,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from measure import (
     Side,
     Unequal,
     gated,
+    in_turns,
     launch,
     require_equal_losses,
     require_equal_work,
@@ -181,28 +182,31 @@ def one_thread(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     for dtype in options.dtypes:
         ours, theirs = settings(options, chats, dtype, options.model)
         runs: dict[str, list[Side]] = {name: [] for name in options.sides}
-        rates: list[float] = []
-        for turn in range(options.rounds):
-            # Rotated, so that no side always follows the same other one.
-            for name in options.sides[turn % len(options.sides) :] + options.sides[: turn % len(options.sides)]:
-                rates.append(matmul_rate(core, dtype))
-                run_name = f"one-{dtype}-{name}-{turn}"
-                if name == "ours":
-                    done = run_ours(run_name, options.work, ours, cores=core)
-                    shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
-                else:
-                    flags = {**theirs, **PEERS[name]}
-                    done = run_peer(name, run_name, options.work, options.peers, flags, cores=core)
-                runs[name] += [done] if done else []
+        rates: dict[str, list[tuple[float, float]]] = {name: [] for name in options.sides}
+        for turn, name in in_turns(options.sides, options.rounds):
+            before = matmul_rate(core, dtype)
+            run_name = f"one-{dtype}-{name}-{turn}"
+            if name == "ours":
+                done = run_ours(run_name, options.work, ours, cores=core)
+                shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
+            else:
+                done = run_peer(name, run_name, options.work, options.peers, {**theirs, **PEERS[name]}, cores=core)
+            if done:
+                runs[name].append(done)
+                rates[name].append((before, matmul_rate(core, dtype)))
         equal, refused = gated(runs, REFERENCE, TOLERANCE[dtype])
-        rate = median(rates)
+        trained_tokens = next((side.trained_tokens for sides in equal.values() for side in sides), 0)
+        of_step = flops.of_step(lengths, trained_tokens)
         rows = {}
         for name, sides in equal.items():
-            seconds = [value for side in sides for value in side.seconds]
-            of_step = flops.of_step(lengths, sides[0].trained_tokens)
             rows[name] = {
-                "trained_tokens_per_s": [sides[0].trained_tokens / value for value in seconds],
-                "share_of_matmul_rate": [of_step / value / rate for value in seconds],
+                "rates": rates[name],
+                "trained_tokens_per_s": [trained_tokens / value for side in sides for value in side.seconds],
+                "share_of_matmul_rate": [
+                    of_step / value / mean(around)
+                    for side, around in zip(sides, rates[name], strict=True)
+                    for value in side.seconds
+                ],
                 "padding": 1 - sides[0].tokens / sides[0].computed_tokens,
                 "head_rows": sides[0].head_rows,
                 "memory_bytes": median(side.memory_bytes for side in sides),
@@ -213,12 +217,13 @@ def one_thread(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
             "model": options.model.name,
             "documents": len(lengths),
             "tokens": int(lengths.sum()),
-            "trained_tokens": next((side.trained_tokens for sides in equal.values() for side in sides), 0),
+            "trained_tokens": trained_tokens,
+            "flops": of_step,
             "max_length": options.max_length,
             "rounds": options.rounds,
             "steps": options.steps,
         }
-        found[dtype] = {"rates": rates, "rows": rows, "refused": refused, "counts": counts}
+        found[dtype] = {"rows": rows, "refused": refused, "counts": counts}
     return found
 
 
@@ -271,14 +276,14 @@ def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     even.write_text("".join(lines[: len(lines) // 2 * 2]), encoding="utf-8")
     ours, theirs = settings(options, even, "float32", options.model)
     runs: dict[str, list[Side]] = {"transformers_fsdp": [], "ours": []}
-    for turn in range(options.rounds):
-        peer = run_peer(
-            "transformers_fsdp", f"two-transformers-{turn}", options.work, options.peers, theirs, ranks=2, cores=cores
-        )
-        runs["transformers_fsdp"] += [peer] if peer else []
-        mine = run_ours(f"two-ours-{turn}", options.work, ours, ranks=2, cores=cores)
-        shutil.rmtree(options.work / f"two-ours-{turn}" / "checkpoints", ignore_errors=True)
-        runs["ours"] += [mine] if mine else []
+    for turn, name in in_turns(list(runs), options.rounds):
+        run_name = f"two-{name}-{turn}"
+        if name == "ours":
+            done = run_ours(run_name, options.work, ours, ranks=2, cores=cores)
+            shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
+        else:
+            done = run_peer(name, run_name, options.work, options.peers, theirs, ranks=2, cores=cores)
+        runs[name] += [done] if done else []
     equal, refused = gated(runs, "ours", TOLERANCE["float32"])
     rows = {
         name: {

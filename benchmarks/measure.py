@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 FAILED: list[str] = []  # what did not end well in this process, each with its reason
 _MOVES = 10  # tolerances that a loss must change by: a side that is within one of it has then made the same updates
+STEADY = 0.1  # by how much the matmul rates around runs may differ, relative, for these to have had the same core
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # of losses, relative: bfloat16 rounds each product to 3 digits
 
 
@@ -94,6 +95,13 @@ def gated(
         except Unequal as difference:
             refused[name] = str(difference)
     return equal, refused
+
+
+def in_turns(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """The round and the side of each run: rotated, so that no side always follows the same other one."""
+    for turn in range(rounds):
+        first = turn % len(sides)
+        yield from ((turn, side) for side in (*sides[first:], *sides[:first]))
 
 
 def spread(values: Sequence[float]) -> str:

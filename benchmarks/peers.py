@@ -187,7 +187,7 @@ def tokenise(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[st
 
 
 def peak_of_process() -> int:
-    """Bytes, by the same counter as shardtune's own: ru_maxrss begins at what the process that started this one held."""
+    """Bytes, by the counter that shardtune reads: ru_maxrss begins at what the starting process held."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 

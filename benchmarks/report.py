@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from measure import TOLERANCE, spread
+from measure import STEADY, TOLERANCE, spread
 
 NAMES = {
     "ours": "shardtune",
@@ -50,28 +51,62 @@ def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | N
         f"## {counts['model']}, one pinned thread, {dtype}",
         "",
         f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']}. Losses equal to "
-        f"{TOLERANCE[dtype]:g} at every step. This thread's matmuls: "
-        f"{spread([rate / 1e9 for rate in found['rates']])} GFLOP/s. Medians (smallest to largest) of "
+        f"{TOLERANCE[dtype]:g} at every step. Medians (smallest to largest) of "
         f"{counts['rounds']} x {counts['steps'] - 1} steps.",
         "",
+        *rate_lines(rows, counts),
     ]
     speeds = {name: median(row["trained_tokens_per_s"]) for name, row in rows.items()}
-    if "ours" in speeds:
-        limit = speeds["ours"] / median(rows["ours"]["share_of_matmul_rate"])
-        lines += [f"Matmuls alone, at this rate, would train {limit:.1f} tokens a second: the limit of any side.", ""]
-    shown = []
+    shown, middle = [], median(gflops(rows.values())) if rows else 0.0
     for name, row in rows.items():
         ratio = f"{speeds['ours'] / speeds[name]:.2f} x" if "ours" in speeds else ""
+        if ratio and any(unsteady_runs(rows[each], middle) for each in ("ours", name)):
+            ratio += " (unsteady core)"
         waited = "not measured" if row["data_share"] is None else f"{row['data_share']:.2%}"
         shares = [100 * share for share in row["share_of_matmul_rate"]]
         shown.append(
-            f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {row['padding']:.1%} | "
-            f"{row['head_rows'] or rows_of_ours(counts, head)} | {row['memory_bytes'] / 1e9:.2f} GB | {waited} | "
-            f"{ratio} |"
+            f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {spread(gflops([row]))} | "
+            f"{row['padding']:.1%} | {row['head_rows'] or rows_of_ours(counts, head)} | "
+            f"{row['memory_bytes'] / 1e9:.2f} GB | {waited} | {ratio} |"
         )
-    header = "| | trained tokens/s | share of the matmul rate | padding | rows through the head | peak memory "
-    header += "| waited for data | ours is |"
+    header = "| | trained tokens/s | share of the matmul rate | that rate, GFLOP/s | padding | rows through the head "
+    header += "| peak memory | waited for data | ours is |"
     return [*lines, *table(header, shown), *refusals(found["refused"])]
+
+
+def gflops(rows: Iterable[dict[str, Any]]) -> list[float]:
+    return [rate / 1e9 for row in rows for around in row["rates"] for rate in around]
+
+
+def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, float, float]]:
+    """Those whose rate before, rate after and the median of all runs' differ; with these two in GFLOP/s."""
+    around = [(number, *(rate / 1e9 for rate in rates)) for number, rates in enumerate(row["rates"], start=1)]
+    return [each for each in around if max(middle, *each[1:]) > (1 + STEADY) * min(middle, *each[1:])]
+
+
+def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
+    """What the thread's matmuls did around the runs, and which runs did not have the core that the others had."""
+    if not rows:
+        return []
+    middle = median(gflops(rows.values()))
+    limit = 1e9 * middle * counts["trained_tokens"] / counts["flops"]
+    lines = [
+        f"This thread's matmuls: {spread(gflops(rows.values()))} GFLOP/s. Each run is divided by the mean of two rates "
+        f"of its own, measured right before and right after it. At the median of all, matmuls alone would train "
+        f"{limit:.1f} tokens a second: the limit of any side."
+    ]
+    unsteady = [
+        f"run {number} of {NAMES[name]} ({before:.3g} before, {after:.3g} after)"
+        for name, row in rows.items()
+        for number, before, after in unsteady_runs(row, middle)
+    ]
+    if unsteady:
+        lines += [
+            f"**The core was not the same for all.** The rate before, that after and the median of all are more than "
+            f"{STEADY:.0%} apart for: {', '.join(unsteady)}. Tokens per second of these runs, and ratios to them, say "
+            "as much of what else the machine did; their shares of the rate less so."
+        ]
+    return [part for line in lines for part in (line, "")]
 
 
 def profile_lines(found: dict[str, Any]) -> list[str]:

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(REPOSITORY, "benchmarks")))
 
 import bench
 import gpu
-from measure import FAILED, Side, Unequal, gated, require_equal_work, require_moving_loss
+from measure import FAILED, Side, Unequal, gated, in_turns, require_equal_work, require_moving_loss
+from report import rate_lines
 
 PEER = Side(
     losses=[3.0, 2.5],
@@ -66,6 +67,18 @@ def test_equal_losses_that_do_not_move_say_nothing() -> None:
         require_moving_loss(still, 1e-3)
     equal, refused = gated({"peer": [PEER, still], "ours": [still]}, "peer", 1e-3)
     assert not equal and set(refused) == {"peer", "ours"}
+
+
+def test_sides_take_turns() -> None:
+    assert list(in_turns(["a", "b", "c"], 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a")]
+
+
+def test_runs_on_a_core_that_others_used_are_named() -> None:
+    steady, loaded = {"rates": [(100e9, 95e9), (98e9, 100e9)]}, {"rates": [(99e9, 96e9), (97e9, 51e9)]}
+    said = rate_lines({"ours": steady, "hf_trainer": loaded}, {"trained_tokens": 30, "flops": 60e9})
+    assert "97.5 (51 to 100) GFLOP/s" in said[0] and "train 48.8 tokens a second" in said[0]
+    assert "apart for: run 2 of HF Trainer (batches of 1, no padding) (97 before, 51 after). " in said[2]
+    assert len(rate_lines({"ours": steady}, {"trained_tokens": 30, "flops": 60e9})) == 2
 
 
 @pytest.fixture
