@@ -18,21 +18,28 @@ NAMES = {
 }
 
 
-def report(found: dict[str, Any], plot: str) -> str:
-    """The results in Markdown."""
-    lines = ["# Benchmarks", "", *(f"- {key}: {value}" for key, value in found["machine"].items()), ""]
-    if "one" in found:
-        lines += [f"![trained tokens per second]({plot})", ""]
-    for dtype, of_dtype in found.get("one", {}).items():
-        lines += one_thread_lines(dtype, of_dtype, found.get("traffic", {}).get("head"))
-    sections = {"profile": profile_lines, "two": two_ranks_lines, "traffic": traffic_lines, "head": head_lines}
+def report(found: dict[str, Any], plot: str | None) -> str:
+    """The results in Markdown: for each part what it was measured with, since not all need be of one run."""
+    runs: list[dict[str, str]] = []
+    lines: list[str] = []
+    head = found.get("traffic", {}).get("figures", {}).get("head")
+    sections = {"one": lambda figures: one_thread_lines(figures, head), "profile": profile_lines}
+    sections |= {"two": two_ranks_lines, "traffic": traffic_lines, "head": head_lines}
     sections |= {"scaling": scaling_lines, "records": records_lines}
     for section, lines_of in sections.items():
-        if found.get(section):
-            lines += lines_of(found[section])
-    if found.get("failed"):
-        lines += ["Failed:", "", *(f"- {each}" for each in found["failed"]), ""]
-    return "\n".join(lines)
+        for name, part in found.items():
+            if name.split()[0] != section:
+                continue
+            if part["measured_with"] not in runs:
+                runs.append(part["measured_with"])
+            title, *rest = lines_of(part["figures"]) if part["figures"] else (f"## {name}", "")
+            lines += [title, "", f"Run {runs.index(part['measured_with']) + 1}.", *rest]
+            lines += [f"Failed: {each}.\n" for each in part["failed"]]
+    told = [
+        f"{number}. " + "; ".join(f"{key}: {said}" for key, said in run.items()) for number, run in enumerate(runs, 1)
+    ]
+    image = [f"![trained tokens per second]({plot})", ""] if plot else []
+    return "\n".join(["# Benchmarks", "", "Runs:", "", *told, "", *image, *lines])
 
 
 def table(header: str, rows: list[str]) -> list[str]:
@@ -44,8 +51,9 @@ def section(title: str, *paragraphs: str, header: str, rows: list[str]) -> list[
     return [f"## {title}", "", *(line for said in paragraphs for line in (said, "")), *table(header, rows)]
 
 
-def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | None) -> list[str]:
+def one_thread_lines(found: dict[str, Any], head: dict[str, int] | None) -> list[str]:
     counts, rows = found["counts"], found["rows"]
+    dtype = counts["dtype"]
     tokens = f"{counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
     lines = [
         f"## {counts['model']}, one pinned thread, {dtype}",
@@ -57,7 +65,7 @@ def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | N
         *rate_lines(rows, counts),
     ]
     speeds = {name: median(row["trained_tokens_per_s"]) for name, row in rows.items()}
-    shown, middle = [], median(gflops(rows.values())) if rows else 0.0
+    shown, middle = [], median(gflops(rows.values()))
     for name, row in rows.items():
         ratio = f"{speeds['ours'] / speeds[name]:.2f} x" if "ours" in speeds else ""
         if ratio and any(unsteady_runs(rows[each], middle) for each in ("ours", name)):
@@ -71,23 +79,24 @@ def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | N
         )
     header = "| | trained tokens/s | share of the matmul rate | that rate, GFLOP/s | padding | rows through the head "
     header += "| peak memory | waited for data | ours is |"
-    return [*lines, *table(header, shown), *refusals(found["refused"])]
+    lines += table(header, shown)
+    if "ours" in rows and not head:
+        lines += ["Rows through the head of shardtune are counted by the section `traffic`, which has no figures.", ""]
+    return lines
 
 
 def gflops(rows: Iterable[dict[str, Any]]) -> list[float]:
     return [rate / 1e9 for row in rows for around in row["rates"] for rate in around]
 
 
-def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, float, float]]:
-    """Those whose rate before, rate after and the median of all runs' differ; with these two in GFLOP/s."""
-    around = [(number, *(rate / 1e9 for rate in rates)) for number, rates in enumerate(row["rates"], start=1)]
-    return [each for each in around if max(middle, *each[1:]) > (1 + STEADY) * min(middle, *each[1:])]
+def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, list[float]]]:
+    """Those whose rates, in GFLOP/s, differ from one another or from the median of all runs'."""
+    around = [(number, [rate / 1e9 for rate in rates]) for number, rates in enumerate(row["rates"], start=1)]
+    return [(number, rates) for number, rates in around if max(middle, *rates) > (1 + STEADY) * min(middle, *rates)]
 
 
 def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
     """What the thread's matmuls did around the runs, and which runs did not have the core that the others had."""
-    if not rows:
-        return []
     middle = median(gflops(rows.values()))
     limit = 1e9 * middle * counts["trained_tokens"] / counts["flops"]
     lines = [
@@ -96,9 +105,9 @@ def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
         f"{limit:.1f} tokens a second: the limit of any side."
     ]
     unsteady = [
-        f"run {number} of {NAMES[name]} ({before:.3g} before, {after:.3g} after)"
+        f"run {number} of {NAMES[name]} ({' and '.join(f'{rate:.3g}' for rate in rates)} GFLOP/s)"
         for name, row in rows.items()
-        for number, before, after in unsteady_runs(row, middle)
+        for number, rates in unsteady_runs(row, middle)
     ]
     if unsteady:
         lines += [
@@ -110,14 +119,11 @@ def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
 
 
 def profile_lines(found: dict[str, Any]) -> list[str]:
-    kinds = list(next(iter(found.values())))
-    rows = [
-        f"| {kind} | " + " | ".join(f"{each.get(kind, 0.0) / sum(each.values()):.1%}" for each in found.values()) + " |"
-        for kind in kinds
-    ]
-    seconds = ", ".join(f"{sum(each.values()):.1f} s in {dtype}" for dtype, each in found.items())
-    said = f"The last of the steps above, under PyTorch's profiler: {seconds}."
-    return section("Where the time of ours goes", said, header=f"| | {' | '.join(found)} |", rows=rows)
+    total = sum(found["seconds"].values())
+    rows = [f"| {kind} | {seconds / total:.1%} |" for kind, seconds in found["seconds"].items()]
+    said = f"The last step of a run of ours on the chats above, under PyTorch's profiler: {total:.1f} s."
+    title = f"Where the time of ours goes, {found['dtype']}"
+    return section(title, said, header="| | share of the step |", rows=rows)
 
 
 def two_ranks_lines(found: dict[str, Any]) -> list[str]:
@@ -128,8 +134,7 @@ def two_ranks_lines(found: dict[str, Any]) -> list[str]:
         for name, row in found["rows"].items()
     ]
     header = "| | trained tokens/s | peak memory of a rank | ours is |"
-    lines = section("FSDP over two processes, one core each, float32", header=header, rows=rows)
-    return lines + refusals(found["refused"])
+    return section("FSDP over two processes, one core each, float32", header=header, rows=rows)
 
 
 def traffic_lines(found: dict[str, Any]) -> list[str]:
@@ -193,7 +198,3 @@ def rows_of_ours(counts: dict[str, Any], head: dict[str, int] | None) -> str:
     """The rows through the head of this step, if those that were counted in another are all of its kind."""
     kinds = ("trained_tokens", "tokens")
     return next((str(counts[kind]) for kind in kinds if head and head["rows"] == head[kind]), "not counted")
-
-
-def refusals(refused: dict[str, str]) -> list[str]:
-    return [f"No figure for {NAMES[name]}: {reason}.\n" for name, reason in refused.items()]
