@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from measure import STEADY, TOLERANCE, spread
+from measure import STEADY, said_of_losses, spread
 
 NAMES = {
     "ours": "shardtune",
@@ -58,8 +58,8 @@ def one_thread_lines(found: dict[str, Any], head: dict[str, int] | None) -> list
     lines = [
         f"## {counts['model']}, one pinned thread, {dtype}",
         "",
-        f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']}. Losses equal to "
-        f"{TOLERANCE[dtype]:g} at every step. Medians (smallest to largest) of "
+        f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']}. "
+        f"{said_of_losses(dtype, rows, counts['reference'])} Medians (smallest to largest) of "
         f"{counts['rounds']} x {counts['steps'] - 1} steps.",
         "",
         *rate_lines(rows, counts),
@@ -134,7 +134,8 @@ def two_ranks_lines(found: dict[str, Any]) -> list[str]:
         for name, row in found["rows"].items()
     ]
     header = "| | trained tokens/s | peak memory of a rank | ours is |"
-    return section("FSDP over two processes, one core each, float32", header=header, rows=rows)
+    said = said_of_losses("float32", found["rows"], "ours") if "ours" in found["rows"] else ""
+    return section("FSDP over two processes, one core each, float32", said, header=header, rows=rows)
 
 
 def traffic_lines(found: dict[str, Any]) -> list[str]:
@@ -176,7 +177,7 @@ def scaling_lines(found: dict[str, Any]) -> list[str]:
     return section(
         "The same batches of a small model on 1 to 16 ranks",
         "All ranks share the cores of this machine, one thread each.",
-        f"Losses equal to {TOLERANCE['float32']:g} at every step.",
+        said_of_losses("float32", found, next(iter(found))),
         header=header,
         rows=rows,
     )
