@@ -64,6 +64,12 @@ def require_equal_losses(losses: Sequence[float], reference: Sequence[float], to
             raise Unequal(f"the loss of step {step} is {mine:.6f} and {theirs:.6f}")
 
 
+def said_of_count(rounds: int, steps: int) -> str:
+    """Of how many figures a median is; `steps` are those that count."""
+    turns = "" if rounds > 1 else ", one round only, so that no side had its turn twice"
+    return f"Medians (smallest to largest) of {rounds * steps} figures a side: {rounds} x {steps} steps{turns}."
+
+
 def said_of_losses(dtype: str, rows: dict[str, dict[str, Any]], reference: str) -> str:
     """How near to the reference's the losses came, and how far that moved."""
     theirs = rows[reference]["losses"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from measure import STEADY, said_of_losses, spread
+from measure import STEADY, said_of_count, said_of_losses, spread
 
 NAMES = {
     "ours": "shardtune",
@@ -59,8 +59,8 @@ def one_thread_lines(found: dict[str, Any], head: dict[str, int] | None) -> list
         f"## {counts['model']}, one pinned thread, {dtype}",
         "",
         f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']}. "
-        f"{said_of_losses(dtype, rows, counts['reference'])} Medians (smallest to largest) of "
-        f"{counts['rounds']} x {counts['steps'] - 1} steps.",
+        f"{said_of_losses(dtype, rows, counts['reference'])} "
+        f"{said_of_count(counts['rounds'], counts['steps'] - 1)}",
         "",
         *rate_lines(rows, counts),
     ]
@@ -135,6 +135,8 @@ def two_ranks_lines(found: dict[str, Any]) -> list[str]:
     ]
     header = "| | trained tokens/s | peak memory of a rank | ours is |"
     said = said_of_losses("float32", found["rows"], "ours") if "ours" in found["rows"] else ""
+    figures = ", ".join(str(len(row["trained_tokens_per_s"])) for row in found["rows"].values())
+    said += f" Medians (smallest to largest) of {figures} figures."
     return section("FSDP over two processes, one core each, float32", said, header=header, rows=rows)
 
 
@@ -176,7 +178,8 @@ def scaling_lines(found: dict[str, Any]) -> list[str]:
     header = "| ranks | trained tokens/s | MFU | waited for data | memory of a rank | first and last loss |"
     return section(
         "The same batches of a small model on 1 to 16 ranks",
-        "All ranks share the cores of this machine, one thread each.",
+        "All ranks share the cores of this machine, one thread each. Medians (smallest to largest) of the steps of one "
+        f"run each: {', '.join(str(len(row['trained_tokens_per_s'])) for row in found.values())}.",
         said_of_losses("float32", found, next(iter(found))),
         header=header,
         rows=rows,
@@ -192,7 +195,9 @@ def records_lines(found: dict[str, Any]) -> list[str]:
         for count, row in found.items()
     ]
     header = "| records | outside the steps, tokenising | from the cache | tokens/s |"
-    return section("Few records and many, a small model on one thread", header=header, rows=rows)
+    counts = ", ".join(str(len(row["tokens_per_s"])) for row in found.values())
+    said = f"Medians (smallest to largest) of the steps of one run each: {counts}."
+    return section("Few records and many, a small model on one thread", said, header=header, rows=rows)
 
 
 def rows_of_ours(counts: dict[str, Any], head: dict[str, int] | None) -> str:
