@@ -95,7 +95,9 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--side", choices=("trl_packed", "trl_padded", "trl_single", "hf_trainer", "transformers_fsdp"), required=True
+        "--side",
+        choices=("trl_packed", "trl_padded", "trl_single", "hf_trainer", "hf_padded", "transformers_fsdp"),
+        required=True,
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)

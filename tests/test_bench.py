@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import REPOSITORY
 
 sys.path.insert(0, str(Path(REPOSITORY, "benchmarks")))
@@ -129,13 +130,26 @@ def test_a_section_is_measured_and_the_others_are_kept(
 
 
 def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str, Path]) -> None:
-    more = ["--tiny", "--sides", "ours", "--shapes", "qwen3-1.7b"]
+    more = ["--tiny", "--rounds", 1, "--sides", "ours", "--shapes", "qwen3-1.7b"]
     said = run_benchmark(gpu, "--tokenizer", models["llama"], *more)
     *_, line = said.splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[:4] == ["qwen3-1.7b", "256", "2", "shardtune"] and cells[8].startswith("within each document"), said
+    assert cells[:4] == ["qwen3-1.7b", "256", "2 of 2 layers", "shardtune"] and cells[8].startswith(
+        "within each document"
+    ), said
     first, last = map(float, cells[7].split())
     assert last < 0.95 * first
+
+
+def test_a_slice_without_experts_is_refused(
+    run_benchmark: Callable[..., str], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    said = r"2 of 46 layers, the last of them the first with experts, take 6\d GB"
+    with pytest.raises(SystemExit, match=f"ERROR: glm-4.5-air, real width: {said}"):
+        run_benchmark(gpu, "--tokenizer", models["llama"], "--shapes", "glm-4.5-air, real width")
 
 
 @pytest.mark.full
