@@ -11,9 +11,9 @@ from measure import STEADY, said_of_count, said_of_losses, spread
 
 # First steps of SmolLM2-135M in float32, 5 chats, 1627 tokens, at 6591ac0: only these settings differed.
 MEMORY = (
-    "shardtune takes more memory than batches of single chats, because it keeps the activations of a whole row: of a row "
-    "of 1627 tokens the first step in float32 took 5.45 GB, 4.06 GB with one chat a row (data.packing=false) and 4.14 GB "
-    "with model.activation_checkpointing=full."
+    "shardtune takes more memory than batches of single chats, because it keeps the activations of a whole row: of one "
+    "of 1627 tokens the first step in float32 took 5.45 GB, 4.06 GB with one chat a row (data.packing=false) and 4.14 "
+    "GB with model.activation_checkpointing=full."
 )
 NAMES = {
     "ours": "shardtune",
