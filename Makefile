@@ -12,7 +12,7 @@ RUN ?= runs/demo
 DEMO_ARGS ?=
 # Options of the rehearsal, such as --procs-per-node 2.
 REHEARSE_ARGS ?=
-# Options of the benchmarks, such as --short, or --sections one --rounds 2.
+# Options of the benchmarks, such as --short, or --sections one --dtypes float32: the others keep their results.
 BENCH_ARGS ?=
 # What they compare with has an environment of its own.
 PEERS ?= .venv/peers

@@ -6,7 +6,8 @@ python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections NAME
 All sides train the same weights on the same chats, the whole of which is one optimizer step: so every side sees the
 same global batch however it orders and packs, and its loss at every step must be the reference's (HF Trainer's) before
 any of its figures counts. The sides take turns in each round, in another order each time, each in a process of its own
-on one pinned core with one thread; the first step of each also sets things up and is not counted.
+on one pinned core with one thread; the first step of each also sets things up and is not counted. All of it takes about
+45 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -36,14 +39,16 @@ from measure import (
     Side,
     Unequal,
     gated,
+    in_turns,
     launch,
     require_equal_losses,
     require_equal_work,
+    require_moving_loss,
     run_ours,
     run_peer,
     run_pinned,
 )
-from report import report
+from report import NAMES, report
 from step_profile import LABEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -59,7 +64,8 @@ PEERS: dict[str, dict[str, Any]] = {
 REFERENCE = "hf_trainer"
 SECTIONS = ("traffic", "one", "profile", "two", "head", "scaling", "records")
 SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
-LR = 2e-5
+SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")  # changed, they are no commit's
+LR = 3e-4  # moves the loss by 15% in two updates, in bfloat16 too: smaller ones round away in its weights
 VOCABULARY = 151552  # of the head's memory: GLM-4.5's
 NAIVE_BYTES_PER_LOGIT = 16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
 
@@ -71,27 +77,40 @@ def main() -> None:
     options.work.mkdir(parents=True)
     os.environ["SHARDTUNE_CACHE"] = str(options.work / "cache")  # an earlier run's has the tokens already
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"machine": machine(options)}
-    chats = write_chats(options.work / "chats.jsonl", options.tokens, options.max_length)
-    sections = {"traffic": traffic, "one": one_thread, "profile": profile, "two": two_ranks, "head": loss_memory}
-    sections |= {"scaling": scaling, "records": many_records}
-    for section in options.sections:
-        print(f"{section}:", flush=True)
-        try:
-            found[section] = sections[section](options, chats)
-        except Unequal as difference:
-            FAILED.append(f"{section}: {difference}")
     results, plot = (options.results.with_suffix(suffix) for suffix in (".json", ".png"))
-    if found.keys() & {"one", "scaling"}:
+    found = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    chats = write_chats(options.work / "chats.jsonl", options.tokens, options.max_length)
+    measured_with = machine(options)
+    for name, measure in parts(options).items():
+        print(f"{name}:", flush=True)
+        failures, figures = len(FAILED), {}
+        try:
+            figures = measure(options, chats)
+        except Unequal as difference:
+            FAILED.append(f"{name}: {difference}")
+        found[name] = {"measured_with": measured_with, "figures": figures, "failed": FAILED[failures:]}
         results.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if any(of_part["figures"] for name, of_part in found.items() if name.split()[0] in ("one", "scaling")):
+        plot.unlink(missing_ok=True)
         command = [options.peers, REPOSITORY / "benchmarks/plot.py", results, plot]
         run_pinned(command, None, options.work / "plot.log", 300)
-    found["failed"] = FAILED
-    results.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    options.results.write_text(report(found, plot.name), encoding="utf-8")
+    options.results.write_text(report(found, plot.name if plot.exists() else None), encoding="utf-8")
     print(f"Written: {options.results}")
     if FAILED:
         sys.exit(f"ERROR: {'; '.join(FAILED)} - see the logs in {options.work}")
+
+
+def parts(options: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]]:
+    """What is measured for itself, by its name in the results: the others there stay what an earlier run measured."""
+    found: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {}
+    sections = {"traffic": traffic, "two": two_ranks, "head": loss_memory, "scaling": scaling, "records": many_records}
+    of_dtypes = {"one": one_thread, "profile": profile}
+    for name in options.sections:
+        if name in sections:
+            found[name] = sections[name]
+        else:
+            found |= {f"{name} {dtype}": partial(of_dtypes[name], dtype=dtype) for dtype in options.dtypes}
+    return found
 
 
 def read_options() -> argparse.Namespace:
@@ -103,9 +122,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--sides", nargs="+", choices=("ours", *PEERS), default=("ours", *PEERS))
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=default_dtypes())
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first is not counted")
-    parser.add_argument("--tokens", type=int, default=4096, help="of one step, about")
+    parser.add_argument("--tokens", type=int, default=1536, help="of one step, about")
     parser.add_argument("--max-length", type=int, default=2048)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the scaling figure")
     parser.add_argument("--head-tokens", type=int, default=8192)
@@ -138,9 +157,10 @@ def machine(options: argparse.Namespace) -> dict[str, str]:
         "from importlib.metadata import version as v; print(', '.join(f'{n} {v(n)}' for n in "
         "('torch', 'transformers', 'trl', 'accelerate')))",
     )
+    changed = said_by("git", "-C", REPOSITORY, "status", "--porcelain", "-uno", "--", *SOURCES)
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": said_by("git", "-C", REPOSITORY, "describe", "--always", "--dirty"),
+        "commit": said_by("git", "-C", REPOSITORY, "describe", "--always") + ("-dirty" if changed else ""),
         "CPU": f"{cpu}, {os.cpu_count()} cores, {', '.join(native) or 'no AVX-512'}",
         "ours": f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}",
         "peers": theirs,
@@ -172,67 +192,78 @@ def settings(
     return ours, theirs
 
 
-def one_thread(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
-    """Every side in turn on one core, in each dtype."""
+def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str, Any]:
+    """Every side in turn on one core."""
     core = [max(os.sched_getaffinity(0))]
     flops, lengths = model_flops(options.model), document_lengths(options, chats)
-    found: dict[str, Any] = {}
-    for dtype in options.dtypes:
-        ours, theirs = settings(options, chats, dtype, options.model)
-        runs: dict[str, list[Side]] = {name: [] for name in options.sides}
-        rates: list[float] = []
-        for turn in range(options.rounds):
-            # Rotated, so that no side always follows the same other one.
-            for name in options.sides[turn % len(options.sides) :] + options.sides[: turn % len(options.sides)]:
-                rates.append(matmul_rate(core, dtype))
-                run_name = f"one-{dtype}-{name}-{turn}"
-                if name == "ours":
-                    done = run_ours(run_name, options.work, ours, cores=core)
-                    shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
-                else:
-                    flags = {**theirs, **PEERS[name]}
-                    done = run_peer(name, run_name, options.work, options.peers, flags, cores=core)
-                runs[name] += [done] if done else []
-        equal, refused = gated(runs, REFERENCE, TOLERANCE[dtype])
-        rate = median(rates)
-        rows = {}
-        for name, sides in equal.items():
-            seconds = [value for side in sides for value in side.seconds]
-            of_step = flops.of_step(lengths, sides[0].trained_tokens)
-            rows[name] = {
-                "trained_tokens_per_s": [sides[0].trained_tokens / value for value in seconds],
-                "share_of_matmul_rate": [of_step / value / rate for value in seconds],
-                "padding": 1 - sides[0].tokens / sides[0].computed_tokens,
-                "head_rows": sides[0].head_rows,
-                "memory_bytes": median(side.memory_bytes for side in sides),
-                "losses": sides[0].losses,
-                "data_share": sides[0].data_share and median(side.data_share or 0.0 for side in sides),
-            }
-        counts = {
-            "model": options.model.name,
-            "documents": len(lengths),
-            "tokens": int(lengths.sum()),
-            "trained_tokens": next((side.trained_tokens for sides in equal.values() for side in sides), 0),
-            "max_length": options.max_length,
-            "rounds": options.rounds,
-            "steps": options.steps,
+    ours, theirs = settings(options, chats, dtype, options.model)
+    runs: dict[str, list[Side]] = {name: [] for name in options.sides}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in options.sides}
+    for turn, name in in_turns(options.sides, options.rounds):
+        before = matmul_rate(core, dtype)
+        run_name = f"one-{dtype}-{name}-{turn}"
+        if name == "ours":
+            done = run_ours(run_name, options.work, ours, cores=core)
+            shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
+        else:
+            done = run_peer(name, run_name, options.work, options.peers, {**theirs, **PEERS[name]}, cores=core)
+        if done:
+            runs[name].append(done)
+            rates[name].append((before, matmul_rate(core, dtype)))
+    equal = counted(runs, REFERENCE, dtype)
+    if not equal:
+        return {}
+    trained_tokens = runs[REFERENCE][0].trained_tokens
+    of_step = flops.of_step(lengths, trained_tokens)
+    rows = {}
+    for name, sides in equal.items():
+        rows[name] = {
+            "rates": rates[name],
+            "trained_tokens_per_s": [trained_tokens / value for side in sides for value in side.seconds],
+            "share_of_matmul_rate": [
+                of_step / value / mean(around)
+                for side, around in zip(sides, rates[name], strict=True)
+                for value in side.seconds
+            ],
+            "padding": 1 - sides[0].tokens / sides[0].computed_tokens,
+            "head_rows": sides[0].head_rows,
+            "memory_bytes": median(side.memory_bytes for side in sides),
+            "losses": sides[0].losses,
+            "data_share": sides[0].data_share and median(side.data_share or 0.0 for side in sides),
         }
-        found[dtype] = {"rates": rates, "rows": rows, "refused": refused, "counts": counts}
-    return found
+    counts = {
+        "dtype": dtype,
+        "model": options.model.name,
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "trained_tokens": trained_tokens,
+        "flops": of_step,
+        "max_length": options.max_length,
+        "reference": REFERENCE,
+        "rounds": options.rounds,
+        "steps": options.steps,
+    }
+    return {"rows": rows, "counts": counts}
 
 
-def profile(options: argparse.Namespace, chats: Path) -> dict[str, dict[str, float]]:
-    """Seconds of one of our steps by kind of operation, in each dtype."""
-    found = {}
-    for dtype in options.dtypes:
-        ours, _ = settings(options, chats, dtype, options.model)
-        name, script = f"profile-{dtype}", REPOSITORY / "benchmarks/step_profile.py"
-        if run_ours(name, options.work, ours, cores=[max(os.sched_getaffinity(0))], script=script):
-            log = (options.work / f"{name}.log").read_text(encoding="utf-8").splitlines()
-            *_, last = (line.removeprefix(LABEL) for line in log if line.startswith(LABEL))
-            found[dtype] = json.loads(last)
-        shutil.rmtree(options.work / name / "checkpoints", ignore_errors=True)
-    return found
+def counted(runs: dict[str, list[Side]], reference: str, dtype: str) -> dict[str, list[Side]]:
+    """The sides that did the reference's work; of the others it is said why they have no figure."""
+    equal, refused = gated(runs, reference, TOLERANCE[dtype])
+    FAILED.extend(f"no figure for {NAMES[name]}: {why}" for name, why in refused.items())
+    return equal
+
+
+def profile(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str, Any]:
+    """Seconds of one of our steps by kind of operation."""
+    ours, _ = settings(options, chats, dtype, options.model)
+    name, script = f"profile-{dtype}", REPOSITORY / "benchmarks/step_profile.py"
+    is_done = run_ours(name, options.work, ours, cores=[max(os.sched_getaffinity(0))], script=script)
+    shutil.rmtree(options.work / name / "checkpoints", ignore_errors=True)
+    if not is_done:
+        return {}
+    log = (options.work / f"{name}.log").read_text(encoding="utf-8").splitlines()
+    *_, last = (line.removeprefix(LABEL) for line in log if line.startswith(LABEL))
+    return {"dtype": dtype, "seconds": json.loads(last)}
 
 
 def matmul_rate(cores: list[int], dtype: str) -> float:
@@ -270,24 +301,23 @@ def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     even.write_text("".join(lines[: len(lines) // 2 * 2]), encoding="utf-8")
     ours, theirs = settings(options, even, "float32", options.model)
     runs: dict[str, list[Side]] = {"transformers_fsdp": [], "ours": []}
-    for turn in range(options.rounds):
-        peer = run_peer(
-            "transformers_fsdp", f"two-transformers-{turn}", options.work, options.peers, theirs, ranks=2, cores=cores
-        )
-        runs["transformers_fsdp"] += [peer] if peer else []
-        mine = run_ours(f"two-ours-{turn}", options.work, ours, ranks=2, cores=cores)
-        shutil.rmtree(options.work / f"two-ours-{turn}" / "checkpoints", ignore_errors=True)
-        runs["ours"] += [mine] if mine else []
-    equal, refused = gated(runs, "ours", TOLERANCE["float32"])
+    for turn, name in in_turns(list(runs), options.rounds):
+        run_name = f"two-{name}-{turn}"
+        if name == "ours":
+            done = run_ours(run_name, options.work, ours, ranks=2, cores=cores)
+            shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
+        else:
+            done = run_peer(name, run_name, options.work, options.peers, theirs, ranks=2, cores=cores)
+        runs[name] += [done] if done else []
     rows = {
         name: {
             "trained_tokens_per_s": [side.trained_tokens / value for side in sides for value in side.seconds],
             "memory_bytes": median(side.memory_bytes for side in sides),
             "losses": sides[0].losses,
         }
-        for name, sides in equal.items()
+        for name, sides in counted(runs, "ours", "float32").items()
     }
-    return {"rows": rows, "refused": refused}
+    return {"rows": rows} if rows else {}
 
 
 def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
@@ -394,7 +424,7 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     """The same global batches of a small model on 1 to 16 ranks, which share this machine's cores.
 
     Raises:
-        Unequal: the losses of two numbers of ranks differ.
+        Unequal: the losses of two numbers of ranks differ, or hardly move.
     """
     model = small_model(options)
     many = write_chats(options.work / "many.jsonl", 4 * options.tokens, options.max_length // 4, seed=1)
@@ -406,6 +436,7 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         side = run_ours(name, options.work, {**ours, **more}, ranks=ranks)
         if side:
             first = first or side
+            require_moving_loss(first, TOLERANCE["float32"])
             try:
                 require_equal_work(side, first, TOLERANCE["float32"])
             except Unequal as difference:

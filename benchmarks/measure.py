@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,8 +16,10 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 FAILED: list[str] = []  # what did not end well in this process, each with its reason
-_MOVES = 10  # tolerances that a loss must change by to say something of the updates
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # of losses, relative: bfloat16 rounds each product to 3 digits
+_MOVES = 10  # tolerances that a loss must change by: a side that is within one of it has then made the same updates
+STEADY = 0.1  # by how much the matmul rates around runs may differ, relative, for these to have had the same core
+# Of losses, relative. Float32 sides differ by 1e-6, bfloat16 ones by 9e-4: what a side keeps in float32 between layers.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 
 
 class Unequal(Exception):
@@ -62,6 +64,22 @@ def require_equal_losses(losses: Sequence[float], reference: Sequence[float], to
             raise Unequal(f"the loss of step {step} is {mine:.6f} and {theirs:.6f}")
 
 
+def said_of_count(rounds: int, steps: int) -> str:
+    """Of how many figures a median is; `steps` are those that count."""
+    turns = "" if rounds > 1 else ", one round only, so that no side had its turn twice"
+    return f"Medians (smallest to largest) of {rounds * steps} figures a side: {rounds} x {steps} steps{turns}."
+
+
+def said_of_losses(dtype: str, rows: dict[str, dict[str, Any]], reference: str) -> str:
+    """How near to the reference's the losses came, and how far that moved."""
+    theirs = rows[reference]["losses"]
+    furthest = max(abs(a - b) / abs(b) for row in rows.values() for a, b in zip(row["losses"], theirs, strict=True))
+    return (
+        f"At every step the losses of all sides are within {TOLERANCE[dtype]:.2%} of the reference's, relative to it "
+        f"(the furthest is {furthest:.4%} away), which goes from {theirs[0]:.4f} to {theirs[-1]:.4f}."
+    )
+
+
 def require_moving_loss(side: Side, tolerance: float) -> None:
     """Raises Unequal where the first and the last loss of a run are so near that equal losses would say nothing."""
     first, last = side.losses[0], side.losses[-1]
@@ -72,9 +90,17 @@ def require_moving_loss(side: Side, tolerance: float) -> None:
 def gated(
     runs: dict[str, list[Side]], reference: str, tolerance: float
 ) -> tuple[dict[str, list[Side]], dict[str, str]]:
-    """The sides of which every run did the reference's work, and of the others what differed."""
+    """The sides of which every run did the reference's work, and of the others what differed.
+
+    None did where the reference's loss moves too little to tell.
+    """
     equal: dict[str, list[Side]] = {}
     refused: dict[str, str] = {}
+    try:
+        for side in runs.get(reference, []):
+            require_moving_loss(side, tolerance)
+    except Unequal as difference:
+        return {}, dict.fromkeys(runs, str(difference))
     for name, sides in runs.items():
         if missing := next((each for each in (name, reference) if not runs.get(each)), None):
             refused[name] = f"{missing} did not run to its end"
@@ -86,6 +112,13 @@ def gated(
         except Unequal as difference:
             refused[name] = str(difference)
     return equal, refused
+
+
+def in_turns(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """The round and the side of each run: rotated, so that no side always follows the same other one."""
+    for turn in range(rounds):
+        first = turn % len(sides)
+        yield from ((turn, side) for side in (*sides[first:], *sides[:first]))
 
 
 def spread(values: Sequence[float]) -> str:

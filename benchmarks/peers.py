@@ -13,7 +13,7 @@ import argparse
 import gc
 import json
 import os
-import resource
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -73,12 +73,11 @@ def main() -> None:
         gc.collect()
         trainer.train()
     seconds = [end - start for start, end in zip(watch.ends, watch.ends[1:], strict=False)]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {
         "losses": watch.losses,
         "seconds": seconds,  # of the second step and those after it: the first also sets things up
         "attention": trainer.model.config._attn_implementation,
-        "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak,
+        "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_of_process(),
         **counts,
     }
     if dist.is_initialized():
@@ -96,7 +95,9 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--side", choices=("trl_packed", "trl_padded", "trl_single", "hf_trainer", "transformers_fsdp"), required=True
+        "--side",
+        choices=("trl_packed", "trl_padded", "trl_single", "hf_trainer", "hf_padded", "transformers_fsdp"),
+        required=True,
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
@@ -185,6 +186,12 @@ def tokenise(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[st
     ids = encoded["input_ids"]
     labels = [token if mask else -100 for token, mask in zip(ids, encoded["assistant_masks"], strict=True)]
     return {"input_ids": ids, "labels": labels}
+
+
+def peak_of_process() -> int:
+    """Bytes, by the counter that shardtune reads: ru_maxrss begins at what the starting process held."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 def count_tokens(trainer: Any, side: str) -> dict[str, int]:

@@ -31,17 +31,18 @@ COLOURS = {
 
 def main() -> None:
     found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    dtypes, ranks = found.get("one", {}), found.get("scaling", {})
-    panels = len(dtypes) + bool(ranks)
-    if not panels:
-        return
+    shown = {name: part for name, part in found.items() if part["figures"] and name.split()[0] in ("one", "scaling")}
+    ranks = shown.get("scaling", {}).get("figures", {})
+    ones = [part["figures"] for name, part in shown.items() if name != "scaling"]
+    panels = len(shown)
     figure, all_axes = plt.subplots(1, panels, figsize=(4.6 * panels, 3.6), squeeze=False, layout="constrained")
-    for axes, (dtype, of_dtype) in zip(all_axes[0], dtypes.items(), strict=False):
+    for axes, of_dtype in zip(all_axes[0], ones, strict=False):
         bars(axes, of_dtype["rows"])
-        axes.set_title(f"One thread, {dtype}\n(% of its matmul rate)", fontsize=11)
+        axes.set_title(f"One thread, {of_dtype['counts']['dtype']}\n(% of its matmul rate)", fontsize=11)
     if ranks:
         scaling(all_axes[0][-1], ranks)
-    figure.suptitle(f"{found['machine']['CPU']}, {found['machine']['date']}", fontsize=9)
+    told = {f"{part['measured_with']['CPU']}, {part['measured_with']['date']}": None for part in shown.values()}
+    figure.suptitle("; ".join(told), fontsize=9)
     figure.savefig(sys.argv[2], dpi=150)
 
 

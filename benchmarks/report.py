@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from measure import TOLERANCE, spread
+from measure import STEADY, said_of_count, said_of_losses, spread
 
+# First steps of SmolLM2-135M in float32, 5 chats, 1627 tokens, at 6591ac0: only these settings differed.
+MEMORY = (
+    "shardtune takes more memory than batches of single chats, because it keeps the activations of a whole row: of one "
+    "of 1627 tokens the first step in float32 took 5.45 GB, 4.06 GB with one chat a row (data.packing=false) and 4.14 "
+    "GB with model.activation_checkpointing=full."
+)
 NAMES = {
     "ours": "shardtune",
     "trl_packed": "TRL, packed (bfd)",
@@ -17,21 +25,28 @@ NAMES = {
 }
 
 
-def report(found: dict[str, Any], plot: str) -> str:
-    """The results in Markdown."""
-    lines = ["# Benchmarks", "", *(f"- {key}: {value}" for key, value in found["machine"].items()), ""]
-    if "one" in found:
-        lines += [f"![trained tokens per second]({plot})", ""]
-    for dtype, of_dtype in found.get("one", {}).items():
-        lines += one_thread_lines(dtype, of_dtype, found.get("traffic", {}).get("head"))
-    sections = {"profile": profile_lines, "two": two_ranks_lines, "traffic": traffic_lines, "head": head_lines}
+def report(found: dict[str, Any], plot: str | None) -> str:
+    """The results in Markdown: for each part what it was measured with, since not all need be of one run."""
+    runs: list[dict[str, str]] = []
+    lines: list[str] = []
+    head = found.get("traffic", {}).get("figures", {}).get("head")
+    sections = {"one": lambda figures: one_thread_lines(figures, head), "profile": profile_lines}
+    sections |= {"two": two_ranks_lines, "traffic": traffic_lines, "head": head_lines}
     sections |= {"scaling": scaling_lines, "records": records_lines}
     for section, lines_of in sections.items():
-        if found.get(section):
-            lines += lines_of(found[section])
-    if found.get("failed"):
-        lines += ["Failed:", "", *(f"- {each}" for each in found["failed"]), ""]
-    return "\n".join(lines)
+        for name, part in found.items():
+            if name.split()[0] != section:
+                continue
+            if part["measured_with"] not in runs:
+                runs.append(part["measured_with"])
+            title, *rest = lines_of(part["figures"]) if part["figures"] else (f"## {name}", "")
+            lines += [title, "", f"Run {runs.index(part['measured_with']) + 1}.", *rest]
+            lines += [f"Failed: {each}.\n" for each in part["failed"]]
+    told = [
+        f"{number}. " + "; ".join(f"{key}: {said}" for key, said in run.items()) for number, run in enumerate(runs, 1)
+    ]
+    image = [f"![trained tokens per second]({plot})", ""] if plot else []
+    return "\n".join(["# Benchmarks", "", "Runs:", "", *told, "", *image, *lines])
 
 
 def table(header: str, rows: list[str]) -> list[str]:
@@ -43,46 +58,82 @@ def section(title: str, *paragraphs: str, header: str, rows: list[str]) -> list[
     return [f"## {title}", "", *(line for said in paragraphs for line in (said, "")), *table(header, rows)]
 
 
-def one_thread_lines(dtype: str, found: dict[str, Any], head: dict[str, int] | None) -> list[str]:
+def one_thread_lines(found: dict[str, Any], head: dict[str, int] | None) -> list[str]:
     counts, rows = found["counts"], found["rows"]
+    dtype = counts["dtype"]
     tokens = f"{counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
     lines = [
         f"## {counts['model']}, one pinned thread, {dtype}",
         "",
-        f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']}. Losses equal to "
-        f"{TOLERANCE[dtype]:g} at every step. This thread's matmuls: "
-        f"{spread([rate / 1e9 for rate in found['rates']])} GFLOP/s. Medians (smallest to largest) of "
-        f"{counts['rounds']} x {counts['steps'] - 1} steps.",
+        f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']}. "
+        f"{said_of_losses(dtype, rows, counts['reference'])} "
+        f"{said_of_count(counts['rounds'], counts['steps'] - 1)}",
         "",
+        *rate_lines(rows, counts),
     ]
     speeds = {name: median(row["trained_tokens_per_s"]) for name, row in rows.items()}
-    if "ours" in speeds:
-        limit = speeds["ours"] / median(rows["ours"]["share_of_matmul_rate"])
-        lines += [f"Matmuls alone, at this rate, would train {limit:.1f} tokens a second: the limit of any side.", ""]
-    shown = []
+    shown, middle = [], median(gflops(rows.values()))
     for name, row in rows.items():
         ratio = f"{speeds['ours'] / speeds[name]:.2f} x" if "ours" in speeds else ""
+        if ratio and any(unsteady_runs(rows[each], middle) for each in ("ours", name)):
+            ratio += " (unsteady core)"
         waited = "not measured" if row["data_share"] is None else f"{row['data_share']:.2%}"
         shares = [100 * share for share in row["share_of_matmul_rate"]]
         shown.append(
-            f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {row['padding']:.1%} | "
-            f"{row['head_rows'] or rows_of_ours(counts, head)} | {row['memory_bytes'] / 1e9:.2f} GB | {waited} | "
-            f"{ratio} |"
+            f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {spread(gflops([row]))} | "
+            f"{row['padding']:.1%} | {row['head_rows'] or rows_of_ours(counts, head)} | "
+            f"{row['memory_bytes'] / 1e9:.2f} GB | {waited} | {ratio} |"
         )
-    header = "| | trained tokens/s | share of the matmul rate | padding | rows through the head | peak memory "
-    header += "| waited for data | ours is |"
-    return [*lines, *table(header, shown), *refusals(found["refused"])]
+    header = "| | trained tokens/s | share of the matmul rate | that rate, GFLOP/s | padding | rows through the head "
+    header += "| peak memory | waited for data | ours is |"
+    lines += table(header, shown)
+    if "ours" in rows and not head:
+        lines += ["Rows through the head of shardtune are counted by the section `traffic`, which has no figures.", ""]
+    memory = {name: row["memory_bytes"] for name, row in rows.items()}
+    if memory.get("ours", 0) > memory.get("hf_trainer", math.inf):
+        lines += [MEMORY, ""]
+    return lines
+
+
+def gflops(rows: Iterable[dict[str, Any]]) -> list[float]:
+    return [rate / 1e9 for row in rows for around in row["rates"] for rate in around]
+
+
+def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, list[float]]]:
+    """Those whose rates, in GFLOP/s, differ from one another or from the median of all runs'."""
+    around = [(number, [rate / 1e9 for rate in rates]) for number, rates in enumerate(row["rates"], start=1)]
+    return [(number, rates) for number, rates in around if max(middle, *rates) > (1 + STEADY) * min(middle, *rates)]
+
+
+def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
+    """What the thread's matmuls did around the runs, and which runs did not have the core that the others had."""
+    middle = median(gflops(rows.values()))
+    limit = 1e9 * middle * counts["trained_tokens"] / counts["flops"]
+    lines = [
+        f"This thread's matmuls: {spread(gflops(rows.values()))} GFLOP/s. Each run is divided by the mean of two rates "
+        f"of its own, measured right before and right after it. At the median of all, matmuls alone would train "
+        f"{limit:.1f} tokens a second: the limit of any side."
+    ]
+    unsteady = [
+        f"run {number} of {NAMES[name]} ({' and '.join(f'{rate:.3g}' for rate in rates)} GFLOP/s)"
+        for name, row in rows.items()
+        for number, rates in unsteady_runs(row, middle)
+    ]
+    if unsteady:
+        lines += [
+            f"**The core was not the same for all.** The rate before, that after and the median of all are more than "
+            f"{STEADY:.0%} apart for: {', '.join(unsteady)}. Tokens per second of these runs, and ratios to them, say "
+            "as much of what else the machine did; their shares of the rate less so."
+        ]
+    return [part for line in lines for part in (line, "")]
 
 
 def profile_lines(found: dict[str, Any]) -> list[str]:
-    kinds = list(next(iter(found.values())))
-    rows = [
-        f"| {kind} | " + " | ".join(f"{each.get(kind, 0.0) / sum(each.values()):.1%}" for each in found.values()) + " |"
-        for kind in kinds
-    ]
-    seconds = ", ".join(f"{sum(each.values()):.1f} s in {dtype}" for dtype, each in found.items())
-    said = f"The last of the steps above, under PyTorch's profiler: {seconds}."
-    return section("Where the time of ours goes", said, header=f"| | {' | '.join(found)} |", rows=rows)
+    total = sum(found["seconds"].values())
+    rows = [f"| {kind} | {seconds / total:.1%} |" for kind, seconds in found["seconds"].items()]
+    said = f"The last step of a run of ours on the chats above, under PyTorch's profiler: {total:.1f} s."
+    title = f"Where the time of ours goes, {found['dtype']}"
+    return section(title, said, header="| | share of the step |", rows=rows)
 
 
 def two_ranks_lines(found: dict[str, Any]) -> list[str]:
@@ -93,8 +144,10 @@ def two_ranks_lines(found: dict[str, Any]) -> list[str]:
         for name, row in found["rows"].items()
     ]
     header = "| | trained tokens/s | peak memory of a rank | ours is |"
-    lines = section("FSDP over two processes, one core each, float32", header=header, rows=rows)
-    return lines + refusals(found["refused"])
+    said = said_of_losses("float32", found["rows"], "ours") if "ours" in found["rows"] else ""
+    figures = ", ".join(str(len(row["trained_tokens_per_s"])) for row in found["rows"].values())
+    said += f" Medians (smallest to largest) of {figures} figures."
+    return section("FSDP over two processes, one core each, float32", said, header=header, rows=rows)
 
 
 def traffic_lines(found: dict[str, Any]) -> list[str]:
@@ -135,8 +188,9 @@ def scaling_lines(found: dict[str, Any]) -> list[str]:
     header = "| ranks | trained tokens/s | MFU | waited for data | memory of a rank | first and last loss |"
     return section(
         "The same batches of a small model on 1 to 16 ranks",
-        "All ranks share the cores of this machine, one thread each.",
-        f"Losses equal to {TOLERANCE['float32']:g} at every step.",
+        "All ranks share the cores of this machine, one thread each. Medians (smallest to largest) of the steps of one "
+        f"run each: {', '.join(str(len(row['trained_tokens_per_s'])) for row in found.values())}.",
+        said_of_losses("float32", found, next(iter(found))),
         header=header,
         rows=rows,
     )
@@ -151,14 +205,12 @@ def records_lines(found: dict[str, Any]) -> list[str]:
         for count, row in found.items()
     ]
     header = "| records | outside the steps, tokenising | from the cache | tokens/s |"
-    return section("Few records and many, a small model on one thread", header=header, rows=rows)
+    counts = ", ".join(str(len(row["tokens_per_s"])) for row in found.values())
+    said = f"Medians (smallest to largest) of the steps of one run each: {counts}."
+    return section("Few records and many, a small model on one thread", said, header=header, rows=rows)
 
 
 def rows_of_ours(counts: dict[str, Any], head: dict[str, int] | None) -> str:
     """The rows through the head of this step, if those that were counted in another are all of its kind."""
     kinds = ("trained_tokens", "tokens")
     return next((str(counts[kind]) for kind in kinds if head and head["rows"] == head[kind]), "not counted")
-
-
-def refusals(refused: dict[str, str]) -> list[str]:
-    return [f"No figure for {NAMES[name]}: {reason}.\n" for name, reason in refused.items()]

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import REPOSITORY
 
 sys.path.insert(0, str(Path(REPOSITORY, "benchmarks")))
 
 import bench
 import gpu
-from measure import FAILED, Side, Unequal, gated, require_equal_work, require_moving_loss
+from measure import FAILED, Side, Unequal, gated, in_turns, require_equal_work, require_moving_loss
+from report import rate_lines
 
 PEER = Side(
     losses=[3.0, 2.5],
@@ -61,8 +63,23 @@ def test_without_a_reference_nothing_counts() -> None:
 
 def test_equal_losses_that_do_not_move_say_nothing() -> None:
     require_moving_loss(PEER, 1e-2)
+    still = replace(PEER, losses=[3.0, 2.99])
     with pytest.raises(Unequal, match=r"from 3\.0000 to 2\.9900 only"):
-        require_moving_loss(replace(PEER, losses=[3.0, 2.99]), 1e-3)
+        require_moving_loss(still, 1e-3)
+    equal, refused = gated({"peer": [PEER, still], "ours": [still]}, "peer", 1e-3)
+    assert not equal and set(refused) == {"peer", "ours"}
+
+
+def test_sides_take_turns() -> None:
+    assert list(in_turns(["a", "b", "c"], 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a")]
+
+
+def test_runs_on_a_core_that_others_used_are_named() -> None:
+    steady, loaded = {"rates": [(100e9, 95e9), (98e9, 100e9)]}, {"rates": [(99e9, 96e9), (97e9, 51e9)]}
+    said = rate_lines({"ours": steady, "hf_trainer": loaded}, {"trained_tokens": 30, "flops": 60e9})
+    assert "97.5 (51 to 100) GFLOP/s" in said[0] and "train 48.8 tokens a second" in said[0]
+    assert "apart for: run 2 of HF Trainer (batches of 1, no padding) (97 and 51 GFLOP/s). " in said[2]
+    assert len(rate_lines({"ours": steady}, {"trained_tokens": 30, "flops": 60e9})) == 2
 
 
 @pytest.fixture
@@ -92,26 +109,47 @@ def test_ranks_with_another_loss_fail_their_section(
     with pytest.raises(SystemExit, match=f"ERROR: {said} - see the logs"):
         run_benchmark(bench, "--model", models["llama"], "--sections", "scaling")
     found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    assert found["failed"] == [said] and "scaling" not in found
-    assert f"- {said}" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    assert found["scaling"]["failed"] == [said] and not found["scaling"]["figures"]
+    assert f"Failed: {said}." in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
 
 
-def test_the_memory_of_head_and_loss_is_measured(
-    run_benchmark: Callable[..., str], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+def test_a_section_is_measured_and_the_others_are_kept(
+    run_benchmark: Callable[..., str], tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "VOCABULARY", 5000)
+    traffic = {"collectives": {}, "head": {"rows": 3, "tokens": 9, "trained_tokens": 3}}
+    earlier = {"measured_with": {"date": "before"}, "figures": traffic, "failed": []}
+    (tmp_path / "RESULTS.json").write_text(json.dumps({"traffic": earlier, "head": earlier}), encoding="utf-8")
     said = run_benchmark(bench, "--model", models["llama"], "--sections", "head", "--head-tokens", 64)
     assert "| naive | 64 | 5000 | " in said and "Ours takes " in said and "Losses of a token: " in said
+    kept, measured = (part.split("\n\n") for part in said.split("\n## ")[1:])
+    assert kept[0].startswith("What one step moves") and kept[1] == "Run 1." and "\n1. date: before\n2. date: 2" in said
+    assert measured[0].startswith("Memory of head and loss") and measured[1] == "Run 2."
+    found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
+    assert found["traffic"] == earlier and "--head-tokens 64" in found["head"]["measured_with"]["command"]
 
 
 def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str, Path]) -> None:
-    more = ["--tiny", "--sides", "ours", "--shapes", "qwen3-1.7b"]
+    more = ["--tiny", "--rounds", 1, "--sides", "ours", "--shapes", "qwen3-1.7b"]
     said = run_benchmark(gpu, "--tokenizer", models["llama"], *more)
     *_, line = said.splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[:4] == ["qwen3-1.7b", "256", "2", "shardtune"] and cells[8].startswith("within each document"), said
+    assert cells[:4] == ["qwen3-1.7b", "256", "2 of 2 layers", "shardtune"] and cells[8].startswith(
+        "within each document"
+    ), said
     first, last = map(float, cells[7].split())
     assert last < 0.95 * first
+
+
+def test_a_slice_without_experts_is_refused(
+    run_benchmark: Callable[..., str], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    said = r"2 of 46 layers, the last of them the first with experts, take 6\d GB"
+    with pytest.raises(SystemExit, match=f"ERROR: glm-4.5-air, real width: {said}"):
+        run_benchmark(gpu, "--tokenizer", models["llama"], "--shapes", "glm-4.5-air, real width")
 
 
 @pytest.mark.full
@@ -123,10 +161,11 @@ def test_the_sections_without_peers_are_measured(run_benchmark: Callable[..., st
     with pytest.raises(SystemExit, match="ERROR: plot ended with 1"):  # without matplotlib in this environment
         run_benchmark(bench, "--model", model, *more)
     found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    assert len(found["failed"]) == 1 and found["traffic"]["head"]["rows"] and set(found["records"]) == {"1000"}
-    assert set(found["scaling"]) == {"1", "2"}
-    assert all(0 <= row["data_share"] < 0.5 for row in found["scaling"].values())
-    for of_dtype in found["profile"].values():
-        assert all(seconds > 0 for seconds in of_dtype.values()) and len(of_dtype) == 6
+    traffic, scaling, records = (found[name]["figures"] for name in ("traffic", "scaling", "records"))
+    assert traffic["head"]["rows"] and set(records) == {"1000"} and set(scaling) == {"1", "2"}
+    assert all(0 <= row["data_share"] < 0.5 for row in scaling.values())
+    profiles = [part["figures"] for name, part in found.items() if name.startswith("profile")]
+    for of_dtype in profiles:
+        assert all(seconds > 0 for seconds in of_dtype["seconds"].values()) and len(of_dtype["seconds"]) == 6
     said = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    assert "| matrix products | " in said and "waited for data" in said and "- plot ended with 1" in said
+    assert profiles and "| matrix products | " in said and "waited for data" in said and "RESULTS.png" not in said
