@@ -116,22 +116,13 @@ def only_ssh_passes(master: Machine, worker: Machine) -> None:
     master.drop("ipproto", "tcp")
 
 
-def other_ports_blocked(at: int) -> Prepare:
-    """The ports of the system's choice, on one node; that also stops what its own connections to such ports receive."""
+def other_ports(at: int, lose: Callable[..., None]) -> Prepare:
+    """The ports of the system's choice are closed, on one node, by `Machine.drop` or `Machine.reject`; that also stops
+    what its own connections to such ports receive."""
 
     def prepare(*machines: Machine) -> None:
         own_routing_rules(machines[at])
-        machines[at].drop("ipproto", "tcp", "dport", "32768-60999")
-        if at == 1:
-            machines[at].accept("ipproto", "tcp", "sport", "29600")
-
-    return prepare
-
-
-def other_ports_rejected(at: int) -> Prepare:
-    def prepare(*machines: Machine) -> None:
-        own_routing_rules(machines[at])
-        machines[at].reject("ipproto", "tcp", "dport", "32768-60999")
+        lose(machines[at], "ipproto", "tcp", "dport", "32768-60999")
         if at == 1:
             machines[at].accept("ipproto", "tcp", "sport", "29600")
 
@@ -330,13 +321,13 @@ FAULTS = [
     Fault(
         "only port 22 passes", only_ssh_passes, "`nc -vz 10.11.7.50 29600` there", "port 29600 of 10.11.7.50 is blocked"
     ),
-    Fault("other ports blocked towards node 0", other_ports_blocked(0), "ports other than 29600 are blocked"),
-    Fault("other ports blocked towards node 1", other_ports_blocked(1), "ports other than 29600 are blocked"),
+    Fault("other ports blocked towards node 0", other_ports(0, Machine.drop), "ports other than 29600 are blocked"),
+    Fault("other ports blocked towards node 1", other_ports(1, Machine.drop), "ports other than 29600 are blocked"),
     Fault(
         "port rejected", port_rejected, "`nc -vz 10.11.7.50 29600` there", "port 29600 of 10.11.7.50 is blocked: from"
     ),
-    Fault("other ports rejected by node 0", other_ports_rejected(0), "ports other than 29600 are blocked"),
-    Fault("other ports rejected by node 1", other_ports_rejected(1), "ports other than 29600 are blocked"),
+    Fault("other ports rejected by node 0", other_ports(0, Machine.reject), "ports other than 29600 are blocked"),
+    Fault("other ports rejected by node 1", other_ports(1, Machine.reject), "ports other than 29600 are blocked"),
     Fault("MTU", small_mtu, "small messages pass between"),
     Fault("a slow way", slow_link, "1024 KiB do not within 5 s: a cable"),
     Fault(
