@@ -75,7 +75,7 @@ def problems_of_machines(facts: Sequence[Message], names: Sequence[str]) -> list
 
 def warnings_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
     """What may be meant, or may go wrong later."""
-    found = []
+    found = list(_differences("tuning", facts, names, "most of these must be alike"))
     for each, name in zip(facts, names, strict=True):
         found += [f"{name}: {text}" for text in _machine_warnings(each)]
         skew_s = abs(each["clock_ahead_s"]) - each["clock_error_s"]

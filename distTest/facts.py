@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ _WHOLE_BYTES = 4 << 30
 _BLOCK_BYTES = 1 << 20
 _BLOCKS = 16
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+# Of NCCL and gloo, without what names a node's own devices and files or says more.
+_TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
 _MAY_DIFFER = ("run.dir", "distributed.join_timeout_s")
 _GPU_TIMEOUT_S = 60.0
 
@@ -42,8 +45,12 @@ def facts_of_files(settings: Settings) -> Message:
         "versions": {name: importlib.metadata.version(name) for name in packages}
         | {"Python": ".".join(platform.python_version_tuple()[:2])},
         "code": _code(),
-        # Its ranks meet once more, which the others would not.
-        "environment": {"TORCH_DISTRIBUTED_DEBUG": _debug_level()},
+        # Ranks with these meet once more, which the others would not.
+        "environment": {
+            "TORCH_DISTRIBUTED_DEBUG": _debug_level(),
+            "TORCH_DIST_INIT_BARRIER": os.environ.get("TORCH_DIST_INIT_BARRIER", "not set"),
+        },
+        "tuning": {name: value for name, value in os.environ.items() if _TUNING.match(name)},
         "config": {key: value for key, value in flat.items() if key not in _MAY_DIFFER},
         "data": _data({"data.train": config.data.train, "data.eval": config.data.eval}, remarks),
         "model": model,

@@ -68,7 +68,10 @@ class Meeting:
                 for node in list(self._links):
                     self._send(node, {"alive": True})
             for node in [node for node, at in heard.items() if time.monotonic() - at > SILENT_S]:
-                self._lose(node, f"no sign of life for {SILENT_S:.0f} s, its preflight is stopped or its machine hangs")
+                self._lose(
+                    node,
+                    f"no sign of life for {SILENT_S:.0f} s, it is stopped, its machine hangs or the network is down",
+                )
             for node, message in self._receive(own, values, min(deadline, next_word), what):
                 if node in heard:
                     heard[node] = time.monotonic()

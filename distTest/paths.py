@@ -100,12 +100,12 @@ def _try(ip: str, port: int) -> str | None:
                 connection.sendall(bytes(size))
                 _receive(connection, size)
                 passed = size
-        except ConnectionError:
-            return _CUT_OFF
         except OSError as error:
-            if passed:
-                return "large" if passed < _LARGE_BYTES else "slow"
-            return error.strerror or _SILENT
+            if passed >= _LARGE_BYTES:
+                return "slow"  # the other end may be the first to give up
+            if isinstance(error, ConnectionError):
+                return _CUT_OFF
+            return "large" if passed else error.strerror or _SILENT
     return None
 
 

@@ -66,6 +66,11 @@ def read_settings(environ: Mapping[str, str], arguments: Sequence[str]) -> Setti
     if environ.get("JOIN_TIMEOUT"):
         values["JOIN_TIMEOUT"] = environ["JOIN_TIMEOUT"]
     problems: list[str] = []
+    if of_torchrun := sorted(name for name in environ if name.startswith("PET_")):
+        problems.append(
+            f"{', '.join(of_torchrun)} would change how torchrun is started - unset what begins with PET_, or start "
+            "torchrun without the launch scripts"
+        )
     numbers = {name: _number(values, name, problems) for name in _LARGEST if name in values}
     node, nodes = _node_rank(values, numbers["NNODES"], problems), numbers["NNODES"]
     config = _config(arguments, numbers, problems)

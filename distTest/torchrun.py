@@ -37,6 +37,7 @@ _END_S = 40  # without a process it may hang in a call that hears no signals
 # their own for a step and for a save, watch one another, and end at once when they are asked a second time.
 _SHUTDOWN_TIMEOUT_S = 2 * 24 * 3600
 _OTHERS_SPEAK_S = 5  # the ranks of other nodes, which can say more
+_SEE_ABOVE = "see what it said above"
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # torchrun's own
 
 
@@ -79,12 +80,21 @@ def main(folder: Path, launcher: int) -> int:
 
 def _note_end(folder: Path) -> None:
     """Leave for the other ranks how one has ended; torchrun will hear of it, and tells nobody."""
-    for child in psutil.Process().children():  # several ends may be one signal
+    for number, child in enumerate(psutil.Process().children()):  # several ends may be one signal
         with contextlib.suppress(OSError):
             ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:
                 with (folder / "ends").open("a", encoding="utf-8") as ends:
                     ends.write(f"{ended.si_pid} {ended.si_code} {ended.si_status}\n")
+                is_early = not (folder / "watched").exists() and not {"--nnodes=1", "--nproc_per_node=1"} <= {*sys.argv}
+                if ended.si_code == os.CLD_EXITED and ended.si_status == 0 and is_early:
+                    # torchrun takes it for success, and would wait for the others.
+                    told = (
+                        f"1\nlocal rank {number} of node {os.environ['NODE_RANK']} on {_how_it_ended('with code 0')}\n"
+                    )
+                    with (folder / "outcome").open("a", encoding="utf-8") as outcome:
+                        outcome.write(told)
+                    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _has_spoken(folder: Path, failure: ProcessFailure) -> bool:
@@ -94,15 +104,16 @@ def _has_spoken(folder: Path, failure: ProcessFailure) -> bool:
 
 
 def _ended(rank: int, failure: ProcessFailure) -> str:
-    how, remedy = f"with code {failure.exitcode}", "see what it said above"
+    how, remedy = f"with code {failure.exitcode}", _SEE_ABOVE
     if failure.exitcode < 0:
         how = f"by {failure.signal_name()}"
     if failure.exitcode == -signal.SIGKILL:
         remedy = "most often killed for memory, see the kernel's log there"
-    return (
-        f"rank {rank} on {socket.gethostname()}: ended {how}, before it had met the others - {remedy}; "
-        "run the same command again"
-    )
+    return f"rank {rank} on {_how_it_ended(how, remedy)}"
+
+
+def _how_it_ended(how: str, remedy: str = _SEE_ABOVE) -> str:
+    return f"{socket.gethostname()}: ended {how}, before it had met the others - {remedy}; run the same command again"
 
 
 def _guard(folder: Path, launcher: int) -> None:

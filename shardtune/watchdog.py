@@ -309,8 +309,8 @@ class Watchdog:
         host = next(peer.host for peer in self._peers if peer.node == 0)
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         line = (
-            f"{self.me}: node 0 ({host}) is gone, its torchrun ended or the node or the network is down: "
-            f"{address} {what}, in {self._progress.place} - look there; {AGAIN}"
+            f"{self.me}: node 0 ({host}) is out of reach, its torchrun ended or is stopped, it or the network is down, "
+            f"or a firewall has closed its port: {address} {what}, in {self._progress.place} - look there; {AGAIN}"
         )
         self._fail(Failure(line, 1, self.me.rank, []))
 

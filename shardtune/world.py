@@ -464,7 +464,7 @@ def _is_of_a_connection(error: BaseException | None) -> bool:
 
 def _failure(error: BaseException) -> str:
     said = (str(error).splitlines() or [""])[0].partition(" This is typically caused by")[0]  # gloo's guesses
-    what, remedy = f"{type(error).__name__}: {said}", f"see the traceback there; {AGAIN}"
+    what, remedy = f"{type(error).__name__}: {said}".removesuffix(": "), f"see the traceback there; {AGAIN}"
     if isinstance(error, OutOfMemory):  # the same command again would end like this
         what, _, remedy = str(error).partition(" - ")
     place = f", in {_watchdogs[0].place}" if _watchdogs else ""

@@ -328,6 +328,11 @@ FAULTS = [
     ),
     Fault("other ports rejected by node 0", other_ports(0, Machine.reject), "ports other than 29600 are blocked"),
     Fault("other ports rejected by node 1", other_ports(1, Machine.reject), "ports other than 29600 are blocked"),
+    Fault(
+        "a variable on one node",
+        setting(1, TORCH_DIST_INIT_BARRIER="1"),
+        "TORCH_DIST_INIT_BARRIER is not set on node 0 (node0) and 1 on node 1 (node1)",
+    ),
     Fault("MTU", small_mtu, "small messages pass between"),
     Fault("a slow way", slow_link, "1024 KiB do not within 5 s: a cable"),
     Fault(
@@ -364,6 +369,7 @@ FAULTS = [
     Fault("other nnodes", setting(1, NNODES="3"), "NNODES is 2 on node 0 (node0) and 3 on node 1 (node1)"),
     Fault("a rank that is no number", setting(1, NODE_RANK="one"), "NODE_RANK is 'one'"),
     Fault("a number that is none", setting(1, GPUS_PER_NODE="eight"), "GPUS_PER_NODE is 'eight'"),
+    Fault("a variable of torchrun", setting(1, PET_MAX_RESTARTS="3"), "PET_MAX_RESTARTS would change how torchrun is"),
     Fault(
         "different GPU counts against the configuration",
         sizes_that_do_not_fit,

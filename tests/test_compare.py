@@ -16,6 +16,7 @@ FACTS: dict[str, Any] = {
     "libraries": {"CUDA": "13.0", "NCCL": "2.28.9"},
     "code": {},
     "environment": {"TORCH_DISTRIBUTED_DEBUG": "not DETAIL"},
+    "tuning": {},
     "config": {"parallel.replicate": 1, "parallel.expert": 1},
     "data": {},
     "model": {},
@@ -127,6 +128,10 @@ def test_files_of_another_path(key: str, kind: str) -> None:
         ({"shm_bytes": 64e6}, "/dev/shm has 64 MB"),
         ({"nofile": 256}, "only 256 open files"),
         ({"memlock": 65536}, "only 65536 bytes may be locked"),
+        (
+            {"tuning": {"NCCL_ALGO": "Ring"}},
+            "NCCL_ALGO is missing on node 0 (a) and Ring on node 1 (b) - most of these",
+        ),
         ({"clock_ahead_s": 2.0}, "the clock of node 1 (b) is 2.0 s ahead of that of node 0 (a)"),
         ({"clock_ahead_s": 2.0, "clock_error_s": 1.5}, ""),
     ],

@@ -53,6 +53,7 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
         (3, "threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()", "by SIGKILL"),
         pytest.param(0, "os.kill(os.getpid(), signal.SIGKILL)", "by SIGKILL", marks=pytest.mark.full),
         pytest.param(2, "os._exit(7)", "with code 7", marks=pytest.mark.full),
+        pytest.param(2, "os._exit(0)", "with code 0", marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_ends_while_it_imports(rank: int, effect: str, how: str, folder: Path) -> None:
@@ -60,7 +61,8 @@ def test_a_rank_that_ends_while_it_imports(rank: int, effect: str, how: str, fol
     with two_nodes(folder, **while_it_imports(folder, str(rank), effect)) as nodes:
         nodes.wait_for_words("nodes agree")
         for code, last in nodes.end():
-            said = rf"rank {rank} on {HOST}: ended {how}, before it had met the others - .*"
+            who = "local rank 0 of node 1" if how == "with code 0" else f"rank {rank}"
+            said = rf"{who} on {HOST}: ended {how}, before it had met the others - .*"
             assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
             require_documented("running", last)
         assert "Training Configuration" not in nodes.texts()[0]
@@ -239,7 +241,7 @@ def test_a_torchrun_that_is_killed(node: int, ranks_per_node: int, folder: Path)
         require_documented("running", last)
         code, last = ended[1 - node]
         if node == 0:
-            said = rf"ERROR: rank [1-3] on {HOST}: node 0 \({HOST}\) is gone, its torchrun ended or .*, in step \d+ .*"
+            said = rf"ERROR: rank [1-3] on {HOST}: node 0 \({HOST}\) is out of reach, its torchrun .*, in step \d+ .*"
         else:
             said = rf"ERROR: rank 2 on {HOST} \(and rank 3 on {HOST}\): no sign of life .*, last seen in step \d+ .*"
         assert code == 1 and re.fullmatch(said, last), nodes.texts()
@@ -254,7 +256,7 @@ def test_a_torchrun_that_is_stopped(folder: Path) -> None:
         nodes.wait_for_step(4)
         os.kill(nodes.torchrun(0), signal.SIGSTOP)
         for code, last in nodes.end():
-            said = rf"ERROR: rank [01] on {HOST}: node 0 \({HOST}\) is gone, .* in step \d+ .*"
+            said = rf"ERROR: rank [01] on {HOST}: node 0 \({HOST}\) is out of reach, .* in step \d+ .*"
             assert code == 1 and re.fullmatch(said, last), nodes.texts()
             require_documented("running", last)
 
@@ -304,12 +306,12 @@ def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
             ended = nodes.end()
         silent = r"rank 2 on node1 \(and rank 3 on node1\): no sign of life for \d+ s, last seen in step \d+ .*"
         no_store = (
-            r"rank [23] on node1: node 0 \(node0\) is gone, .* 10.11.7.50:\d+ has not answered for 40 s, in step .*"
+            r"rank [23] on node1: node 0 \(node0\) is out of reach, .* 10.11.7.50:\d+ has not answered for 40 s, in "
         )
         for node, said in enumerate((silent, no_store)):
             code, last = ended[node]
             if how == "cable" or node != lost:
-                assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+                assert code == 1 and re.match(f"ERROR: {said}", last), nodes.texts()
                 require_documented("running", last)
     resumes(folder)
 

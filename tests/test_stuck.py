@@ -130,7 +130,7 @@ def fail_without_a_store(error: Exception) -> None:
     ("error", "said"),
     [
         (OSError(116, "Stale file handle"), r"OSError: \[Errno 116\] Stale file handle, in "),
-        (dist.DistError("it is gone"), r"node 0 \({host}\) is gone, .* has not answered for 3 s, in "),
+        (dist.DistError("it is gone"), r"node 0 \({host}\) is out of reach, .* has not answered for 3 s, in "),
     ],
 )
 def test_a_rank_that_fails_while_node_0_is_silent(error: Exception, said: str, tmp_path: Path) -> None:
