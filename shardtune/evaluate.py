@@ -47,7 +47,7 @@ def evaluate(
     None on every rank if `must_stop` is true on any. They ask one another every few seconds, not after every
     micro-batch, and at those that the pace of the slowest chooses for all.
     """
-    rows = plan_rows(dataset.lengths, dataset.trained_counts, max_length, packing, seed=0, epoch=0)
+    rows = plan_rows(dataset.lengths, max_length, packing, seed=0, epoch=0)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     costs = cost_of(model).of_rows(rows, dataset.lengths[rows.members], dataset.trained_counts[rows.members])
     dealt = deal(rows, costs, world.rank, world.size, rows_per_micro_batch)

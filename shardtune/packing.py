@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from .dataset import TokenDataset
 
-_GROUP_ROWS = ((2048, 128), (128, 32), (0, 1))  # from so many rows in the epoch on, so many in a group
+_GROUP_ROWS = 32
+# Whole numbers: another machine's last bit must not send a row to another place.
+_LEVEL_EDGES = np.rint(8192 * (1.03 ** np.arange(200) - 1))
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,13 @@ class Rows:
         return Rows(self.members[starts[0] : starts[-1]], starts - starts[0])
 
 
-def plan_rows(
-    lengths: np.ndarray, trained_counts: np.ndarray, max_length: int, packing: bool, seed: int, epoch: int
-) -> Rows:
+def plan_rows(lengths: np.ndarray, max_length: int, packing: bool, seed: int, epoch: int) -> Rows:
     """Every sequence in exactly one row of at most `max_length` tokens, rows in random order.
 
-    `lengths` and `trained_counts`, both [sequences], are their tokens and how many of those are trained.
-
     With packing, sequences are placed longest first, each into the fullest row that still takes it (best-fit
-    decreasing; equal lengths in random order), which makes the number of rows the same in every epoch. Rows that cost
-    alike then stand together, see `_places`. Without packing they do not: a step of short records would weigh as much
-    as one of long ones.
+    decreasing; equal lengths in random order), which makes the number of rows the same in every epoch. Rows whose
+    attention costs alike then stand together, see `_places`. Without packing they do not: a step of short records would
+    weigh as much as one of long ones.
     """
     random = np.random.default_rng([seed, epoch])
     order = random.permutation(len(lengths))
@@ -61,49 +59,35 @@ def plan_rows(
     longest_first = order[np.argsort(shorter_by, kind="stable")]
     del order, shorter_by
     row_of, n_rows = _best_fit(lengths, max_length)
-    row_of = _places(lengths[longest_first], trained_counts[longest_first], row_of, n_rows, random)[row_of]
+    row_of = _places(np.asarray(lengths)[longest_first], row_of, n_rows, random)[row_of]
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=n_rows))])
     return Rows(longest_first[np.argsort(row_of, kind="stable")], starts)
 
 
-def _places(
-    lengths: np.ndarray, trained_counts: np.ndarray, row_of: np.ndarray, n_rows: int, random: np.random.Generator
-) -> np.ndarray:
+def _places(lengths: np.ndarray, row_of: np.ndarray, n_rows: int, random: np.random.Generator) -> np.ndarray:
     """The place in the epoch of each row; `row_of` is that of each sequence.
 
-    Ranks wait for the one whose row costs most: a row that is one long document costs up to half as much again as one
-    of short ones, and one that is all trained up to a quarter more than one that hardly is. So rows that cost alike
-    stand together in groups, sorted by what they cost within each; which of them do so, and the order of the groups,
-    are random. The last rows of the epoch, which fill no group, are a smaller one.
+    Ranks wait for the one whose row costs most, and a row that is one long document costs up to half as much again as
+    one of short ones. So rows that cost alike stand together in groups of 32; which of them do so, the order in a group
+    and that of the groups are random. The last rows of the epoch, fewer than 32, are any.
 
-    With c FLOPs for a token, h for a trained one and a for a pair of tokens, a row of T tokens in documents of L, t of
-    them trained, costs c T + h t + a sum(L^2) / 2; per token that is c (1 + (sum(L^2) + H t) / (B T)), with B = 2 c / a
-    and H = 2 h / a. B is 6,000 for SmolLM2-135M and 50,000 for Llama-3-8B, H / B is 0.27 and 0.08. The order of data
-    must not depend on the model, so all are taken for one of B = 8,192 and H = 2,048, and alike is what differs by less
-    than 1/64. Of larger models rows differ by less than that.
+    With c FLOPs for a token and a for a pair of tokens, the cost of a row of T tokens in documents of L is
+    c T + a sum(L^2) / 2, and per token c (1 + A / B) with A = sum(L^2) / T and B = 2 c / a, from 7,000 (SmolLM2-135M)
+    to 60,000 (Llama-3-8B). The order of data must not depend on the model: alike is what differs by less than 3% at
+    B = 8,192, and at a larger B by less than that. How much of a row is trained counts when rows are dealt, and not
+    here: steps of rows that are alike in that would weigh their tokens differently.
 
-    What remains: rows of one step differ where it begins in one group and ends in another, unless each rank has
-    several to even it out. By the formula of `flops.py`, with one row for each rank of a SmolLM2-135M, log-normal
-    lengths and any share trained, ranks wait for the slowest for 1 to 2.4% of the time where their number divides 128,
-    for 2 to 5% where it does not, and for 9% if there are 256. In epochs of fewer than 2,048 rows that holds for 32 in
-    the place of 128: groups of 128 would be few, and each fills many steps of few ranks with rows alike.
+    What remains, with one row a step for each rank of a SmolLM2-135M, log-normal lengths and 25 to 40% trained, by the
+    formula of `flops.py`: ranks work for 98% of the slowest one's time where their number divides 32, 95% at 24, 92% at
+    64 and 85% at 128, and 3% less where any share is trained. With several rows for each rank it is 99% or more.
     """
-    group_rows = next(size for least, size in _GROUP_ROWS if n_rows >= least)
     order = random.permutation(n_rows)
-    tokens, squares, trained = (
-        # Whole numbers: another machine's last bit must not send a row to another place.
-        np.bincount(row_of, values).astype(np.int64)
-        for values in (lengths, lengths.astype(np.float64) ** 2, trained_counts)
-    )
-    level = (squares + 2048 * trained) // (8192 // 64 * tokens)
-
-    def sorted_by_level(rows: np.ndarray) -> np.ndarray:
-        return rows[np.argsort(level[rows], kind="stable")]
-
-    n_grouped = n_rows - n_rows % group_rows
-    groups = random.permutation(sorted_by_level(order[:n_grouped]).reshape(-1, group_rows))
+    n_grouped = n_rows - n_rows % _GROUP_ROWS
+    attended = np.bincount(row_of, lengths.astype(np.float64) ** 2) / np.bincount(row_of, lengths)
+    level = np.searchsorted(_LEVEL_EDGES, attended)[order[:n_grouped]]
+    groups = order[:n_grouped][np.argsort(level, kind="stable")].reshape(-1, _GROUP_ROWS)
     places = np.empty(n_rows, np.int64)
-    places[np.concatenate([groups.ravel(), sorted_by_level(order[n_grouped:])])] = np.arange(n_rows)
+    places[np.concatenate([random.permutation(groups).ravel(), order[n_grouped:]])] = np.arange(n_rows)
     return places
 
 
@@ -338,7 +322,7 @@ class Schedule:
         lengths, trained_counts = self.dataset.lengths, self.dataset.trained_counts
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
         while number < self.total_steps:
-            rows = plan_rows(lengths, trained_counts, self.max_length, self.packing, self.seed, epoch)
+            rows = plan_rows(lengths, self.max_length, self.packing, self.seed, epoch)
             for begin in range(first, len(rows), self.rows_per_step):
                 if number == self.total_steps:
                     return

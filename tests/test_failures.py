@@ -323,7 +323,7 @@ def test_a_rank_that_ends_while_node_0_cannot_be_reached(cause: str, folder: Pat
     """It is alone on its node, and what it asks of the store is never answered."""
     effect, said = {
         "an error": (
-            "time.sleep(9); raise OSError(116, 'Stale file handle')",
+            "time.sleep(11); raise OSError(116, 'Stale file handle')",
             r"rank 1 on node1: OSError: .*, in step 5 .*",
         ),
         "a second signal": ("time.sleep(9999)", r"ended by a second signal, SIGTERM, without a save - .*"),
@@ -331,8 +331,10 @@ def test_a_rank_that_ends_while_node_0_cannot_be_reached(cause: str, folder: Pat
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
         prefixes = (places[0].prefix, places[1].prefix)
         place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0", "GPUS_PER_NODE": "1"}
-        with two_nodes(folder, prefixes=prefixes, **place, **break_rank(folder, 1, DATA, effect)) as nodes:
+        fault = break_rank(folder, 1, DATA, effect)
+        with two_nodes(folder, prefixes=prefixes, **place, **fault) as nodes:
             nodes.wait_for_step(4)
+            time.sleep(2)  # its save asks the store, before the fifth step begins
             places[0].ip("link", "set", places[0].interface, "down")
             for pause_s in (3, 4) * (cause == "a second signal"):
                 time.sleep(pause_s)

@@ -16,7 +16,7 @@ from conftest import chats, read_metrics, write_jsonl
 from documented import QUOTES, is_in
 from ranks import on_ranks, run_script, train, train_until
 
-from shardtune import optim, packing
+from shardtune import feeding, optim
 from shardtune.stragglers import slowest
 
 ARGUMENTS = (
@@ -43,7 +43,7 @@ def slowed(original: Callable[..., Any], slow_s: float) -> Callable[..., Any]:
 def run_with_a_slow_rank(rank: int, phase: str, arguments: list[str]) -> None:
     if int(os.environ["RANK"]) == rank:
         module, name = {
-            "data": (packing, "build_batch"),
+            "data": (feeding, "build_batch"),
             "forward and backward": (torch.nn.functional, "silu"),  # within a layer, between its collectives
             "optimizer": (optim, "clip_gradients"),
         }[phase]
