@@ -247,7 +247,7 @@ class Done(NamedTuple):
     loss: float  # exact, per trained token
     grad_norm: float  # the global one
     must_stop: float  # whether any rank was asked to
-    memory_bytes: float  # the peak of the rank with the most
+    memory_bytes: float  # the peak of the rank with the most, before the first update without the optimizer's state
     data_seconds: float  # for which the rank that waited longest waited for its batches
     owed: list[float]  # of each rank in turn
 

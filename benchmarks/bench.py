@@ -315,7 +315,7 @@ def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
             "memory_bytes": median(side.memory_bytes for side in sides),
             "losses": sides[0].losses,
         }
-        for name, sides in counted(runs, "ours", "float32").items()
+        for name, sides in counted(runs, "transformers_fsdp", "float32").items()
     }
     return {"rows": rows} if rows else {}
 

@@ -84,7 +84,7 @@ TINY = {
     "num_experts_per_tok": 2,
     "vocab_size": 49152,
 }
-PEERS: dict[str, dict[str, Any]] = {"trl_packed": {}, "hf_trainer": {}, "hf_padded": {"batch-size": 8}}
+PEERS: dict[str, dict[str, Any]] = {"hf_trainer": {}, "trl_packed": {}, "hf_padded": {"batch-size": 8}}
 NAMES = {
     "ours": "shardtune",
     "trl_packed": "TRL, packed (bfd)",
@@ -236,8 +236,9 @@ def table_lines(
     options: argparse.Namespace, start: str, model: Path, lengths: np.ndarray, runs: dict[str, list[Side]]
 ) -> list[str]:
     """A line for each side, of those that did not do equal work the reason."""
-    reference = next((name for name in runs if runs[name]), next(iter(runs)))
+    reference = next((name for name in (*PEERS, *runs) if runs.get(name)), next(iter(runs)))  # a peer's, if one ran
     equal, refused = gated(runs, reference, TOLERANCE[options.dtype])
+    FAILED.extend(f"no figure for {NAMES[name]}: {why}" for name, why in refused.items())
     flops, peak = model_flops(model), peak_flops(options.dtype)
     lines = []
     for name, sides in equal.items():
