@@ -50,9 +50,11 @@ def mean_of_means_errors(records: list[Encoded], sums: list[float], ranks: int, 
     """How wrong the loss of the first step would be if averaged over micro-batches, and if averaged over ranks."""
     counts = [sum(trained[1:]) for _, trained in records]
     lengths = torch.tensor([len(ids) for ids, _ in records]).numpy()
+    trained_counts = torch.tensor(counts).numpy()
     rows = plan_rows(lengths, MAX_LENGTH, packed, 1234, 0)
-    cost = Cost(per_token=6 * 16, per_pair=1)
-    dealt = [deal(rows, lengths[rows.members], cost, rank, ranks, 1 if packed else 2) for rank in range(ranks)]
+    cost = Cost(per_token=6 * 16, per_trained_token=1, per_pair=1)
+    costs = cost.of_rows(rows, lengths[rows.members], trained_counts[rows.members])
+    dealt = [deal(rows, costs, rank, ranks, 1 if packed else 2) for rank in range(ranks)]
 
     def mean(group: list[int]) -> float:
         return sum(sums[i] for i in group) / sum(counts[i] for i in group)
