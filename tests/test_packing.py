@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import chats, write_jsonl
 from ranks import config_for
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig
 
 from shardtune.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
 from shardtune.flops import ModelFlops, count_flops
@@ -151,6 +151,7 @@ CONFIGS = {
         tie_word_embeddings=True,
     ),
     "Llama-3-8B": LlamaConfig(vocab_size=128256, intermediate_size=14336, num_key_value_heads=8),
+    "GLM-4.5-Air": Glm4MoeConfig(),
 }
 ANY_COST = Cost(2, 1, 1)
 
@@ -225,9 +226,14 @@ def useful_shares(
 
 @pytest.mark.parametrize(("accumulation", "rows_per_micro_batch"), [(1, 1), (1, 2), (2, 1), (4, 1), (8, 2)])
 @pytest.mark.parametrize("model", CONFIGS)
-@pytest.mark.parametrize(("trained_shares", "share"), [((0.25, 0.4), 0.98), ((0.05, 0.95), 0.95)])
-def test_sixteen_ranks_hardly_wait_for_the_slowest(model, accumulation, rows_per_micro_batch, trained_shares, share):
-    assert min(useful_shares(model, 16_000, trained_shares, 16, accumulation, rows_per_micro_batch)) > share
+@pytest.mark.parametrize("trained_shares", [(0.25, 0.4), (0.05, 0.95)])
+def test_sixteen_ranks_wait_less_than_three_percent_for_the_slowest(
+    model, accumulation, rows_per_micro_batch, trained_shares
+):
+    """Five percent where any share is trained, the head is large in a small model, and a rank has but one row."""
+    is_worst = (model, accumulation * rows_per_micro_batch, trained_shares) == ("SmolLM2-135M", 1, (0.05, 0.95))
+    shares = useful_shares(model, 16_000, trained_shares, 16, accumulation, rows_per_micro_batch)
+    assert min(shares) > (0.95 if is_worst else 0.97)
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(8, 0.98), (24, 0.95), (32, 0.975), (64, 0.91), (128, 0.845)])
