@@ -6,8 +6,7 @@ python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections NAME
 All sides train the same weights on the same chats, the whole of which is one optimizer step: so every side sees the
 same global batch however it orders and packs, and its loss at every step must be the reference's (HF Trainer's) before
 any of its figures counts. The sides take turns in each round, in another order each time, each in a process of its own
-on one pinned core with one thread; the first step of each also sets things up and is not counted. All of it takes about
-45 minutes on two cores.
+on one pinned core with one thread; the first step of each also sets things up and is not counted.
 """
 
 from __future__ import annotations
