@@ -84,7 +84,7 @@ pass_on() {
     else kill -s TERM "$torchrun"; fi 2>/dev/null
 }
 set -m
-"$python" "$here/distTest/torchrun.py" \
+PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$python" -P -m distTest.torchrun \
     --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=${JOIN_TIMEOUT:-300}" \
     --log_dir="$SHARDTUNE_LAUNCH_DIR/torchrun" "$here/train_fsdp.py" "$@" &
@@ -98,21 +98,10 @@ while kill -0 "$torchrun" 2>/dev/null; do
 done
 { wait "$torchrun"; } 2>/dev/null
 code=$?
-# The process that torchrun saw end first, or the first that was there to the end. One that ends in order leaves no file
-# of its place, whatever its code.
-kind=0 status=9
+(( code == 0 )) && exit 0
+# Where a rank was that was killed with its torchrun.
 places=("$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9])
-first=${places[0]}
-if [[ -s $SHARDTUNE_LAUNCH_DIR/ends ]]; then
-    while read -r ended_pid ended_kind ended_status; do
-        if found=$(grep -ls "^$ended_pid " "${places[@]}"); then
-            first=$found kind=$ended_kind status=$ended_status
-            break
-        fi
-    done < "$SHARDTUNE_LAUNCH_DIR/ends"
-fi
-place=$(head -n 1 "$first" 2>/dev/null)
-(( code == 0 )) && [[ -z $place ]] && exit 0
+place=$(head -n 1 "${places[0]}" 2>/dev/null)
 node="node $NODE_RANK on $(uname -n)"
 if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
     { read -r code; read -r line; } < "$SHARDTUNE_LAUNCH_DIR/outcome"
@@ -123,11 +112,8 @@ elif (( code > 128 )); then
 $SHARDTUNE_AGAIN"
     code=1
 else
-    how='without a word' where="see above, the other nodes' logs"
-    if (( kind == 1 )); then how="with code $status"
-    elif (( status != 9 )); then how="by SIG$(kill -l "$status")"
-    else where+=", and the kernel's log for processes killed for memory"; fi
-    code=1 line="ended $how: ${place:-a process of $node} - $where; $SHARDTUNE_AGAIN"
+    code=1 line="ended without a word: a process of $node - see above, the other nodes' logs, and the kernel's log for \
+processes killed for memory; $SHARDTUNE_AGAIN"
 fi
 if [[ ! -e $SHARDTUNE_LAUNCH_DIR/watched ]]; then  # the other nodes hear of it by this, see distTest/handover.py
     echo "$code $line" > "$SHARDTUNE_LAUNCH_DIR/told"

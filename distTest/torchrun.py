@@ -30,6 +30,9 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from shardtune.watchdog import end_of
+from shardtune.world import speak_for
+
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _TICK_S = 1.0
 _END_S = 40  # without a process it may hang in a call that hears no signals
@@ -95,6 +98,26 @@ def _note_end(folder: Path) -> None:
                     with (folder / "outcome").open("a", encoding="utf-8") as outcome:
                         outcome.write(told)
                     os.kill(os.getpid(), signal.SIGTERM)
+    if not _has_process():
+        _speak_for_the_lost(folder)
+
+
+def _speak_for_the_lost(folder: Path) -> None:
+    """If a rank has ended without a word, and none of this node is left that could say how: to the other nodes too."""
+    if (folder / "outcome").exists():
+        return
+    places = dict[int, tuple[int, str]]()
+    for file in folder.glob("rank_*[0-9]"):
+        place, limits = file.read_text(encoding="utf-8").splitlines()
+        places[int(limits.split()[0])] = int(file.name.removeprefix("rank_")), place
+    ended = [int(line.split()[0]) for line in (folder / "ends").read_text(encoding="utf-8").splitlines()]
+    if lost := [pid for pid in ended if pid in places]:
+        _, place = places[lost[0]]
+        who, _, phase = place.partition(", last seen in ")
+        what, remedy = end_of(lost[0])
+        code, line = speak_for([places[pid][0] for pid in lost], f"{who}: {what}, last seen in {phase} - {remedy}")
+        (folder / "outcome").write_text(f"{code}\n{line}\n", encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun would wait for the other nodes if all ended with 0
 
 
 def _has_spoken(folder: Path, failure: ProcessFailure) -> bool:

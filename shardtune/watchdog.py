@@ -30,6 +30,7 @@ from .errors import AGAIN
 from .progress import STEP_PHASES, Progress
 from .signals import TORCHRUN_PID, launcher_has_ended
 
+_PREFIX = "watchdog"  # of its keys in the store
 _TICK_S = 1.0
 # Steps before the first has ended wait for whatever a rank sets up: compilation, slow disks, a first evaluation.
 FIRST_STEP_TIMEOUT_S = 1800
@@ -113,8 +114,8 @@ class Watchdog:
     ) -> None:
         self.me, self._peers, self._progress = peers[rank], peers, progress
         self._step_timeout_s, self._save_timeout_s = step_timeout_s, save_timeout_s
-        self._store = dist.PrefixStore("watchdog", store)  # the main thread's
-        self._channel = dist.PrefixStore("watchdog", cast(Any, store).clone())  # the talking thread's
+        self._store = dist.PrefixStore(_PREFIX, store)  # the main thread's
+        self._channel = dist.PrefixStore(_PREFIX, cast(Any, store).clone())  # the talking thread's
         self._siblings = {peer.rank: _handle(peer) for peer in peers if peer.node == self.me.node and peer != self.me}
         self._ends = select.poll()
         for handle in self._siblings.values():
@@ -177,7 +178,7 @@ class Watchdog:
             self._exit_code = code
         if self._store_answers:
             with contextlib.suppress(RuntimeError):
-                _leave(self._store, self._peers, self.me, wait_s=_LEAVE_S if code else 0)
+                _leave(self._store, len(self._peers), [self.me.rank], wait_s=_LEAVE_S if code else 0)
         _write_place(self.me, None)
 
     # The thread that talks to the store.
@@ -202,7 +203,7 @@ class Watchdog:
             self._fail(Failure(*json.loads(store.get("failure"))))
             return
         if lost:
-            self._blame(lost, *_end_of(self._peers[lost[0]]))
+            self._blame(lost, *end_of(self._peers[lost[0]].pid))
         elif silent := self._silent():
             self._blame(
                 silent,
@@ -333,7 +334,7 @@ class Watchdog:
                     print(f"ERROR: {failure.line}", file=sys.stderr, flush=True)
         if self._store_answers:
             with contextlib.suppress(RuntimeError):
-                _leave(self._channel, self._peers, self.me, _LEAVE_S)
+                _leave(self._channel, len(self._peers), [self.me.rank], _LEAVE_S)
                 for rank in {*failure.blamed} & {*self._siblings} - {*self._gone()}:
                     if not self._channel.check([f"ended/{rank}"]):  # stopped: torchrun would wait for it
                         os.kill(self._peers[rank].pid, signal.SIGKILL)
@@ -346,10 +347,20 @@ def _report(store: dist.Store, failure: Failure) -> Failure:
     return Failure(*json.loads(store.compare_set("failure", "", json.dumps(failure))))
 
 
-def _leave(store: dist.Store, peers: Sequence[Peer], me: Peer, wait_s: float) -> None:
-    store.set(f"ended/{me.rank}", "")
+def fail_for(ranks: list[int], size: int, store: dist.Store, line: str) -> Failure:
+    """The failure of the run: that of these ranks, which have ended without a word, if there is no other."""
+    store = dist.PrefixStore(_PREFIX, store)
+    failure = _report(store, Failure(line, 1, ranks[0], ranks))
+    _leave(store, size, ranks, _LEAVE_S)
+    return failure
+
+
+def _leave(store: dist.Store, size: int, ranks: list[int], wait_s: float) -> None:
+    """Say that these ranks have ended; return when all of the run have, or `wait_s` later."""
+    for rank in ranks:
+        store.set(f"ended/{rank}", "")
     deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline and not store.check([f"ended/{peer.rank}" for peer in peers]):
+    while time.monotonic() < deadline and not store.check([f"ended/{rank}" for rank in range(size)]):
         time.sleep(0.1)
 
 
@@ -363,14 +374,14 @@ def _handle(peer: Peer) -> int | None:
         return _UNWATCHABLE
 
 
-def _end_of(peer: Peer) -> tuple[str, str]:
-    """How a process ended, as far as the launch script's torchrun has left it, and what to do."""
+def end_of(pid: int) -> tuple[str, str]:
+    """How a rank's process ended, as far as the launch script's torchrun has left it, and what to do."""
     deadline = time.monotonic() + _END_NOTED_S * ("SHARDTUNE_LAUNCH_DIR" in os.environ)
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):  # a signal without a name, a line that is not whole
             for line in Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "ends").read_text(encoding="utf-8").splitlines():
-                pid, kind, status = map(int, line.split())
-                if pid == peer.pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):
+                ended, kind, status = map(int, line.split())
+                if ended == pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):
                     how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
                     return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
         time.sleep(0.05)

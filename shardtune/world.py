@@ -29,7 +29,7 @@ from .config import DistributedConfig
 from .errors import AGAIN, Ended, Interrupted, OutOfMemory, Refused, Stopped
 from .progress import Progress
 from .signals import end_on_signal, end_with_torchrun, ignore_signals
-from .watchdog import FIRST_STEP_TIMEOUT_S, Peer, Watchdog, leave_last_word, tell_launcher
+from .watchdog import FIRST_STEP_TIMEOUT_S, Peer, Watchdog, fail_for, leave_last_word, tell_launcher
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 _AGREE_TIMEOUT_S = 2 * 24 * 3600.0
 _OTHERS_REFUSE_WITHIN_S = 20.0
 _FIRST_RANK_SPEAKS_S = 10
+_TELL_S = 5
 _REFUSED_KEY = "refused"
 _STORE_VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
 _JOINING = threading.Event()  # set once this process has looked for the others: then they know of it
@@ -323,9 +324,23 @@ def _tell_the_others(problems: list[str]) -> None:
         return
     told = [f"node {os.environ.get('GROUP_RANK', '?')} ({socket.gethostname()}): {problem}" for problem in problems]
     with contextlib.suppress(RuntimeError, ValueError):  # nobody may listen: then nobody waits
-        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=5)))
+        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_TELL_S)))
         if not store.check([_REFUSED_KEY]):
             store.set(_REFUSED_KEY, json.dumps(told))
+
+
+def speak_for(ranks: list[int], line: str) -> tuple[int, str]:
+    """For the launcher of ranks that have ended without a word: tell the others. The run's exit code and last line.
+
+    These are another rank's, if that one failed first.
+    """
+    with contextlib.suppress(RuntimeError):  # node 0 has ended, and nobody is to be told
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=False, timeout=datetime.timedelta(seconds=_TELL_S))
+        attempt = json.loads(store.get("attempt"))
+        failure = fail_for(ranks, len(attempt["seen"]), dist.PrefixStore(attempt["id"], store), line)
+        return failure.code, failure.line
+    return 1, line
 
 
 def _named(ranks: list[int]) -> str:

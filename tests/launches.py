@@ -115,11 +115,13 @@ class Nodes:
             self._seen.update(descendants(script.pid))
 
     def torchrun(self, node: int) -> int:
-        return next(pid for pid in descendants(self.scripts[node].pid) if "torchrun.py" in command(pid))
+        return next(pid for pid in descendants(self.scripts[node].pid) if "distTest.torchrun" in command(pid))
 
     def count_ranks(self) -> int:
         started = [command(pid) for script in self.scripts for pid in descendants(script.pid)]
-        return sum("train_fsdp.py" in line and "torchrun.py" not in line and "bash" not in line for line in started)
+        return sum(
+            "train_fsdp.py" in line and "distTest.torchrun" not in line and "bash" not in line for line in started
+        )
 
     def end(self) -> list[tuple[int, str]]:
         """Exit code and last line of each node, when every process that was ever seen is gone."""
@@ -183,7 +185,7 @@ def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
     (folder / "fault").mkdir()
     (folder / "fault/sitecustomize.py").write_text(
         "import os, signal, socket, sys, threading, time\n"
-        f"if os.environ.get('RANK') == {program!r} or sys.orig_argv[1].endswith({program!r}):\n"
+        f"if os.environ.get('RANK') == {program!r} or any(a.endswith({program!r}) for a in sys.orig_argv[1:4]):\n"
         f"    {effect}\n",
         encoding="utf-8",
     )

@@ -95,7 +95,7 @@ def test_a_launch_that_is_killed_before_its_ranks_have_met(what: str, node: int,
 @pytest.mark.full
 def test_a_port_that_is_taken_after_the_preflight(folder: Path) -> None:
     listen = "listener = socket.create_server(('', int(os.environ['MASTER_PORT'])))"
-    fault = while_it_imports(folder, "torchrun.py", f"if os.environ['NODE_RANK'] == '0': {listen}")
+    fault = while_it_imports(folder, "distTest.torchrun", f"if os.environ['NODE_RANK'] == '0': {listen}")
     with two_nodes(folder, **fault) as nodes:
         nodes.wait_for_words("nodes agree")
         for code, last in nodes.end():
@@ -118,10 +118,12 @@ def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
             require_documented("running", last)
 
 
-KILLED = r"rank 3 on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"
-CRASHED = r"rank 3 on {host}: ended by SIGSEGV, last seen in step \d \(.+\) - see what it said above .*"
-ENDED = r"rank 3 on {{host}}: ended with code {}, last seen in step \d \(.+\) - see what it said above .*"
-STOPPED = r"rank 3 on {host}: no sign of life for \d+ s, last seen in step \d \(.+\) - its process is stopped or .*"
+KILLED = r"rank {rank} on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"
+CRASHED = r"rank {rank} on {host}: ended by SIGSEGV, last seen in step \d \(.+\) - see what it said above .*"
+ENDED = r"rank {{rank}} on {{host}}: ended with code {}, last seen in step \d \(.+\) - see what it said above .*"
+STOPPED = (
+    r"rank {rank} on {host}: no sign of life for \d+ s, last seen in step \d \(.+\) - its process is stopped or .*"
+)
 
 
 @pytest.mark.parametrize(
@@ -150,31 +152,40 @@ def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: st
     with two_nodes(folder, **break_rank(folder, 3, where, effect)) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
-            assert code == 1 and re.fullmatch(f"ERROR: {said.format(host=HOST)}", last), nodes.texts()
+            assert code == 1 and re.fullmatch(f"ERROR: {said.format(rank=3, host=HOST)}", last), nodes.texts()
             require_documented("running", last)
     resumes(folder)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("effect", "said"),
+    ("rank", "effect", "said"),
     [
-        ("os._exit(0)", r"ended with code 0: rank 1 on {host}, last seen in step \d+ .*"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", r"ended by SIGSEGV: rank 1 on {host}, last seen in step \d+ .*"),
-        (
-            "os.kill(os.getpid(), signal.SIGSTOP)",
-            r"rank 1 on {host}, last seen in step \d+ .*: no sign of life for \d+ s, its process was stopped .*",
-        ),
+        (0, "os.kill(os.getpid(), signal.SIGKILL)", KILLED),
+        (0, "os._exit(0)", ENDED.format(0)),
+        (1, "os._exit(0)", ENDED.format(0)),
+        (1, "os.kill(os.getpid(), signal.SIGSEGV)", CRASHED),
     ],
 )
-def test_a_rank_alone_on_its_node(effect: str, said: str, folder: Path) -> None:
-    """torchrun sees nothing wrong in one that ends with 0."""
-    with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, 1, DATA, effect)) as nodes:
+def test_a_rank_alone_on_its_node(rank: int, effect: str, said: str, folder: Path) -> None:
+    """The torchrun of its node says how it ended; it sees nothing wrong in one that ends with 0."""
+    with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, rank, DATA, effect)) as nodes:
+        nodes.wait_for_step(4)
+        for code, last in nodes.end():
+            assert code == 1 and re.fullmatch(f"ERROR: {said.format(rank=rank, host=HOST)}", last), nodes.texts()
+            require_documented("running", last)
+
+
+@pytest.mark.full
+def test_a_rank_that_is_stopped_alone_on_its_node(folder: Path) -> None:
+    fault = break_rank(folder, 1, DATA, "os.kill(os.getpid(), signal.SIGSTOP)")
+    with two_nodes(folder, GPUS_PER_NODE="1", **fault) as nodes:
         nodes.wait_for_step(4)
         (code0, last0), (code1, last1) = nodes.end()
     assert (code0, code1) == (1, 1), nodes.texts()
-    assert re.fullmatch(rf"ERROR: rank 1 on {HOST}: no sign of life .*", last0), last0
-    assert re.fullmatch(f"ERROR: {said.format(host=HOST)}", last1), last1
+    assert re.fullmatch(f"ERROR: {STOPPED.format(rank=1, host=HOST)}", last0), last0
+    said = rf"rank 1 on {HOST}, last seen in step \d+ .*: no sign of life for \d+ s, its process was stopped .*"
+    assert re.fullmatch(f"ERROR: {said}", last1), last1
     require_documented("running", last1)
 
 
@@ -185,8 +196,8 @@ def test_the_rank_that_ended_first(folder: Path) -> None:
     fault = break_rank(folder, 1, DATA, f"{others}; os.kill(os.getpid(), signal.SIGKILL)")
     one_node = {"NNODES": "1", "GPUS_PER_NODE": "2", "MASTER_PORT": a_free_port()}
     code, _, errors = end(start("launch_node0.sh", *ARGUMENTS, cwd=folder, **one_node, **fault))
-    said = rf"ERROR: ended without a word: rank 1 on {HOST}, last seen in step \d \(.+\) - .*"
-    assert code == 1 and re.fullmatch(said, errors.splitlines()[-1]), errors
+    said = KILLED.format(rank=1, host=HOST)
+    assert code == 1 and re.fullmatch(f"ERROR: {said}", errors.splitlines()[-1]), errors
 
 
 @pytest.mark.full

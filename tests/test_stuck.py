@@ -145,14 +145,13 @@ def test_how_a_process_ended_is_awaited(tmp_path: Path, monkeypatch: pytest.Monk
     """Its end is seen before torchrun, which hears of several at once, has noted how."""
     monkeypatch.setenv("SHARDTUNE_LAUNCH_DIR", str(tmp_path))
     ended = [subprocess.Popen(["sh", "-c", f"exit {code}"]) for code in (3, 4)]
-    peers = [watchdog.Peer(rank, 0, HOST, process.pid) for rank, process in enumerate(ended)]
     handles = [os.pidfd_open(process.pid) for process in ended]
     for handle in handles:
         select.select([handle], [], [])
         os.close(handle)
     noting = threading.Timer(0.1, vars(torchrun)["_note_end"], [tmp_path])
     noting.start()
-    hows = [vars(watchdog)["_end_of"](peer)[0] for peer in peers]
+    hows = [watchdog.end_of(process.pid)[0] for process in ended]
     noting.join()
     for process in ended:
         process.wait()
