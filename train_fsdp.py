@@ -144,7 +144,7 @@ def build_job(
     residency = choose_residency(model, config, kept_residency(resumed, config, world), world)
     set_seed((config.run.seed + world.rank) % 2**32)
     with memory_suffices(config):
-        is_flat = choose_attention(model, config, world)
+        is_flat = choose_attention(model, config, data.longest, world)
     if which := use_loss_head(model, world.device):
         world.say(f"Loss: logits are made {which}")
     if config.model.compile:

@@ -37,7 +37,7 @@ class _Documents:
 
     lengths: list[int]
     boundaries: torch.Tensor
-    longest_ever = 0
+    longest_ever = 0  # of the run's data
     is_trial = False
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
     try:
         with torch.enable_grad():
-            output = varlen_attn(x, x, x, ends, ends, 3, 3, window_size=(-1, 0))
+            output = varlen_attn(x, x, x, ends, ends, 3, 3, window_size=(-1, 0), enable_gqa=True)
             assert isinstance(output, torch.Tensor)
             output.sum().backward()
     except RuntimeError:
@@ -169,9 +169,9 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 
 def _mask(*, local_size: int | None = None, **arguments: Any) -> torch.Tensor | None:
     """No mask; while a model is tried, the one that it would have had, watched."""
-    if local_size is not None and local_size < documents.longest_ever:
+    if local_size and local_size < documents.longest_ever:
         documents.object(f"a sliding window or chunks of {local_size} tokens")
-    if not documents.is_trial:
+    if not documents.is_trial or local_size == 0:  # a window of nothing, made for layers that there are none of
         return None
     ends = documents.boundaries[1:].long()
     document = torch.bucketize(torch.arange(sum(documents.lengths), device=ends.device), ends, right=True)
@@ -187,10 +187,11 @@ AttentionInterface.register(_NAME, torch.compiler.disable(attend))
 AttentionMaskInterface.register(_NAME, _mask)
 
 
-def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bool:
+def choose_attention(model: PreTrainedModel, config: Config, longest_document: int, world: World) -> bool:
     """Let the model attend document by document if it can, saying so, or why not; whether its rows are flat.
 
-    Both ways are tried on the model itself: a document must be what it is alone, whatever stands before it.
+    A window as wide as the longest document, in tokens, is none. Both ways are tried on the model itself: a document
+    must be what it is alone, whatever stands before it.
 
     Raises:
         Refused: data.packing is on, and a document sees the one before it.
@@ -207,7 +208,7 @@ def choose_attention(model: PreTrainedModel, config: Config, world: World) -> bo
         return False
     alone = _last_document(model, _PROBE[-1:], world.device)
     if config.model.attention == "auto":
-        documents.longest_ever = config.data.max_length
+        documents.longest_ever = longest_document
         why_not = next(filter(None, world.gather(_try_documents(model, alone, config, world))), "")
         if why_not:
             model.set_attn_implementation(usual)

@@ -141,6 +141,11 @@ class PreparedData:
     eval_summary: DataSummary | None
     key: str
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of any set."""
+        return max(int(tokens.lengths.max()) for tokens in (self.train, self.eval) if tokens is not None)
+
     def require_vocabulary(self, tokenizer: Any, vocabulary: int) -> None:
         """Raises Refused when a token is not among the `vocabulary` ids that the model knows."""
         if max(tokenizer.get_vocab().values()) < vocabulary:

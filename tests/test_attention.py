@@ -50,6 +50,7 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+LENGTHS = (5, 1, 23, 12, 40)
 # Of each architecture: its settings, the reason why it does not attend by documents, and whether its head gives the
 # loss itself.
 FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
@@ -58,7 +59,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, "", True),
     "glm4_moe": (LATENT | {"num_key_value_heads": 2, "head_dim": 16}, "", True),
     "deepseek_v3": (LATENT, "", True),
-    "mistral": ({"head_dim": 16, "sliding_window": 64}, "", True),
+    "qwen2_moe": (
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+        "",
+        True,
+    ),
+    "mistral": ({"head_dim": 16, "sliding_window": max(LENGTHS)}, "", True),
     "mistral, narrow": ({"head_dim": 16, "sliding_window": 8}, "a sliding window", True),
     "gpt_neox": ({"rotary_pct": 0.5}, "", True),
     "phi": ({}, "", True),  # its head has a bias
@@ -79,7 +90,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     ),
 }
 CHECKPOINTED = ("llama", "glm4_moe", "granite", "gemma2")
-LENGTHS = (5, 1, 23, 12, 40)
 
 
 def a_model(family: str, settings: dict[str, Any]) -> PreTrainedModel:
@@ -151,7 +161,7 @@ def difference(
     shard(model, world, MixedPrecisionPolicy())
     said: list[str] = []
     object.__setattr__(world, "say", said.append)
-    assert choose_attention(model, config, world)
+    assert choose_attention(model, config, max(LENGTHS), world)
     (line,) = said
     assert (reason in line and "row x row" in line) if reason else "without a mask" in line, (reason, line)
     kind = model.config.model_type
@@ -188,13 +198,13 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
                 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
                 model.config.use_cache = False
                 shard(model, world, policy)
-                assert choose_attention(model, how, world)
+                assert choose_attention(model, how, how.data.max_length, world)
                 assert model.training
                 assert model.config._attn_implementation == ("documents" if how is config else "sdpa")
         leaking = small_opt(use_cache=False)
         shard(leaking, world, policy)
         with pytest.raises(Refused, match=r"opt lets a packed document see .* use data\.packing=false"):
-            choose_attention(leaking, config, world)
+            choose_attention(leaking, config, config.data.max_length, world)
 
     by_place = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
     by_place.config.use_cache = False
@@ -206,7 +216,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
 
     by_place.get_input_embeddings().register_forward_hook(scale)
     with pytest.raises(Refused, match=r"llama lets a packed document see .* use data\.packing=false"):
-        choose_attention(by_place, config, world)
+        choose_attention(by_place, config, config.data.max_length, world)
 
     with_table = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
     with_table.config.use_cache = False
@@ -218,7 +228,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
 
     with_table.get_input_embeddings().register_forward_hook(scale_from_table)
     with pytest.raises(Refused, match=r"llama lets a packed document see .* use data\.packing=false"):
-        choose_attention(with_table, config, world)
+        choose_attention(with_table, config, config.data.max_length, world)
 
     deep = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False),
@@ -233,7 +243,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
 
     deep.register_forward_pre_hook(choose_kernel, with_kwargs=True)
     deep.register_forward_hook(lambda module, arguments, output: outputs.append(output.logits[0, -16:].float()))
-    assert choose_attention(deep, usual, world)
+    assert choose_attention(deep, usual, usual.data.max_length, world)
     assert (outputs[0] - outputs[-1]).std() > 0.01 * outputs[0].std()
 
 
@@ -265,7 +275,7 @@ def say_which_kernel(config: Config) -> None:
         model = a_model("llama", {"attention_dropout": dropout})
         shard(model, world, MixedPrecisionPolicy())
         state = torch.get_rng_state()
-        assert choose_attention(model, config, world)
+        assert choose_attention(model, config, config.data.max_length, world)
         assert torch.equal(torch.get_rng_state(), state)  # the run's own numbers are not for trying
 
 

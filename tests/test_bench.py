@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(REPOSITORY, "benchmarks")))
 
 import bench
 import gpu
+import older_torch
 from measure import FAILED, Side, Unequal, gated, in_turns, require_equal_work, require_moving_loss
 from report import rate_lines
 
@@ -169,3 +170,17 @@ def test_the_sections_without_peers_are_measured(run_benchmark: Callable[..., st
         assert all(seconds > 0 for seconds in of_dtype["seconds"].values()) and len(of_dtype["seconds"]) == 6
     said = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     assert profiles and "| matrix products | " in said and "waited for data" in said and "RESULTS.png" not in said
+
+
+def test_grouped_keys_for_an_older_torch() -> None:
+    """Its kernel wants as many heads of keys as of queries; here it is PyTorch's own attention."""
+    query, key, value = torch.randn(7, 6, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
+
+    found = older_torch.with_grouped_keys(attend)(query, key, value, scale=0.3, enable_gqa=True)
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(found, expected.transpose(0, 1))
