@@ -42,6 +42,7 @@ from shardtune.opening import (
     plan_steps,
     require_same_config,
     require_same_model,
+    require_same_revision,
 )
 from shardtune.optim import (
     build_optimizer,
@@ -81,6 +82,7 @@ def main() -> None:
             lambda: require_sources(config.data) if world.is_node_main else None,
         )
     )
+    require_same_revision(config.model, world)
     encoder = world.agree(lambda: build_encoder(config.model.path, config.data, datetime.date.fromisoformat(date)))
     data = open_prepared(Path(world.on_each_node(lambda: str(prepare_data(config.data, encoder, world.say)))))
     world.agree(lambda: data.require_vocabulary(encoder.tokenizer, model_config.get_text_config().vocab_size))

@@ -174,7 +174,7 @@ def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
 def _model(folder: Path, remarks: list[str]) -> dict[str, dict[str, Any]]:
     """Of every file of the model's directory what it is compared by: its size, and its content or samples of it."""
     if not folder.is_dir():
-        remarks.append(f"model.path={folder} is a name of the hub and not compared before the run")
+        remarks.append(f"model.path={folder} is a name of the hub, of which the ranks compare the revision")
         return {}
     found, files = {}, _files_in(folder)
     weights = [file for file in files if file.suffix in _WEIGHT_SUFFIXES]

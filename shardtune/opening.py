@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .checkpoint import Checkpoint, agree_on_checkpoint
-from .config import Config, changed_keys, to_dict
+from .config import Config, ModelConfig, changed_keys, to_dict
 from .dataset import PreparedData
 from .errors import Refused
 from .metrics import has_evaluation
@@ -17,6 +17,7 @@ from .model import compute_dtype, local_bytes
 from .optim import learning_rate, warmup_steps
 from .packing import Position, Schedule, make_schedule
 from .rundir import RunDir
+from .source import fetch_weights
 from .world import World
 
 
@@ -28,18 +29,15 @@ def require_same_config(config: Config, world: World) -> None:
     """
     first = world.gather(to_dict(config))[0]
 
-    def compare() -> None:
-        different = [change for of_kind in changed_keys(first, config) for change in of_kind]
-        problems = [
-            f"{key} is {json.dumps(of_first)} on node 0 and {json.dumps(own)} on node {world.node_rank} - start every "
-            "node with the same configuration"
-            for key, of_first, own in different
-            if key not in ("run.dir", "distributed.join_timeout_s")
-        ]
-        if problems:
-            raise Refused(*problems)
-
-    world.agree(compare)
+    different = [change for of_kind in changed_keys(first, config) for change in of_kind]
+    own = [
+        f"{key} is {json.dumps(of_first)} on node 0 and {json.dumps(here)} on node {world.node_rank} - start every "
+        "node with the same configuration"
+        for key, of_first, here in different
+        if key not in ("run.dir", "distributed.join_timeout_s")
+    ]
+    if problems := dict.fromkeys(problem for of_rank in world.gather(own) for problem in of_rank):
+        raise Refused(*problems)
 
 
 def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> Checkpoint | None:
@@ -61,6 +59,22 @@ def choose_checkpoint(config: Config, run_dir: RunDir, world: World) -> Checkpoi
     for key, old, new in allowed:
         world.say(f"Changed since {found.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}")
     return found
+
+
+def require_same_revision(model: ModelConfig, world: World) -> None:
+    """Each node has the weights, and where they come from the hub all have the same.
+
+    Raises:
+        Refused: with both revisions, or because a node lacks files.
+    """
+    revision = world.on_each_node(lambda: fetch_weights(model))
+    (first, of_first), *others = dict(world.gather([world.node_name, revision])).items()
+    for name, found in others:
+        if found != of_first:
+            raise Refused(
+                f"model.path={model.path} is the hub's revision {of_first} on {first} and {found} on {name} - fetch "
+                "one revision on every node, or name a directory"
+            )
 
 
 def require_same_model(resumed: Checkpoint, assets: Mapping[str, bytes]) -> None:

@@ -8,13 +8,16 @@ import re
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import cached_file
 
 from .config import ModelConfig
 from .errors import Refused
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -50,13 +53,38 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
             f"data.max_length={max_length} is beyond the {positions} positions of {model.path} - "
             f"use data.max_length={positions} or less"
         )
-    if model.init == "pretrained":
-        problems += _weight_problems(model.path)
+    if model.init == "pretrained" and Path(model.path).is_dir():
+        problems += _weight_problems(Path(model.path))
     if problems:
         raise Refused(*problems)
     if config.dtype is None and model.init == "pretrained":
         config.dtype = _stored_dtype(Path(model.path))
     return config
+
+
+def fetch_weights(model: ModelConfig) -> str | None:
+    """The commit of the hub's model that this node reads, whose weights are there now; None for a directory.
+
+    Raises:
+        Refused: they cannot be fetched, or are missing or truncated.
+    """
+    if Path(model.path).is_dir():
+        return None
+    try:
+        file = cached_file(model.path, "config.json")
+        assert file is not None
+        commit = Path(file).parent.name
+        if model.init == "random":
+            return commit
+        folder = Path(snapshot_download(model.path, revision=commit, allow_patterns=_WEIGHTS))
+    except Exception as error:  # the hub's client has many
+        raise Refused(
+            f"model.path={model.path}: its files cannot be fetched ({_first_line(error)}) - connect to the hub, or "
+            "copy them into this node's cache"
+        ) from error
+    if problems := _weight_problems(folder):
+        raise Refused(*problems)
+    return commit
 
 
 def _building_problems(path: str, config: PreTrainedConfig) -> list[str]:
@@ -81,11 +109,8 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
     return None
 
 
-def _weight_problems(path: str) -> list[str]:
+def _weight_problems(folder: Path) -> list[str]:
     """What is wrong with the safetensors files of a model, read from their headers alone."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return []  # a hub id: the download checks sizes
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():
@@ -99,7 +124,7 @@ def _weight_problems(path: str) -> list[str]:
         shards = {single.name: set()}
     else:
         return [
-            f"{path}: no model.safetensors and no model.safetensors.index.json, so no weights - fetch them, "
+            f"{folder}: no model.safetensors and no model.safetensors.index.json, so no weights - fetch them, "
             "convert the model to safetensors, or start from model.init=random"
         ]
     return [problem for shard in sorted(shards) for problem in _shard_problems(folder / shard, shards[shard])]

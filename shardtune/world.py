@@ -69,6 +69,10 @@ class World:
         return self.size // self.mesh["shard"].size()
 
     @property
+    def node_name(self) -> str:
+        return f"node {self.node_rank} ({socket.gethostname()})"
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 
@@ -130,7 +134,8 @@ class World:
         may be hours from their end.
 
         Raises:
-            Refused: on every rank, with the problems of all of them, each once, if `work` refused on any.
+            Refused: on every rank, with the problems of all of them, each once and with the nodes that have it unless
+                all do, if `work` refused on any.
             Ended: `work` refused on this one, and others are still at it.
         """
         own: list[str] = []
@@ -139,13 +144,18 @@ class World:
         except Refused as refused:
             own = refused.problems
         try:
-            reports = self.gather(own, _OTHERS_REFUSE_WITHIN_S if own else _AGREE_TIMEOUT_S)
+            reports = self.gather([self.node_name, own], _OTHERS_REFUSE_WITHIN_S if own else _AGREE_TIMEOUT_S)
         except TimeoutError as late:
             for problem in own[:-1]:
                 print(f"ERROR: {problem}", file=sys.stderr, flush=True)
             raise Ended(own[-1], code=2) from late
-        if problems := dict.fromkeys(problem for of_rank in reports for problem in of_rank):
-            raise Refused(*problems)
+        nodes = dict.fromkeys(name for name, _ in reports)
+        problems = dict.fromkeys(problem for _, of_rank in reports for problem in of_rank)
+        having = {
+            problem: dict.fromkeys(name for name, of_rank in reports if problem in of_rank) for problem in problems
+        }
+        if problems:
+            raise Refused(*(f"{', '.join(names)}: {p}" if names != nodes else p for p, names in having.items()))
         return result
 
     def from_main(self, work: Callable[[], T]) -> T:

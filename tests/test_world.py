@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+from ranks import on_nodes, on_ranks
 
 import shardtune.world
 from shardtune.config import DistributedConfig
 from shardtune.errors import Refused
 from shardtune.world import World, join_world, run
+
+HOST = socket.gethostname()
 
 
 def fail_differently(world: World) -> None:
@@ -81,3 +84,15 @@ def test_all_ranks_end_together(work: Any, code: int, errors: list[str], tmp_pat
     assert len(found) == len(errors)
     assert all(re.fullmatch(f"ERROR: {error}", line) for error, line in zip(errors, found, strict=True)), found
     assert done.stdout == ("said by 0\n" if work is agree else "")
+
+
+def test_a_problem_that_not_all_nodes_have_names_those_that_do(tmp_path: Path) -> None:
+    nodes = [(tmp_path / "a", 2), (tmp_path / "b", 1)]
+    for folder, _ in nodes:
+        folder.mkdir()
+    done = on_nodes(nodes, take_part, fail_differently, timeout_s=15)
+    found = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    of_ranks = [f"node {rank // 2} ({HOST}): only rank {rank} sees this - do that" for rank in range(3)]
+    assert done.returncode == 2 and sorted(set(found)) == sorted(
+        f"ERROR: {said}" for said in ["all see this - do that", *of_ranks]
+    )

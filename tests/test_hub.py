@@ -1,0 +1,67 @@
+"""A model that is a name of the hub: before weights are read its revision is one on all nodes, and they are there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from conftest import chats, write_jsonl
+from ranks import on_nodes, run_script
+
+HOST = socket.gethostname()
+
+
+def train_offline(arguments: list[str]) -> None:
+    """On a rank, whose hub cache is that of its node's folder."""
+    huggingface_hub.constants.HF_HUB_CACHE = str(Path("hub").absolute())
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    run_script(arguments)
+
+
+def cache(model: Path, node: Path, revision: str, without: str = "") -> None:
+    folder = node / "hub/models--acme--tiny"
+    shutil.copytree(model, folder / "snapshots" / revision, ignore=shutil.ignore_patterns(without))
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text(revision, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("revision", "without", "options", "said"),
+    [
+        ("a" * 40, "", [], ""),
+        (
+            "b" * 40,
+            "",
+            [],
+            f"model.path=acme/tiny is the hub's revision {'a' * 40} on {{0}} and {'b' * 40} on {{1}} - .*",
+        ),
+        (
+            "a" * 40,
+            "model.safetensors",
+            [],
+            r"{1}: .*/snapshots/a+: no model\.safetensors and no .*, so no weights - .*",
+        ),
+        ("a" * 40, "model.safetensors", ["model.init=random"], ""),
+        ("a" * 40, "config.json", [], r"{1}: model\.path=acme/tiny: no model configuration that .* - .*"),
+    ],
+)
+def test_the_model_of_two_nodes(
+    revision: str, without: str, options: list[str], said: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+        write_jsonl(node / "train.jsonl", chats(20))
+        (node / "config.yaml").touch()
+    cache(models["llama"], nodes[0], "a" * 40)
+    cache(models["llama"], nodes[1], revision, without)
+    arguments = ["model.path=acme/tiny", "data.train=train.jsonl", "data.max_length=64", "train.max_steps=1", *options]
+    done = on_nodes([(node, 1) for node in nodes], train_offline, ["--config", "config.yaml", *arguments])
+    assert done.returncode == (2 if said else 0), done.stderr
+    if said:
+        names = [re.escape(f"node {number} ({HOST})") for number in (0, 1)]
+        assert re.fullmatch(f"ERROR: {said.format(*names)}", done.stderr.splitlines()[-1]), done.stderr
