@@ -74,7 +74,8 @@ def main() -> None:
     ended.set()
     watcher.join()
     gradients = sum(p.grad.to_local().nbytes for p in model.parameters() if isinstance(p.grad, DTensor))
-    told = {"tokens": tokens, "vocabulary": vocabulary, "peak_bytes": peak, "gradient_bytes": gradients, "loss": loss}
+    told: dict[str, float] = {"tokens": tokens, "vocabulary": vocabulary, "width": WIDTH, "loss": loss}
+    told |= {"peak_bytes": peak, "gradient_bytes": gradients}
     out.write_text(json.dumps(told), encoding="utf-8")
 
 
