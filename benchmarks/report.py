@@ -173,9 +173,9 @@ def head_lines(found: dict[str, Any]) -> list[str]:
         rest = (ours["peak_bytes"] - ours["gradient_bytes"]) / (naive["peak_bytes"] - naive["gradient_bytes"])
         losses = " and ".join(f"{each['loss']:.5f}" for each in found.values())
         lines += [
-            f"Ours takes {share:.1%} of the naive peak, {rest:.1%} without the weight's gradient. That gradient, its sum in "
-            "float32 and the copies that FSDP reduces grow with the width on both sides, so ours is a larger part of a "
-            "wider model's."
+            f"Ours takes {share:.1%} of the naive peak, {rest:.1%} without the weight's gradient. On both sides that "
+            "gradient, its sum in float32 and the copies that FSDP reduces grow with the width, so ours is a larger "
+            "part of a wider model's."
         ]
         lines += [f"Losses of a token: {losses}.", ""]
     return lines
