@@ -105,7 +105,7 @@ def main() -> None:
     fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
     fixed["residency"] = list(vars(job.residency).values())
     feeding = feed(schedule, job.model, config.train.micro_batch_size, job.is_flat, world)
-    with collected_by_step(), memory_suffices(config), feeding as steps:
+    with collected_by_step(), memory_suffices(config, lambda: resumed or saver.has_saved), feeding as steps:
         last = train(job, schedule, steps, saver, fixed, resumed, owed)
     end_on_signal(f"after the last step was saved, while the final model was written - {AGAIN}", code=75)
     write_final_model(last, config.export, assets, run_dir, world)
@@ -143,7 +143,7 @@ def build_job(
     world.say(describe_state(model))
     residency = choose_residency(model, config, kept_residency(resumed, config, world), world)
     set_seed((config.run.seed + world.rank) % 2**32)
-    with memory_suffices(config):
+    with memory_suffices(config, lambda: resumed):
         is_flat = choose_attention(model, config, world)
     if which := use_loss_head(model, world.device):
         world.say(f"Loss: logits are made {which}")
