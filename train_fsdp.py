@@ -28,7 +28,7 @@ from shardtune.evaluate import evaluate
 from shardtune.export import model_assets, write_final_model
 from shardtune.feeding import Fed, feed
 from shardtune.flops import Utilisation
-from shardtune.garbage import collect_at, collected_by_step
+from shardtune.garbage import collected_by_micro_batch, micro_batch_ended
 from shardtune.loss import summed_loss, use_loss_head
 from shardtune.metrics import Metrics, StepLines, peak_memory_bytes
 from shardtune.model import build_model, compile_layers, compute_dtype
@@ -107,7 +107,7 @@ def main() -> None:
     fixed = {"date": date, "data": data.key, "config": to_dict(config), "model": model_settings(assets)}
     fixed["residency"] = list(vars(job.residency).values())
     feeding = feed(schedule, job.model, config.train.micro_batch_size, job.is_flat, world)
-    with collected_by_step(), memory_suffices(config), feeding as steps:
+    with collected_by_micro_batch(), memory_suffices(config, lambda: resumed or saver.has_saved), feeding as steps:
         last = train(job, schedule, steps, saver, fixed, resumed, owed)
     end_on_signal(f"after the last step was saved, while the final model was written - {AGAIN}", code=75)
     write_final_model(last, config.export, assets, run_dir, world)
@@ -145,7 +145,7 @@ def build_job(
     world.say(describe_state(model))
     residency = choose_residency(model, config, kept_residency(resumed, config, world), world)
     set_seed((config.run.seed + world.rank) % 2**32)
-    with memory_suffices(config):
+    with memory_suffices(config, lambda: resumed):
         is_flat = choose_attention(model, config, data.longest, world)
     if which := use_loss_head(model, world.device):
         world.say(f"Loss: logits are made {which}")
@@ -183,7 +183,6 @@ def train(
         set_learning_rate(job.optimizer, lr)
         done = train_step(job, step, batches, stop, stragglers.owed)
         must_stop = done.must_stop
-        collect_at(step.number)
         stragglers.step_ended(step.number, done.owed)
         world.limit_steps(config.distributed.step_timeout_s)
 
@@ -269,6 +268,7 @@ def train_step(job: Job, step: Step, batches: list[Batch], stop: StopRequest, ow
         # FSDP2 averages gradients over ranks; the factor turns that into the sum over ranks per trained token.
         (micro_batch_sum * (world.size / max(1, step.trained_tokens))).backward()
         loss_sum += micro_batch_sum.detach()
+        micro_batch_ended()
     memory = peak_memory_bytes(world.device)
     told = (stop.received is not None, memory, world.progress.seconds_in("data"))
     of_ranks = world.of_ranks(loss_sum, squared_gradients(model), *told, *owed)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from .dataset import TokenDataset
+from .garbage import micro_batch_ended
 from .loss import summed_loss
 from .model import forward_only
 from .packing import build_batch, cost_of, deal, plan_rows
@@ -55,6 +56,7 @@ def evaluate(
     with forward_only(model):
         for number, sequences in enumerate(dealt, start=1):
             total += summed_loss(model, build_batch(dataset, sequences, is_flat).to(world.device))
+            micro_batch_ended()
             if number == ask_after:
                 is_asked, seconds = world.maxima(must_stop(), time.monotonic() - started)
                 if is_asked:

@@ -53,11 +53,15 @@ class Progress:
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
         """Count what this holds as time that the others take: on a GPU that of the current stream, else the host's."""
-        start = self._mark()
+        start = self.mark()
         try:
             yield
         finally:
-            self._waits.append((self.phase, start, self._mark()))
+            self.stalled_since(start)
+
+    def stalled_since(self, start: Any) -> None:
+        """Count the time since a `mark` in the same way."""
+        self._waits.append((self.phase, start, self.mark()))
 
     @contextlib.contextmanager
     def working_in(self, thread: threading.Thread) -> Iterator[None]:
@@ -92,7 +96,8 @@ class Progress:
         """The host's seconds in a phase that is over, since the last `take_seconds`."""
         return self._seconds[phase]
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
+        """Now, for `stalled_since`."""
         if not self._is_timed_by_stream:
             return time.perf_counter()
         event = torch.Event("cuda", enable_timing=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -84,29 +84,42 @@ def choose_residency(model: Any, config: Config, saved: list[bool] | None, world
 
 
 @contextlib.contextmanager
-def memory_suffices(config: Config) -> Iterator[None]:
-    """Raises OutOfMemory, with the keys that take less, where there is no memory for a step or an evaluation."""
+def memory_suffices(config: Config, saved: Callable[[], object]) -> Iterator[None]:
+    """Raises OutOfMemory, with the keys that take less, where there is no memory for a step or an evaluation.
+
+    `saved`: whether there is a checkpoint; what goes on from it may not change most of these keys.
+    """
     rows, length = config.train.micro_batch_size, config.data.max_length
-    noun, verb, remedy = "rows", "do", "lower one of the two"
-    if rows == 1:
-        noun, verb, remedy = "row", "does", "lower data.max_length"
-    if config.model.activation_checkpointing != "full":
-        remedy += ", or set model.activation_checkpointing=full"
+    noun, verb = ("row", "does") if rows == 1 else ("rows", "do")
     what = f"{rows} (train.micro_batch_size) {noun} of up to {length} (data.max_length) tokens {verb}"
-    with _said_if_it_does_not_fit(what, remedy):
+    with _said_if_it_does_not_fit(what, lambda: _what_takes_less(config, bool(saved()))):
         yield
+
+
+def _what_takes_less(config: Config, is_saved: bool) -> str:
+    rows, is_full = config.train.micro_batch_size, config.model.activation_checkpointing == "full"
+    if not is_saved:
+        lower = "lower one of the two" if rows > 1 else "lower data.max_length"
+        return lower if is_full else f"{lower}, or set model.activation_checkpointing=full"
+    at_resume = "use more GPUs or nodes"
+    if config.parallel.replicate > 1:
+        at_resume = "lower parallel.replicate"
+    if rows > 1:
+        at_resume = "lower train.micro_batch_size"
+    anew = "a lower data.max_length" if is_full else "a lower data.max_length or model.activation_checkpointing=full"
+    return f"{at_resume}, or start anew with another run.dir and {anew}"
 
 
 @contextlib.contextmanager
 def weights_fit() -> Iterator[None]:
     """Raises OutOfMemory where there is no memory for the weights and what the optimizer keeps of them."""
     remedy = "share it among more GPUs or nodes, use some with more memory, or a smaller model"
-    with _said_if_it_does_not_fit("the model with its gradients and its optimizer's state does", remedy):
+    with _said_if_it_does_not_fit("the model with its gradients and its optimizer's state does", lambda: remedy):
         yield
 
 
 @contextlib.contextmanager
-def _said_if_it_does_not_fit(what: str, remedy: str) -> Iterator[None]:
+def _said_if_it_does_not_fit(what: str, remedy: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except OutOfMemory:
@@ -116,7 +129,7 @@ def _said_if_it_does_not_fit(what: str, remedy: str) -> Iterator[None]:
         if not is_known and "t allocate memory" not in str(error):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OutOfMemory(f"{what} not fit the memory ({reason}) - {remedy}") from error
+        raise OutOfMemory(f"{what} not fit the memory ({reason}) - {remedy()}") from error
 
 
 def _free_bytes(world: World) -> float:

@@ -48,7 +48,7 @@ class Stragglers:
         self._steps = -1  # the first step also sets things up, and is no measure
         for module in model.modules():
             if isinstance(module, FSDPModule) and world.size > 1:
-                _watch_collectives(module, world.progress, world.device)
+                _watch_collectives(module, world)
 
     def step_ended(self, step: int, of_ranks: list[float]) -> None:
         """Call it once a step, after the synchronisation with the device in it, before any evaluation or save.
@@ -110,21 +110,39 @@ class _Collective(AllGather, ReduceScatter):
 
     def __init__(self, run: Callable[..., Any], progress: Progress, blocks: bool) -> None:
         self._run, self._progress, self._blocks = run, progress, blocks
+        self._ended: Any = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        # Counted here: where each replica is whole, FSDP2 scatters nothing, and asks for no more than this before it
+        # reduces between the replicas.
+        self._progress.arrive()
+        allocated = torch.empty(*size, dtype=dtype, device=device)
+        self._note_end()
+        return allocated
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **options: Any) -> Any:
-        self._progress.arrive()
         with self._progress.stalled() if self._blocks else contextlib.nullcontext():
-            return self._run(output_tensor, input_tensor, **options)
+            work = self._run(output_tensor, input_tensor, **options)
+        self._note_end()
+        return work
+
+    def _note_end(self) -> None:
+        if self._blocks:
+            self._ended = self._progress.mark()
+
+    def reduced_between_replicas(self, _: torch.Tensor) -> None:
+        """FSDP2 calls it behind its all-reduce, and nothing before it, which begins when what this did has ended."""
+        self._progress.stalled_since(self._ended)
 
 
-def _watch_collectives(module: FSDPModule, progress: Progress, device: torch.device) -> None:
-    blocks = device.type == "cpu"
+def _watch_collectives(module: FSDPModule, world: World) -> None:
+    progress, blocks = world.progress, world.device.type == "cpu"
+    reduce_scatter = _Collective(dist.reduce_scatter_single, progress, blocks)
     module.set_custom_all_gather(_Collective(dist.all_gather_single, progress, blocks))
-    module.set_custom_reduce_scatter(_Collective(dist.reduce_scatter_single, progress, blocks))
+    module.set_custom_reduce_scatter(reduce_scatter)
     if blocks:
+        if world.replicas > 1:
+            module.set_all_reduce_hook(reduce_scatter.reduced_between_replicas)
         return
 
     def stalled(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,15 +1,18 @@
-"""The thread that makes the batches of the coming steps, the collector that waits for its step, and the one time in a
-step that the host asks the device for numbers."""
+"""The thread that makes the batches of the coming steps, the collector that waits for its micro-batch, and the one time
+in a step that the host asks the device for numbers."""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
 import sys
 import threading
 import time
 import traceback
 import weakref
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from ranks import on_ranks, run_script, world_of
 from torch import distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune import feeding, garbage
+from shardtune import evaluate, feeding, garbage, loss
 from shardtune.feeding import feed
 from shardtune.metrics import Metrics
 from shardtune.packing import Position, Schedule, build_batch, cost_of, make_schedule
@@ -149,24 +152,63 @@ def test_a_look_at_where_the_rank_is_keeps_nothing_alive(world):
         world.progress.frame()
         return weakref.ref(tensor)
 
-    with garbage.collected_by_step():
+    with garbage.collected_by_micro_batch():
         assert look_at_tensor()() is None
 
 
-def test_garbage_is_collected_at_every_fiftieth_step_alone():
+def test_garbage_is_collected_at_every_fiftieth_micro_batch_alone(monkeypatch):
     class Cycle:
         def __init__(self) -> None:
             self.me = self
 
-    with garbage.collected_by_step():
+    monkeypatch.setattr(garbage, "_micro_batches", count(1))
+    with garbage.collected_by_micro_batch():
         assert not gc.isenabled() and gc.get_freeze_count() > 0
         lost = weakref.ref(Cycle())
-        for step in range(1, 50):
-            garbage.collect_at(step)
+        for _ in range(49):
+            garbage.micro_batch_ended()
             assert lost() is not None
-        garbage.collect_at(50)
+        garbage.micro_batch_ended()
         assert lost() is None
     assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def run_and_note_collections(arguments: list[str]) -> None:
+    """Write to `collected<rank>` before which micro-batch of training or of evaluation garbage is collected."""
+    vars(garbage)["_EVERY_MICRO_BATCHES"] = 3
+    micro_batches: Counter[str] = Counter()
+    original = loss.summed_loss
+
+    def counted(phase: str) -> Any:
+        def summed_loss(*given: Any) -> torch.Tensor:
+            micro_batches[phase] += 1
+            return original(*given)
+
+        return summed_loss
+
+    vars(loss)["summed_loss"], vars(evaluate)["summed_loss"] = counted("training"), counted("evaluation")
+
+    def note(when: str, _: Any) -> None:
+        if when == "start" and not gc.isenabled():
+            with Path(f"collected{os.environ['RANK']}").open("a", encoding="utf-8") as file:
+                file.write(json.dumps([micro_batches["training"], micro_batches["evaluation"]]) + "\n")
+
+    gc.callbacks.append(note)
+    run_script(arguments)
+
+
+def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_evaluation(tmp_path, models):
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    arguments = ["--config", "config.yaml", f"model.path={models['llama']}", "data.train=train.jsonl", "run.dir=run"]
+    arguments += ["data.eval=train.jsonl", "data.max_length=128", "train.gradient_accumulation_steps=4"]
+    arguments += ["train.max_steps=2", "export.final=false", "checkpoint.every_steps=0"]
+    (tmp_path / "config.yaml").touch()
+    done = on_ranks(2, run_and_note_collections, arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = ((tmp_path / f"collected{rank}").read_text(encoding="utf-8").splitlines() for rank in range(2))
+    collected = [json.loads(line) for line in first]
+    assert first == second and [sum(at) for at in collected] == [3 * (n + 1) for n in range(len(collected))]
+    assert {0, 8} < {of_training for of_training, _ in collected}, "before and after the steps, and within them"
 
 
 def run_and_count(arguments: list[str]) -> None:

@@ -73,40 +73,64 @@ def run_in_little_memory(since: str, arguments: list[str]) -> None:
     run_script(arguments)
 
 
-@pytest.mark.parametrize(
-    ("since", "place"), [("trial", "loading the model"), ("step", r"step 2 \(forward and backward\)")]
-)
 def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
-    since: str, place: str, sharp: dict[str, Path], tmp_path: Path
+    sharp: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Scores of four heads over 2048 tokens take 67 MB."""
+    """Scores of four heads over 2048 tokens take 67 MB. Once a checkpoint is saved, it is resumed with what may change,
+    which comes first."""
     data = write_jsonl(tmp_path / "train.jsonl", 20 * uneven_chats())
     more = ["model.attention=eager", "data.max_length=512", "train.micro_batch_size=4", "train.max_steps=2"]
-    (tmp_path / "config.yaml").touch()
+    more += ["checkpoint.every_steps=1", "checkpoint.mode=sync"]
     given = ["--config", "config.yaml", *settings(sharp["llama"], data, tmp_path / "run", *more)]
-    failed = on_ranks(2, run_in_little_memory, since, given, cwd=tmp_path, grace_s=20)
-    assert failed.returncode == 1
-    (said,) = [line for line in failed.stderr.splitlines() if line.startswith("ERROR: ")]
-    assert re.match(
-        r"ERROR: rank 1 on \S+: 4 \(train\.micro_batch_size\) rows of up to 512 \(data\.max_length\) tokens do not fit "
-        rf"the memory \(.+can't allocate memory.+\), in {place} - lower one of the two, or set "
-        r"model\.activation_checkpointing=full$",
-        said,
-    ), failed.stderr
+    (tmp_path / "config.yaml").touch()
+
+    def remedy(since: str, place: str) -> str:
+        failed = on_ranks(2, run_in_little_memory, since, given, cwd=tmp_path, grace_s=20)
+        assert failed.returncode == 1
+        (said,) = [line for line in failed.stderr.splitlines() if line.startswith("ERROR: ")]
+        what, _, remedy = said.rpartition(" - ")
+        assert re.fullmatch(
+            r"ERROR: rank 1 on \S+: 4 \(train\.micro_batch_size\) rows of up to 512 \(data\.max_length\) tokens do not "
+            rf"fit the memory \(.+can't allocate memory.+\), in {place}",
+            what,
+        ), failed.stderr
+        return remedy
+
+    assert remedy("trial", "loading the model") == ("lower one of the two, or set model.activation_checkpointing=full")
+    at_resume = (
+        "lower train.micro_batch_size, or start anew with another run.dir and a lower data.max_length or "
+        "model.activation_checkpointing=full"
+    )
+    assert remedy("step", r"step 2 \(forward and backward\)") == at_resume
+    assert remedy("trial", "loading the model") == at_resume
 
 
-def test_memory_that_python_lacks_is_said_too(models: dict[str, Path], tmp_path: Path) -> None:
-    config = config_for(models["llama"], tmp_path, "model.activation_checkpointing=full")
+@pytest.mark.parametrize(
+    ("more", "is_saved", "remedy"),
+    [
+        ([], False, "lower data.max_length"),
+        ([], True, "use more GPUs or nodes, or start anew with another run.dir and a lower data.max_length"),
+        (
+            ["parallel.replicate=2"],
+            True,
+            "lower parallel.replicate, or start anew with another run.dir and a lower data.max_length",
+        ),
+    ],
+)
+def test_memory_that_python_lacks_is_said_too(
+    more: list[str], is_saved: bool, remedy: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = config_for(models["llama"], tmp_path, "model.activation_checkpointing=full", *more)
     said = r"^1 \(train\.micro_batch_size\) row of up to \d+ \(data\.max_length\) tokens does not fit the memory "
-    said += r"\(Unable to allocate .+\) - lower data\.max_length$"
-    with pytest.raises(OutOfMemory, match=said), memory_suffices(config):
+    said += rf"\(Unable to allocate .+\) - {re.escape(remedy)}$"
+    with pytest.raises(OutOfMemory, match=said), memory_suffices(config, lambda: is_saved):
         np.empty(1 << 60, np.uint8)
 
 
 def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["llama"], tmp_path)
     said = r"^the model with its gradients and its optimizer's state does not fit the memory \((?!the|\d+ \().+\) - "
-    with pytest.raises(OutOfMemory, match=said), memory_suffices(config), weights_fit():
+    with pytest.raises(OutOfMemory, match=said), memory_suffices(config, lambda: False), weights_fit():
         torch.empty(1 << 60, dtype=torch.uint8)
 
 

@@ -51,25 +51,30 @@ def run_with_a_slow_rank(rank: int, phase: str, arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def run(folder: Path, model: Path, rank: int, phase: str, *more: str) -> str:
+def run(folder: Path, model: Path, ranks: int, rank: int, phase: str, *more: str) -> str:
     write_jsonl(folder / "train.jsonl", chats(30))
     (folder / "config.yaml").write_text("run: {dir: run}\ndata: {train: train.jsonl}\n", encoding="utf-8")
     arguments = [*ARGUMENTS, f"model.path={model}", "checkpoint.every_steps=0", *more]
-    done = on_ranks(2, run_with_a_slow_rank, rank, phase, arguments, cwd=folder)
+    done = on_ranks(ranks, run_with_a_slow_rank, rank, phase, arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    ("rank", "phase"),
+    ("ranks", "replicas", "rank", "phase"),
     [
-        (1, "forward and backward"),
-        pytest.param(0, "data", marks=pytest.mark.full),
-        pytest.param(1, "optimizer", marks=pytest.mark.full),
+        (2, 1, 1, "forward and backward"),
+        (2, 2, 1, "forward and backward"),
+        pytest.param(4, 2, 2, "forward and backward", marks=pytest.mark.full),
+        pytest.param(2, 1, 0, "data", marks=pytest.mark.full),
+        pytest.param(2, 1, 1, "optimizer", marks=pytest.mark.full),
     ],
 )
-def test_a_slow_rank_is_named(rank: int, phase: str, tmp_path: Path, models: dict[str, Path]) -> None:
-    said = run(tmp_path, models["llama"], rank, phase, "train.max_steps=22")
+def test_a_slow_rank_is_named(
+    ranks: int, replicas: int, rank: int, phase: str, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    more = [f"parallel.replicate={replicas}", "train.max_steps=22"]
+    said = run(tmp_path, models["llama"], ranks, rank, phase, *more)
     lines = re.findall(
         r"^Slowest: rank (\d) on (\S+), (\d+\.\d\d) x the median, in (.+) \(a step: data \S+ s, forward and backward "
         r"\S+ s, optimizer \S+ s, waiting \S+ s\)$",

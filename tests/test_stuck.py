@@ -29,6 +29,7 @@ from shardtune import loss, model, watchdog, world
 from shardtune.progress import Progress
 
 HOST = socket.gethostname()
+BEHIND = r"rank 1 on {host}: did not arrive within 4 s \(at hang, .+\), in step 1 \(forward and backward\) - "
 
 
 @pytest.fixture
@@ -58,16 +59,21 @@ def hang_in_the_first_step(rank: str, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "said"),
+    ("rank", "replicas", "said"),
     [
-        ("1", r"rank 1 on {host}: did not arrive within 4 s \(at hang, .+\), in step 1 \(forward and backward\) - "),
+        ("1", 1, BEHIND),
+        ("1", 2, BEHIND),
         pytest.param(
-            "all", r"rank \d on {host}: nothing moved for 4 s, with no rank behind the others, ", marks=pytest.mark.full
+            "all",
+            1,
+            r"rank \d on {host}: nothing moved for 4 s, with no rank behind the others, ",
+            marks=pytest.mark.full,
         ),
     ],
 )
-def test_a_rank_that_is_stuck_in_the_first_step(rank: str, said: str, folder: Path) -> None:
+def test_a_rank_that_is_stuck_in_the_first_step(rank: str, replicas: int, said: str, folder: Path) -> None:
     arguments = ["--config", "config.yaml", "distributed.step_timeout_s=1", "eval.baseline=false"]
+    arguments.append(f"parallel.replicate={replicas}")
     done = on_ranks(2, hang_in_the_first_step, rank, arguments, cwd=folder, grace_s=10)
     (line,) = re.findall("^ERROR: .*", done.stderr, re.MULTILINE)
     assert done.returncode == 1 and re.match(f"ERROR: {said.format(host=HOST)}", line), done.stderr

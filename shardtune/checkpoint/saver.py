@@ -26,7 +26,7 @@ from ..rundir import RunDir
 from ..signals import remark_on_kill_delay
 from ..world import World
 from .commit import Attempt, NotSaved, channel, forget, write_and_commit
-from .files import FORMAT, Checkpoint, checkpoint_name, dtype_name, open_checkpoint, rank_file
+from .files import FORMAT, Checkpoint, checkpoint_name, dtype_name, find_committed, open_checkpoint, rank_file
 from .plan import Part, plan_save
 from .state import local, random_state, training_state
 from .streamed import write_safetensors
@@ -65,6 +65,11 @@ class Saver:
         self._problem: str | None = None
         self._longest_s = 0.0
         self._is_warned = False
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether this run's directory holds a checkpoint to resume from."""
+        return bool(find_committed(self._directory))
 
     def save(self, state: dict[str, Any], before: Callable[[], None] = lambda: None) -> None:
         """Start `checkpoint_<state["step"]>` when the one before has ended; with mode `sync`, end it too.
