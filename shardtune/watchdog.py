@@ -378,13 +378,21 @@ def end_of(pid: int) -> tuple[str, str]:
     """How a rank's process ended, as far as the launch script's torchrun has left it, and what to do."""
     deadline = time.monotonic() + _END_NOTED_S * ("SHARDTUNE_LAUNCH_DIR" in os.environ)
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):  # a signal without a name, a line that is not whole
+        with contextlib.suppress(OSError, ValueError):  # a line that is not whole
             for line in Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "ends").read_text(encoding="utf-8").splitlines():
                 ended, kind, status = map(int, line.split())
-                if ended == pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):
-                    how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
-                    return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
+                if ended == pid:
+                    return described_end(kind, status)
         time.sleep(0.05)
+    return described_end(os.CLD_KILLED, signal.SIGKILL)
+
+
+def described_end(kind: int, status: int) -> tuple[str, str]:
+    """How a process ended of which waitid(2) says this, and what to do."""
+    with contextlib.suppress(ValueError):  # a signal without a name
+        if kind == os.CLD_EXITED or status != signal.SIGKILL:
+            how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
+            return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
     return "ended without a word", f"most often killed for memory, see the kernel's log there; {AGAIN}"
 
 
@@ -431,7 +439,10 @@ def _write_place(me: Peer, progress: Progress | None) -> None:
     with contextlib.suppress(OSError):
         if progress is None:
             file.unlink(missing_ok=True)
-        else:
+            return
+        try:
             new = file.with_suffix(".new")
             new.write_text(f"{me}, last seen in {progress.place}\n{me.pid} {_SILENT_S}\n", encoding="utf-8")
             new.replace(file)
+        except OSError:  # no room: a time it takes still, for a sign of life
+            os.utime(file)
