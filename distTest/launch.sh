@@ -26,12 +26,14 @@ elif [[ -x $here/.venv/bin/python ]]; then python=$here/.venv/bin/python
 else python=python3; fi
 
 if [[ $NODE_RANK == 0 ]]; then role=MASTER; else role=WORKER; fi
+# A carriage return from a file of settings must not rewrite the line.
+shown() { printf %q "$1"; }
 [[ ${1:-} == --help ]] || cat <<BANNER
 ========================================
-Launching $role NODE (Node $NODE_RANK)
-Master: $MASTER_ADDR:$MASTER_PORT
-Total Nodes: $NNODES
-GPUs per Node: $GPUS_PER_NODE
+Launching $role NODE (Node $(shown "$NODE_RANK"))
+Master: $(shown "$MASTER_ADDR"):$(shown "$MASTER_PORT")
+Total Nodes: $(shown "$NNODES")
+GPUs per Node: $(shown "$GPUS_PER_NODE")
 ========================================
 BANNER
 if ! command -v "$python" > /dev/null; then
