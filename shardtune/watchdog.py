@@ -117,10 +117,6 @@ class Watchdog:
         self._store = dist.PrefixStore(_PREFIX, store)  # the main thread's
         self._channel = dist.PrefixStore(_PREFIX, cast(Any, store).clone())  # the talking thread's
         self._siblings = {peer.rank: _handle(peer) for peer in peers if peer.node == self.me.node and peer != self.me}
-        self._ends = select.poll()
-        for handle in self._siblings.values():
-            if handle is not None and handle != _UNWATCHABLE:
-                self._ends.register(handle, select.POLLIN)
         self._turns = 0
         self._last_seen: dict[int, int] = {}
         self._unchanged: Counter[int] = Counter()
@@ -168,6 +164,11 @@ class Watchdog:
         first = min({self.me.rank, *self._siblings} - set(self._gone()))
         is_speaker = author == self.me or (author.node != self.me.node and first == self.me.rank)
         return is_speaker and not self._has_spoken
+
+    @property
+    def first_has_ended(self) -> bool:
+        """Whether the process of this node's first rank is gone."""
+        return min({self.me.rank, *self._siblings}) in self._gone()
 
     def leave(self, code: int) -> None:
         """Say that this process ends. One that failed gives the others time to hear why: with node 0 the store ends."""
@@ -227,7 +228,11 @@ class Watchdog:
 
     def _gone(self) -> list[int]:
         """The siblings whose processes have ended."""
-        ended = [None, *(handle for handle, _ in self._ends.poll(0))]
+        ends = select.poll()  # one for each thread that asks
+        for handle in self._siblings.values():
+            if handle not in (None, _UNWATCHABLE):
+                ends.register(handle, select.POLLIN)
+        ended = [None, *(handle for handle, _ in ends.poll(0))]
         return [rank for rank, handle in self._siblings.items() if handle in ended]
 
     def _silent(self) -> list[int]:
