@@ -155,6 +155,8 @@ class LocalRanks:
             os.utime(self._folder / "torchrun.pid")
             can_touch = True
         for pid, place in self._places.items():
+            if pid in self._ended:  # another process may have its number now
+                continue
             is_silent = _is_stopped(pid) or (can_touch and self._turns.get(pid) == place.turn)
             self._silent[pid] = self._silent[pid] + 1 if is_silent else 0
             self._turns[pid] = place.turn
