@@ -60,7 +60,10 @@ def _look(link: Link, name: str, folder: Path, launcher: int) -> None:
             link.send({"problems": [f"{code} {who}{line}"]})
             return
         if not is_launching:
-            line = "its launch script was killed before its ranks had met the others - start every node again"
+            line = (
+                "its launch script was killed before its ranks had met the others, or found no room in TMPDIR for why "
+                "it ended - see its log, and start every node again"
+            )
             link.send({"problems": [f"1 {name}: {line}"]})
             return
         time.sleep(_LOOK_EVERY_S)
@@ -84,9 +87,9 @@ def _end_torchrun(folder: Path, code: int, line: str) -> None:
     """It and its ranks at once, which have nothing to save or to say; the launch script says the line."""
     if (folder / "told").exists():  # by the launch of this node, which has ended and removes the folder
         return
+    with contextlib.suppress(OSError), (folder / "outcome").open("a", encoding="utf-8") as outcome:
+        outcome.write(f"{code}\n{line}\n")
     with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
-        with (folder / "outcome").open("a", encoding="utf-8") as outcome:
-            outcome.write(f"{code}\n{line}\n")
         torchrun = psutil.Process(int((folder / "torchrun.pid").read_text(encoding="utf-8")))
         for process in (torchrun, *torchrun.children()):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -78,10 +78,15 @@ def knock(me: Member, ip: str, port: int, timeout_s: float = _KNOCK_TIMEOUT_S) -
 
 
 class Knocking:
-    """`me` with its problems, and where it looks for node 0. `is_own` if that is an address of this very machine."""
+    """`me` with its problems, and where it looks for node 0: `master` is how lines call `ip`.
 
-    def __init__(self, me: Member, ip: str, port: int, is_own: bool, patience_s: float, voice: Voice) -> None:
-        self._me, self._ip, self._port, self._is_own = me, ip, port, is_own
+    `is_own` if that is an address of this very machine.
+    """
+
+    def __init__(
+        self, me: Member, master: str, ip: str, port: int, is_own: bool, patience_s: float, voice: Voice
+    ) -> None:
+        self._me, self._master, self._ip, self._port, self._is_own = me, master, ip, port, is_own
         self._patience_s = min(patience_s, TELLING_S) if me.problems else patience_s
         self._voice = voice
         self._started = time.monotonic()
@@ -191,27 +196,28 @@ class Knocking:
             )
         if sight.kind == "no route":
             return (
-                f"no route to MASTER_ADDR {self._ip} from {me} (`ip route get {self._ip}` there) - correct it, "
+                f"no route to MASTER_ADDR {self._master} from {me} (`ip route get {self._ip}` there) - correct it, "
                 f"or give {me} an address in node 0's network or a route into it"
             )
         if sight.kind == "refused" and self._is_own:
             return (
-                f"MASTER_ADDR {self._ip} is an address of {me} itself and no node 0 listens at {at} - set MASTER_ADDR "
-                "to node 0's address, or start node 0 on this machine first"
+                f"MASTER_ADDR {self._master} is an address of {me} itself and no node 0 listens at {at} - set "
+                "MASTER_ADDR to node 0's address, or start node 0 on this machine first"
             )
         if sight.kind == "refused":
             return (
                 f"no node 0 came to {at} within {self._patience_s:.0f} s, {self._ip} refuses connections to {me} - "
                 f"start launch_node0.sh there, with the same MASTER_PORT (if it has ended, its log says why), and "
-                f"check that {self._ip} is node 0's address and that no firewall rejects it"
+                f"check that MASTER_ADDR {self._master} is node 0's address and that no firewall rejects it"
             )
         if open_port := is_up(self._ip, _UP_PORTS, _UP_TIMEOUT_S):
             return (
-                f"port {self._port} of {self._ip} is blocked: from {me}, {sight.words}, for {lasted_s:.0f} s, while "
-                f"port {open_port} of that machine answers - open it, and all others between the nodes, in the firewall"
+                f"port {self._port} of {self._master} is blocked: from {me}, {sight.words}, for {lasted_s:.0f} s, "
+                f"while port {open_port} of that machine answers - open it, and all others between the nodes, in the "
+                "firewall"
             )
         return (
-            f"no machine answers at MASTER_ADDR {self._ip} from {me}, neither on port {self._port} for "
+            f"no machine answers at MASTER_ADDR {self._master} from {me}, neither on port {self._port} for "
             f"{lasted_s:.0f} s nor on others ({sight.words}) - check MASTER_ADDR, node 0, network and firewall"
         )
 

@@ -26,12 +26,14 @@ elif [[ -x $here/.venv/bin/python ]]; then python=$here/.venv/bin/python
 else python=python3; fi
 
 if [[ $NODE_RANK == 0 ]]; then role=MASTER; else role=WORKER; fi
+# A carriage return from a file of settings must not rewrite the line.
+shown() { printf %q "$1"; }
 [[ ${1:-} == --help ]] || cat <<BANNER
 ========================================
-Launching $role NODE (Node $NODE_RANK)
-Master: $MASTER_ADDR:$MASTER_PORT
-Total Nodes: $NNODES
-GPUs per Node: $GPUS_PER_NODE
+Launching $role NODE (Node $(shown "$NODE_RANK"))
+Master: $(shown "$MASTER_ADDR"):$(shown "$MASTER_PORT")
+Total Nodes: $(shown "$NNODES")
+GPUs per Node: $(shown "$GPUS_PER_NODE")
 ========================================
 BANNER
 if ! command -v "$python" > /dev/null; then
@@ -46,8 +48,11 @@ environment of requirements.txt" >&2
 fi
 if [[ ${1:-} == --help ]]; then exec "$python" "$here/train_fsdp.py" --help; fi
 
+room=65536  # bytes, more than all that it takes
 # Processes of this launch leave here what the script and each other should know: see files of distTest/torchrun.py.
-if ! SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX); then
+if ! SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX) ||
+    ! head -c "$room" /dev/zero > "$SHARDTUNE_LAUNCH_DIR/room" || ! rm "$SHARDTUNE_LAUNCH_DIR/room"; then
+    [[ -z $SHARDTUNE_LAUNCH_DIR ]] || rm -rf "$SHARDTUNE_LAUNCH_DIR"
     echo "ERROR: no temporary folder can be made in ${TMPDIR:-/tmp} - make room there, or set TMPDIR" >&2
     exit 2
 fi
@@ -99,13 +104,16 @@ done
 { wait "$torchrun"; } 2>/dev/null
 code=$?
 (( code == 0 )) && exit 0
+said=32  # added to the code where the last line stands already, see SAID of distTest/local_ranks.py
 # Where a rank was that was killed with its torchrun.
 places=("$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9])
 place=$(head -n 1 "${places[0]}" 2>/dev/null)
 node="node $NODE_RANK on $(uname -n)"
 if [[ -s $SHARDTUNE_LAUNCH_DIR/outcome ]]; then
     { read -r code; read -r line; } < "$SHARDTUNE_LAUNCH_DIR/outcome"
-elif [[ -n $signalled ]]; then
+elif (( code > said && code <= 128 )); then
+    exit $((code - said))
+elif [[ -n $signalled ]] && (( code == 128 + $(kill -l TERM) )); then
     code=1 line="ended by SIG$signalled before the first step, with nothing to save - run the same command again"
 elif (( code > 128 )); then
     line="torchrun of $node was ended by SIG$(kill -l $code)${place:+ and its processes with it: $place} - \

@@ -61,10 +61,13 @@ class Meeting:
         is_refused = False
         while len(values) < len(self.members) or is_refused:
             if time.monotonic() >= deadline or (is_refused and len(values) == len(self.members)):
-                self.refuse(_problems(values) or [f"{self._awaited(values)} is late with {what} - see its log"])
+                self.refuse(
+                    _problems(values)
+                    or [f"{self._awaited(values, self.members[self.node].name)} is late with {what} - see its log"]
+                )
             if time.monotonic() >= next_word:
                 next_word += SAY_EVERY_S
-                self._say(f"waiting for {self._awaited(values)}: {what}")
+                self._say(f"waiting for {self._awaited(values, own_name='this node')}: {what}")
                 for node in list(self._links):
                     self._send(node, {"alive": True})
             for node in [node for node, at in heard.items() if time.monotonic() - at > SILENT_S]:
@@ -181,11 +184,12 @@ class Meeting:
                         self.refuse(map(str, message["problems"]))
         self.refuse([f"{self.members[node].name} went away ({why}) - see its log, and start every node again"])
 
-    def _awaited(self, values: dict[int, Message]) -> str:
+    def _awaited(self, values: dict[int, Message], own_name: str) -> str:
         """Whom this node waits for."""
         if self.node != 0:
-            return self.members[0 if self.node in values else self.node].name
-        return ", ".join(member.name for node, member in enumerate(self.members) if node not in values)
+            return self.members[0].name if self.node in values else own_name
+        missing = [node for node in range(len(self.members)) if node not in values]
+        return ", ".join(own_name if node == self.node else self.members[node].name for node in missing)
 
 
 def _problems(values: Mapping[int, Message]) -> list[str]:

@@ -72,9 +72,23 @@ def interfaces_towards(ip: str) -> list[str]:
 
 def resolved(name: str) -> str:
     """The address of a host's name, or the address itself. Raises OSError."""
-    entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    try:
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, "a part of it between dots is empty, or longer than 63 characters") from error
     ordered = sorted((entry for entry in entries if entry[0] in _FAMILIES), key=lambda entry: entry[0])
     return str(ordered[0][4][0])
+
+
+def named(name: str, ip: str | None) -> str:
+    """`NAME (ADDRESS)`, or the name alone where it is that very address or has none."""
+    return name if ip in (None, name) else f"{name} ({ip})"
+
+
+def is_link_up(interface: str) -> bool:
+    """Whether it was set up, and has a carrier; one of which the system knows nothing counts as up."""
+    known = psutil.net_if_stats().get(interface)
+    return known is None or known.isup
 
 
 def listen(port: int, ip: str = "") -> socket.socket:

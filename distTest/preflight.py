@@ -5,17 +5,21 @@ python -m distTest.preflight [arguments of train_fsdp.py], with the environment 
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: then modules are looked for beside it
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import contextlib
 import errno
 import io
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import time
 import traceback
-from pathlib import Path
 
 from distTest import compare, network, ranks
 from distTest.children import Child, die_with_parent
@@ -94,10 +98,8 @@ def preflight(voice: Voice, met: list[Meeting]) -> None:
             require_paths(meeting, settings)
         facts = _compare(meeting, helper, settings, voice)
         _measure(meeting, helper, settings, facts, logs, voice)
-    if meeting.node == 0:
-        seconds = time.monotonic() - started
-        who = f"all {len(names)} nodes agree" if len(names) > 1 else "NNODES=1, so this node waits for no other"
-        voice.say(f"{who} ({seconds:.0f} s)")
+    who = f"all {len(names)} nodes agree" if len(names) > 1 else "NNODES=1, so this node waits for no other"
+    voice.say(f"{who} ({time.monotonic() - started:.0f} s)")
     if len(names) > 1 and (folder := os.environ.get("SHARDTUNE_LAUNCH_DIR")):
         stay_connected(meeting, settings.name, Path(folder))
 
@@ -127,7 +129,8 @@ def meet(settings: Settings, voice: Voice) -> Meeting:
     if settings.master_ip is None:
         raise Refused(*own)
     is_own = settings.owns_master and settings.interface != "lo"
-    return Knocking(me, settings.master_ip, settings.port, is_own, settings.join_timeout_s, voice).meet()
+    where = settings.master_named, settings.master_ip, settings.port
+    return Knocking(me, *where, is_own, settings.join_timeout_s, voice).meet()
 
 
 def _open_doors(settings: Settings, me: Member, voice: Voice) -> Doors:

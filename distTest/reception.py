@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from distTest.doors import Doors
 from distTest.meeting import SAY_EVERY_S, Meeting
+from distTest.settings import DEFAULTS
 from distTest.voice import Voice
 from distTest.wire import Gone, Link, Member, readable
 from shardtune.errors import Refused
@@ -34,6 +35,8 @@ class Reception:
     ) -> None:
         self._me = me
         self._there = f"MASTER_ADDR={address} MASTER_PORT={port}"
+        if me.nodes not in (None, int(DEFAULTS["NNODES"])):
+            self._there += f" NNODES={me.nodes}"
         self._test = f"nc -vz {address} {port}"
         self._doors = doors
         self._patience_s = patience_s
@@ -80,7 +83,7 @@ class Reception:
         left = "".join(f", {name} has left again" for node, name in self._have_left.items() if node in missing)
         left_s = deadline - time.monotonic()
         line = f"waiting for node {_named(missing)} of {self._me.nodes}, {left_s:.0f} s more{came}{left}"
-        line += f" (launch it with {self._there}; the way can be tested there: {self._test})"
+        line += f" (launch {self._how(missing)}; the way can be tested there: {self._test})"
         self._voice.say(line)
         for member, link in self._guests[:]:
             try:
@@ -92,9 +95,15 @@ class Reception:
         left = "".join(f", {name} had left again" for node, name in self._have_left.items() if node in missing)
         return (
             f"node {_named(missing)} of {self._me.nodes} did not come to node 0 within {self._patience_s:.0f} s{left} "
-            f"- start launch_node1.sh on it with {self._there}; if it runs, its own log says what it sees, and "
+            f"- start launch_node1.sh on {self._how(missing)}; if it runs, its own log says what it sees, and "
             f"`{self._test}` there, while node 0 waits, whether a firewall is in the way"
         )
+
+    def _how(self, missing: list[int]) -> str:
+        """What launch_node1.sh must be told there, where that is not its default."""
+        if len(missing) > 1:
+            return f"each with {self._there} and its own NODE_RANK"
+        return f"it with {self._there}{f' NODE_RANK={missing[0]}' if missing != [1] else ''}"
 
     def _turn(self, until: float) -> None:
         """What happens until then, or the first thing that does."""

@@ -6,6 +6,12 @@ python -m distTest.rehearse [--nodes 2] [--procs-per-node 8] [--config FILE] [--
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: then modules are looked for beside it
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import contextlib
 import io
 import json
@@ -14,13 +20,11 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -56,6 +56,11 @@ class Settings:
         return f"node {'?' if self.node is None else self.node} ({socket.gethostname()})"
 
     @property
+    def master_named(self) -> str:
+        """MASTER_ADDR as it was set, with the address that this is here where it is another."""
+        return network.named(self.master, self.master_ip)
+
+    @property
     def is_alone(self) -> bool:
         return self.nodes == 1 and self.node == 0
 
@@ -80,7 +85,8 @@ def read_settings(environ: Mapping[str, str], arguments: Sequence[str]) -> Setti
     owns_master = master_ip is not None and bool(network.interfaces_of(master_ip))
     if master_ip and own_ip:
         own_ip = network.address_towards(values["NCCL_SOCKET_IFNAME"], master_ip)
-        problems += _way_problems(values, master_ip, owns_master, node, is_alone)
+        way_problems = _way_problems(values, master_ip, owns_master, node, is_alone)
+        problems += way_problems or _link_problems(values["NCCL_SOCKET_IFNAME"])
     patience_s = config.distributed.join_timeout_s if config else numbers.get("JOIN_TIMEOUT") or _PATIENCE_S
     return Settings(
         node=node,
@@ -116,6 +122,11 @@ def _node_rank(values: Mapping[str, str], nodes: int | None, problems: list[str]
 
 
 def _config(arguments: Sequence[str], numbers: Mapping[str, int | None], problems: list[str]) -> Config | None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        problems.append("the directory that this was started in does not exist any more - `cd` into one that does")
+        return None
     try:
         config = read_run_arguments(arguments, REPOSITORY / "config.yaml")
     except Refused as refused:
@@ -170,6 +181,15 @@ def _own_ip(interface: str, problems: list[str]) -> str | None:
     return str(known[interface][0].ip)
 
 
+def _link_problems(interface: str) -> list[str]:
+    if network.is_link_up(interface):
+        return []
+    return [
+        f"NCCL_SOCKET_IFNAME is '{interface}', and that interface is down - `ip link set {interface} up` as root; if "
+        f"`ip link show {interface}` says NO-CARRIER then, look at its cable and its switch"
+    ]
+
+
 def _master_ip(master: str, own_ip: str | None, is_alone: bool, problems: list[str]) -> str | None:
     try:
         ip = network.resolved(master)
@@ -195,16 +215,16 @@ def _way_problems(
     values: Mapping[str, str], master_ip: str, owns_master: bool, node: int | None, is_alone: bool
 ) -> list[str]:
     """Whether node 0 is where the others look for it, and the interface on the way there."""
-    interface = values["NCCL_SOCKET_IFNAME"]
+    interface, master = values["NCCL_SOCKET_IFNAME"], network.named(values["MASTER_ADDR"], master_ip)
     if node == 0 and not owns_master:
         return [
-            f"MASTER_ADDR {values['MASTER_ADDR']} is no address of node 0, which has {network.described_addresses()} - "
+            f"MASTER_ADDR {master} is no address of node 0, which has {network.described_addresses()} - "
             "set it to node 0's on every node, or NODE_RANK if this is not node 0 (launch_node1.sh)"
         ]
     towards = network.interfaces_of(master_ip) if owns_master else network.interfaces_towards(master_ip)
     if is_alone or not towards or interface in towards:
         return []  # without any route, what comes back from there says more
     return [
-        f"NCCL_SOCKET_IFNAME is '{interface}' and the way to MASTER_ADDR {values['MASTER_ADDR']} leads through "
+        f"NCCL_SOCKET_IFNAME is '{interface}' and the way to MASTER_ADDR {master} leads through "
         f"{towards[0]} - set NCCL_SOCKET_IFNAME={towards[0]}, or MASTER_ADDR to an address that {interface} reaches"
     ]

@@ -117,10 +117,6 @@ class Watchdog:
         self._store = dist.PrefixStore(_PREFIX, store)  # the main thread's
         self._channel = dist.PrefixStore(_PREFIX, cast(Any, store).clone())  # the talking thread's
         self._siblings = {peer.rank: _handle(peer) for peer in peers if peer.node == self.me.node and peer != self.me}
-        self._ends = select.poll()
-        for handle in self._siblings.values():
-            if handle is not None and handle != _UNWATCHABLE:
-                self._ends.register(handle, select.POLLIN)
         self._turns = 0
         self._last_seen: dict[int, int] = {}
         self._unchanged: Counter[int] = Counter()
@@ -168,6 +164,11 @@ class Watchdog:
         first = min({self.me.rank, *self._siblings} - set(self._gone()))
         is_speaker = author == self.me or (author.node != self.me.node and first == self.me.rank)
         return is_speaker and not self._has_spoken
+
+    @property
+    def first_has_ended(self) -> bool:
+        """Whether the process of this node's first rank is gone."""
+        return min({self.me.rank, *self._siblings}) in self._gone()
 
     def leave(self, code: int) -> None:
         """Say that this process ends. One that failed gives the others time to hear why: with node 0 the store ends."""
@@ -227,7 +228,11 @@ class Watchdog:
 
     def _gone(self) -> list[int]:
         """The siblings whose processes have ended."""
-        ended = [None, *(handle for handle, _ in self._ends.poll(0))]
+        ends = select.poll()  # one for each thread that asks
+        for handle in self._siblings.values():
+            if handle not in (None, _UNWATCHABLE):
+                ends.register(handle, select.POLLIN)
+        ended = [None, *(handle for handle, _ in ends.poll(0))]
         return [rank for rank, handle in self._siblings.items() if handle in ended]
 
     def _silent(self) -> list[int]:
@@ -378,13 +383,21 @@ def end_of(pid: int) -> tuple[str, str]:
     """How a rank's process ended, as far as the launch script's torchrun has left it, and what to do."""
     deadline = time.monotonic() + _END_NOTED_S * ("SHARDTUNE_LAUNCH_DIR" in os.environ)
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):  # a signal without a name, a line that is not whole
+        with contextlib.suppress(OSError, ValueError):  # a line that is not whole
             for line in Path(os.environ["SHARDTUNE_LAUNCH_DIR"], "ends").read_text(encoding="utf-8").splitlines():
                 ended, kind, status = map(int, line.split())
-                if ended == pid and (kind == os.CLD_EXITED or status != signal.SIGKILL):
-                    how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
-                    return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
+                if ended == pid:
+                    return described_end(kind, status)
         time.sleep(0.05)
+    return described_end(os.CLD_KILLED, signal.SIGKILL)
+
+
+def described_end(kind: int, status: int) -> tuple[str, str]:
+    """How a process ended of which waitid(2) says this, and what to do."""
+    with contextlib.suppress(ValueError):  # a signal without a name
+        if kind == os.CLD_EXITED or status != signal.SIGKILL:
+            how = f"with code {status}" if kind == os.CLD_EXITED else f"by {signal.Signals(status).name}"
+            return f"ended {how}", f"see what it said above in the log of its node; {AGAIN}"
     return "ended without a word", f"most often killed for memory, see the kernel's log there; {AGAIN}"
 
 
@@ -431,7 +444,10 @@ def _write_place(me: Peer, progress: Progress | None) -> None:
     with contextlib.suppress(OSError):
         if progress is None:
             file.unlink(missing_ok=True)
-        else:
+            return
+        try:
             new = file.with_suffix(".new")
             new.write_text(f"{me}, last seen in {progress.place}\n{me.pid} {_SILENT_S}\n", encoding="utf-8")
             new.replace(file)
+        except OSError:  # no room: a time it takes still, for a sign of life
+            os.utime(file)

@@ -441,13 +441,8 @@ def run(main: Callable[[], None]) -> None:
     else:
         code, lines = 0, []
     ignore_signals()
-    if lines and is_shared and os.environ.get("LOCAL_RANK", "0") != "0":
-        # The node's first rank says it. Ending before it would have torchrun end it before it does; once it has ended,
-        # torchrun's signal ends this one.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for watchdog in _watchdogs:
-            watchdog.leave(code)
-        time.sleep(_FIRST_RANK_SPEAKS_S)
+    if lines and is_shared and os.environ.get("LOCAL_RANK", "0") != "0" and _await_first(code):
+        lines = []
     if code == 2:
         _tell_the_others(lines)
     if lines and leave_last_word(code, lines[-1]):
@@ -463,6 +458,23 @@ def run(main: Callable[[], None]) -> None:
         sys.stdout.flush()
     # A failed rank must not wait in interpreter shutdown for collectives that will never complete.
     os._exit(code)
+
+
+def _await_first(code: int) -> bool:
+    """Whether the node's first rank has ended, and with it said what all share; this one does if that never does.
+
+    Ending before it would have torchrun end it before it does; once it has ended, torchrun's signal ends this one,
+    unless torchrun waits for all of them after a signal of its own.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for watchdog in _watchdogs:
+        watchdog.leave(code)
+    deadline = time.monotonic() + _FIRST_RANK_SPEAKS_S
+    while time.monotonic() < deadline:
+        if any(watchdog.first_has_ended for watchdog in _watchdogs):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def _first_failure(code: int, line: str, may_be_innocent: bool) -> tuple[int, list[str]]:

@@ -104,6 +104,20 @@ def nobody_has_the_address(master: Machine, worker: Machine) -> None:
     master.node.ip("link", "set", master.node.interface, "down")
 
 
+def interface_down(master: Machine, worker: Machine) -> None:
+    both((master, worker), JOIN_TIMEOUT="6")
+    worker.node.ip("link", "set", worker.node.interface, "down")
+
+
+def another_spelling(master: Machine, worker: Machine) -> None:
+    """Of a number that begins with 0 the digits are octal."""
+    both((master, worker), MASTER_ADDR="10.11.7.0143", JOIN_TIMEOUT="6")
+
+
+def label_too_long(master: Machine, worker: Machine) -> None:
+    master.settings["MASTER_ADDR"] = "10.11..7.50"
+
+
 def port_blocked(master: Machine, worker: Machine) -> None:
     own_routing_rules(master)
     master.drop("ipproto", "tcp", "dport", "29600")
@@ -314,8 +328,27 @@ FAULTS = [
     Fault(
         "nobody has the address",
         nobody_has_the_address,
-        "did not come to node 0",
+        "NCCL_SOCKET_IFNAME is 'enp26s0np0', and that interface is down - `ip link set enp26s0np0 up`",
         "(10.11.7.50:29600 cannot be reached (No route to host))",
+    ),
+    Fault(
+        "interface down",
+        interface_down,
+        "did not come to node 0",
+        "NCCL_SOCKET_IFNAME is 'enp26s0np0', and that interface is down - `ip link set enp26s0np0 up`",
+        is_quick=True,
+    ),
+    Fault(
+        "an address that is read as another",
+        another_spelling,
+        "MASTER_ADDR 10.11.7.0143 (10.11.7.99) is no address of node 0",
+        "no machine answers at MASTER_ADDR 10.11.7.0143 (10.11.7.99) from node 1 (node1)",
+    ),
+    Fault(
+        "a name that cannot be one",
+        label_too_long,
+        "node 0 (node0): MASTER_ADDR is '10.11..7.50', which resolves to no address (a part of it",
+        is_quick=True,
     ),
     Fault("port blocked", port_blocked, "port 29600 of node 0 is blocked on the way from node 1 (node1)"),
     Fault(

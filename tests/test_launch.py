@@ -239,6 +239,38 @@ def test_an_interface_that_this_node_lacks(folder: Path) -> None:
     assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
 
 
+def test_a_carriage_return_in_the_settings(folder: Path) -> None:
+    """As a file of settings from another system leaves one: it is shown, and not obeyed."""
+    settings = {"MASTER_ADDR": "127.0.0.1\r", "NCCL_SOCKET_IFNAME": "lo\r", "MASTER_PORT": "1\r", "JOIN_TIMEOUT": "1"}
+    code, output, errors = end(start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **settings))
+    assert code == 2 and "\nMaster: $'127.0.0.1\\r':$'1\\r'\n" in output and "\r" not in output + errors
+    assert "ERROR: " in errors.splitlines()[-1] and "MASTER_ADDR is '127.0.0.1?'" in errors
+
+
+def test_a_directory_that_is_gone(folder: Path) -> None:
+    """As when a checkout was moved, and the terminal stayed."""
+    (folder / "gone").mkdir()
+    gone = f"cd {folder}/gone && rmdir {folder}/gone && exec {REPOSITORY}/launch_node0.sh"
+    done = subprocess.run(
+        ["bash", "-c", gone], env=environment(NNODES="1"), capture_output=True, text=True, timeout=60, check=False
+    )
+    line = "ERROR: the directory that this was started in does not exist any more - `cd` into one that does"
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == line
+
+
+@pytest.mark.parametrize("name", ["preflight", "rehearse"])
+def test_a_tool_that_is_run_as_a_file(name: str, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / f"distTest/{name}.py", "--help"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "usage: " in done.stdout.lower()
+
+
 def test_no_room_for_temporary_files(folder: Path) -> None:
     code, _, errors = end(start("launch_node0.sh", cwd=folder, TMPDIR=str(folder / "nowhere")))
     line = f"ERROR: no temporary folder can be made in {folder}/nowhere - make room there, or set TMPDIR"
@@ -358,6 +390,9 @@ def test_a_slurm_job(tmp_path: Path) -> None:
         check=True,
         timeout=60,
     )
+    elsewhere = subprocess.run(["bash", spooled], cwd=tmp_path, env=known, capture_output=True, text=True, check=False)
+    assert elsewhere.returncode == 2
+    assert re.fullmatch(rf"ERROR: there is no launch_node0.sh in {tmp_path} - submit from .+\n", elsewhere.stderr)
     assert "#SBATCH --ntasks-per-node=1" in Path(spooled).read_text(encoding="utf-8")
     launched = [line for line in done.stdout.splitlines() if "-m distTest.torchrun" in line]
     for line, node, gpus in zip(launched, (0, 1), (8, 4), strict=True):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from conftest import a_free_port
 from documented import require_documented
 
-from distTest import facts, knocking, network, paths, preflight, ranks, settings
+from distTest import facts, knocking, meeting, network, paths, preflight, ranks, settings
 from distTest.children import Child
 from distTest.doors import Doors, side_port
 from distTest.meeting import Meeting
+from distTest.reception import Reception
 from distTest.voice import Voice
 from distTest.wire import Link, Member, readable
 from shardtune.errors import Refused
@@ -147,7 +149,7 @@ def test_a_node_0_that_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None
             came.extend(doors.arrivals(readable(doors.sources(), 5)))
 
     with beside(welcome):
-        line = problem_of(knocking.Knocking(me, "127.0.0.1", port, False, 0.3, Voice()).meet)
+        line = problem_of(knocking.Knocking(me, "127.0.0.1", "127.0.0.1", port, False, 0.3, Voice()).meet)
     doors.close()
     assert line == "ERROR: node 0 (host0) still waits for other nodes after 0 s - see its log"
 
@@ -170,7 +172,7 @@ def test_a_node_0_whose_port_a_stranger_has(capsys: pytest.CaptureFixture[str]) 
     threading.Thread(target=turn_away, daemon=True).start()
     me = replace(NODES[1], port=None)
     with beside(refuse):
-        problem_of(knocking.Knocking(me, "127.0.0.1", port, False, 9, Voice()).meet)
+        problem_of(knocking.Knocking(me, "127.0.0.1", "127.0.0.1", port, False, 9, Voice()).meet)
     doors.close()
     assert f"has found node 0 (host0) at 127.0.0.1:{side_port(port)}\n" in capsys.readouterr().out
 
@@ -180,7 +182,7 @@ def test_a_node_0_that_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was started with NNODES=1: torchrun's store is what the other finds there."""
     monkeypatch.setattr(knocking, "_STRANGER_S", 0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    line = problem_of(knocking.Knocking(NODES[1], "127.0.0.1", store.port, False, 9, Voice()).meet)
+    line = problem_of(knocking.Knocking(NODES[1], "127.0.0.1", "127.0.0.1", store.port, False, 9, Voice()).meet)
     assert "that is not the preflight of node 0, seen from node 1 (host1) - a run that has started (was node 0 " in line
     store.set("still", "serves")
 
@@ -211,6 +213,13 @@ def test_a_port_that_may_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
             {"MASTER_ADDR": "no.such.name.invalid"},
             "MASTER_ADDR is 'no.such.name.invalid', which resolves to no address",
         ),
+        *(
+            (
+                {"MASTER_ADDR": name},
+                f"MASTER_ADDR is '{name}', which resolves to no address (a part of it between dots is ",
+            )
+            for name in ("127.0.0..1", "a" * 64)
+        ),
         ({"MASTER_ADDR": "0.0.0.0"}, "MASTER_ADDR is '0.0.0.0', which is no machine's address - "),
         ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE is '0' - set it to a whole number from 1 to 9999"),
         ({"NODE_RANK": "2"}, "NODE_RANK is '2' and NNODES '2' - "),
@@ -220,6 +229,72 @@ def test_an_environment_that_is_refused(changed: dict[str, str], words: str) -> 
     found = settings.read_settings(LOOPBACK | changed, ["data.train=/nowhere/train.jsonl"])
     (line,) = [f"ERROR: {problem}" for problem in found.problems if problem.startswith(words)]
     require_documented("preflight", line)
+
+
+def test_an_interface_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.net_if_stats", lambda: {"lo": SimpleNamespace(isup=False)})
+    (line,) = [f"ERROR: {problem}" for problem in settings.read_settings(LOOPBACK, []).problems if "down" in problem]
+    assert line.startswith(
+        "ERROR: NCCL_SOCKET_IFNAME is 'lo', and that interface is down - `ip link set lo up` as root"
+    )
+    require_documented("preflight", line)
+
+
+def test_an_address_that_is_read_as_another() -> None:
+    """The digits of a number that begins with 0 are octal."""
+    found = settings.read_settings(LOOPBACK | {"MASTER_ADDR": "127.0.0.010"}, [])
+    assert (found.master_ip, found.master_named) == ("127.0.0.8", "127.0.0.010 (127.0.0.8)")
+    assert settings.read_settings(LOOPBACK, []).master_named == "127.0.0.1"
+
+
+def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    (problem,) = settings.read_settings(LOOPBACK, []).problems
+    assert problem == "the directory that this was started in does not exist any more - `cd` into one that does"
+    require_documented("preflight", f"ERROR: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "came", "told"),
+    [
+        (2, [], "it with MASTER_ADDR=node0 MASTER_PORT=29600;"),
+        (3, [2], "it with MASTER_ADDR=node0 MASTER_PORT=29600 NNODES=3;"),
+        (3, [1], "it with MASTER_ADDR=node0 MASTER_PORT=29600 NNODES=3 NODE_RANK=2;"),
+        (4, [1], "each with MASTER_ADDR=node0 MASTER_PORT=29600 NNODES=4 and its own NODE_RANK;"),
+    ],
+)
+def test_how_a_missing_node_is_launched(
+    nodes: int, came: list[int], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What launch_node1.sh does not know by itself."""
+    me = replace(NODES[0], nodes=nodes)
+    reception = Reception(me, "node0", 29600, Doors(me), 0.1, Voice(), None)
+    with contextlib.ExitStack() as opened:
+        for node in came:
+            ends = [opened.enter_context(end) for end in socket.socketpair()]
+            vars(reception)["_guests"].append((replace(NODES[1], node=node, nodes=nodes), Link(ends[0], "127.0.0.1")))
+        line = problem_of(reception.wait_for_all)
+    assert f" - start launch_node1.sh on {told} if it runs" in line
+    assert f" (launch {told} the way" in capsys.readouterr().out
+
+
+def test_whom_a_node_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not call itself as if it were another one."""
+    monkeypatch.setattr(meeting, "SAY_EVERY_S", 0.05)
+    said: list[str] = []
+    helper = Child("a child", lambda link: time.sleep(99))
+    near, far = socket.socketpair()
+    second = Meeting(1, NODES, {0: Link(near, "127.0.0.1")}, said.append)
+    try:
+        line = problem_of(lambda: second.gather("the facts", helper, 0.2))
+    finally:
+        helper.end()
+        far.close()
+        near.close()
+    assert said[0] == "waiting for this node: the facts"
+    assert line == "ERROR: node 1 (host1) is late with the facts - see its log"
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from conftest import chats, write_jsonl
 from documented import require_documented
 from ranks import on_ranks, run_script
 
-from distTest import torchrun
 from distTest.children import die_with_parent
+from distTest.local_ranks import LocalRanks
 from shardtune import loss, model, watchdog, world
 from shardtune.progress import Progress
 
@@ -155,7 +155,7 @@ def test_how_a_process_ended_is_awaited(tmp_path: Path, monkeypatch: pytest.Monk
     for handle in handles:
         select.select([handle], [], [])
         os.close(handle)
-    noting = threading.Timer(0.1, vars(torchrun)["_note_end"], [tmp_path])
+    noting = threading.Timer(0.1, LocalRanks(tmp_path).note_ends)
     noting.start()
     hows = [watchdog.end_of(process.pid)[0] for process in ended]
     noting.join()
