@@ -61,7 +61,8 @@ def require_paths(meeting: Meeting, settings: Settings) -> None:
                 return (
                     f"{_LARGE_BYTES >> 10} KiB pass between {me} and {other}, {_BYTES[-1] >> 10} KiB do not within "
                     f"{_MESSAGE_TIMEOUT_S:.0f} s: a cable, a switch or an interface has fallen back to a slower rate, "
-                    "or the way is full - see `ethtool INTERFACE` on both, and what else they send"
+                    "the way is full, or one of the two is stopped - see `ethtool INTERFACE` on both, and what else "
+                    "they send"
                 )
             if trouble == _NO_NETWORK:
                 return (

@@ -11,8 +11,8 @@ DOCUMENT = (REPOSITORY / "docs/troubleshooting.md").read_text(encoding="utf-8")
 QUOTES: dict[str, list[str]] = defaultdict(list)
 for _kind, _block in re.findall(r"^```text (\w+)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL):
     QUOTES[_kind] += _block.splitlines()
-# Those that `require_documented` has met in this session.
-MET: set[str] = set()
+# Those that `require_documented` has met in any process that runs tests, a line each.
+MET = REPOSITORY / ".pytest_cache/met"
 
 
 def is_in(quote: str, text: str) -> bool:
@@ -24,7 +24,9 @@ def require_documented(kind: str, line: str) -> None:
     told = re.sub(r"^ERROR: (node (\d+|\?) \([^()]+\): )?", "", line)
     met = [quote for quote in QUOTES[kind] if re.match(f"{_pattern(quote)} - ", told)]
     assert met, f"docs/troubleshooting.md has no entry for: {line}"
-    MET.update(met)
+    MET.parent.mkdir(exist_ok=True)
+    with MET.open("a", encoding="utf-8") as file:
+        file.write("".join(f"{quote}\n" for quote in met))
 
 
 def _pattern(quote: str) -> str:

@@ -184,6 +184,12 @@ def address_nobody_reaches(master: Machine, worker: Machine) -> None:
     node.ip("route", "add", "10.11.7.0/24", "dev", node.interface, "src", "10.11.7.51")
 
 
+def address_refused(master: Machine, worker: Machine) -> None:
+    """The same, and what is between the two says so."""
+    address_nobody_reaches(master, worker)
+    master.node.ip("route", "add", "unreachable", "192.168.77.0/24")
+
+
 def setting(at: int, **settings: str) -> Prepare:
     return lambda *machines: machines[at].settings.update(settings)
 
@@ -383,6 +389,11 @@ FAULTS = [
         "an address that node 0 does not reach",
         address_nobody_reaches,
         "node 0 (node0) cannot reach node 1 (node1) at 192.168.77.51 (Network is unreachable), though it",
+    ),
+    Fault(
+        "an address that is refused to node 0",
+        address_refused,
+        "of 192.168.77.51 (No route to host), though both reach MASTER_ADDR: a firewall rejects it",
     ),
     Fault(
         "no such interface",

@@ -337,7 +337,7 @@ def test_no_worker_outlives_a_killed_run(model: Path, tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    _, errors = process.communicate(timeout=30)  # whoever is left holds its end of the pipe
+    _, errors = process.communicate(timeout=60)  # whoever is left holds its end of the pipe
     assert not any(command_line(pid) for pid in workers) and not errors
 
 
