@@ -165,7 +165,9 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 def test_a_disk_that_is_full_when_a_launch_begins(folder: Path) -> None:
     with small_disk(folder / "disk") as disk:
         fill(disk)
-        code, _, errors = end(start("launch_node0.sh", *ARGUMENTS, cwd=folder, NNODES="1", TMPDIR=str(disk)))
+        code, _, errors = end(
+            start("launch_node0.sh", *ARGUMENTS, "train.max_steps=1", cwd=folder, NNODES="1", TMPDIR=str(disk))
+        )
         assert [file.name for file in disk.iterdir()] == ["filler"]
     line = f"ERROR: no temporary folder can be made in {disk} - make room there, or set TMPDIR"
     assert code == 2 and errors.splitlines()[-1] == line
