@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""train_fsdp.py on a PyTorch older than the pinned one, which knows the same functions by older names or with less.
+"""train_fsdp.py on PyTorch 2.11, older than the pinned one, which knows the same functions by older names or with less.
 
 python benchmarks/older_torch.py [arguments of train_fsdp.py]
 """
@@ -22,7 +22,7 @@ OLDER_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_si
 
 
 def with_grouped_keys(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`varlen_attn` as of 2.12, which shares each key's head among the query's heads (`enable_gqa`), on one of before:
+    """`varlen_attn` as of 2.12, which shares each key's head among the query's heads (`enable_gqa`), on that of 2.11:
     (tokens, heads, width) each, and the keys' and values' heads are repeated."""
 
     def attend_in_groups(

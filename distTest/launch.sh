@@ -74,7 +74,14 @@ while kill -0 "$preflight" 2>/dev/null; do
 done
 wait "$preflight"
 code=$?
-if (( code > 2 )); then
+if [[ -n $signalled ]] && (( code < 0 || code > 2 )); then  # while it began, or as it ended: bash may not know its code
+    line="ended by SIG$signalled during the preflight - run the same command again"
+    echo "1 $line" > "$SHARDTUNE_LAUNCH_DIR/told"
+    sleep 1
+    echo "ERROR: $line" >&2
+    exit 1
+fi
+if (( code < 0 || code > 2 )); then
     echo "ERROR: the preflight ended without a word (code $code) - see above, and the kernel's log" >&2
     exit 1
 fi

@@ -27,6 +27,10 @@ import threading
 import time
 from pathlib import Path
 
+# Where node 0 is the first to end in order, the store's connection would warn of it with a page of C++ frames. torch
+# reads it when it is imported, and the ranks do not have it: "2" is what nobody writes for ERROR.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "2")
+
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -54,6 +58,8 @@ def main(folder: Path, ranks: LocalRanks, launcher: int) -> int:
     with contextlib.suppress(OSError):
         (folder / "torchrun.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
     os.environ["SHARDTUNE_TORCHRUN_PID"] = str(os.getpid())
+    if os.environ["TORCH_CPP_LOG_LEVEL"] == "2":
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
     signal.signal(signal.SIGCHLD, lambda *_: ranks.note_ends())
     heard = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     try:
@@ -65,7 +71,7 @@ def main(folder: Path, ranks: LocalRanks, launcher: int) -> int:
             ranks.conclude(1, _ended(*error.get_first_failure(), ranks.have_met))
         return ranks.exit_code or 1
     except SignalException as error:
-        return 0 if ranks.have_finished else ranks.exit_code or -error.sigval
+        return ranks.exit_code or (0 if ranks.have_finished else -error.sigval)
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         ranks.conclude(

@@ -130,7 +130,7 @@ def _look_at(attention_mask: torch.Tensor | None, options: dict[str, Any]) -> No
     if attention_mask is not None and not any(attention_mask is mask for mask in documents.masks):
         documents.object("a mask of its own")
     if window is not None and window < documents.longest_ever:
-        documents.object(f"a sliding window of {window} tokens")
+        documents.object(f"a sliding window of {window} tokens, and the data a document of {documents.longest_ever}")
     if options.get("is_causal") is False:
         documents.object("attention that is not causal")
     for name, what in _NOT_SERVED.items():
@@ -170,7 +170,8 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 def _mask(*, local_size: int | None = None, **arguments: Any) -> torch.Tensor | None:
     """No mask; while a model is tried, the one that it would have had, watched."""
     if local_size and local_size < documents.longest_ever:
-        documents.object(f"a sliding window or chunks of {local_size} tokens")
+        longest = documents.longest_ever
+        documents.object(f"a sliding window or chunks of {local_size} tokens, and the data a document of {longest}")
     if not documents.is_trial or local_size == 0:  # a window of nothing, made for layers that there are none of
         return None
     ends = documents.boundaries[1:].long()

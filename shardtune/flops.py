@@ -149,6 +149,8 @@ def _attention(config: Any, layer: int) -> tuple[float, str, int]:
     of_value = _first(config, ("v_head_dim",)) or of_query
     if types := getattr(config, "layer_types", None):
         layer_type = types[layer]
+    elif types := getattr(config, "attention_layers", None):  # GPT-Neo's
+        layer_type = "full_attention" if types[layer] == "global" else f"{types[layer]} attention"
     else:
         layer_type = "sliding_attention" if _first(config, ("sliding_window",)) else "full_attention"
     if layer_type not in _SPANS:

@@ -105,7 +105,7 @@ def _what_takes_less(config: Config, is_saved: bool) -> str:
     if config.parallel.replicate > 1:
         at_resume = "lower parallel.replicate"
     if rows > 1:
-        at_resume = "lower train.micro_batch_size"
+        at_resume = "lower train.micro_batch_size and raise train.gradient_accumulation_steps as much"
     anew = "a lower data.max_length" if is_full else "a lower data.max_length or model.activation_checkpointing=full"
     return f"{at_resume}, or start anew with another run.dir and {anew}"
 

@@ -157,14 +157,13 @@ def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: st
     resumes(folder)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("rank", "effect", "said"),
     [
-        (0, "os.kill(os.getpid(), signal.SIGKILL)", KILLED),
         (0, "os._exit(0)", ENDED.format(0)),
-        (1, "os._exit(0)", ENDED.format(0)),
-        (1, "os.kill(os.getpid(), signal.SIGSEGV)", CRASHED),
+        pytest.param(1, "os._exit(0)", ENDED.format(0), marks=pytest.mark.full),
+        pytest.param(0, "os.kill(os.getpid(), signal.SIGKILL)", KILLED, marks=pytest.mark.full),
+        pytest.param(1, "os.kill(os.getpid(), signal.SIGSEGV)", CRASHED, marks=pytest.mark.full),
     ],
 )
 def test_a_rank_alone_on_its_node(rank: int, effect: str, said: str, folder: Path) -> None:

@@ -137,9 +137,11 @@ def test_long_rows_do_not_overflow() -> None:
     assert attended_pairs(np.array([200_000], np.int32), "full_attention", 0) == 200_000 * 200_001 // 2
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "minimax", "qwen3_next"])
-def test_what_does_not_attend_has_no_count(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", ["mamba", "minimax", "qwen3_next", "gpt_neo"])
+def test_what_does_not_attend_as_others_do_has_no_count(model_type: str) -> None:
     settings = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    if model_type == "gpt_neo":
+        settings |= {"attention_types": [[["global", "local"], 1]]}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
     with pytest.raises(NotCounted, match=model_type):

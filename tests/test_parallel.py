@@ -98,7 +98,8 @@ def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
 
     assert remedy("trial", "loading the model") == ("lower one of the two, or set model.activation_checkpointing=full")
     at_resume = (
-        "lower train.micro_batch_size, or start anew with another run.dir and a lower data.max_length or "
+        "lower train.micro_batch_size and raise train.gradient_accumulation_steps as much, or start anew with another "
+        "run.dir and a lower data.max_length or "
         "model.activation_checkpointing=full"
     )
     assert remedy("step", r"step 2 \(forward and backward\)") == at_resume
