@@ -3,6 +3,12 @@
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+end_early() {
+    echo "ERROR: ended by SIG$1 during the preflight - run the same command again" >&2
+    exit 1
+}
+for signal in INT TERM HUP; do trap "end_early $signal" "$signal"; done
+
 for argument; do
     if [[ $argument == -h || $argument == --help ]]; then
         cat "$here/distTest/environment.txt"
@@ -75,11 +81,9 @@ done
 wait "$preflight"
 code=$?
 if [[ -n $signalled ]] && (( code < 0 || code > 2 )); then  # while it began, or as it ended: bash may not know its code
-    line="ended by SIG$signalled during the preflight - run the same command again"
-    echo "1 $line" > "$SHARDTUNE_LAUNCH_DIR/told"
+    echo "1 ended by SIG$signalled during the preflight - run the same command again" > "$SHARDTUNE_LAUNCH_DIR/told"
     sleep 1
-    echo "ERROR: $line" >&2
-    exit 1
+    end_early "$signalled"
 fi
 if (( code < 0 || code > 2 )); then
     echo "ERROR: the preflight ended without a word (code $code) - see above, and the kernel's log" >&2
