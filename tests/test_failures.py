@@ -93,6 +93,16 @@ def test_a_launch_that_is_killed_before_its_ranks_have_met(what: str, node: int,
 
 
 @pytest.mark.full
+def test_a_torchrun_that_ends_while_it_imports(folder: Path) -> None:
+    with two_nodes(folder, **while_it_imports(folder, "distTest.torchrun", "os._exit(3)")) as nodes:
+        nodes.wait_for_words("nodes agree")
+        for node, (code, last) in enumerate(nodes.end()):
+            said = rf"ended without a word: a process of node {node} on {HOST} - .*"
+            assert code == 1 and re.fullmatch(f"ERROR: {said}", last), nodes.texts()
+            require_documented("running", last)
+
+
+@pytest.mark.full
 def test_a_port_that_is_taken_after_the_preflight(folder: Path) -> None:
     listen = "listener = socket.create_server(('', int(os.environ['MASTER_PORT'])))"
     fault = while_it_imports(folder, "distTest.torchrun", f"if os.environ['NODE_RANK'] == '0': {listen}")
