@@ -48,8 +48,8 @@ CONDA_PREFIX where they name one that is gone" >&2
     exit 2
 fi
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' > /dev/null; then
-    echo "ERROR: $python is older than Python 3.11, for which transformers has no release that this needs - activate the \
-environment of requirements.txt" >&2
+    echo "ERROR: $python is older than Python 3.11, for which transformers has no release that this needs - activate \
+the environment of requirements.txt" >&2
     exit 2
 fi
 if [[ ${1:-} == --help ]]; then exec "$python" "$here/train_fsdp.py" --help; fi

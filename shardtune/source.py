@@ -17,7 +17,7 @@ from .config import ModelConfig
 from .errors import Refused
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -76,7 +76,11 @@ def fetch_weights(model: ModelConfig) -> str | None:
         commit = Path(file).parent.name
         if model.init == "random":
             return commit
-        folder = Path(snapshot_download(model.path, revision=commit, allow_patterns=_WEIGHTS))
+        folder = Path(snapshot_download(model.path, revision=commit, allow_patterns=[_INDEX, _SINGLE]))
+        if (folder / _INDEX).is_file():
+            snapshot_download(model.path, revision=commit, allow_patterns=sorted(_shards(folder / _INDEX)))
+    except Refused:
+        raise
     except Exception as error:  # the hub's client has many
         raise Refused(
             f"model.path={model.path}: its files cannot be fetched ({_first_line(error)}) - connect to the hub, or "
@@ -111,23 +115,32 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
 
 def _weight_problems(folder: Path) -> list[str]:
     """What is wrong with the safetensors files of a model, read from their headers alone."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.is_file():
-        shards: dict[str, set[str]] = {}
+    if (folder / _INDEX).is_file():
         try:
-            for name, shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-                shards.setdefault(shard, set()).add(name)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return [f"{index}: not a readable index of weights ({_first_line(error)}) - fetch the model again"]
-    elif single.is_file():
-        shards = {single.name: set()}
+            shards = _shards(folder / _INDEX)
+        except Refused as refused:
+            return refused.problems
+    elif (folder / _SINGLE).is_file():
+        shards = {_SINGLE: set()}
     else:
         return [
             f"{folder}: no model.safetensors and no model.safetensors.index.json, so no weights - fetch them, "
             "convert the model to safetensors, or start from model.init=random"
         ]
     return [problem for shard in sorted(shards) for problem in _shard_problems(folder / shard, shards[shard])]
+
+
+def _shards(index: Path) -> dict[str, set[str]]:
+    """The names of the tensors in each file. Raises Refused."""
+    shards: dict[str, set[str]] = {}
+    try:
+        for name, shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            shards.setdefault(shard, set()).add(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(
+            f"{index}: not a readable index of weights ({_first_line(error)}) - fetch the model again"
+        ) from error
+    return shards
 
 
 def _shard_problems(file: Path, expected: set[str]) -> list[str]:

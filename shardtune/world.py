@@ -15,8 +15,7 @@ import sys
 import threading
 import time
 import traceback
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar, cast
@@ -29,6 +28,7 @@ from .config import DistributedConfig
 from .errors import AGAIN, Ended, Interrupted, OutOfMemory, Refused, Stopped
 from .progress import Progress
 from .signals import end_on_signal, end_with_torchrun, ignore_signals
+from .store import post, read, unpost, wait_for
 from .watchdog import FIRST_STEP_TIMEOUT_S, Peer, Watchdog, fail_for, leave_last_word, tell_launcher
 
 T = TypeVar("T")
@@ -41,7 +41,6 @@ _OTHERS_REFUSE_WITHIN_S = 20.0
 _FIRST_RANK_SPEAKS_S = 10
 _TELL_S = 5
 _REFUSED_KEY = "refused"
-_STORE_VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
 _JOINING = threading.Event()  # set once this process has looked for the others: then they know of it
 _WATCHDOG_SPEAKS_S = 60  # before a collective's own timeout, which knows no names
 _watchdogs: list[Watchdog] = []  # this process's, once it has joined
@@ -168,44 +167,6 @@ class World:
         result = self.agree(lambda: work() if self.is_node_main else None)
         reports = self.gather([self.node_rank, self.is_node_main, result])
         return cast(T, next(value for node, is_node_main, value in reports if is_node_main and node == self.node_rank))
-
-
-def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float) -> None:
-    """Return when all keys are in the store. It asks again and again: a wait of the store's own hears no signals.
-
-    Raises:
-        TimeoutError: they are not within `timeout_s` seconds.
-    """
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.001
-    while not store.check(list(keys)):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no word under {keys[0]} within {timeout_s:.0f} s")
-        time.sleep(pause_s)
-        pause_s = min(0.2, 1.5 * pause_s)
-
-
-def post(store: dist.Store, key: str, value: Any) -> None:
-    """Make a JSON-able value readable under `key`, in pieces that the store takes; the key itself appears last."""
-    packed = zlib.compress(json.dumps(value).encode(), level=1)
-    pieces = [packed[start : start + _STORE_VALUE_BYTES] for start in range(0, len(packed), _STORE_VALUE_BYTES)]
-    for number, piece in enumerate(pieces):
-        cast(Any, store).set(f"{key}/{number}", piece)  # bytes, which its type hints do not know
-    store.set(key, str(len(pieces)))
-
-
-def read(store: dist.Store, key: str) -> Any:
-    """What was posted under `key`, which must be there."""
-    pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
-    return json.loads(zlib.decompress(b"".join(pieces)))
-
-
-def unpost(store: dist.Store, key: str) -> None:
-    """Take what was posted under `key`, if anything, out of the store: its memory is the launcher's."""
-    if store.check([key]):
-        for number in range(int(store.get(key))):
-            store.delete_key(f"{key}/{number}")
-        store.delete_key(key)
 
 
 def join_world(config: DistributedConfig, replicate: int = 1) -> World:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import REPOSITORY, a_free_port, read_metrics
+from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 
 from distTest.children import is_running
 
@@ -43,6 +43,17 @@ if os.environ.get("RANK") == "{rank}":
         return original(*arguments, **options)
     {module}.{function} = {function}
 """
+
+
+def write_run(folder: Path, model: Path) -> Path:
+    """The data and the configuration of a run in this folder; the folder."""
+    write_jsonl(folder / "train.jsonl", chats(30))
+    (folder / "config.yaml").write_text(
+        f"model: {{path: {model}, compute_dtype: float32}}\ndata: {{train: train.jsonl, max_length: 128}}\n"
+        "run: {dir: run}\n",
+        encoding="utf-8",
+    )
+    return folder
 
 
 def environment(**settings: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, read_metrics, write_jsonl
+from conftest import REPOSITORY, a_free_port, needs_namespaces, read_metrics
 from documented import require_documented
 from launches import (
     ARGUMENTS,
@@ -27,6 +27,7 @@ from launches import (
     start,
     two_nodes,
     while_it_imports,
+    write_run,
 )
 
 from distTest import namespaces
@@ -38,13 +39,7 @@ HOST = socket.gethostname()
 
 @pytest.fixture
 def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
-    write_jsonl(tmp_path / "train.jsonl", chats(30))
-    (tmp_path / "config.yaml").write_text(
-        f"model: {{path: {models['llama']}, compute_dtype: float32}}\ndata: {{train: train.jsonl, max_length: 128}}\n"
-        "run: {dir: run}\n",
-        encoding="utf-8",
-    )
-    return tmp_path
+    return write_run(tmp_path, models["llama"])
 
 
 @pytest.mark.parametrize(

@@ -197,14 +197,19 @@ def run_and_note_collections(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_evaluation(tmp_path, models):
-    write_jsonl(tmp_path / "train.jsonl", chats(30))
-    arguments = ["--config", "config.yaml", f"model.path={models['llama']}", "data.train=train.jsonl", "run.dir=run"]
-    arguments += ["data.eval=train.jsonl", "data.max_length=128", "train.gradient_accumulation_steps=4"]
-    arguments += ["train.max_steps=2", "export.final=false", "checkpoint.every_steps=0"]
-    (tmp_path / "config.yaml").touch()
-    done = on_ranks(2, run_and_note_collections, arguments, cwd=tmp_path)
+def on_two_ranks(work: Any, folder: Path, model: Path, *assignments: str) -> None:
+    """Run `work` with the arguments of a short run in this folder, which must succeed."""
+    write_jsonl(folder / "train.jsonl", chats(30))
+    (folder / "config.yaml").touch()
+    arguments = ["--config", "config.yaml", f"model.path={model}", "data.train=train.jsonl", "run.dir=run"]
+    arguments += ["data.max_length=128", "export.final=false", "checkpoint.every_steps=0", *assignments]
+    done = on_ranks(2, work, arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_evaluation(tmp_path, models):
+    each = ("data.eval=train.jsonl", "train.gradient_accumulation_steps=4", "train.max_steps=2")
+    on_two_ranks(run_and_note_collections, tmp_path, models["llama"], *each)
     first, second = ((tmp_path / f"collected{rank}").read_text(encoding="utf-8").splitlines() for rank in range(2))
     collected = [json.loads(line) for line in first]
     assert first == second and [sum(at) for at in collected] == [3 * (n + 1) for n in range(len(collected))]
@@ -243,13 +248,8 @@ def run_and_count(arguments: list[str]) -> None:
 
 
 def test_a_step_asks_the_device_for_numbers_once(tmp_path, models):
-    write_jsonl(tmp_path / "train.jsonl", chats(30))
-    arguments = ["--config", "config.yaml", f"model.path={models['llama']}", "data.train=train.jsonl", "run.dir=run"]
-    arguments += ["data.max_length=128", "train.gradient_accumulation_steps=2", "train.max_steps=13"]
-    arguments += ["export.final=false", "checkpoint.every_steps=0", "train.epochs=99"]
-    (tmp_path / "config.yaml").touch()
-    done = on_ranks(2, run_and_count, arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    each = ("train.gradient_accumulation_steps=2", "train.max_steps=13", "train.epochs=99")
+    on_two_ranks(run_and_count, tmp_path, models["llama"], *each)
     steps = read_metrics(tmp_path / "run", "step")
     assert [step["asked"] for step in steps[1:]] == [{"train_step": 1}] * 12, (
         "also where the slowest rank is looked for"

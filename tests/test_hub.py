@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 from conftest import chats, write_jsonl
 from ranks import on_nodes, run_script
+from safetensors.torch import load_file, save_file
+
+from shardtune import source
+from shardtune.config import ModelConfig
+from shardtune.errors import Refused
 
 HOST = socket.gethostname()
 
@@ -65,3 +72,35 @@ def test_the_model_of_two_nodes(
     if said:
         names = [re.escape(f"node {number} ({HOST})") for number in (0, 1)]
         assert re.fullmatch(f"ERROR: {said.format(*names)}", done.stderr.splitlines()[-1]), done.stderr
+
+
+def test_the_files_that_are_fetched_are_those_of_the_index(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their names; the hub is a folder here, from which what is asked for is copied."""
+    hub, here = tmp_path / "hub", tmp_path / "snapshots" / ("a" * 40)
+    weights = load_file(models["llama"] / "model.safetensors")
+    shards = {
+        name: f"model.safetensors-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(weights)
+    }
+    here.mkdir(parents=True)
+    hub.mkdir()
+    for shard in set(shards.values()):
+        save_file({name: tensor for name, tensor in weights.items() if shards[name] == shard}, hub / shard)
+    save_file({"other": weights["model.norm.weight"]}, hub / "consolidated.safetensors")
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}), encoding="utf-8")
+
+    def copy(path: str, revision: str, allow_patterns: list[str]) -> str:
+        assert (path, revision) == ("acme/tiny", "a" * 40)
+        for file in hub.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copy(file, here)
+        return str(here)
+
+    monkeypatch.setattr(source, "snapshot_download", copy)
+    monkeypatch.setattr(source, "cached_file", lambda path, name: str(here / name))
+    assert source.fetch_weights(ModelConfig(path="acme/tiny")) == "a" * 40
+    assert {file.name for file in here.iterdir()} == {"model.safetensors.index.json", *shards.values()}
+    (hub / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(Refused, match="not a readable index of weights"):
+        source.fetch_weights(ModelConfig(path="acme/tiny"))

@@ -177,6 +177,28 @@ def test_a_launch_that_is_ended_while_it_waits(number: signal.Signals, folder: P
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_launch_that_is_ended_before_its_preflight_hears(number: signal.Signals, folder: Path) -> None:
+    """While Python looks at its version, and while the preflight imports, which this one never ends to do."""
+    (folder / "begins").mkdir()
+    (folder / "begins/sitecustomize.py").write_text(
+        "import sys, time\nif any('distTest.preflight' in a for a in sys.orig_argv):\n"
+        "    print('imports', flush=True)\n    time.sleep(60)\n",
+        encoding="utf-8",
+    )
+    line = f"ERROR: ended by {number.name} during the preflight - run the same command again\n"
+    for said in ("GPUs per Node: 1\n", "imports\n"):
+        here = {"MASTER_PORT": a_free_port(), "PYTHONPATH": str(folder / "begins"), "TMPDIR": str(folder)}
+        node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **here)
+        assert node.stdout is not None
+        while node.stdout.readline() != said:
+            assert node.poll() is None
+        node.send_signal(number)
+        code, _, errors = end(node)
+        assert (code, errors) == (1, line), said
+        assert not list(folder.glob("shardtune.*"))
+
+
 def test_a_preflight_that_is_killed(folder: Path) -> None:
     node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port())
     assert node.stdout is not None

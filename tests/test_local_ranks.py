@@ -16,9 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import a_free_port, chats, needs_namespaces, write_jsonl
+from conftest import a_free_port, needs_namespaces
 from documented import require_documented
-from launches import ARGUMENTS, descendants, end, fill, small_disk, start, two_nodes
+from launches import ARGUMENTS, descendants, end, fill, small_disk, start, two_nodes, write_run
 
 from distTest.local_ranks import LocalRanks
 from shardtune import watchdog
@@ -152,13 +152,7 @@ print(ranks.exit_code)
 
 @pytest.fixture
 def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
-    write_jsonl(tmp_path / "train.jsonl", chats(30))
-    (tmp_path / "config.yaml").write_text(
-        f"model: {{path: {models['llama']}, compute_dtype: float32}}\ndata: {{train: train.jsonl, max_length: 128}}\n"
-        "run: {dir: run}\n",
-        encoding="utf-8",
-    )
-    return tmp_path
+    return write_run(tmp_path, models["llama"])
 
 
 @needs_namespaces

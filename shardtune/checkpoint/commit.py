@@ -21,7 +21,8 @@ from typing import Any, cast
 import torch.distributed as dist
 import xxhash
 
-from ..world import World, post, read, unpost, wait_for
+from ..store import post, read, unpost, wait_for
+from ..world import World
 from . import disk
 from .files import ASSETS, find_committed, rank_file, step_of
 
