@@ -51,8 +51,8 @@ from report import NAMES, report
 from step_profile import LABEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune.flops import ModelFlops, count_flops, measure_matmul_rate
-from shardtune.residency import free_host_bytes
+from shardtune.model.flops import ModelFlops, count_flops, measure_matmul_rate
+from shardtune.training.memory import free_host_bytes
 
 PEERS: dict[str, dict[str, Any]] = {
     "trl_packed": {},
@@ -62,11 +62,22 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 REFERENCE = "hf_trainer"
 SECTIONS = ("traffic", "one", "profile", "two", "head", "scaling", "records")
-SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
-SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")  # changed, they are no commit's
+SMALL_MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
+SOURCES = (
+    "*.py",
+    "requirements.txt",
+    "benchmarks/requirements-peers.txt",
+)  # changed, they are no commit's
 LR = 3e-4  # moves the loss by 15% in two updates, in bfloat16 too: smaller ones round away in its weights
 VOCABULARY = 151552  # of the head's memory: GLM-4.5's
-NAIVE_BYTES_PER_LOGIT = 16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
+NAIVE_BYTES_PER_LOGIT = (
+    16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
+)
 
 
 def main() -> None:
@@ -74,7 +85,9 @@ def main() -> None:
     torch.set_num_threads(1)
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
-    os.environ["SHARDTUNE_CACHE"] = str(options.work / "cache")  # an earlier run's has the tokens already
+    os.environ["SHARDTUNE_CACHE"] = str(
+        options.work / "cache"
+    )  # an earlier run's has the tokens already
     options.results.parent.mkdir(parents=True, exist_ok=True)
     results, plot = (options.results.with_suffix(suffix) for suffix in (".json", ".png"))
     found = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
@@ -87,48 +100,87 @@ def main() -> None:
             figures = measure(options, chats)
         except Unequal as difference:
             FAILED.append(f"{name}: {difference}")
-        found[name] = {"measured_with": measured_with, "figures": figures, "failed": FAILED[failures:]}
+        found[name] = {
+            "measured_with": measured_with,
+            "figures": figures,
+            "failed": FAILED[failures:],
+        }
         results.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    if any(of_part["figures"] for name, of_part in found.items() if name.split()[0] in ("one", "scaling")):
+    if any(
+        of_part["figures"]
+        for name, of_part in found.items()
+        if name.split()[0] in ("one", "scaling")
+    ):
         plot.unlink(missing_ok=True)
         command = [options.peers, REPOSITORY / "benchmarks/plot.py", results, plot]
         run_pinned(command, None, options.work / "plot.log", 300)
-    options.results.write_text(report(found, plot.name if plot.exists() else None), encoding="utf-8")
+    options.results.write_text(
+        report(found, plot.name if plot.exists() else None), encoding="utf-8"
+    )
     print(f"Written: {options.results}")
     if FAILED:
         sys.exit(f"ERROR: {'; '.join(FAILED)} - see the logs in {options.work}")
 
 
-def parts(options: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]]:
+def parts(
+    options: argparse.Namespace,
+) -> dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]]:
     """What is measured for itself, by its name in the results: the others there stay what an earlier run measured."""
     found: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {}
-    sections = {"traffic": traffic, "two": two_ranks, "head": loss_memory, "scaling": scaling, "records": many_records}
+    sections = {
+        "traffic": traffic,
+        "two": two_ranks,
+        "head": loss_memory,
+        "scaling": scaling,
+        "records": many_records,
+    }
     of_dtypes = {"one": one_thread, "profile": profile}
     for name in options.sections:
         if name in sections:
             found[name] = sections[name]
         else:
-            found |= {f"{name} {dtype}": partial(of_dtypes[name], dtype=dtype) for dtype in options.dtypes}
+            found |= {
+                f"{name} {dtype}": partial(of_dtypes[name], dtype=dtype) for dtype in options.dtypes
+            }
     return found
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--peers", type=Path, required=True, help="the Python of the peers' environment")
+    parser.add_argument(
+        "--peers", type=Path, required=True, help="the Python of the peers' environment"
+    )
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks/RESULTS.md")
-    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs/bench", help="inputs, logs and runs; emptied")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=REPOSITORY / "runs/bench",
+        help="inputs, logs and runs; emptied",
+    )
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--sides", nargs="+", choices=("ours", *PEERS), default=("ours", *PEERS))
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=default_dtypes())
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help="of each run; the first is not counted")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="of each run; the first is not counted"
+    )
     parser.add_argument("--tokens", type=int, default=1536, help="of one step, about")
     parser.add_argument("--max-length", type=int, default=2048)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the scaling figure")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the scaling figure"
+    )
     parser.add_argument("--head-tokens", type=int, default=8192)
-    parser.add_argument("--records", type=int, nargs="+", default=[1_000, 1_000_000], help="of the start-up figure")
-    parser.add_argument("--short", action="store_true", help="one round of two short steps: shows that all of it runs")
+    parser.add_argument(
+        "--records", type=int, nargs="+", default=[1_000, 1_000_000], help="of the start-up figure"
+    )
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="one round of two short steps: shows that all of it runs",
+    )
     options = parser.parse_args()
     if options.short:
         options.rounds, options.steps, options.tokens, options.max_length = 1, 2, 1024, 512
@@ -139,15 +191,23 @@ def read_options() -> argparse.Namespace:
 def default_dtypes() -> list[str]:
     """bfloat16 only where the CPU multiplies it natively: elsewhere nobody would use it."""
     flags = torch.cpu.get_capabilities()
-    return ["float32", "bfloat16"] if flags.get("avx512_bf16") or flags.get("amx_bf16") else ["float32"]
+    return (
+        ["float32", "bfloat16"]
+        if flags.get("avx512_bf16") or flags.get("amx_bf16")
+        else ["float32"]
+    )
 
 
 def machine(options: argparse.Namespace) -> dict[str, str]:
     def said_by(*command: str | Path) -> str:
-        return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    cpu = next((line.split(":")[1].strip() for line in told if "model name" in line), platform.processor())
+    cpu = next(
+        (line.split(":")[1].strip() for line in told if "model name" in line), platform.processor()
+    )
     flags = torch.cpu.get_capabilities()
     native = [flag for flag in ("avx512_f", "avx512_bf16", "amx_bf16") if flags.get(flag)]
     theirs = said_by(
@@ -159,7 +219,8 @@ def machine(options: argparse.Namespace) -> dict[str, str]:
     changed = said_by("git", "-C", REPOSITORY, "status", "--porcelain", "-uno", "--", *SOURCES)
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": said_by("git", "-C", REPOSITORY, "describe", "--always") + ("-dirty" if changed else ""),
+        "commit": said_by("git", "-C", REPOSITORY, "describe", "--always")
+        + ("-dirty" if changed else ""),
         "CPU": f"{cpu}, {os.cpu_count()} cores, {', '.join(native) or 'no AVX-512'}",
         "ours": f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}",
         "peers": theirs,
@@ -205,7 +266,9 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
             done = run_ours(run_name, options.work, ours, cores=core)
             shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
         else:
-            done = run_peer(name, run_name, options.work, options.peers, {**theirs, **PEERS[name]}, cores=core)
+            done = run_peer(
+                name, run_name, options.work, options.peers, {**theirs, **PEERS[name]}, cores=core
+            )
         if done:
             runs[name].append(done)
             rates[name].append((before, matmul_rate(core, dtype)))
@@ -218,7 +281,9 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
     for name, sides in equal.items():
         rows[name] = {
             "rates": rates[name],
-            "trained_tokens_per_s": [trained_tokens / value for side in sides for value in side.seconds],
+            "trained_tokens_per_s": [
+                trained_tokens / value for side in sides for value in side.seconds
+            ],
             "share_of_matmul_rate": [
                 of_step / value / mean(around)
                 for side, around in zip(sides, rates[name], strict=True)
@@ -256,7 +321,9 @@ def profile(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str, A
     """Seconds of one of our steps by kind of operation."""
     ours, _ = settings(options, chats, dtype, options.model)
     name, script = f"profile-{dtype}", REPOSITORY / "benchmarks/step_profile.py"
-    is_done = run_ours(name, options.work, ours, cores=[max(os.sched_getaffinity(0))], script=script)
+    is_done = run_ours(
+        name, options.work, ours, cores=[max(os.sched_getaffinity(0))], script=script
+    )
     shutil.rmtree(options.work / name / "checkpoints", ignore_errors=True)
     if not is_done:
         return {}
@@ -283,10 +350,24 @@ def model_flops(model: Path) -> ModelFlops:
 def document_lengths(options: argparse.Namespace, chats: Path) -> np.ndarray:
     """Tokens of each chat, as `inspect-data` tells them."""
     (options.work / "empty.yaml").touch()
-    told = [f"model.path={options.model}", f"data.train={chats}", f"data.max_length={options.max_length}"]
-    command = [sys.executable, "-m", "shardtune", "inspect-data", "--config", options.work / "empty.yaml", "--json"]
+    told = [
+        f"model.path={options.model}",
+        f"data.train={chats}",
+        f"data.max_length={options.max_length}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtune",
+        "inspect-data",
+        "--config",
+        options.work / "empty.yaml",
+        "--json",
+    ]
     log = options.work / "inspect.log"
-    assert run_pinned([*command, "--records", str(1 << 30), *told], None, log, 600), log.read_text(encoding="utf-8")
+    assert run_pinned([*command, "--records", str(1 << 30), *told], None, log, 600), log.read_text(
+        encoding="utf-8"
+    )
     lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
     return np.array([len(json.loads(line)["input_ids"]) for line in lines], np.int64)
 
@@ -294,9 +375,13 @@ def document_lengths(options: argparse.Namespace, chats: Path) -> np.ndarray:
 def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     """FSDP over two processes, one core each: ours and transformers' own."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    twice = write_chats(options.work / "twice.jsonl", 2 * options.tokens, options.max_length)  # a row for each at least
+    twice = write_chats(
+        options.work / "twice.jsonl", 2 * options.tokens, options.max_length
+    )  # a row for each at least
     lines = twice.read_text(encoding="utf-8").splitlines(keepends=True)
-    even = options.work / "even.jsonl"  # a Trainer gives a chat twice where the ranks do not divide them
+    even = (
+        options.work / "even.jsonl"
+    )  # a Trainer gives a chat twice where the ranks do not divide them
     even.write_text("".join(lines[: len(lines) // 2 * 2]), encoding="utf-8")
     ours, theirs = settings(options, even, "float32", options.model)
     runs: dict[str, list[Side]] = {"transformers_fsdp": [], "ours": []}
@@ -306,11 +391,15 @@ def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
             done = run_ours(run_name, options.work, ours, ranks=2, cores=cores)
             shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
         else:
-            done = run_peer(name, run_name, options.work, options.peers, theirs, ranks=2, cores=cores)
+            done = run_peer(
+                name, run_name, options.work, options.peers, theirs, ranks=2, cores=cores
+            )
         runs[name] += [done] if done else []
     rows = {
         name: {
-            "trained_tokens_per_s": [side.trained_tokens / value for side in sides for value in side.seconds],
+            "trained_tokens_per_s": [
+                side.trained_tokens / value for side in sides for value in side.seconds
+            ],
             "memory_bytes": median(side.memory_bytes for side in sides),
             "losses": sides[0].losses,
         }
@@ -327,14 +416,28 @@ def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     for steps in (2, 3):
         ours, _ = settings(options, chats, "float32", options.model)
         name = f"traffic-{steps}"
-        few: dict[str, Any] = {"train.max_steps": steps, "train.epochs": 99, "train.gradient_accumulation_steps": 2}
+        few: dict[str, Any] = {
+            "train.max_steps": steps,
+            "train.epochs": 99,
+            "train.gradient_accumulation_steps": 2,
+        }
         few |= {"data.max_length": 256, "data.overflow": "truncate", "export.final": "false"}
         few |= {"run.dir": options.work / name, "run.resume": "never", "checkpoint.every_steps": 0}
         script = [REPOSITORY / "benchmarks/traffic.py", options.work / name, vocabulary, "--config"]
-        script += [options.work / "empty.yaml", *(f"{key}={value}" for key, value in {**ours, **few}.items())]
-        if not run_pinned(launch(script, sys.executable, 2), None, options.work / f"{name}.log", 3600):
+        script += [
+            options.work / "empty.yaml",
+            *(f"{key}={value}" for key, value in {**ours, **few}.items()),
+        ]
+        if not run_pinned(
+            launch(script, sys.executable, 2), None, options.work / f"{name}.log", 3600
+        ):
             return {}
-        found.append([json.loads(Path(f"{options.work / name}.{rank}.json").read_text()) for rank in range(2)])
+        found.append(
+            [
+                json.loads(Path(f"{options.work / name}.{rank}.json").read_text())
+                for rank in range(2)
+            ]
+        )
         shutil.rmtree(options.work / name / "checkpoints", ignore_errors=True)
     before, after = found
 
@@ -349,7 +452,10 @@ def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         if name != "head" and more(0, name, "count")
     }
     head = {"rows": sum(more(rank, "head", "count") for rank in range(2))}
-    return {"collectives": collectives, "head": head | {key: last[key] for key in ("tokens", "trained_tokens")}}
+    return {
+        "collectives": collectives,
+        "head": head | {key: last[key] for key in ("tokens", "trained_tokens")},
+    }
 
 
 def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
@@ -363,12 +469,21 @@ def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         tokens //= 2
     for way in ("naive", "ours"):
         out = options.work / f"head-{way}.json"
-        command = [sys.executable, REPOSITORY / "benchmarks/head_memory.py", way, out, tokens, VOCABULARY]
+        command = [
+            sys.executable,
+            REPOSITORY / "benchmarks/head_memory.py",
+            way,
+            out,
+            tokens,
+            VOCABULARY,
+        ]
         if run_pinned(command, None, options.work / f"head-{way}.log", 1800):
             found[way] = json.loads(out.read_text(encoding="utf-8"))
     if len(found) == 2:
         # Both round the same logits to bfloat16, and go on in float32.
-        require_equal_losses([found["ours"]["loss"]], [found["naive"]["loss"]], TOLERANCE["float32"])
+        require_equal_losses(
+            [found["ours"]["loss"]], [found["naive"]["loss"]], TOLERANCE["float32"]
+        )
     return found
 
 
@@ -401,7 +516,8 @@ def many_records(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         data = options.work / f"records-{count}.jsonl"
         with data.open("w", encoding="utf-8") as file:
             file.writelines(
-                json.dumps({"text": f"{number}" + " word" * (number % 24)}) + "\n" for number in range(count)
+                json.dumps({"text": f"{number}" + " word" * (number % 24)}) + "\n"
+                for number in range(count)
             )
         outside_s = {}
         for state in ("tokenised", "cached"):
@@ -415,7 +531,10 @@ def many_records(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
             lines = (options.work / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
             outside_s[state] = time.monotonic() - started - sum(step["seconds"] for step in steps)
-            found[count] = {"outside_s": outside_s, "tokens_per_s": [step["tokens_per_second"] for step in steps[1:]]}
+            found[count] = {
+                "outside_s": outside_s,
+                "tokens_per_s": [step["tokens_per_second"] for step in steps[1:]],
+            }
     return found
 
 
@@ -426,7 +545,9 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         Unequal: the losses of two numbers of ranks differ, or hardly move.
     """
     model = small_model(options)
-    many = write_chats(options.work / "many.jsonl", 4 * options.tokens, options.max_length // 4, seed=1)
+    many = write_chats(
+        options.work / "many.jsonl", 4 * options.tokens, options.max_length // 4, seed=1
+    )
     found, first = {}, None
     for ranks in options.ranks:
         ours, _ = settings(options, many, "float32", model)
@@ -439,7 +560,9 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
             try:
                 require_equal_work(side, first, TOLERANCE["float32"])
             except Unequal as difference:
-                raise Unequal(f"on {ranks} and {options.ranks[0]} ranks {difference}") from difference
+                raise Unequal(
+                    f"on {ranks} and {options.ranks[0]} ranks {difference}"
+                ) from difference
             found[ranks] = {
                 "trained_tokens_per_s": [side.trained_tokens / value for value in side.seconds],
                 "mfu": side.mfu,

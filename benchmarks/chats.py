@@ -20,13 +20,17 @@ def write_chats(path: Path, tokens: int, max_length: int, seed: int = 0) -> Path
     words = sorted(set(re.findall(r"[a-z]{2,12}", SOURCE.read_text(encoding="utf-8"))))
     with path.open("w", encoding="utf-8") as file:
         while tokens > 0:
-            length = min(0.8 * max_length, max(60.0, source.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA)))
+            length = min(
+                0.8 * max_length, max(60.0, source.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA))
+            )
             answer = source.uniform(0.25, 0.40)
             shares = {"user": 1 - answer - TEMPLATE_TOKENS / length, "assistant": answer}
             messages = [
                 {
                     "role": role,
-                    "content": " ".join(source.choices(words, k=max(4, round(share * length / TOKENS_PER_WORD)))),
+                    "content": " ".join(
+                        source.choices(words, k=max(4, round(share * length / TOKENS_PER_WORD)))
+                    ),
                 }
                 for role, share in shares.items()
             ]

@@ -31,16 +31,16 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shardtune import checkpoint
-from shardtune.checkpoint.state import training_state
+from shardtune.checkpoint.run_dir import RunDir, open_run_dir
+from shardtune.checkpoint.train_state import training_state
 from shardtune.config import load_config, to_dict
-from shardtune.console import quiet_libraries
-from shardtune.loss import summed_loss
-from shardtune.model import build_model
-from shardtune.optim import build_optimizer
-from shardtune.packing import Batch
-from shardtune.rundir import RunDir, open_run_dir
-from shardtune.source import read_model_config
-from shardtune.world import World, join_world, run
+from shardtune.data.batch import Batch
+from shardtune.distributed.world import World, join_world, run
+from shardtune.log import quiet_libraries
+from shardtune.model.build import build_model
+from shardtune.model.files import read_model_config
+from shardtune.model.loss import summed_loss
+from shardtune.training.optim import build_optimizer
 
 TOKENS_PER_RANK = 512
 
@@ -49,7 +49,9 @@ class PeakMemory:
     """The most this process has held beyond what it held at the start, in bytes; read 100 times a second."""
 
     def __enter__(self) -> PeakMemory:
-        ctypes.CDLL(None).malloc_trim(0)  # what an earlier variant has freed is not there for this one
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # what an earlier variant has freed is not there for this one
         self._start, self.extra = _resident_bytes(), 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -75,16 +77,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument(
-        "--disk", type=Path, help="a directory on the disk to measure (default: that of temporary files)"
+        "--disk",
+        type=Path,
+        help="a directory on the disk to measure (default: that of temporary files)",
     )
     arguments = parser.parse_args()
     root = Path(__file__).resolve().parent.parent
     config = load_config(
-        root / "examples/demo.yaml", [f"model.path={arguments.model}", "model.init=random", "eval.baseline=false"], {}
+        root / "examples/demo.yaml",
+        [f"model.path={arguments.model}", "model.init=random", "eval.baseline=false"],
+        {},
     )
     world = join_world(config.distributed)
     quiet_libraries(world.is_main)
-    scratch = Path(world.from_main(lambda: tempfile.mkdtemp(prefix="bench", dir=arguments.disk)))
+    scratch = Path(world.on_rank0(lambda: tempfile.mkdtemp(prefix="bench", dir=arguments.disk)))
     try:
         found = measure(config, world, scratch, arguments.rounds)
         if world.is_main:
@@ -110,7 +116,9 @@ class Subject:
     def ours(self, mode: str) -> dict[str, float]:
         self._clear(self.run_dir.path / "checkpoints")
         saving = replace(self.config.checkpoint, mode=mode)
-        saver = checkpoint.Saver(self.run_dir, saving, 600, self.model, self.optimizer, {}, self.world)
+        saver = checkpoint.Saver(
+            self.run_dir, saving, 600, self.model, self.optimizer, {}, self.world
+        )
         state = {"step": 1, "epoch": 0, "row": 0, "config": to_dict(self.config)}
         return _save(lambda: saver.save(state), saver.finish)
 
@@ -121,13 +129,19 @@ class Subject:
         if mode == "sync":
             return _save(lambda: dcp.save(self.tensors, **given), lambda: None)
         futures: list[Any] = []
-        return _save(lambda: futures.append(dcp.async_save(self.tensors, **given)), lambda: futures[0].result())
+        return _save(
+            lambda: futures.append(dcp.async_save(self.tensors, **given)),
+            lambda: futures[0].result(),
+        )
 
     def stage(self) -> dict[str, float]:
         copies = []
 
         def copy() -> None:
-            copies.extend(checkpoint_local(tensor).detach().to("cpu", copy=True) for tensor in self.tensors.values())
+            copies.extend(
+                checkpoint_local(tensor).detach().to("cpu", copy=True)
+                for tensor in self.tensors.values()
+            )
 
         with PeakMemory() as memory:
             stall_s = _timed(copy)
@@ -137,7 +151,9 @@ class Subject:
         def load() -> None:
             found = checkpoint.agree_on_checkpoint(self.run_dir, "auto", self.world)
             assert found
-            checkpoint.load_checkpoint(found, self.model, self.optimizer, 1, self.run_dir, self.world)
+            checkpoint.load_checkpoint(
+                found, self.model, self.optimizer, 1, self.run_dir, self.world
+            )
 
         return {"load": _timed(load)}
 
@@ -191,7 +207,7 @@ def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
             for part in variants[name]:
                 dist.barrier(subject.group)
                 merged |= part()
-            slowest = world.gather(merged)
+            slowest = world.all_gather_json(merged)
             found[name].append({key: max(of_rank[key] for of_rank in slowest) for key in merged})
     size_gb = sum(_local_bytes(tensor) for tensor in subject.tensors.values()) * world.size / 1e9
     return table(found, size_gb, step_s, world.size, rounds)
@@ -231,7 +247,9 @@ def _median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def table(found: dict[str, list[dict[str, float]]], size_gb: float, step_s: float, ranks: int, rounds: int) -> str:
+def table(
+    found: dict[str, list[dict[str, float]]], size_gb: float, step_s: float, ranks: int, rounds: int
+) -> str:
     def cell(name: str, key: str, scale: float = 1, digits: int = 2) -> str:
         values = [of_round[key] * scale for of_round in found[name] if key in of_round]
         if not values:

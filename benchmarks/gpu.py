@@ -30,17 +30,34 @@ from chats import write_chats
 from measure import FAILED, REPOSITORY, TOLERANCE, Side, gated, in_turns, run_ours, run_peer, spread
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune.flops import measure_matmul_rate, published_peak
+from shardtune.model.flops import measure_matmul_rate, published_peak
 
-QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+QWEN3 = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-1.7b": (
         "qwen3",
-        {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+        {
+            **QWEN3,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+        },
     ),
     "qwen3-4b": (
         "qwen3",
-        {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+        {
+            **QWEN3,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+        },
     ),
     "llama3-8b": (
         "llama",
@@ -84,7 +101,11 @@ TINY = {
     "num_experts_per_tok": 2,
     "vocab_size": 49152,
 }
-PEERS: dict[str, dict[str, Any]] = {"hf_trainer": {}, "trl_packed": {}, "hf_padded": {"batch-size": 8}}
+PEERS: dict[str, dict[str, Any]] = {
+    "hf_trainer": {},
+    "trl_packed": {},
+    "hf_padded": {"batch-size": 8},
+}
 NAMES = {
     "ours": "shardtune",
     "trl_packed": "TRL, packed (bfd)",
@@ -127,17 +148,25 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--peers", type=Path, required=True, help="the Python of the peers' environment")
+    parser.add_argument(
+        "--peers", type=Path, required=True, help="the Python of the peers' environment"
+    )
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks/GPU.md")
-    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs/gpu", help="inputs, logs and runs; emptied")
+    parser.add_argument(
+        "--work", type=Path, default=REPOSITORY / "runs/gpu", help="inputs, logs and runs; emptied"
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))
     parser.add_argument("--layers", type=int, help="of every shape, where the GPU is smaller")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--sides", nargs="+", choices=("ours", *PEERS), default=("ours", *PEERS))
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4, help="of each run; the first is not counted")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="of each run; the first is not counted"
+    )
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--rows", type=int, default=8, help="full rows of one step, about")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -160,7 +189,12 @@ def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
         TooLarge: the GPU has no room for one layer, or of a model with experts for the first layer that has some.
     """
     model_type, settings = SHAPES[shape]
-    settings = {**settings, "max_position_embeddings": 2 * max(options.lengths), "pad_token_id": 2, "eos_token_id": 2}
+    settings = {
+        **settings,
+        "max_position_embeddings": 2 * max(options.lengths),
+        "pad_token_id": 2,
+        "eos_token_id": 2,
+    }
     if options.tiny:
         settings |= TINY
     folder = options.work / shape.replace(",", "").replace(" ", "-")
@@ -185,7 +219,9 @@ def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
             f"{shape}: {layers} of {whole} layers{kind}, take {needed(layers) / 1e9:.0f} GB of weights, gradients and "
             f"moments, and {room / 1e9:.0f} GB is what this GPU has for them - take a GPU with more memory"
         )
-    said = f"{layers} of {whole} layers" + ("" if dense is None else f", {layers - dense} of them with experts")
+    said = f"{layers} of {whole} layers" + (
+        "" if dense is None else f", {layers - dense} of them with experts"
+    )
     config = AutoConfig.for_model(model_type, **{**settings, "num_hidden_layers": layers})
     torch.manual_seed(1234)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -196,7 +232,9 @@ def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
     return folder, said
 
 
-def measure(options: argparse.Namespace, shape: str, model: Path, layers: str, length: int) -> list[str]:
+def measure(
+    options: argparse.Namespace, shape: str, model: Path, layers: str, length: int
+) -> list[str]:
     """The lines of the table for one shape and length of a row."""
     chats = write_chats(options.work / f"chats-{length}.jsonl", options.rows * length, length)
     options.model, options.max_length = model, length
@@ -233,10 +271,16 @@ def measure(options: argparse.Namespace, shape: str, model: Path, layers: str, l
 
 
 def table_lines(
-    options: argparse.Namespace, start: str, model: Path, lengths: np.ndarray, runs: dict[str, list[Side]]
+    options: argparse.Namespace,
+    start: str,
+    model: Path,
+    lengths: np.ndarray,
+    runs: dict[str, list[Side]],
 ) -> list[str]:
     """A line for each side, of those that did not do equal work the reason."""
-    reference = next((name for name in (*PEERS, *runs) if runs.get(name)), next(iter(runs)))  # a peer's, if one ran
+    reference = next(
+        (name for name in (*PEERS, *runs) if runs.get(name)), next(iter(runs))
+    )  # a peer's, if one ran
     equal, refused = gated(runs, reference, TOLERANCE[options.dtype])
     FAILED.extend(f"no figure for {NAMES[name]}: {why}" for name, why in refused.items())
     flops, peak = model_flops(model), peak_flops(options.dtype)
@@ -244,11 +288,15 @@ def table_lines(
     for name, sides in equal.items():
         seconds = [value for side in sides for value in side.seconds]
         of_step = flops.of_step(lengths, sides[0].trained_tokens)
-        mfu = f"{median(of_step / value / peak for value in seconds):.1%}" if peak else "unknown peak"
+        mfu = (
+            f"{median(of_step / value / peak for value in seconds):.1%}" if peak else "unknown peak"
+        )
         memory = max(side.memory_bytes for side in sides) / 1e9
         speed = spread([side.tokens / value for side in sides for value in side.seconds])
         losses = f"{sides[0].losses[0]:.4f} {sides[0].losses[-1]:.4f}"
-        lines.append(f"{start} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB | {losses} | {sides[0].attention} |")
+        lines.append(
+            f"{start} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB | {losses} | {sides[0].attention} |"
+        )
     return lines + [f"{start} | {NAMES[name]} | {why} | | | | |" for name, why in refused.items()]
 
 

@@ -24,17 +24,22 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from shardtune.config import load_config
-from shardtune.loss import summed_loss, use_loss_head
-from shardtune.model import build_model
-from shardtune.packing import Batch
-from shardtune.source import read_model_config
-from shardtune.world import World, join_world, run
+from shardtune.data.batch import Batch
+from shardtune.distributed.world import World, join_world, run
+from shardtune.model.build import build_model
+from shardtune.model.files import read_model_config
+from shardtune.model.loss import summed_loss, use_loss_head
 
 WIDTH = 1024
 
 
 def main() -> None:
-    way, out, tokens, vocabulary = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    way, out, tokens, vocabulary = (
+        sys.argv[1],
+        Path(sys.argv[2]),
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     with tempfile.TemporaryDirectory() as folder:
         config = LlamaConfig(
             vocab_size=vocabulary,
@@ -50,7 +55,9 @@ def main() -> None:
         assignments = [f"model.path={folder}", f"data.train={folder}", "model.init=random"]
         yaml.touch()
         settings = load_config(
-            yaml, [*assignments, "model.compute_dtype=bfloat16", f"data.max_length={2 * tokens}"], {}
+            yaml,
+            [*assignments, "model.compute_dtype=bfloat16", f"data.max_length={2 * tokens}"],
+            {},
         )
         world: World = join_world(settings.distributed)
         model_config = read_model_config(settings.model, settings.data.max_length)
@@ -73,8 +80,15 @@ def main() -> None:
     loss = step(model, way, tokens)
     ended.set()
     watcher.join()
-    gradients = sum(p.grad.to_local().nbytes for p in model.parameters() if isinstance(p.grad, DTensor))
-    told: dict[str, float] = {"tokens": tokens, "vocabulary": vocabulary, "width": WIDTH, "loss": loss}
+    gradients = sum(
+        p.grad.to_local().nbytes for p in model.parameters() if isinstance(p.grad, DTensor)
+    )
+    told: dict[str, float] = {
+        "tokens": tokens,
+        "vocabulary": vocabulary,
+        "width": WIDTH,
+        "loss": loss,
+    }
     told |= {"peak_bytes": peak, "gradient_bytes": gradients}
     out.write_text(json.dumps(told), encoding="utf-8")
 
@@ -86,7 +100,9 @@ def step(model: PreTrainedModel, way: str, tokens: int) -> float:
     predicting = torch.arange(tokens - 1)
     if way == "ours":
         ends = torch.tensor([0, tokens], dtype=torch.int32)
-        loss = summed_loss(model, Batch(ids, positions, None, predicting, ids[0, 1:], [tokens], ends))
+        loss = summed_loss(
+            model, Batch(ids, positions, None, predicting, ids[0, 1:], [tokens], ends)
+        )
     else:
         logits = model(input_ids=ids, position_ids=positions).logits
         loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")

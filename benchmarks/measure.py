@@ -39,7 +39,9 @@ class Side:
     head_rows: int | None = None  # where they were counted
     attention: str = ""
     mfu: list[float] | None = None  # of the same steps as `seconds`, where the run itself says it
-    data_share: float | None = None  # of these seconds, for which the rank that waited most waited for its batches
+    data_share: float | None = (
+        None  # of these seconds, for which the rank that waited most waited for its batches
+    )
 
 
 def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
@@ -55,7 +57,9 @@ def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
     require_equal_losses(side.losses, reference.losses, tolerance)
 
 
-def require_equal_losses(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> None:
+def require_equal_losses(
+    losses: Sequence[float], reference: Sequence[float], tolerance: float
+) -> None:
     """Raises Unequal where a step's losses differ, or there are none."""
     if len(losses) != len(reference) or not losses:
         raise Unequal(f"{len(losses)} and {len(reference)} steps have a loss")
@@ -73,7 +77,11 @@ def said_of_count(rounds: int, steps: int) -> str:
 def said_of_losses(dtype: str, rows: dict[str, dict[str, Any]], reference: str) -> str:
     """How near to the reference's the losses came, and how far that moved."""
     theirs = rows[reference]["losses"]
-    furthest = max(abs(a - b) / abs(b) for row in rows.values() for a, b in zip(row["losses"], theirs, strict=True))
+    furthest = max(
+        abs(a - b) / abs(b)
+        for row in rows.values()
+        for a, b in zip(row["losses"], theirs, strict=True)
+    )
     return (
         f"At every step the losses of all sides are within {TOLERANCE[dtype]:.2%} of the reference's, relative to it "
         f"(the furthest is {furthest:.4%} away), which goes from {theirs[0]:.4f} to {theirs[-1]:.4f}."
@@ -84,7 +92,9 @@ def require_moving_loss(side: Side, tolerance: float) -> None:
     """Raises Unequal where the first and the last loss of a run are so near that equal losses would say nothing."""
     first, last = side.losses[0], side.losses[-1]
     if not abs(first - last) > _MOVES * tolerance * abs(first):
-        raise Unequal(f"the loss goes from {first:.4f} to {last:.4f} only, less than {_MOVES} tolerances")
+        raise Unequal(
+            f"the loss goes from {first:.4f} to {last:.4f} only, less than {_MOVES} tolerances"
+        )
 
 
 def gated(
@@ -128,9 +138,16 @@ def spread(values: Sequence[float]) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def run_pinned(command: Sequence[str | Path], cores: Sequence[int] | None, log: Path, timeout_s: float) -> bool:
+def run_pinned(
+    command: Sequence[str | Path], cores: Sequence[int] | None, log: Path, timeout_s: float
+) -> bool:
     """Run a command on these cores, one thread a process; whether it ended well. What it says goes to `log`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
     def pin() -> None:
         if cores is not None:
@@ -153,7 +170,9 @@ def run_pinned(command: Sequence[str | Path], cores: Sequence[int] | None, log: 
         except subprocess.TimeoutExpired:
             code = f"after {timeout_s} s without an end"
     print(
-        f"  {log.stem}: {time.monotonic() - started:.0f} s" + (f", exit {code}, see {log}" if code else ""), flush=True
+        f"  {log.stem}: {time.monotonic() - started:.0f} s"
+        + (f", exit {code}, see {log}" if code else ""),
+        flush=True,
     )
     if code:
         FAILED.append(f"{log.stem} ended with {code}, see {log}")
@@ -164,7 +183,14 @@ def launch(script: Sequence[str | Path], python: Path | str, ranks: int) -> list
     """The command for one process, or for several under torchrun."""
     if ranks == 1:
         return [python, *script]
-    return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *script]
+    return [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+        *script,
+    ]
 
 
 def run_ours(
@@ -195,7 +221,9 @@ def run_ours(
     empty.touch()
     command: list[str | Path] = [script, "--config", empty]
     command += [f"{key}={value}" for key, value in settings.items()]
-    is_done = run_pinned(launch(command, sys.executable, ranks), cores, folder / f"{name}.log", timeout_s)
+    is_done = run_pinned(
+        launch(command, sys.executable, ranks), cores, folder / f"{name}.log", timeout_s
+    )
     return read_ours(run_dir, folder / f"{name}.log") if is_done else None
 
 
@@ -206,7 +234,9 @@ def read_ours(run_dir: Path, log: Path) -> Side:
     assert len(tokens) == len(trained) == 1, "a step is the whole of the data"
     count, trained_count = tokens.pop(), trained.pop()
     said = log.read_text(encoding="utf-8").splitlines()
-    attention = next(line.removeprefix("Attention: ") for line in said if line.startswith("Attention: "))
+    attention = next(
+        line.removeprefix("Attention: ") for line in said if line.startswith("Attention: ")
+    )
     mfu = [step["mfu"] for step in steps[1:]]
     waited, took = (sum(step[key] for step in steps[1:]) for key in ("data_seconds", "seconds"))
     # Packed rows are flattened, so nothing is padded.
@@ -237,7 +267,9 @@ def run_peer(
     """One run of peers.py in its own environment; None where it failed."""
     out = folder / f"{name}.json"
     flags = [
-        part for key, value in options.items() for part in ([f"--{key}"] if value is True else [f"--{key}", value])
+        part
+        for key, value in options.items()
+        for part in ([f"--{key}"] if value is True else [f"--{key}", value])
     ]
     script = [REPOSITORY / "benchmarks/peers.py", "--side", side, "--out", out, *flags]
     if not run_pinned(launch(script, python, ranks), cores, folder / f"{name}.log", timeout_s):

@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch.nn.attention import varlen
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train_fsdp.py"
-OLDER_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+OLDER_NAMES = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
 
 
 def with_grouped_keys(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -26,10 +29,17 @@ def with_grouped_keys(attend: Callable[..., torch.Tensor]) -> Callable[..., torc
     (tokens, heads, width) each, and the keys' and values' heads are repeated."""
 
     def attend_in_groups(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, enable_gqa: bool, **options: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *rest: Any,
+        enable_gqa: bool,
+        **options: Any,
     ) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1] if enable_gqa else 1
-        return attend(query, *(x.repeat_interleave(groups, 1) for x in (key, value)), *rest, **options)
+        return attend(
+            query, *(x.repeat_interleave(groups, 1) for x in (key, value)), *rest, **options
+        )
 
     return attend_in_groups
 

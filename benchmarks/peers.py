@@ -77,7 +77,9 @@ def main() -> None:
         "losses": watch.losses,
         "seconds": seconds,  # of the second step and those after it: the first also sets things up
         "attention": trainer.model.config._attn_implementation,
-        "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_of_process(),
+        "memory_bytes": torch.cuda.max_memory_allocated()
+        if torch.cuda.is_available()
+        else peak_of_process(),
         **counts,
     }
     if dist.is_initialized():
@@ -96,23 +98,38 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--side",
-        choices=("trl_packed", "trl_padded", "trl_single", "hf_trainer", "hf_padded", "transformers_fsdp"),
+        choices=(
+            "trl_packed",
+            "trl_padded",
+            "trl_single",
+            "hf_trainer",
+            "hf_padded",
+            "transformers_fsdp",
+        ),
         required=True,
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True, help="of forward and backward")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), required=True, help="of forward and backward"
+    )
     parser.add_argument("--max-length", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--batch-size", type=int, default=1, help="rows of a micro-batch; 1 has no padding")
+    parser.add_argument(
+        "--batch-size", type=int, default=1, help="rows of a micro-batch; 1 has no padding"
+    )
     parser.add_argument("--checkpointing", action="store_true")
     return parser.parse_args()
 
 
 def build(
-    options: argparse.Namespace, tokenizer: Any, records: list[dict[str, Any]], watch: Watch, scratch: str
+    options: argparse.Namespace,
+    tokenizer: Any,
+    records: list[dict[str, Any]],
+    watch: Watch,
+    scratch: str,
 ) -> Any:
     shared = {
         "output_dir": scratch,
@@ -140,7 +157,11 @@ def build(
         from trl import SFTConfig, SFTTrainer
 
         is_packed = options.side == "trl_packed"
-        lengths = {"packing": is_packed, "packing_strategy": "bfd", "max_length": options.max_length}
+        lengths = {
+            "packing": is_packed,
+            "packing_strategy": "bfd",
+            "max_length": options.max_length,
+        }
         settings = SFTConfig(**shared, **lengths, assistant_only_loss=True)
         return SFTTrainer(
             model=load(options),
@@ -151,12 +172,16 @@ def build(
         )
     if options.side == "transformers_fsdp":
         shared["ddp_backend"] = "gloo" if shared["use_cpu"] else "nccl"
-    settings = TrainingArguments(**shared, train_sampling_strategy="group_by_length")  # the least padding it can have
+    settings = TrainingArguments(
+        **shared, train_sampling_strategy="group_by_length"
+    )  # the least padding it can have
     model = load(options, is_sharded=options.side == "transformers_fsdp")
     return Trainer(
         model=model,
         args=settings,
-        train_dataset=Dataset.from_list([tokenise(record, tokenizer, options.max_length) for record in records]),
+        train_dataset=Dataset.from_list(
+            [tokenise(record, tokenizer, options.max_length) for record in records]
+        ),
         data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
         callbacks=[watch],
     )
@@ -164,13 +189,19 @@ def build(
 
 def load(options: argparse.Namespace, is_sharded: bool = False) -> Any:
     dtype = torch.float32
-    implementation = "flash_attention_2" if torch.cuda.is_available() and is_flash_attn_2_available() else "sdpa"
+    implementation = (
+        "flash_attention_2" if torch.cuda.is_available() and is_flash_attn_2_available() else "sdpa"
+    )
     more: dict[str, Any] = {}
     if is_sharded:
         from transformers.distributed import DistributedConfig
 
-        more["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())  # the arguments have joined it
-    return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation=implementation, **more)
+        more["distributed_config"] = DistributedConfig(
+            fsdp_size=dist.get_world_size()
+        )  # the arguments have joined it
+    return AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=dtype, attn_implementation=implementation, **more
+    )
 
 
 def tokenise(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[str, list[int]]:
@@ -184,7 +215,9 @@ def tokenise(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[st
         max_length=max_length,
     )
     ids = encoded["input_ids"]
-    labels = [token if mask else -100 for token, mask in zip(ids, encoded["assistant_masks"], strict=True)]
+    labels = [
+        token if mask else -100 for token, mask in zip(ids, encoded["assistant_masks"], strict=True)
+    ]
     return {"input_ids": ids, "labels": labels}
 
 

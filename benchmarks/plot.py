@@ -31,17 +31,28 @@ COLOURS = {
 
 def main() -> None:
     found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    shown = {name: part for name, part in found.items() if part["figures"] and name.split()[0] in ("one", "scaling")}
+    shown = {
+        name: part
+        for name, part in found.items()
+        if part["figures"] and name.split()[0] in ("one", "scaling")
+    }
     ranks = shown.get("scaling", {}).get("figures", {})
     ones = [part["figures"] for name, part in shown.items() if name != "scaling"]
     panels = len(shown)
-    figure, all_axes = plt.subplots(1, panels, figsize=(4.6 * panels, 3.6), squeeze=False, layout="constrained")
+    figure, all_axes = plt.subplots(
+        1, panels, figsize=(4.6 * panels, 3.6), squeeze=False, layout="constrained"
+    )
     for axes, of_dtype in zip(all_axes[0], ones, strict=False):
         bars(axes, of_dtype["rows"])
-        axes.set_title(f"One thread, {of_dtype['counts']['dtype']}\n(% of its matmul rate)", fontsize=11)
+        axes.set_title(
+            f"One thread, {of_dtype['counts']['dtype']}\n(% of its matmul rate)", fontsize=11
+        )
     if ranks:
         scaling(all_axes[0][-1], ranks)
-    told = {f"{part['measured_with']['CPU']}, {part['measured_with']['date']}": None for part in shown.values()}
+    told = {
+        f"{part['measured_with']['CPU']}, {part['measured_with']['date']}": None
+        for part in shown.values()
+    }
     figure.suptitle("; ".join(told), fontsize=9)
     figure.savefig(sys.argv[2], dpi=150)
 
@@ -53,7 +64,13 @@ def bars(axes: plt.Axes, rows: dict[str, dict[str, list[float]]]) -> None:
         middle = median(speeds)
         ends = [[middle - min(speeds)], [max(speeds) - middle]]
         axes.bar(place, middle, yerr=ends, color=COLOURS[name], capsize=4, width=0.7)
-        axes.text(place, max(speeds) * 1.02, f"{median(row['share_of_matmul_rate']):.0%}", ha="center", va="bottom")
+        axes.text(
+            place,
+            max(speeds) * 1.02,
+            f"{median(row['share_of_matmul_rate']):.0%}",
+            ha="center",
+            va="bottom",
+        )
     axes.set_xticks(range(len(rows)), [NAMES[name].replace(" ", "\n", 1) for name in rows])
     axes.set_ylabel("trained tokens / s")
     axes.margins(y=0.15)

@@ -41,7 +41,8 @@ def report(found: dict[str, Any], plot: str | None) -> str:
             lines += [title, "", f"Run {runs.index(part['measured_with']) + 1}.", *rest]
             lines += [f"Failed: {each}.\n" for each in part["failed"]]
     told = [
-        f"{number}. " + "; ".join(f"{key}: {said}" for key, said in run.items()) for number, run in enumerate(runs, 1)
+        f"{number}. " + "; ".join(f"{key}: {said}" for key, said in run.items())
+        for number, run in enumerate(runs, 1)
     ]
     image = [f"![trained tokens per second]({plot})", ""] if plot else []
     return "\n".join(["# Benchmarks", "", "Runs:", "", *told, "", *image, *lines])
@@ -53,7 +54,12 @@ def table(header: str, rows: list[str]) -> list[str]:
 
 
 def section(title: str, *paragraphs: str, header: str, rows: list[str]) -> list[str]:
-    return [f"## {title}", "", *(line for said in paragraphs for line in (said, "")), *table(header, rows)]
+    return [
+        f"## {title}",
+        "",
+        *(line for said in paragraphs for line in (said, "")),
+        *table(header, rows),
+    ]
 
 
 def one_thread_lines(found: dict[str, Any], head: dict[str, int] | None) -> list[str]:
@@ -86,7 +92,10 @@ def one_thread_lines(found: dict[str, Any], head: dict[str, int] | None) -> list
     header += "| peak memory | waited for data | ours is |"
     lines += table(header, shown)
     if "ours" in rows and not head:
-        lines += ["Rows through the head of shardtune are counted by the section `traffic`, which has no figures.", ""]
+        lines += [
+            "Rows through the head of shardtune are counted by the section `traffic`, which has no figures.",
+            "",
+        ]
     memory = {name: row["memory_bytes"] for name, row in rows.items()}
     if memory.get("ours", 0) > memory.get("hf_trainer", math.inf):
         lines += [MEMORY, ""]
@@ -99,8 +108,15 @@ def gflops(rows: Iterable[dict[str, Any]]) -> list[float]:
 
 def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, list[float]]]:
     """Those whose rates, in GFLOP/s, differ from one another or from the median of all runs'."""
-    around = [(number, [rate / 1e9 for rate in rates]) for number, rates in enumerate(row["rates"], start=1)]
-    return [(number, rates) for number, rates in around if max(middle, *rates) > (1 + STEADY) * min(middle, *rates)]
+    around = [
+        (number, [rate / 1e9 for rate in rates])
+        for number, rates in enumerate(row["rates"], start=1)
+    ]
+    return [
+        (number, rates)
+        for number, rates in around
+        if max(middle, *rates) > (1 + STEADY) * min(middle, *rates)
+    ]
 
 
 def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
@@ -145,17 +161,20 @@ def two_ranks_lines(found: dict[str, Any]) -> list[str]:
     said = said_of_losses("float32", found["rows"], "transformers_fsdp")
     figures = ", ".join(str(len(row["trained_tokens_per_s"])) for row in found["rows"].values())
     said += f" Medians (smallest to largest) of {figures} figures."
-    return section("FSDP over two processes, one core each, float32", said, header=header, rows=rows)
+    return section(
+        "FSDP over two processes, one core each, float32", said, header=header, rows=rows
+    )
 
 
 def traffic_lines(found: dict[str, Any]) -> list[str]:
     head = found["head"]
-    rows = [f"| {name} | {each['count']} | {each['bytes']} |" for name, each in found["collectives"].items()]
+    rows = [
+        f"| {name} | {each['count']} | {each['bytes']} |"
+        for name, each in found["collectives"].items()
+    ]
     title = "What one step moves (two ranks, two micro-batches each), float32"
     header = "| | calls | bytes gathered or reduced |"
-    said = (
-        f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, {head['trained_tokens']} of them trained."
-    )
+    said = f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, {head['trained_tokens']} of them trained."
     return [*section(title, header=header, rows=rows), said, ""]
 
 
@@ -165,12 +184,16 @@ def head_lines(found: dict[str, Any]) -> list[str]:
         f"{(each['peak_bytes'] - each['gradient_bytes']) / 1e9:.3f} GB |"
         for way, each in found.items()
     ]
-    header = "| | tokens | vocabulary | width | peak beyond weights | without the weight's gradient |"
+    header = (
+        "| | tokens | vocabulary | width | peak beyond weights | without the weight's gradient |"
+    )
     lines = section("Memory of head and loss, forward and backward", header=header, rows=rows)
     if len(found) == 2:
         ours, naive = found["ours"], found["naive"]
         share = ours["peak_bytes"] / naive["peak_bytes"]
-        rest = (ours["peak_bytes"] - ours["gradient_bytes"]) / (naive["peak_bytes"] - naive["gradient_bytes"])
+        rest = (ours["peak_bytes"] - ours["gradient_bytes"]) / (
+            naive["peak_bytes"] - naive["gradient_bytes"]
+        )
         losses = " and ".join(f"{each['loss']:.5f}" for each in found.values())
         lines += [
             f"Ours takes {share:.1%} of the naive peak, {rest:.1%} without the weight's gradient. On both sides that "
@@ -209,10 +232,14 @@ def records_lines(found: dict[str, Any]) -> list[str]:
     header = "| records | outside the steps, tokenising | from the cache | tokens/s |"
     counts = ", ".join(str(len(row["tokens_per_s"])) for row in found.values())
     said = f"Medians (smallest to largest) of the steps of one run each: {counts}."
-    return section("Few records and many, a small model on one thread", said, header=header, rows=rows)
+    return section(
+        "Few records and many, a small model on one thread", said, header=header, rows=rows
+    )
 
 
 def rows_of_ours(counts: dict[str, Any], head: dict[str, int] | None) -> str:
     """The rows through the head of this step, if those that were counted in another are all of its kind."""
     kinds = ("trained_tokens", "tokens")
-    return next((str(counts[kind]) for kind in kinds if head and head["rows"] == head[kind]), "not counted")
+    return next(
+        (str(counts[kind]) for kind in kinds if head and head["rows"] == head[kind]), "not counted"
+    )

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_fsdp
-from shardtune.world import run
+from shardtune.distributed.world import run
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.default)
 
@@ -34,14 +34,20 @@ class Counter(TorchDispatchMode):
         self.vocabulary = vocabulary
         self.found: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"count": 0, "bytes": 0})
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = operation(*args, **(kwargs or {}))
         if operation.namespace in ("c10d", "_c10d_functional"):
-            tensors = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+            tensors = [
+                leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)
+            ]
             name = operation.name().partition("::")[2].strip("_")
             entry = self.found[name]
             entry["count"] += 1
-            entry["bytes"] += max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
+            entry["bytes"] += max(
+                (tensor.numel() * tensor.element_size() for tensor in tensors), default=0
+            )
         elif operation in PRODUCTS and result.shape[-1] == self.vocabulary:
             self.found["head"]["count"] += result.shape[0]
         return result

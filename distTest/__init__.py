@@ -5,7 +5,9 @@ from importlib.util import find_spec
 
 # Said here because every program of this folder begins here, and would otherwise end in an import's traceback.
 _MISSING = [
-    name for name in ("torch", "transformers", "datasets", "accelerate", "psutil", "yaml") if not find_spec(name)
+    name
+    for name in ("torch", "transformers", "datasets", "accelerate", "psutil", "yaml")
+    if not find_spec(name)
 ]
 if _MISSING:
     print(

@@ -34,7 +34,9 @@ def main() -> int:
     dist.all_reduce(sum_)
     got, right = sum_.item(), sum(range(1, ranks + 1))
     print(
-        f"rank {rank} of {ranks} on {socket.gethostname()}, {device}: got {got}, right is {right}\n", end="", flush=True
+        f"rank {rank} of {ranks} on {socket.gethostname()}, {device}: got {got}, right is {right}\n",
+        end="",
+        flush=True,
     )
     dist.destroy_process_group()
     return int(got != right)

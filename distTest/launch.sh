@@ -55,7 +55,7 @@ fi
 if [[ ${1:-} == --help ]]; then exec "$python" "$here/train_fsdp.py" --help; fi
 
 room=65536  # bytes, more than all that it takes
-# Processes of this launch leave here what the script and each other should know: see files of distTest/torchrun.py.
+# Processes of this launch leave here what the script and each other should know: see files of shardtune/cluster/torchrun.py.
 if ! SHARDTUNE_LAUNCH_DIR=$(mktemp -d -t shardtune.XXXXXX) ||
     ! head -c "$room" /dev/zero > "$SHARDTUNE_LAUNCH_DIR/room" || ! rm "$SHARDTUNE_LAUNCH_DIR/room"; then
     [[ -z $SHARDTUNE_LAUNCH_DIR ]] || rm -rf "$SHARDTUNE_LAUNCH_DIR"
@@ -100,7 +100,7 @@ pass_on() {
     else kill -s TERM "$torchrun"; fi 2>/dev/null
 }
 set -m
-PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$python" -P -m distTest.torchrun \
+PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$python" -P -m shardtune.cluster.torchrun \
     --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
     --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --rdzv_conf="timeout=${JOIN_TIMEOUT:-300}" \
     --log_dir="$SHARDTUNE_LAUNCH_DIR/torchrun" "$here/train_fsdp.py" "$@" &
@@ -115,7 +115,7 @@ done
 { wait "$torchrun"; } 2>/dev/null
 code=$?
 (( code == 0 )) && exit 0
-said=32  # added to the code where the last line stands already, see SAID of distTest/local_ranks.py
+said=32  # added to the code where the last line stands already, see SAID of shardtune/cluster/local_ranks.py
 # Where a rank was that was killed with its torchrun.
 places=("$SHARDTUNE_LAUNCH_DIR"/rank_*[0-9])
 place=$(head -n 1 "${places[0]}" 2>/dev/null)
@@ -134,7 +134,7 @@ else
     code=1 line="ended without a word: a process of $node - see above, the other nodes' logs, and the kernel's log for \
 processes killed for memory; $SHARDTUNE_AGAIN"
 fi
-if [[ ! -e $SHARDTUNE_LAUNCH_DIR/watched ]]; then  # the other nodes hear of it by this, see distTest/handover.py
+if [[ ! -e $SHARDTUNE_LAUNCH_DIR/watched ]]; then  # the other nodes hear of it by this, see shardtune/cluster/handover.py
     echo "$code $line" > "$SHARDTUNE_LAUNCH_DIR/told"
     sleep 1
 fi

@@ -21,20 +21,27 @@ import tempfile
 import time
 import traceback
 
-from distTest import compare, network, ranks
-from distTest.children import Child, die_with_parent
-from distTest.doors import Doors, side_port
-from distTest.facts import facts_of_files, facts_of_machine, preflight_digest
-from distTest.handover import stay_connected
-from distTest.knocking import Knocking, Welcome, knock
-from distTest.meeting import Meeting
-from distTest.paths import require_paths
-from distTest.reception import Reception
-from distTest.settings import DEFAULTS, REPOSITORY, Settings, existing_part, read_settings
-from distTest.voice import Voice
-from distTest.wire import Gone, Link, Member, Message
-from shardtune.errors import Ended, Refused
-from shardtune.signals import end_on_signal, ignore_signals
+from shardtune.cluster import compare, network
+from shardtune.cluster import microbenchmark as ranks
+from shardtune.cluster.children import Child, die_with_parent
+from shardtune.cluster.connectivity import require_paths
+from shardtune.cluster.control import ConnectionLost, Link, Message, NodeHello
+from shardtune.cluster.doors import Doors, side_port
+from shardtune.cluster.environment import (
+    DEFAULTS,
+    REPOSITORY,
+    Settings,
+    existing_part,
+    read_settings,
+)
+from shardtune.cluster.handover import stay_connected
+from shardtune.cluster.knocking import Knocking, Welcome, knock
+from shardtune.cluster.meeting import Meeting
+from shardtune.cluster.node_info import facts_of_files, facts_of_machine, preflight_digest
+from shardtune.cluster.reception import Reception
+from shardtune.cluster.voice import Voice
+from shardtune.distributed.signals import end_on_signal, ignore_signals
+from shardtune.errors import Aborted, UserError
 
 _FACTS_TIMEOUT_S = 600.0
 _SHORT_TIMEOUT_S = 60.0
@@ -54,9 +61,9 @@ def main() -> None:
     try:
         end_on_signal("during the preflight - run the same command again", code=1)
         preflight(voice, meeting)
-    except Refused as refused:
+    except UserError as refused:
         code, problems = 2, refused.problems
-    except Ended as ended:
+    except Aborted as ended:
         code, problems = (2, voice.problems[-1:]) if voice.problems else (1, [str(ended)])
     except Exception as error:
         traceback.print_exc()
@@ -64,8 +71,10 @@ def main() -> None:
         code, problems = 1, [f"{type(error).__name__}: {first_line} - see the traceback above"]
     ignore_signals()
     if code == 1 and meeting:
-        with contextlib.suppress(Refused):
-            meeting[0].refuse(f"{meeting[0].members[meeting[0].node].name}: {problem}" for problem in problems)
+        with contextlib.suppress(UserError):
+            meeting[0].refuse(
+                f"{meeting[0].members[meeting[0].node].name}: {problem}" for problem in problems
+            )
     voice.conclude(problems)
     sys.exit(code)
 
@@ -74,7 +83,7 @@ def preflight(voice: Voice, met: list[Meeting]) -> None:
     """Everything, in order. The meeting is put into `met` as soon as there is one.
 
     Raises:
-        Refused: on every node, with what keeps this run from starting.
+        UserError: on every node, with what keeps this run from starting.
     """
     started = time.monotonic()
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -98,42 +107,55 @@ def preflight(voice: Voice, met: list[Meeting]) -> None:
             require_paths(meeting, settings)
         facts = _compare(meeting, helper, settings, voice)
         _measure(meeting, helper, settings, facts, logs, voice)
-    who = f"all {len(names)} nodes agree" if len(names) > 1 else "NNODES=1, so this node waits for no other"
+    who = (
+        f"all {len(names)} nodes agree"
+        if len(names) > 1
+        else "NNODES=1, so this node waits for no other"
+    )
     voice.say(f"{who} ({time.monotonic() - started:.0f} s)")
     if len(names) > 1 and (folder := os.environ.get("SHARDTUNE_LAUNCH_DIR")):
         stay_connected(meeting, settings.name, Path(folder))
 
 
 def meet(settings: Settings, voice: Voice) -> Meeting:
-    """Find the other nodes. Raises Refused, after having told them, so far as they can be found."""
+    """Find the other nodes. Raises UserError, after having told them, so far as they can be found."""
     host = socket.gethostname()
-    own = tuple(problem if settings.is_alone else f"{settings.name}: {problem}" for problem in settings.problems)
+    own = tuple(
+        problem if settings.is_alone else f"{settings.name}: {problem}"
+        for problem in settings.problems
+    )
     own_ip, token = settings.own_ip or "?", secrets.token_hex(8)
-    me = Member(settings.node, settings.nodes, host, own_ip, settings.port, token, preflight_digest(), own)
+    me = NodeHello(
+        settings.node, settings.nodes, host, own_ip, settings.port, token, preflight_digest(), own
+    )
     voice.report(own)
     if own and (settings.is_alone or settings.port is None):
-        raise Refused(*own)
+        raise UserError(*own)
     assert settings.port is not None
     if settings.node == 0:
         with contextlib.ExitStack() as opened:
             doors = _open_doors(settings, me, voice)
             opened.callback(doors.close)
-            is_other_possible = not (settings.owns_master and doors.has_main) and settings.master_ip is not None
+            is_other_possible = (
+                not (settings.owns_master and doors.has_main) and settings.master_ip is not None
+            )
             ask = (lambda: _ask(me, settings)) if is_other_possible else None
             if voice.problems and settings.is_alone:
-                raise Refused(*voice.problems)
-            reception = Reception(me, settings.master, settings.port, doors, settings.join_timeout_s, voice, ask)
+                raise UserError(*voice.problems)
+            reception = Reception(
+                me, settings.master, settings.port, doors, settings.join_timeout_s, voice, ask
+            )
             meeting = reception.wait_for_all()
             opened.pop_all()
             return meeting
     if settings.master_ip is None:
-        raise Refused(*own)
+        raise UserError(*own)
     is_own = settings.owns_master and settings.interface != "lo"
     where = settings.master_named, settings.master_ip, settings.port
     return Knocking(me, *where, is_own, settings.join_timeout_s, voice).meet()
 
 
-def _open_doors(settings: Settings, me: Member, voice: Voice) -> Doors:
+def _open_doors(settings: Settings, me: NodeHello, voice: Voice) -> Doors:
     """Listen at all addresses, whatever is wrong: nodes that come are to be told."""
     assert settings.port is not None
     doors = Doors(me)
@@ -157,13 +179,13 @@ def _open_doors(settings: Settings, me: Member, voice: Voice) -> Doors:
     return doors
 
 
-def _ask(me: Member, settings: Settings) -> list[str]:
+def _ask(me: NodeHello, settings: Settings) -> list[str]:
     """A node 0 that cannot be the master asks whoever is, as a second node 0; why that refuses, if there is one."""
     assert settings.master_ip is not None and settings.port is not None
     found = knock(me, settings.master_ip, settings.port, _ASK_TIMEOUT_S)
     if not isinstance(found, Welcome):
         return []
-    with contextlib.suppress(Gone, TimeoutError):
+    with contextlib.suppress(ConnectionLost, TimeoutError):
         messages = found.behind or found.link.receive(_ASK_TIMEOUT_S)
         return [str(problem) for problem in messages[0].get("problems", ())]
     return []
@@ -173,16 +195,18 @@ def _compare(meeting: Meeting, helper: Child, settings: Settings, voice: Voice) 
     """Every node's facts. Raises Refused on every node alike, since all of them have all facts."""
     names = [member.name for member in meeting.members]
     looks = _look_at_each_other(meeting, settings)
-    facts = meeting.gather("the facts of its files (digests of code, data and model)", helper, _FACTS_TIMEOUT_S)
+    facts = meeting.gather(
+        "the facts of its files (digests of code, data and model)", helper, _FACTS_TIMEOUT_S
+    )
     for fact, look in zip(facts, looks, strict=True):
         fact |= look
     if problems := compare.problems_of_files(facts, names):
-        raise Refused(*problems)
+        raise UserError(*problems)
     machines = meeting.gather("the facts of its devices", helper, _FACTS_TIMEOUT_S)
     for fact, machine in zip(facts, machines, strict=True):
         fact |= machine
     if problems := compare.problems_of_machines(facts, names):
-        raise Refused(*problems)
+        raise UserError(*problems)
     if meeting.node == 0:
         for line in compare.agreement(facts):
             voice.say(line)
@@ -215,7 +239,12 @@ def _look_at_each_other(meeting: Meeting, settings: Settings) -> list[Message]:
 
 
 def _measure(
-    meeting: Meeting, helper: Child, settings: Settings, facts: list[Message], logs: str, voice: Voice
+    meeting: Meeting,
+    helper: Child,
+    settings: Settings,
+    facts: list[Message],
+    logs: str,
+    voice: Voice,
 ) -> None:
     meeting.close_doors()  # rank 0 of the measurement listens there
     meeting.gather("readiness to measure", {}, _SHORT_TIMEOUT_S)
@@ -250,7 +279,7 @@ def _require_free(port: int) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise Refused(
+                raise UserError(
                     f"port {port} was free and is taken now by {network.port_holder(port)} - end that, or set another "
                     "MASTER_PORT on every node"
                 ) from error

@@ -16,14 +16,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask a model a held-out question before and after fine-tuning.")
-    parser.add_argument("--before", type=Path, required=True, help="directory of the model that was fine-tuned")
-    parser.add_argument("--run", type=Path, required=True, help="the run's directory, which holds model/")
-    parser.add_argument("--questions", type=Path, required=True, help="chats, one JSON object a line")
+    parser = argparse.ArgumentParser(
+        description="Ask a model a held-out question before and after fine-tuning."
+    )
+    parser.add_argument(
+        "--before", type=Path, required=True, help="directory of the model that was fine-tuned"
+    )
+    parser.add_argument(
+        "--run", type=Path, required=True, help="the run's directory, which holds model/"
+    )
+    parser.add_argument(
+        "--questions", type=Path, required=True, help="chats, one JSON object a line"
+    )
     parser.add_argument("--number", type=int, default=0, help="which of them, from 0")
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    chat = json.loads(arguments.questions.read_text(encoding="utf-8").splitlines()[arguments.number])["messages"]
+    chat = json.loads(
+        arguments.questions.read_text(encoding="utf-8").splitlines()[arguments.number]
+    )["messages"]
     after = arguments.run / "model"
     print(f"\nQuestion (held out): {chat[0]['content']}")
     print(f"\nBefore: {answer(arguments.before, chat[:1])}")
@@ -43,9 +53,13 @@ def answer(path: Path, messages: list[dict[str, Any]]) -> str:
     """The model's most likely answer, of at most 100 tokens."""
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     generated = model.generate(**prompt, max_new_tokens=100, do_sample=False)
-    return str(tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+    return str(
+        tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    ).strip()
 
 
 if __name__ == "__main__":

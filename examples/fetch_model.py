@@ -23,19 +23,26 @@ def main(out: Path) -> None:
     # Looked up and not imported: its module wants a program that runs GGUF files, which is not needed here.
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
-        sys.exit(f"ERROR: the package {PACKAGE} is not installed - run `make demo`, which installs it")
+        sys.exit(
+            f"ERROR: the package {PACKAGE} is not installed - run `make demo`, which installs it"
+        )
     folder = str(Path(package.origin).parent)
     print(f"Converting {FILE} to {out} ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=FILE, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        folder,
+        gguf_file=FILE,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
     )
     # The weights are plain numbers now; a mark of how they were stored would make every reader refuse or re-quantise.
     for owner, mark in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(owner, mark):
             delattr(owner, mark)
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     temporary = out.with_name(f".{out.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -10,13 +10,13 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtune import inspect_data
-from shardtune.arguments import Parser
 from shardtune.checkpoint import DamagedCheckpoint, open_checkpoint, verify_checkpoint
-from shardtune.console import quiet_libraries
-from shardtune.errors import Ended, Refused, Stopped
-from shardtune.export import export_checkpoint
-from shardtune.signals import end_on_signal
+from shardtune.checkpoint.export import export_checkpoint
+from shardtune.config_io import Parser
+from shardtune.data import inspect_data
+from shardtune.distributed.signals import end_on_signal
+from shardtune.errors import Aborted, RunFailed, UserError
+from shardtune.log import quiet_libraries
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -28,12 +28,20 @@ def main(arguments: Sequence[str]) -> None:
     inspect_data.add_arguments(inspecting)
     what = "read every byte of a checkpoint and compare it with what was saved"
     verifying = commands.add_parser("verify", help=what, description=what)
-    verifying.add_argument("directories", type=Path, nargs="+", metavar="CHECKPOINT_DIR", help="all parts of one save")
+    verifying.add_argument(
+        "directories", type=Path, nargs="+", metavar="CHECKPOINT_DIR", help="all parts of one save"
+    )
     what = "write the model of a checkpoint as from_pretrained opens it, one tensor at a time"
     exporting = commands.add_parser("export", help=what, description=what)
-    exporting.add_argument("directories", type=Path, nargs="+", metavar="CHECKPOINT_DIR", help="all parts of one save")
-    exporting.add_argument("out", type=Path, metavar="OUT_DIR", help="a directory that does not exist yet")
-    exporting.add_argument("--dtype", choices=("source", "float32", "bfloat16", "float16"), default="source")
+    exporting.add_argument(
+        "directories", type=Path, nargs="+", metavar="CHECKPOINT_DIR", help="all parts of one save"
+    )
+    exporting.add_argument(
+        "out", type=Path, metavar="OUT_DIR", help="a directory that does not exist yet"
+    )
+    exporting.add_argument(
+        "--dtype", choices=("source", "float32", "bfloat16", "float16"), default="source"
+    )
     options, unmatched = parser.parse_known_args(arguments)
     if options.command == "inspect-data":
         inspect(inspecting, options, unmatched)
@@ -42,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"unknown option {unmatched[0]}")
     if options.command == "verify":
         if problems := verify_checkpoint(options.directories):
-            raise Stopped(*problems)
+            raise RunFailed(*problems)
     else:
         quiet_libraries(is_main=True)
         export_checkpoint(open_checkpoint(*options.directories), options.out, options.dtype)
@@ -67,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")
         main(arguments)
         sys.stdout.flush()
-    except Refused as refused:
+    except UserError as refused:
         for problem in refused.problems:
             print(f"ERROR: {problem}", file=sys.stderr)
         return 2
@@ -75,11 +83,11 @@ def run(arguments: Sequence[str]) -> int:
         for problem in damaged.args:
             print(f"ERROR: {problem} - restore it, or use another checkpoint", file=sys.stderr)
         return 1
-    except Stopped as stopped:
+    except RunFailed as stopped:
         for problem in stopped.args:
             print(f"ERROR: {problem}", file=sys.stderr)
         return 1
-    except Ended as ended:
+    except Aborted as ended:
         print(f"ERROR: {ended}", file=sys.stderr)
         return ended.code
     except BrokenPipeError:

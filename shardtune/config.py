@@ -15,39 +15,58 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
-from shardtune.errors import Refused
+from shardtune.errors import UserError
 
 
-class Must(NamedTuple):
+class Constraint(NamedTuple):
     """What a value must be, in words, and the test of it once its type is right."""
 
     text: str
     holds: Callable[[Any], bool]
 
 
-Text = Annotated[str, Must("text that is not empty", bool)]
-Count = Annotated[int, Must("an integer of at least 1", lambda n: n >= 1)]
-CountOrZero = Annotated[int, Must("an integer of at least 0", lambda n: n >= 0)]
-Length = Annotated[int, Must("an integer of at least 2", lambda n: n >= 2)]
-Seed = Annotated[int, Must("an integer from 0 to 2**63 - 1", lambda n: 0 <= n < 2**63)]
-Positive = Annotated[float, Must("a number above 0", lambda x: x > 0)]
-NotNegative = Annotated[float, Must("a number of at least 0", lambda x: x >= 0)]
-Fraction = Annotated[float, Must("a number from 0 to 1", lambda x: 0 <= x <= 1)]
-FractionBelowOne = Annotated[float, Must("a number from 0 to below 1", lambda x: 0 <= x < 1)]
-Seconds = Annotated[float, Must("a number of seconds, above 0 and at most 1e9", lambda x: 0 < x <= 1e9)]
-Betas = Annotated[
-    tuple[float, float], Must("a list of two numbers from 0 to below 1", lambda betas: all(0 <= b < 1 for b in betas))
+Text = Annotated[str, Constraint("text that is not empty", bool)]
+Count = Annotated[int, Constraint("an integer of at least 1", lambda n: n >= 1)]
+CountOrZero = Annotated[int, Constraint("an integer of at least 0", lambda n: n >= 0)]
+Length = Annotated[int, Constraint("an integer of at least 2", lambda n: n >= 2)]
+Seed = Annotated[int, Constraint("an integer from 0 to 2**63 - 1", lambda n: 0 <= n < 2**63)]
+Positive = Annotated[float, Constraint("a number above 0", lambda x: x > 0)]
+NotNegative = Annotated[float, Constraint("a number of at least 0", lambda x: x >= 0)]
+Fraction = Annotated[float, Constraint("a number from 0 to 1", lambda x: 0 <= x <= 1)]
+FractionBelowOne = Annotated[float, Constraint("a number from 0 to below 1", lambda x: 0 <= x < 1)]
+Seconds = Annotated[
+    float, Constraint("a number of seconds, above 0 and at most 1e9", lambda x: 0 < x <= 1e9)
 ]
-Names = Annotated[tuple[str, ...], Must("a list of module names", lambda names: bool(names) and all(names))]
+Betas = Annotated[
+    tuple[float, float],
+    Constraint(
+        "a list of two numbers from 0 to below 1", lambda betas: all(0 <= b < 1 for b in betas)
+    ),
+]
+Names = Annotated[
+    tuple[str, ...], Constraint("a list of module names", lambda names: bool(names) and all(names))
+]
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: Text = field(metadata={"example": "runs/mine"})  # runs/<name of the file>, known once there is a file
+    dir: Text = field(
+        metadata={"example": "runs/mine"}
+    )  # runs/<name of the file>, known once there is a file
     seed: Seed = 1234
     resume: Text = "auto"  # auto, never or a checkpoint directory
     ignore_plan: bool = False
@@ -181,8 +200,12 @@ _RESUME_MAY_CHANGE = re.compile(
     r"|(parallel|eval|checkpoint|export|logging|distributed)\..+"
 )
 
-_SECTIONS: dict[str, type] = {name: hint for name, hint in get_type_hints(Config).items() if name != "origins"}
-_FIELDS: dict[str, Field[Any]] = {f"{name}.{key.name}": key for name, cls in _SECTIONS.items() for key in fields(cls)}
+_SECTIONS: dict[str, type] = {
+    name: hint for name, hint in get_type_hints(Config).items() if name != "origins"
+}
+_FIELDS: dict[str, Field[Any]] = {
+    f"{name}.{key.name}": key for name, cls in _SECTIONS.items() for key in fields(cls)
+}
 _TYPES: dict[str, Any] = {
     f"{name}.{key}": hint
     for name, cls in _SECTIONS.items()
@@ -218,7 +241,9 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
     in_file = _read_file(path, problems)
     given = dict(in_file or {})
     if join_timeout := environ.get("JOIN_TIMEOUT"):
-        given["distributed.join_timeout_s"] = _read_value(join_timeout, "environment JOIN_TIMEOUT", "environment")
+        given["distributed.join_timeout_s"] = _read_value(
+            join_timeout, "environment JOIN_TIMEOUT", "environment"
+        )
     given |= _read_assignments(assignments, problems)
     values: dict[str, Any] = {}
     for key, declared in _FIELDS.items():
@@ -230,11 +255,17 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
             except ValueError as error:
                 problems.append(_misfit(key, given[key], str(error)))
             except RuntimeError:  # pathlib's, where it finds no home
-                problems.append(f"{key} = {given[key].text} ({given[key].where}) is in no known home - write it out")
+                problems.append(
+                    f"{key} = {given[key].text} ({given[key].where}) is in no known home - write it out"
+                )
             else:
                 if values[key] not in _BUILT.get(key, (values[key],)):
-                    built = " or ".join(v if isinstance(v, str) else json.dumps(v) for v in _BUILT[key])
-                    problems.append(f"{key} = {given[key].text} ({given[key].where}) is not built yet - use {built}")
+                    built = " or ".join(
+                        v if isinstance(v, str) else json.dumps(v) for v in _BUILT[key]
+                    )
+                    problems.append(
+                        f"{key} = {given[key].text} ({given[key].where}) is not built yet - use {built}"
+                    )
         elif key == "run.dir":
             values[key] = f"runs/{path.stem}"
         elif declared.default is not MISSING:
@@ -242,13 +273,17 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
         elif in_file is not None:
             problems.append(f"{key} is required - for example {key}={declared.metadata['example']}")
     if problems:
-        raise Refused(*problems)
+        raise UserError(*problems)
     if values["lora.alpha"] is None and values["lora.rank"] is not None:
         values["lora.alpha"] = 2.0 * values["lora.rank"]
     sections: dict[str, Any] = {
-        name: cls(**{key.name: values[f"{name}.{key.name}"] for key in fields(cls)}) for name, cls in _SECTIONS.items()
+        name: cls(**{key.name: values[f"{name}.{key.name}"] for key in fields(cls)})
+        for name, cls in _SECTIONS.items()
     }
-    return Config(**sections, origins={key: given[key].origin if key in given else "default" for key in _FIELDS})
+    return Config(
+        **sections,
+        origins={key: given[key].origin if key in given else "default" for key in _FIELDS},
+    )
 
 
 def remarks(config: Config) -> list[str]:
@@ -258,11 +293,23 @@ def remarks(config: Config) -> list[str]:
     without_data = data.eval is None and data.eval_fraction == 0
     switched_off = [
         ("run.ignore_plan", config.run.ignore_plan, "no plan refuses a run yet"),
-        ("data.eval_fraction", data.eval_fraction > 0 and data.eval is not None, "data.eval is given"),
+        (
+            "data.eval_fraction",
+            data.eval_fraction > 0 and data.eval is not None,
+            "data.eval is given",
+        ),
         ("lora.alpha", lora.rank is None and lora.alpha is not None, no_lora),
         ("lora.targets", lora.rank is None and lora.targets != "all-linear", no_lora),
-        ("scheduler.min_lr_ratio", config.scheduler.name == "constant", "scheduler.name is constant"),
-        ("eval.every_steps", without_data and config.eval.every_steps > 0, "no evaluation data is given"),
+        (
+            "scheduler.min_lr_ratio",
+            config.scheduler.name == "constant",
+            "scheduler.name is constant",
+        ),
+        (
+            "eval.every_steps",
+            without_data and config.eval.every_steps > 0,
+            "no evaluation data is given",
+        ),
         ("export.dtype", not export.final and export.dtype != "source", "export.final is false"),
     ]
     values = _flat(to_dict(config))
@@ -284,7 +331,10 @@ def write_config(config: Config, path: Path) -> None:
     lines = []
     for name, values in to_dict(config).items():
         lines.append(f"{name}:")
-        lines += [f"  {key}: {_yaml(value)}  # {config.origins[f'{name}.{key}']}" for key, value in values.items()]
+        lines += [
+            f"  {key}: {_yaml(value)}  # {config.origins[f'{name}.{key}']}"
+            for key, value in values.items()
+        ]
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -297,28 +347,42 @@ def write_config(config: Config, path: Path) -> None:
 Change = tuple[str, Any, Any]
 
 
-def changed_keys(saved: Mapping[str, Mapping[str, Any]], current: Config) -> tuple[list[Change], list[Change]]:
+def changed_keys(
+    saved: Mapping[str, Mapping[str, Any]], current: Config
+) -> tuple[list[Change], list[Change]]:
     """Each (section.key, saved value, current value) that differs: what may change on a resume, and what may not.
 
     `saved` is what `to_dict` gave. A key that it lacks had its default; one that is no longer known is None now.
     """
     new = _flat(to_dict(current))
-    defaults = {key: declared.default for key, declared in _FIELDS.items() if declared.default is not MISSING}
+    defaults = {
+        key: declared.default
+        for key, declared in _FIELDS.items()
+        if declared.default is not MISSING
+    }
     old = json.loads(json.dumps(defaults)) | _flat(saved)
-    changes = [(key, old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)]
+    changes = [
+        (key, old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)
+    ]
     may = [change for change in changes if _RESUME_MAY_CHANGE.fullmatch(change[0])]
     return may, [change for change in changes if change not in may]
 
 
 def _flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+    return {
+        f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()
+    }
 
 
 def _yaml(value: Any) -> str:
     """One line that `_value` reads back. Text is always quoted: what PyYAML would leave bare may be a number here."""
     if isinstance(value, str):
         return str(yaml.safe_dump(value, default_style='"', width=1 << 30)).strip()
-    return f"[{', '.join(_yaml(item) for item in value)}]" if isinstance(value, list) else json.dumps(value)
+    return (
+        f"[{', '.join(_yaml(item) for item in value)}]"
+        if isinstance(value, list)
+        else json.dumps(value)
+    )
 
 
 def _value(node: yaml.Node | None) -> Any:
@@ -329,7 +393,10 @@ def _value(node: yaml.Node | None) -> Any:
         return node
     if node.style is not None:
         return node.value
-    return next((read(node.value) for pattern, read in _PLAIN if re.fullmatch(pattern, node.value)), node.value)
+    return next(
+        (read(node.value) for pattern, read in _PLAIN if re.fullmatch(pattern, node.value)),
+        node.value,
+    )
 
 
 def _read_file(path: Path, problems: list[str]) -> dict[str, _Given] | None:
@@ -339,12 +406,16 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, _Given] | None:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8 text")
-        problems.append(f"the configuration file {path} cannot be read: {reason} - name one with --config FILE")
+        problems.append(
+            f"the configuration file {path} cannot be read: {reason} - name one with --config FILE"
+        )
         return None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        problems.append(f"{path}{f':{mark.line + 1}' if mark else ''} is not YAML: {reason} - correct it")
+        problems.append(
+            f"{path}{f':{mark.line + 1}' if mark else ''} is not YAML: {reason} - correct it"
+        )
         return None
     if not isinstance(root, yaml.MappingNode | None):
         problems.append(
@@ -368,7 +439,9 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, _Given] | None:
     return given
 
 
-def _items(mapping: yaml.MappingNode | None, file: str, prefix: str = "") -> Iterator[tuple[str, yaml.Node, str]]:
+def _items(
+    mapping: yaml.MappingNode | None, file: str, prefix: str = ""
+) -> Iterator[tuple[str, yaml.Node, str]]:
     """Each section and each `section.key`, known or not, with its node and its `file:line`."""
     for key, node in mapping.value if mapping else ():
         name = f"{prefix}{key.value}"
@@ -386,7 +459,9 @@ def _read_assignments(assignments: Sequence[str], problems: list[str]) -> dict[s
         elif name not in _FIELDS:
             problems.append(_unknown(name, "command line", _FIELDS))
         elif name in given:
-            problems.append(f"{name} is assigned twice ({given[name].text} and {text}) - keep one of them")
+            problems.append(
+                f"{name} is assigned twice ({given[name].text} and {text}) - keep one of them"
+            )
         else:
             given[name] = _read_value(text, "command line", "command line")
     return given
@@ -408,21 +483,34 @@ def _unknown(name: str, where: str, known: Iterable[str]) -> str:
 
     def likeness(other: str) -> tuple[float, float]:
         whole = SequenceMatcher(None, name.lower(), other).ratio()
-        last = SequenceMatcher(None, name.lower().rpartition(".")[2], other.rpartition(".")[2]).ratio()
+        last = SequenceMatcher(
+            None, name.lower().rpartition(".")[2], other.rpartition(".")[2]
+        ).ratio()
         return max(whole, last), whole
 
     nearest = max(known, key=likeness)
     is_near = likeness(nearest)[0] >= 0.6
-    advice = f"the nearest known one is {nearest}" if is_near else f"the sections are {', '.join(_SECTIONS)}"
+    advice = (
+        f"the nearest known one is {nearest}"
+        if is_near
+        else f"the sections are {', '.join(_SECTIONS)}"
+    )
     return f"{name} ({where}) is not known - {advice}"
 
 
 def _misfit(key: str, given: _Given, accepted: str) -> str:
     """The problem of a value that its key's type does not accept."""
     told = f"{key} = {given.text} ({given.where})"
-    if isinstance(given.value, bool | int | float | yaml.YAMLError) and Text in (_TYPES[key], *get_args(_TYPES[key])):
+    if isinstance(given.value, bool | int | float | yaml.YAMLError) and Text in (
+        _TYPES[key],
+        *get_args(_TYPES[key]),
+    ):
         quoted = json.dumps(given.text, ensure_ascii=False)
-        advice = f"'{key}={quoted}'" if given.origin == "command line" else f"{key.rpartition('.')[2]}: {quoted}"
+        advice = (
+            f"'{key}={quoted}'"
+            if given.origin == "command line"
+            else f"{key.rpartition('.')[2]}: {quoted}"
+        )
         return f"{told} is not text to YAML - quote it: {advice}"
     return f"{told} is not allowed - use {accepted}"
 
@@ -452,7 +540,12 @@ def _fit(value: Any, hint: Any) -> Any:
         if isinstance(value, list) and (options[1] is ... or len(value) == len(options)):
             return tuple(_fit(item, options[0]) for item in value)
         raise ValueError("a list")
-    if hint in (int, float) and type(value) in (int, float) and math.isfinite(value) and hint(value) == value:
+    if (
+        hint in (int, float)
+        and type(value) in (int, float)
+        and math.isfinite(value)
+        and hint(value) == value
+    ):
         return hint(value)
     if hint not in (int, float) and type(value) is hint:
         return value

@@ -9,7 +9,7 @@ from typing import Any
 AGAIN = "the same command with run.resume=auto resumes from the last checkpoint, if any"
 
 
-class Refused(Exception):
+class UserError(Exception):
     """The run cannot start: every problem found, each as `<what> - <what to do>`.
 
     The command prints one `ERROR:` line a problem on stderr and exits with 2.
@@ -20,11 +20,11 @@ class Refused(Exception):
         super().__init__("\n".join(problems))
 
 
-class Interrupted(Exception):
+class Preempted(Exception):
     """A signal asked the run to stop, and it has saved: `<what> - <what to do>`; exit code 75."""
 
 
-class Ended(KeyboardInterrupt):
+class Aborted(KeyboardInterrupt):
     """This process ends at once, and the run with it, by a signal or where others would be long in coming: `<what> -
     <what to do>`. There is nothing to save.
 
@@ -36,7 +36,7 @@ class Ended(KeyboardInterrupt):
         super().__init__(problem)
 
 
-class Stopped(Exception):
+class RunFailed(Exception):
     """All ranks stop the run together for a cause that they share, `<what> - <what to do>`; exit code 1."""
 
 
@@ -48,14 +48,14 @@ def all_of(*checks: Callable[[], Any]) -> list[Any]:
     """The results of all checks, each run although another refused.
 
     Raises:
-        Refused: with the problems of all that did.
+        UserError: with the problems of all that did.
     """
     results, problems = [], []
     for check in checks:
         try:
             results.append(check())
-        except Refused as refused:
+        except UserError as refused:
             problems += refused.problems
     if problems:
-        raise Refused(*problems)
+        raise UserError(*problems)
     return results

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from distTest import namespaces
+from distTest.rehearse import namespaces
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WORDS = [
@@ -59,11 +59,15 @@ VOCABULARY = 331
 
 
 needs_namespaces = pytest.mark.skipif(
-    namespaces.why_not() is not None, reason=f"network namespaces cannot be made: {namespaces.why_not()}"
+    namespaces.why_not() is not None,
+    reason=f"network namespaces cannot be made: {namespaces.why_not()}",
 )
 
 # A suite that runs in the background is started with Ctrl-C ignored, and so would be all that it starts.
-for _number, _action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+for _number, _action in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     signal.signal(_number, _action)
 
 
@@ -98,7 +102,10 @@ def chats(count: int, seed: int = 0, longest_answer: int = 30) -> list[dict[str,
                 for _ in range(source.randint(1, 3))
                 for message in (
                     {"role": "user", "content": sentence(source, source.randint(1, 20))},
-                    {"role": "assistant", "content": sentence(source, source.randint(1, longest_answer))},
+                    {
+                        "role": "assistant",
+                        "content": sentence(source, source.randint(1, longest_answer)),
+                    },
                 )
             ]
         }
@@ -127,7 +134,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     wrapped.chat_template = CHATML
     return wrapped
 
@@ -145,13 +154,19 @@ _SMALL = {
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> dict[str, Path]:
+def models(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, Path]:
     """Directories with random weights: `llama` (tied), `qwen3` (untied) and `glm` (mixture of experts)."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     built = {
-        "llama": LlamaForCausalLM(LlamaConfig(**_SMALL, num_hidden_layers=2, tie_word_embeddings=True)),
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**_SMALL, num_hidden_layers=2, head_dim=8, tie_word_embeddings=False)),
+        "llama": LlamaForCausalLM(
+            LlamaConfig(**_SMALL, num_hidden_layers=2, tie_word_embeddings=True)
+        ),
+        "qwen3": Qwen3ForCausalLM(
+            Qwen3Config(**_SMALL, num_hidden_layers=2, head_dim=8, tie_word_embeddings=False)
+        ),
         "glm": Glm4MoeForCausalLM(
             Glm4MoeConfig(
                 **_SMALL,
@@ -199,7 +214,11 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run train_fsdp.py as a user would: under torchrun, or plainly for one process (`processes=0`)."""
     script = [str(REPOSITORY / "train_fsdp.py"), *map(str, arguments)]
-    runner = [] if processes == 0 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    runner = (
+        []
+        if processes == 0
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    )
     return subprocess.run(
         [sys.executable, *runner, *script],
         cwd=cwd,

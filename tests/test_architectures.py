@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import chats, read_metrics, small_opt, write_jsonl
-from plain_training import (
+from helpers.plain_training import (
     encode,
     finish,
     plain_perplexity,
@@ -21,7 +21,7 @@ from plain_training import (
     step_losses,
     uneven_chats,
 )
-from ranks import train
+from helpers.ranks import train
 from safetensors.torch import load_file
 from transformers import (
     DeepseekV32Config,
@@ -39,7 +39,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-SMALL = {"vocab_size": 331, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 1, "pad_token_id": 2}
+SMALL = {
+    "vocab_size": 331,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
 LATENT = {
     "num_attention_heads": 4,
     "q_lora_rank": 16,
@@ -115,16 +121,28 @@ def test_queries_scaled_by_their_place_in_the_row_are_refused(models, tmp_path):
     shutil.copytree(models["llama"], tmp_path / "model")
     (tmp_path / "model/config.json").write_text(json.dumps(config), encoding="utf-8")
     data = write_jsonl(tmp_path / "train.jsonl", chats(6))
-    given = settings(tmp_path / "model", data, tmp_path / "run", "train.max_steps=1", "data.max_length=100")
+    given = settings(
+        tmp_path / "model", data, tmp_path / "run", "train.max_steps=1", "data.max_length=100"
+    )
     refused = train(1, *given, "train.micro_batch_size=3", cwd=tmp_path)
-    assert refused.returncode == 2 and "llama scales queries by their place in the row from 200" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "llama scales queries by their place in the row from 200" in refused.stderr
+    )
     finish(train(1, *given, "train.micro_batch_size=2", cwd=tmp_path))
 
 
 def gpt_neo() -> GPTNeoForCausalLM:
-    layers = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 16}
+    layers = {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 16,
+    }
     return GPTNeoForCausalLM(
-        GPTNeoConfig(vocab_size=331, hidden_size=32, max_position_embeddings=200, eos_token_id=1, **layers)
+        GPTNeoConfig(
+            vocab_size=331, hidden_size=32, max_position_embeddings=200, eos_token_id=1, **layers
+        )
     )
 
 
@@ -132,7 +150,9 @@ def test_rows_beyond_a_table_of_positions_are_refused(tokenizer, tmp_path):
     model = saved(gpt_neo, tokenizer, tmp_path / "model")
     (model / "model.safetensors").unlink()  # it is refused before weights are looked for
     data = write_jsonl(tmp_path / "train.jsonl", chats(12))
-    given = settings(model, data, "run", "train.max_steps=1", "data.max_length=100", "model.init=random")
+    given = settings(
+        model, data, "run", "train.max_steps=1", "data.max_length=100", "model.init=random"
+    )
     refused = train(2, *given, "train.micro_batch_size=3", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
@@ -140,7 +160,16 @@ def test_rows_beyond_a_table_of_positions_are_refused(tokenizer, tmp_path):
         "have 300 tokens - lower data.max_length x train.micro_batch_size to 200, or use data.packing=false"
     )
     finish(train(2, *given, "train.micro_batch_size=2", cwd=tmp_path))
-    finish(train(2, *given, "run.resume=never", "train.micro_batch_size=3", "data.packing=false", cwd=tmp_path))
+    finish(
+        train(
+            2,
+            *given,
+            "run.resume=never",
+            "train.micro_batch_size=3",
+            "data.packing=false",
+            cwd=tmp_path,
+        )
+    )
 
 
 def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, tmp_path):
@@ -149,17 +178,27 @@ def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, 
     encoded = [encode(tokenizer, record) for record in records]
     assert 2 < sum(len(ids) > 60 for ids, _ in encoded) < 8
     data = write_jsonl(tmp_path / "train.jsonl", records)
-    given = [f"data.eval={data}", "train.gradient_accumulation_steps=5", "train.epochs=2", "data.packing=false"]
+    given = [
+        f"data.eval={data}",
+        "train.gradient_accumulation_steps=5",
+        "train.epochs=2",
+        "data.packing=false",
+    ]
 
     for wrong in "data.packing=true", "train.micro_batch_size=2":
-        refused = train(2, *settings(model, data, tmp_path / "refused", *given, wrong), cwd=tmp_path)
+        refused = train(
+            2, *settings(model, data, tmp_path / "refused", *given, wrong), cwd=tmp_path
+        )
         assert refused.returncode == 2
         assert refused.stderr.splitlines()[-1] == (
             "ERROR: phi3 turns to other rope factors for a whole forward once one of its records is longer than 60 "
             "tokens - use data.max_length=60 or less, or data.packing=false with train.micro_batch_size=1"
         )
     finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
-    expected, steps = plain_training(model, encoded, [3e-3] * 2), read_metrics(tmp_path / "run", "step")
+    expected, steps = (
+        plain_training(model, encoded, [3e-3] * 2),
+        read_metrics(tmp_path / "run", "step"),
+    )
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
     assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
     baseline = read_metrics(tmp_path / "run", "eval")[0]["perplexity"]
@@ -197,7 +236,9 @@ def test_a_rank_without_rows_disturbs_no_gradient(tokenizer, tmp_path):
     finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     assert not any(config.pad_token_id in of_text for of_text in ids)
-    expected = plain_training(model, [(of_text, [True] * len(of_text)) for of_text in ids], [3e-3] * 2)
+    expected = plain_training(
+        model, [(of_text, [True] * len(of_text)) for of_text in ids], [3e-3] * 2
+    )
     steps = read_metrics(tmp_path / "run", "step")
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
     assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
@@ -221,7 +262,9 @@ def longcat() -> LongcatFlashForCausalLM:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(checkpointing, tokenizer, tmp_path):
+def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(
+    checkpointing, tokenizer, tmp_path
+):
     records = uneven_chats()[:2]
     encoded = [encode(tokenizer, record) for record in records]
 
@@ -229,7 +272,9 @@ def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(checkpointing,
         """Leave to the experts only what the first record prefers to send them beyond anything in the second."""
         sharpen(model)
         router, seen = model.model.layers[0].mlp.router, []
-        router.register_forward_hook(lambda module, inputs, output: seen.append(output[0].softmax(-1)))
+        router.register_forward_hook(
+            lambda module, inputs, output: seen.append(output[0].softmax(-1))
+        )
         for ids, _ in encoded:
             model(input_ids=torch.tensor([ids]))
         margins = [(scores[:, :4].amax(-1) - scores[:, 4:].amin(-1)).amax() for scores in seen]
@@ -238,9 +283,16 @@ def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(checkpointing,
 
     model = saved(longcat, tokenizer, tmp_path / "model", part)
     data = write_jsonl(tmp_path / "train.jsonl", records)
-    given = ["data.packing=false", "train.epochs=2", f"model.activation_checkpointing={checkpointing}"]
+    given = [
+        "data.packing=false",
+        "train.epochs=2",
+        f"model.activation_checkpointing={checkpointing}",
+    ]
     finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
-    expected, steps = plain_training(model, encoded, [3e-3] * 2), read_metrics(tmp_path / "run", "step")
+    expected, steps = (
+        plain_training(model, encoded, [3e-3] * 2),
+        read_metrics(tmp_path / "run", "step"),
+    )
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
     assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
 
@@ -267,7 +319,11 @@ def test_what_no_rank_uses_is_left_as_it_is(tokenizer, tmp_path):
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:4])
     given = ["data.packing=false", "train.epochs=1", "optimizer.weight_decay=0.5"]
     finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
-    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model"))
-    unused = {name for name in before if ".indexer." in name or name.endswith("e_score_correction_bias")}
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model")
+    )
+    unused = {
+        name for name in before if ".indexer." in name or name.endswith("e_score_correction_bias")
+    }
     assert len(unused) == 11
     assert {name for name in before if torch.equal(before[name], after[name])} == unused

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCABULARY, small_opt
-from ranks import config_for, on_ranks
+from helpers.ranks import config_for, on_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardtune.attention import choose_attention, kernel_lacks
 from shardtune.config import Config
-from shardtune.errors import Refused
-from shardtune.loss import LossHead, summed_loss, use_loss_head
-from shardtune.model import shard
-from shardtune.packing import Batch
-from shardtune.world import World, join_world
+from shardtune.data.batch import Batch
+from shardtune.distributed.world import World, join_world
+from shardtune.errors import UserError
+from shardtune.model.attention import choose_attention, kernel_lacks
+from shardtune.model.build import shard
+from shardtune.model.loss import LossHead, summed_loss, use_loss_head
 
 SMALL = {
     "vocab_size": VOCABULARY,
@@ -56,7 +56,11 @@ LENGTHS = (5, 1, 23, 12, 40)
 FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "llama": ({"head_dim": 16, "tie_word_embeddings": True}, "", True),
     "qwen2": ({}, "", True),
-    "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, "", True),
+    "qwen3_moe": (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "",
+        True,
+    ),
     "glm4_moe": (LATENT | {"num_key_value_heads": 2, "head_dim": 16}, "", True),
     "deepseek_v3": (LATENT, "", True),
     "qwen2_moe": (
@@ -76,8 +80,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "starcoder2": ({"sliding_window": None}, "", True),
     "granite": ({"logits_scaling": 4.0}, "", False),
     "cohere": ({"logit_scale": 0.5}, "", False),
-    "gemma2": ({"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}, "a sliding window", False),
-    "gemma2, wide": ({"head_dim": 16, "sliding_window": 64, "query_pre_attn_scalar": 16}, "capped scores", False),
+    "gemma2": (
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+        "a sliding window",
+        False,
+    ),
+    "gemma2, wide": (
+        {"head_dim": 16, "sliding_window": 64, "query_pre_attn_scalar": 16},
+        "capped scores",
+        False,
+    ),
     "gemma3_text": (
         {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": None},
         "a sliding window",
@@ -112,15 +124,21 @@ def a_row(lengths: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tens
             torch.cat(documents).view(1, -1),
             torch.cat([torch.arange(length) for length in lengths]).view(1, -1),
             None,
-            torch.cat([positions + start for positions, start in zip(counted, starts, strict=True)]),
-            torch.cat([ids[positions + 1] for ids, positions in zip(documents, counted, strict=True)]),
+            torch.cat(
+                [positions + start for positions, start in zip(counted, starts, strict=True)]
+            ),
+            torch.cat(
+                [ids[positions + 1] for ids, positions in zip(documents, counted, strict=True)]
+            ),
             list(lengths),
             torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
         ),
     )
 
 
-def one_by_one(model: PreTrainedModel, documents: list[torch.Tensor], trained: list[torch.Tensor]) -> torch.Tensor:
+def one_by_one(
+    model: PreTrainedModel, documents: list[torch.Tensor], trained: list[torch.Tensor]
+) -> torch.Tensor:
     """The oracle: transformers' eager attention and all logits, each document in a forward of its own."""
     total = torch.zeros(())
     for ids, flags in zip(documents, trained, strict=True):
@@ -132,7 +150,10 @@ def one_by_one(model: PreTrainedModel, documents: list[torch.Tensor], trained: l
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)().clone() for name, grad in found.items()}
+    return {
+        name: getattr(grad, "full_tensor", lambda grad=grad: grad)().clone()
+        for name, grad in found.items()
+    }
 
 
 def compare(config: Config, out: Path) -> None:
@@ -147,7 +168,12 @@ def compare(config: Config, out: Path) -> None:
 
 
 def difference(
-    model: PreTrainedModel, config: Config, world: World, checkpointing: bool, reason: str, is_last: bool
+    model: PreTrainedModel,
+    config: Config,
+    world: World,
+    checkpointing: bool,
+    reason: str,
+    is_last: bool,
 ) -> list[float]:
     documents, trained, batch = a_row(LENGTHS)
     model.set_attn_implementation("eager")
@@ -163,9 +189,16 @@ def difference(
     object.__setattr__(world, "say", said.append)
     assert choose_attention(model, config, max(LENGTHS), world)
     (line,) = said
-    assert (reason in line and "row x row" in line) if reason else "without a mask" in line, (reason, line)
+    assert (reason in line and "row x row" in line) if reason else "without a mask" in line, (
+        reason,
+        line,
+    )
     kind = model.config.model_type
-    at_once = None if is_last else f"for all trained positions at once, since {kind} changes them after its head"
+    at_once = (
+        None
+        if is_last
+        else f"for all trained positions at once, since {kind} changes them after its head"
+    )
     assert use_loss_head(model, world.device) == at_once
     head = model.get_output_embeddings()
     assert isinstance(head, LossHead) and head.is_last is is_last, kind
@@ -174,17 +207,23 @@ def difference(
     found = gradients(model)
     assert found.keys() == expected_gradients.keys()
     norm = sum(grad.square().sum() for grad in expected_gradients.values()).sqrt()
-    off = sum((found[name] - grad).square().sum() for name, grad in expected_gradients.items()).sqrt()
+    off = sum(
+        (found[name] - grad).square().sum() for name, grad in expected_gradients.items()
+    ).sqrt()
     return [abs(loss.item() / expected.item() - 1), (off / norm).item()]
 
 
-def test_loss_and_gradients_equal_one_document_at_a_time(models: dict[str, Path], tmp_path: Path) -> None:
+def test_loss_and_gradients_equal_one_document_at_a_time(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     config = config_for(models["llama"], tmp_path, "data.max_length=50")
     done = on_ranks(1, compare, config, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     reports = json.loads((tmp_path / "reports.json").read_text(encoding="utf-8"))
     assert len(reports) == len(FAMILIES) + len(CHECKPOINTED)
-    wrong = {name: values for name, values in reports.items() if values[0] > 2e-6 or values[1] > 2e-5}
+    wrong = {
+        name: values for name, values in reports.items() if values[0] > 2e-6 or values[1] > 2e-5
+    }
     assert not wrong
 
 
@@ -200,10 +239,14 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
                 shard(model, world, policy)
                 assert choose_attention(model, how, how.data.max_length, world)
                 assert model.training
-                assert model.config._attn_implementation == ("documents" if how is config else "sdpa")
+                assert model.config._attn_implementation == (
+                    "documents" if how is config else "sdpa"
+                )
         leaking = small_opt(use_cache=False)
         shard(leaking, world, policy)
-        with pytest.raises(Refused, match=r"opt lets a packed document see .* use data\.packing=false"):
+        with pytest.raises(
+            UserError, match=r"opt lets a packed document see .* use data\.packing=false"
+        ):
             choose_attention(leaking, config, config.data.max_length, world)
 
     by_place = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
@@ -215,7 +258,9 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
         return output * (1 + (torch.arange(output.shape[1]) > 99)[:, None])
 
     by_place.get_input_embeddings().register_forward_hook(scale)
-    with pytest.raises(Refused, match=r"llama lets a packed document see .* use data\.packing=false"):
+    with pytest.raises(
+        UserError, match=r"llama lets a packed document see .* use data\.packing=false"
+    ):
         choose_attention(by_place, config, config.data.max_length, world)
 
     with_table = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
@@ -227,11 +272,15 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
         return output * torch.linspace(1, 2, 128)[torch.arange(output.shape[1])][:, None]
 
     with_table.get_input_embeddings().register_forward_hook(scale_from_table)
-    with pytest.raises(Refused, match=r"llama lets a packed document see .* use data\.packing=false"):
+    with pytest.raises(
+        UserError, match=r"llama lets a packed document see .* use data\.packing=false"
+    ):
         choose_attention(with_table, config, config.data.max_length, world)
 
     deep = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False),
+        AutoConfig.from_pretrained(
+            models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False
+        ),
         dtype=torch.float32,
     )
     shard(deep, world, policy)
@@ -242,13 +291,19 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
         module.set_attn_implementation("eager" if options["input_ids"].shape[1] == 16 else "sdpa")
 
     deep.register_forward_pre_hook(choose_kernel, with_kwargs=True)
-    deep.register_forward_hook(lambda module, arguments, output: outputs.append(output.logits[0, -16:].float()))
+    deep.register_forward_hook(
+        lambda module, arguments, output: outputs.append(output.logits[0, -16:].float())
+    )
     assert choose_attention(deep, usual, usual.data.max_length, world)
     assert (outputs[0] - outputs[-1]).std() > 0.01 * outputs[0].std()
 
 
-def test_documents_are_separate_or_packing_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    configs = [config_for(models["llama"], tmp_path, *more) for more in ([], ["model.attention=sdpa"])]
+def test_documents_are_separate_or_packing_is_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    configs = [
+        config_for(models["llama"], tmp_path, *more) for more in ([], ["model.attention=sdpa"])
+    ]
     checked = on_ranks(1, check_documents, models, *configs, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
 
@@ -279,8 +334,15 @@ def say_which_kernel(config: Config) -> None:
         assert torch.equal(torch.get_rng_state(), state)  # the run's own numbers are not for trying
 
 
-def test_the_kernel_that_is_said_is_that_of_training(models: dict[str, Path], tmp_path: Path) -> None:
-    done = on_ranks(1, say_which_kernel, config_for(models["llama"], tmp_path, "data.max_length=50"), cwd=tmp_path)
+def test_the_kernel_that_is_said_is_that_of_training(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    done = on_ranks(
+        1,
+        say_which_kernel,
+        config_for(models["llama"], tmp_path, "data.max_length=50"),
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     unserved = "(one call for each, since the kernel for sequences of many lengths is not for "
     lines = done.stdout.splitlines()

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from conftest import chats, launch, write_jsonl
-from documented import require_documented
-from ranks import on_ranks, run_script, train
+from helpers.documented import require_documented
+from helpers.ranks import on_ranks, run_script, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from shardtune import world
-from shardtune.errors import Refused
+from shardtune.distributed import world
+from shardtune.errors import UserError
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -44,7 +44,8 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
     weights.pop(TENSOR)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.yaml").write_text(
-        "model: {path: model, compute_dtype: float32}\ndata: {train: train.jsonl, max_length: 128}\n", encoding="utf-8"
+        "model: {path: model, compute_dtype: float32}\ndata: {train: train.jsonl, max_length: 128}\n",
+        encoding="utf-8",
     )
     return tmp_path
 
@@ -56,14 +57,19 @@ def refusal(folder: Path, *assignments: str, ranks: int = 1) -> list[str]:
     assert done.returncode == 2, done.stderr
     assert time.monotonic() - started < 15
     lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    assert lines == done.stderr.splitlines()[-len(lines) :] and all(" - " in line for line in lines), done.stderr
+    assert lines == done.stderr.splitlines()[-len(lines) :] and all(
+        " - " in line for line in lines
+    ), done.stderr
     assert not re.search(r"Step|Baseline", done.stdout.replace("Steps per epoch", ""))
     return lines
 
 
 def edit(file: Path, **changes: Any) -> None:
     content = json.loads(file.read_text(encoding="utf-8")) | changes
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}), encoding="utf-8")
+    file.write_text(
+        json.dumps({key: value for key, value in content.items() if value is not None}),
+        encoding="utf-8",
+    )
 
 
 def write_index(model: Path, *, missing: str = "", unlisted: bool = False) -> None:
@@ -76,10 +82,14 @@ def write_index(model: Path, *, missing: str = "", unlisted: bool = False) -> No
         shard = f"model-{number:05d}-of-00002.safetensors"
         weight_map |= dict.fromkeys(part, shard)
         if shard != missing:
-            save_file({name: weights[name] for name in part}, model / shard, metadata={"format": "pt"})
+            save_file(
+                {name: weights[name] for name in part}, model / shard, metadata={"format": "pt"}
+            )
     if unlisted:
         weight_map["model.lost.weight"] = shard
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map}), encoding="utf-8"
+    )
 
 
 def cut(file: Path, bytes_left: int) -> None:
@@ -93,11 +103,19 @@ def test_the_missing_tensor_is_found_by_reading(folder: Path) -> None:
 
 BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "model.path=model"),
-    "no config.json": (lambda model: (model / "config.json").unlink(), "model.path=model: no model configuration"),
-    "config.json cut": (lambda model: cut(model / "config.json", 40), "model.path=model: no model configuration"),
+    "no config.json": (
+        lambda model: (model / "config.json").unlink(),
+        "model.path=model: no model configuration",
+    ),
+    "config.json cut": (
+        lambda model: cut(model / "config.json", 40),
+        "model.path=model: no model configuration",
+    ),
     "unknown type": (lambda model: edit(model / "config.json", model_type="strange"), "`strange`"),
     "own code": (
-        lambda model: edit(model / "config.json", model_type="strange", auto_map={"AutoConfig": "cfg.Own"}),
+        lambda model: edit(
+            model / "config.json", model_type="strange", auto_map={"AutoConfig": "cfg.Own"}
+        ),
         "custom code",
     ),
     "config.json of a wrong type": (
@@ -117,7 +135,9 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.path=model: no model can be built of its configuration (KeyError: 'zzz')",
     ),
     "unknown positions": (
-        lambda model: edit(model / "config.json", rope_parameters={"rope_type": "zzz", "rope_theta": 1e4}),
+        lambda model: edit(
+            model / "config.json", rope_parameters={"rope_type": "zzz", "rope_theta": 1e4}
+        ),
         "model.path=model: no model can be built of its configuration (KeyError: 'zzz')",
     ),
     "tokenizer of an unknown kind": (
@@ -128,30 +148,56 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: edit(model / "generation_config.json", eos_token_id="abc"),
         "model has eos_token_id ['abc'], which is no token's number",
     ),
-    "no causal model": (lambda model: edit(model / "config.json", model_type="vit"), "model type 'vit'"),
+    "no causal model": (
+        lambda model: edit(model / "config.json", model_type="vit"),
+        "model type 'vit'",
+    ),
     "quantised": (
-        lambda model: edit(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+        lambda model: edit(
+            model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}
+        ),
         "quantised",
     ),
     "few positions": (
         lambda model: edit(model / "config.json", max_position_embeddings=64),
         "data.max_length=128 is beyond the 64 positions",
     ),
-    "no weights": (lambda model: (model / "model.safetensors").unlink(), "model: no model.safetensors"),
-    "weights cut": (lambda model: cut(model / "model.safetensors", 9000), "model/model.safetensors: truncated"),
-    "header cut": (lambda model: cut(model / "model.safetensors", 100), "model/model.safetensors: truncated"),
-    "weights empty": (lambda model: cut(model / "model.safetensors", 0), "model/model.safetensors: truncated"),
+    "no weights": (
+        lambda model: (model / "model.safetensors").unlink(),
+        "model: no model.safetensors",
+    ),
+    "weights cut": (
+        lambda model: cut(model / "model.safetensors", 9000),
+        "model/model.safetensors: truncated",
+    ),
+    "header cut": (
+        lambda model: cut(model / "model.safetensors", 100),
+        "model/model.safetensors: truncated",
+    ),
+    "weights empty": (
+        lambda model: cut(model / "model.safetensors", 0),
+        "model/model.safetensors: truncated",
+    ),
     "no shard": (
         lambda model: write_index(model, missing="model-00002-of-00002.safetensors"),
         "model/model-00002-of-00002.safetensors: this shard of the model is missing",
     ),
-    "tensor in no shard": (lambda model: write_index(model, unlisted=True), "tensor model.lost.weight (1 in all)"),
+    "tensor in no shard": (
+        lambda model: write_index(model, unlisted=True),
+        "tensor model.lost.weight (1 in all)",
+    ),
     "index cut": (
         lambda model: (write_index(model), cut(model / "model.safetensors.index.json", 50)),
         "model/model.safetensors.index.json: not a readable index",
     ),
-    "no tokenizer": (lambda model: [file.unlink() for file in model.glob("token*")], "model.path=model: no tokenizer"),
-    "no chat template": (lambda model: (model / "chat_template.jinja").unlink(), "no chat template"),
+    "no tokenizer": (
+        lambda model: [file.unlink() for file in model.glob("token*")],
+        "model.path=model: no tokenizer",
+    ),
+    "no chat template": (
+        lambda model: (model / "chat_template.jinja").unlink(),
+        "no chat template",
+    ),
 }
 
 
@@ -167,11 +213,17 @@ def test_weights_of_other_shapes(folder: Path, models: dict[str, Path]) -> None:
     shutil.copy(models["llama"] / "model.safetensors", folder / "model")
     edit(folder / "model/config.json", intermediate_size=48)
     (problem,) = refusal(folder)
-    assert "another shape" in problem and "mlp.down_proj.weight" in problem and "6 in all" in problem
+    assert (
+        "another shape" in problem and "mlp.down_proj.weight" in problem and "6 in all" in problem
+    )
 
 
 def test_a_tokenizer_that_needs_code_of_its_own(folder: Path) -> None:
-    edit(folder / "model/tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    edit(
+        folder / "model/tokenizer_config.json",
+        tokenizer_class="Own",
+        auto_map={"AutoTokenizer": ["own.Own", None]},
+    )
     (folder / "model/own.py").write_text("raise SystemExit('this code ran')", encoding="utf-8")
     done = train(1, cwd=folder)
     assert "this code ran" not in done.stderr and "[y/N]" not in done.stdout
@@ -185,7 +237,11 @@ BAD_DATA: dict[str, tuple[str, bytes | None, str]] = {
     "no parquet": ("train.parquet", b"PAR0", "train.parquet[0]: cannot be read"),
     "empty": ("empty.jsonl", b"", "data.train: no record"),
     "not UTF-8": ("latin.jsonl", b'{"text": "\xe9"}\n', "latin.jsonl:1: "),
-    "nothing to train": ("asked.jsonl", b'{"messages": [{"role": "user", "content": "Hi"}]}\n' * 4, "no token to"),
+    "nothing to train": (
+        "asked.jsonl",
+        b'{"messages": [{"role": "user", "content": "Hi"}]}\n' * 4,
+        "no token to",
+    ),
 }
 
 
@@ -207,9 +263,9 @@ def test_every_broken_record_is_counted_and_ten_are_named(folder: Path) -> None:
     problems = refusal(folder)
     assert "train.jsonl:3: invalid JSON" in problems[0]
     assert "train.jsonl:4: messages[0] (user) has neither" in problems[1]
-    assert [re.search(r"train.jsonl:(\d+): has none of messages", line)[1] for line in problems[2:-1]] == [
-        str(n) for n in range(6, 14)
-    ]
+    assert [
+        re.search(r"train.jsonl:(\d+): has none of messages", line)[1] for line in problems[2:-1]
+    ] == [str(n) for n in range(6, 14)]
     assert "13 of 20 records broken" in problems[-1]
 
 
@@ -221,7 +277,9 @@ def test_problems_that_are_known_together_are_said_together(folder: Path) -> Non
     problems = refusal(folder, "data.max_length=1024")
     assert len(problems) == 2 and "512 positions" in problems[0] and "truncated" in problems[1]
 
-    problems = refusal(folder, "train.epoch=2", "optimizer.lr=fast", "parallel.expert=2", "data.overflow=wrap")
+    problems = refusal(
+        folder, "train.epoch=2", "optimizer.lr=fast", "parallel.expert=2", "data.overflow=wrap"
+    )
     assert len(problems) == 4
     for word in ("train.epochs", "optimizer.lr", "not built yet", "truncate"):
         assert word in " ".join(problems)
@@ -241,7 +299,10 @@ def test_a_run_dir_that_cannot_be_written(folder: Path) -> None:
     (folder / "below").mkdir()
     (folder / "below/checkpoints").symlink_to("/nowhere")
     (problem,) = refusal(folder, "run.dir=below")
-    assert problem.startswith("ERROR: run.dir=below cannot be written: No such file") and "below/checkpoints" in problem
+    assert (
+        problem.startswith("ERROR: run.dir=below cannot be written: No such file")
+        and "below/checkpoints" in problem
+    )
 
 
 def run_in_environment(environment: dict[str, str], arguments: list[str]) -> None:
@@ -284,15 +345,23 @@ NOBODY = {
         "no time",
     ],
 )
-def test_a_bad_command(environment: dict[str, str], arguments: list[str], named: str, folder: Path) -> None:
+def test_a_bad_command(
+    environment: dict[str, str], arguments: list[str], named: str, folder: Path
+) -> None:
     is_of_launcher = environment.keys() & {"RANK", "CUDA_VISIBLE_DEVICES"}
-    arguments = arguments if arguments[:1] == ["--config"] else ["--config", "config.yaml", *arguments]
+    arguments = (
+        arguments if arguments[:1] == ["--config"] else ["--config", "config.yaml", *arguments]
+    )
     started = time.monotonic()
     done = on_ranks(1, run_in_environment, environment, arguments, cwd=folder)
     assert done.returncode == 2, done.stderr
     assert time.monotonic() - started < 15
     last = done.stderr.splitlines()[-1]
-    assert re.fullmatch(r"ERROR: .+ - .+", last) and named in last and done.stderr.count("ERROR: ") == 1
+    assert (
+        re.fullmatch(r"ERROR: .+ - .+", last)
+        and named in last
+        and done.stderr.count("ERROR: ") == 1
+    )
     if is_of_launcher:
         require_documented("running", last)
 
@@ -300,14 +369,19 @@ def test_a_bad_command(environment: dict[str, str], arguments: list[str], named:
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         vars(world)["_device_and_backend"]("auto", 1)
     assert str(refused.value).startswith("local rank 1 has no GPU, this node has 1 - ")
     require_documented("running", f"ERROR: {refused.value}")
 
 
 def test_an_option_may_stand_between_assignments(folder: Path) -> None:
-    done = on_ranks(1, run_script, ["data.train=a.jsonl", "--config", "config.yaml", "data.eval=b.jsonl"], cwd=folder)
+    done = on_ranks(
+        1,
+        run_script,
+        ["data.train=a.jsonl", "--config", "config.yaml", "data.eval=b.jsonl"],
+        cwd=folder,
+    )
     assert done.returncode == 2 and "a.jsonl" in done.stderr and "b.jsonl" in done.stderr
 
 

@@ -72,14 +72,26 @@ def test_equal_losses_that_do_not_move_say_nothing() -> None:
 
 
 def test_sides_take_turns() -> None:
-    assert list(in_turns(["a", "b", "c"], 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a")]
+    assert list(in_turns(["a", "b", "c"], 2)) == [
+        (0, "a"),
+        (0, "b"),
+        (0, "c"),
+        (1, "b"),
+        (1, "c"),
+        (1, "a"),
+    ]
 
 
 def test_runs_on_a_core_that_others_used_are_named() -> None:
-    steady, loaded = {"rates": [(100e9, 95e9), (98e9, 100e9)]}, {"rates": [(99e9, 96e9), (97e9, 51e9)]}
+    steady, loaded = (
+        {"rates": [(100e9, 95e9), (98e9, 100e9)]},
+        {"rates": [(99e9, 96e9), (97e9, 51e9)]},
+    )
     said = rate_lines({"ours": steady, "hf_trainer": loaded}, {"trained_tokens": 30, "flops": 60e9})
     assert "97.5 (51 to 100) GFLOP/s" in said[0] and "train 48.8 tokens a second" in said[0]
-    assert "apart for: run 2 of HF Trainer (batches of 1, no padding) (97 and 51 GFLOP/s). " in said[2]
+    assert (
+        "apart for: run 2 of HF Trainer (batches of 1, no padding) (97 and 51 GFLOP/s). " in said[2]
+    )
     assert len(rate_lines({"ours": steady}, {"trained_tokens": 30, "flops": 60e9})) == 2
 
 
@@ -99,7 +111,10 @@ def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
 
 def test_ranks_with_another_loss_fail_their_section(
-    run_benchmark: Callable[..., str], tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    run_benchmark: Callable[..., str],
+    tmp_path: Path,
+    models: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def a_run(name: str, *_: Any, ranks: int) -> Side:
         return replace(PEER, losses=[3.0, 2.5 + 0.01 * (ranks == 4)], mfu=[0.5], data_share=0.001)
@@ -115,19 +130,35 @@ def test_ranks_with_another_loss_fail_their_section(
 
 
 def test_a_section_is_measured_and_the_others_are_kept(
-    run_benchmark: Callable[..., str], tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    run_benchmark: Callable[..., str],
+    tmp_path: Path,
+    models: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bench, "VOCABULARY", 5000)
     traffic = {"collectives": {}, "head": {"rows": 3, "tokens": 9, "trained_tokens": 3}}
     earlier = {"measured_with": {"date": "before"}, "figures": traffic, "failed": []}
-    (tmp_path / "RESULTS.json").write_text(json.dumps({"traffic": earlier, "head": earlier}), encoding="utf-8")
-    said = run_benchmark(bench, "--model", models["llama"], "--sections", "head", "--head-tokens", 64)
-    assert "| naive | 64 | 5000 | " in said and "Ours takes " in said and "Losses of a token: " in said
+    (tmp_path / "RESULTS.json").write_text(
+        json.dumps({"traffic": earlier, "head": earlier}), encoding="utf-8"
+    )
+    said = run_benchmark(
+        bench, "--model", models["llama"], "--sections", "head", "--head-tokens", 64
+    )
+    assert (
+        "| naive | 64 | 5000 | " in said and "Ours takes " in said and "Losses of a token: " in said
+    )
     kept, measured = (part.split("\n\n") for part in said.split("\n## ")[1:])
-    assert kept[0].startswith("What one step moves") and kept[1] == "Run 1." and "\n1. date: before\n2. date: 2" in said
+    assert (
+        kept[0].startswith("What one step moves")
+        and kept[1] == "Run 1."
+        and "\n1. date: before\n2. date: 2" in said
+    )
     assert measured[0].startswith("Memory of head and loss") and measured[1] == "Run 2."
     found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    assert found["traffic"] == earlier and "--head-tokens 64" in found["head"]["measured_with"]["command"]
+    assert (
+        found["traffic"] == earlier
+        and "--head-tokens 64" in found["head"]["measured_with"]["command"]
+    )
 
 
 def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str, Path]) -> None:
@@ -154,33 +185,57 @@ def test_a_slice_without_experts_is_refused(
 
 
 @pytest.mark.full
-def test_the_sections_without_peers_are_measured(run_benchmark: Callable[..., str], tmp_path: Path) -> None:
+def test_the_sections_without_peers_are_measured(
+    run_benchmark: Callable[..., str], tmp_path: Path
+) -> None:
     tokenizer = REPOSITORY / "models/SmolLM2-135M-Instruct"
-    options = argparse.Namespace(tiny=True, lengths=[512], layers=None, work=tmp_path, tokenizer=tokenizer)
+    options = argparse.Namespace(
+        tiny=True, lengths=[512], layers=None, work=tmp_path, tokenizer=tokenizer
+    )
     model, _ = gpu.write_model(options, "llama3-8b")
     more = ["--short", "--sections", "traffic", "profile", "records", "scaling"]
-    with pytest.raises(SystemExit, match="ERROR: plot ended with 1"):  # without matplotlib in this environment
+    with pytest.raises(
+        SystemExit, match="ERROR: plot ended with 1"
+    ):  # without matplotlib in this environment
         run_benchmark(bench, "--model", model, *more)
     found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    traffic, scaling, records = (found[name]["figures"] for name in ("traffic", "scaling", "records"))
+    traffic, scaling, records = (
+        found[name]["figures"] for name in ("traffic", "scaling", "records")
+    )
     assert traffic["head"]["rows"] and set(records) == {"1000"} and set(scaling) == {"1", "2"}
     assert all(0 <= row["data_share"] < 0.5 for row in scaling.values())
     profiles = [part["figures"] for name, part in found.items() if name.startswith("profile")]
     for of_dtype in profiles:
-        assert all(seconds > 0 for seconds in of_dtype["seconds"].values()) and len(of_dtype["seconds"]) == 6
+        assert (
+            all(seconds > 0 for seconds in of_dtype["seconds"].values())
+            and len(of_dtype["seconds"]) == 6
+        )
     said = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    assert profiles and "| matrix products | " in said and "waited for data" in said and "RESULTS.png" not in said
+    assert (
+        profiles
+        and "| matrix products | " in said
+        and "waited for data" in said
+        and "RESULTS.png" not in said
+    )
 
 
 def test_grouped_keys_for_an_older_torch() -> None:
     """Its kernel wants as many heads of keys as of queries; here it is PyTorch's own attention."""
     query, key, value = torch.randn(7, 6, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+    def document_attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale
+        ).transpose(0, 1)
 
-    found = older_torch.with_grouped_keys(attend)(query, key, value, scale=0.3, enable_gqa=True)
+    found = older_torch.with_grouped_keys(document_attention)(
+        query, key, value, scale=0.3, enable_gqa=True
+    )
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=0.3, enable_gqa=True
+    )
     torch.testing.assert_close(found, expected.transpose(0, 1))

@@ -11,11 +11,13 @@ import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from shardtune.chat import ChatEncoder, ChatError, Encoded, stop_token_ids
-from shardtune.errors import Refused
+from shardtune.data.chat_encoder import ChatEncoder, ChatError, Encoded, stop_token_ids
+from shardtune.errors import UserError
 
 DATE = datetime.date(2026, 3, 9)
-CASES = yaml.safe_load((Path(__file__).parent / "data" / "chat" / "cases.yaml").read_text(encoding="utf-8"))
+CASES = yaml.safe_load(
+    (Path(__file__).parent / "data" / "chat" / "cases.yaml").read_text(encoding="utf-8")
+)
 TEMPLATES = CASES["templates"]
 CHATML, GLM = TEMPLATES["chatml"], TEMPLATES["glm-4.5"]
 
@@ -27,10 +29,15 @@ def bytes_tokenizer(
     template: str | dict[str, str] = CHATML, stops: str = "<|im_end|>", more: str = ""
 ) -> PreTrainedTokenizerFast:
     """A token a byte, but two line breaks are one token, as in large vocabularies; `more`: other added tokens."""
-    vocab = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"])}
+    vocab = {
+        token: i
+        for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"])
+    }
     backend = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ"), ("Ġ", "a")]))
     split = pre_tokenizers.Split(Regex(r"\s*[\r\n]+| ?\w+|\s+|[^\s\w]+"), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=stops.split()[0])
     tokenizer.add_tokens(["<|im_start|>", *stops.split(), *more.split()], special_tokens=True)
@@ -41,15 +48,23 @@ def bytes_tokenizer(
 def words_tokenizer(kind: str, template: str = CHATML) -> PreTrainedTokenizerFast:
     """Like Llama 2's: words with `▁` in front, put before the text as well, and a `<s>` before plain text."""
     backend = Tokenizer(models.Unigram() if kind == "unigram" else models.BPE(unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "first" else "always")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="first" if kind == "first" else "always"
+    )
     backend.decoder = decoders.Metaspace(prepend_scheme="first" if kind == "first" else "always")
     words = ["hello world Paris is the capital of France assistant user \n : . "] * 3
     special = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.UnigramTrainer if kind == "unigram" else trainers.BpeTrainer
     more = {"unk_token": "<unk>"} if kind == "unigram" else {}
-    backend.train_from_iterator(words, trainer(vocab_size=120, special_tokens=special, show_progress=False, **more))
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    backend.train_from_iterator(
+        words, trainer(vocab_size=120, special_tokens=special, show_progress=False, **more)
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.chat_template = template
     return tokenizer
@@ -74,7 +89,9 @@ def encoder(
     template: str = CHATML, loss_on: str = "assistant", stops: str = "<|im_end|>", more: str = ""
 ) -> ChatEncoder:
     tokenizer = bytes_tokenizer(template, stops, more)
-    return ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(stops.split()), loss_on, DATE, "T")
+    return ChatEncoder(
+        tokenizer, tokenizer.convert_tokens_to_ids(stops.split()), loss_on, DATE, "T"
+    )
 
 
 def show(tokenizer: PreTrainedTokenizerFast, sequence: Encoded) -> str:
@@ -85,7 +102,9 @@ def show(tokenizer: PreTrainedTokenizerFast, sequence: Encoded) -> str:
         if not runs or runs[-1][0] != flag:
             runs.append((flag, []))
         runs[-1][1].append(token)
-    return "".join(f"‹{tokenizer.decode(ids)}›" if flag else tokenizer.decode(ids) for flag, ids in runs)
+    return "".join(
+        f"‹{tokenizer.decode(ids)}›" if flag else tokenizer.decode(ids) for flag, ids in runs
+    )
 
 
 TWO_TURNS = [user("q1"), answer("a1"), user("q2"), answer("a2")]
@@ -96,7 +115,9 @@ APART = "a turn would begin inside the prompt's last token: tokenized apart, as 
 
 
 def glm(loss_on: str) -> ChatEncoder:
-    return encoder(GLM, loss_on, "<|endoftext|> <|user|> <|observation|>", "<|assistant|> <|system|> [gMASK]")
+    return encoder(
+        GLM, loss_on, "<|endoftext|> <|user|> <|observation|>", "<|assistant|> <|system|> [gMASK]"
+    )
 
 
 @pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: case["name"])
@@ -142,7 +163,10 @@ def test_case(case: dict) -> None:
 )
 def test_contents_do_not_fool_positions(question: str, reply: str) -> None:
     (sequence,) = encoder().encode_messages([user(question), answer(reply)]).sequences
-    assert show(bytes_tokenizer(), sequence) == f"<|im_start|>user\n{question}<|im_end|>\n{A}‹{reply}<|im_end|>›\n"
+    assert (
+        show(bytes_tokenizer(), sequence)
+        == f"<|im_start|>user\n{question}<|im_end|>\n{A}‹{reply}<|im_end|>›\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +187,21 @@ def test_an_answer_that_holds_the_stop_token(reply: str, expected: str) -> None:
 
 def test_random_contents() -> None:
     """Every trained run is the answer and its stop token, behind the very tokens that inference would give."""
-    pieces = ["a", " a", "\n", "\n\n", " ", "<|im_start|>", "<|im_end|>", "assistant\n", "user", "é", "🙂", "\t", "Ġ"]
+    pieces = [
+        "a",
+        " a",
+        "\n",
+        "\n\n",
+        " ",
+        "<|im_start|>",
+        "<|im_end|>",
+        "assistant\n",
+        "user",
+        "é",
+        "🙂",
+        "\t",
+        "Ġ",
+    ]
     rng = random.Random(0)
     chat = encoder()
     for _ in range(200):
@@ -174,8 +212,12 @@ def test_random_contents() -> None:
         record = chat.encode_messages(messages)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         one = len(record.sequences) == 1
-        for turn, sequence in zip(turns, record.sequences * (len(turns) if one else 1), strict=True):
-            prompt = chat.tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)["input_ids"]
+        for turn, sequence in zip(
+            turns, record.sequences * (len(turns) if one else 1), strict=True
+        ):
+            prompt = chat.tokenizer.apply_chat_template(
+                messages[:turn], add_generation_prompt=True
+            )["input_ids"]
             assert sequence.input_ids[: len(prompt)] == prompt
             assert not sequence.trained[len(prompt) - 1] and sequence.trained[len(prompt)]
             rest = sequence.input_ids[len(prompt) :]
@@ -183,8 +225,14 @@ def test_random_contents() -> None:
             text = messages[turn]["content"] + "<|im_end|>"
             first, _, behind = text.partition("<|im_end|>")
             ends_at_first = not behind.replace("<|im_end|>", "").strip()
-            assert chat.tokenizer.decode(rest[:end]) == (first + "<|im_end|>" if ends_at_first else text)
-        n_runs = sum(a < b for s in record.sequences for a, b in zip([False, *s.trained], s.trained, strict=False))
+            assert chat.tokenizer.decode(rest[:end]) == (
+                first + "<|im_end|>" if ends_at_first else text
+            )
+        n_runs = sum(
+            a < b
+            for s in record.sequences
+            for a, b in zip([False, *s.trained], s.trained, strict=False)
+        )
         assert n_runs == len(turns)
 
 
@@ -196,7 +244,14 @@ def test_a_beginning_that_would_merge_into_the_prompt_is_tokenized_apart() -> No
     (sequence,) = record.sequences
     tokenizer = bytes_tokenizer()
     assert show(tokenizer, sequence) == Q1 + A + "‹\nx<|im_end|>›\n"
-    assert tokenizer.convert_ids_to_tokens(sequence.input_ids)[-6:] == ["t", "Ċ", "Ċ", "x", "<|im_end|>", "Ċ"]
+    assert tokenizer.convert_ids_to_tokens(sequence.input_ids)[-6:] == [
+        "t",
+        "Ċ",
+        "Ċ",
+        "x",
+        "<|im_end|>",
+        "Ċ",
+    ]
     assert record.notes == (APART,)
     assert record.added_tokens == 0
 
@@ -210,7 +265,9 @@ def test_turns_that_would_merge_are_one_sequence_each() -> None:
         Q1 + A + "\nx<|im_end|>\n" + Q2 + A + "‹a2<|im_end|>›\n",
     ]
     first, second = record.sequences
-    whole = tokenizer.apply_chat_template([user("q1"), answer("\nx"), user("q2"), answer("a2")])["input_ids"]
+    whole = tokenizer.apply_chat_template([user("q1"), answer("\nx"), user("q2"), answer("a2")])[
+        "input_ids"
+    ]
     assert second.input_ids == whole
     assert record.added_tokens == len(first.input_ids)
 
@@ -218,7 +275,9 @@ def test_turns_that_would_merge_are_one_sequence_each() -> None:
 # Where a turn ends
 
 
-def test_a_stop_token_that_swallows_the_line_break_behind_it() -> None:  # Phi-3's end token strips to its right
+def test_a_stop_token_that_swallows_the_line_break_behind_it() -> (
+    None
+):  # Phi-3's end token strips to its right
     tokenizer = bytes_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=True, rstrip=True)], special_tokens=True)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
@@ -244,37 +303,55 @@ CALLS = CHATML.replace(
 )
 
 
-@pytest.mark.parametrize("write", ["{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}"])
+@pytest.mark.parametrize(
+    "write", ["{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}"]
+)
 @pytest.mark.parametrize("content", [None, "", "I call"])
 def test_tool_calls(write: str, content: str | None) -> None:
-    arguments = {"s": 'a "b" \\ \n é', "n": 1.5, "t": True, "none": None, "l": [1, {"k": "v"}], "e": ""}
+    arguments = {
+        "s": 'a "b" \\ \n é',
+        "n": 1.5,
+        "t": True,
+        "none": None,
+        "l": [1, {"k": "v"}],
+        "e": "",
+    }
     template = CALLS.replace("ARGUMENTS", write)
     messages = [user("q1"), answer(content, tool_calls=[call(arguments), call({}, "g")])]
     (sequence,) = encoder(template).encode_messages(messages).sequences
     written = json.dumps(arguments, ensure_ascii=False) if "tojson" in write else str(arguments)
     text = show(bytes_tokenizer(), sequence)
-    assert text == Q1 + A + f"‹{content or ''}<call>f {written}</call><call>g {{}}</call><|im_end|>›\n"
+    assert (
+        text == Q1 + A + f"‹{content or ''}<call>f {written}</call><call>g {{}}</call><|im_end|>›\n"
+    )
 
 
 def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them() -> None:
     template = CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson(ensure_ascii=True) }}")
     messages = [user("q1"), answer("x", tool_calls=[call({"s": "é <|im_end|>"})])]
     (sequence,) = encoder(template).encode_messages(messages).sequences
-    assert show(bytes_tokenizer(), sequence) == Q1 + A + '‹x<call>f {"s": "\\u00e9 <|im_end|>"}</call><|im_end|>›\n'
+    assert (
+        show(bytes_tokenizer(), sequence)
+        == Q1 + A + '‹x<call>f {"s": "\\u00e9 <|im_end|>"}</call><|im_end|>›\n'
+    )
 
 
 # Dates
 
 
 def test_a_template_with_todays_date_gets_the_given_one() -> None:
-    template = "{% macro d() %}{{ strftime_now('%d %b %Y, %-d %A') + '!' }}{% endmacro %}{{ d() }}\n" + CHATML
+    template = (
+        "{% macro d() %}{{ strftime_now('%d %b %Y, %-d %A') + '!' }}{% endmacro %}{{ d() }}\n"
+        + CHATML
+    )
     (sequence,) = encoder(template).encode_messages(TWO_TURNS).sequences
     assert show(bytes_tokenizer(), sequence).startswith("09 Mar 2026, 9 Monday!\n<|im_start|>user")
     assert encoder(template).template.uses_date and not encoder(CHATML).template.uses_date
 
 
 @pytest.mark.parametrize(
-    "directives", ["%x %c %T", "%D %F %R %r %n%t", "%e %-d %_m %^a", "%u%U%W%V%G%g%C%h%k%l%I", "%%Y 5%%"]
+    "directives",
+    ["%x %c %T", "%D %F %R %r %n%t", "%e %-d %_m %^a", "%u%U%W%V%G%g%C%h%k%l%I", "%%Y 5%%"],
 )
 def test_every_directive_of_a_date(directives: str) -> None:
     chat = encoder("{{ strftime_now('" + directives + "') }}!" + CHATML)
@@ -285,7 +362,9 @@ def test_every_directive_of_a_date(directives: str) -> None:
 
 @pytest.mark.parametrize("directive", ["%Q", "%10d", "100%"])
 def test_a_directive_that_is_none_is_refused(directive: str) -> None:
-    with pytest.raises(ChatError, match=f"T raises TemplateError.*strftime_now of {directive}: unknown directive"):
+    with pytest.raises(
+        ChatError, match=f"T raises TemplateError.*strftime_now of {directive}: unknown directive"
+    ):
         encoder("{{ strftime_now('" + directive + "') }}" + CHATML).encode_messages(TWO_TURNS)
 
 
@@ -313,15 +392,22 @@ def test_tokenizers_with_words(kind: str) -> None:
     flags = [False, *sequence.trained, False]
     edges = [i - 1 for i in range(1, len(flags)) if flags[i] != flags[i - 1]]
     for turn, first, end in zip((1, 3), edges[::2], edges[1::2], strict=True):
-        prompt = tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)["input_ids"]
+        prompt = tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)[
+            "input_ids"
+        ]
         assert sequence.input_ids[:first] == prompt
-        assert tokenizer.decode(sequence.input_ids[first:end]).strip() == messages[turn]["content"] + "<|im_end|>"
+        assert (
+            tokenizer.decode(sequence.input_ids[first:end]).strip()
+            == messages[turn]["content"] + "<|im_end|>"
+        )
         assert sequence.input_ids[end - 1] == stop
 
 
 def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart() -> None:
     # GPT-2's pattern keeps the last line break for the word that follows: alone, the prompt ends in other tokens.
-    tokenizer = bytes_tokenizer(CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n"))
+    tokenizer = bytes_tokenizer(
+        CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n")
+    )
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
     (sequence,) = chat.encode_messages([user("q1"), answer("x")]).sequences
@@ -335,9 +421,13 @@ def test_templates_by_name_and_no_template() -> None:
     named = {"default": CHATML, "tool_use": "tools!" + CHATML}
     tokenizer = bytes_tokenizer(named)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE, "T")
-    assert show(tokenizer, chat.encode_messages(TWO_TURNS[:2]).sequences[0]).startswith("<|im_start|>")
+    assert show(tokenizer, chat.encode_messages(TWO_TURNS[:2]).sequences[0]).startswith(
+        "<|im_start|>"
+    )
     tools = [{"type": "function", "function": {"name": "g"}}]
-    assert show(tokenizer, chat.encode_messages(TWO_TURNS[:2], tools).sequences[0]).startswith("tools!")
+    assert show(tokenizer, chat.encode_messages(TWO_TURNS[:2], tools).sequences[0]).startswith(
+        "tools!"
+    )
     tokenizer.chat_template = None
     with pytest.raises(ChatError, match="give the tokenizer a chat template"):
         chat.encode_messages(TWO_TURNS)
@@ -348,9 +438,9 @@ def test_what_an_encoder_cannot_work_with() -> None:
     class Slow:
         is_fast = False
 
-    with pytest.raises(Refused, match="Slow gives no character offsets"):
+    with pytest.raises(UserError, match="Slow gives no character offsets"):
         ChatEncoder(Slow(), [0], "assistant", DATE)
-    with pytest.raises(Refused, match="has no stop token"):
+    with pytest.raises(UserError, match="has no stop token"):
         ChatEncoder(bytes_tokenizer(), [10**6], "assistant", DATE)
     tokenizer = bytes_tokenizer()
     assert ChatEncoder(tokenizer, [10**6, tokenizer.eos_token_id], "all", DATE).stop_token_ids == [
@@ -365,15 +455,31 @@ def test_an_encoder_can_be_pickled() -> None:
 
 
 def test_fields_of_messages_that_the_template_does_not_mention() -> None:
-    more = {"weight": 0, "train": False, "name": "n", "none": None, "tool_call_id": "1", "thinking": "t"}
-    record = {"messages": [user("q"), answer("a", **more), answer("b", train=True)], "tools": [{"x": 1}]}
-    assert encoder().template.unread_fields(record) == ["messages.name", "messages.train", "messages.weight"]
+    more = {
+        "weight": 0,
+        "train": False,
+        "name": "n",
+        "none": None,
+        "tool_call_id": "1",
+        "thinking": "t",
+    }
+    record = {
+        "messages": [user("q"), answer("a", **more), answer("b", train=True)],
+        "tools": [{"x": 1}],
+    }
+    assert encoder().template.unread_fields(record) == [
+        "messages.name",
+        "messages.train",
+        "messages.weight",
+    ]
     template = CHATML + "{{ messages[0].name }}{{ messages[0]['weight'] }}"
     assert encoder(template).template.unread_fields(record) == ["messages.train"]
     named = {"default": CHATML, "tool_use": template}
     tokenizer = bytes_tokenizer(named)
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
-    assert chat.template.unread_fields({"prompt": record["messages"], "completion": []}) == ["prompt.train"]
+    assert chat.template.unread_fields({"prompt": record["messages"], "completion": []}) == [
+        "prompt.train"
+    ]
     assert chat.template.unread_fields({"text": "a"}) == []
 
 
@@ -384,16 +490,18 @@ def test_stop_token_ids(tmp_path: Path) -> None:
     assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 7]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, eos, 3]}))
     assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 9, 3]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "do_sample": True}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.5, "do_sample": True})
+    )
     assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 7]
     for wrong in ("abc", [1, "2"], -1, 2**40):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
-        with pytest.raises(Refused, match=r"has eos_token_id .* which is no token's number"):
+        with pytest.raises(UserError, match=r"has eos_token_id .* which is no token's number"):
             stop_token_ids(tokenizer, str(tmp_path))
     (tmp_path / "generation_config.json").unlink()
     tokenizer.eos_token = None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": None}))
-    with pytest.raises(Refused, match="names no end-of-sequence token"):
+    with pytest.raises(UserError, match="names no end-of-sequence token"):
         stop_token_ids(tokenizer, str(tmp_path))
 
 
@@ -407,7 +515,11 @@ def test_roles() -> None:
     tokens = chat.tokenizer.convert_ids_to_tokens(sequence.input_ids)
     runs: list[tuple[str, str]] = []
     for token, role in zip(tokens, sequence.roles, strict=True):
-        runs = [*runs[:-1], (role, runs[-1][1] + token)] if runs and runs[-1][0] == role else [*runs, (role, token)]
+        runs = (
+            [*runs[:-1], (role, runs[-1][1] + token)]
+            if runs and runs[-1][0] == role
+            else [*runs, (role, token)]
+        )
     assert runs == [
         ("template", "[gMASK]<|system|>Ċ"),
         ("system", "Sone"),
@@ -425,5 +537,7 @@ def test_roles() -> None:
     roles = chat.encode_prompt_completion("q", "a", with_roles=True).sequences[0].roles
     assert roles == ["user", "assistant", "appended"]
     assert chat.encode_text("q", with_roles=True).sequences[0].roles == ["text", "appended"]
-    for sequence in encoder().encode_messages([user("q1"), answer("\nx")], with_roles=True).sequences:
+    for sequence in (
+        encoder().encode_messages([user("q1"), answer("\nx")], with_roles=True).sequences
+    ):
         assert len(sequence.roles) == len(sequence.input_ids)

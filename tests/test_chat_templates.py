@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shardtune.chat import ChatEncoder, ChatError, Encoded
+from shardtune.data.chat_encoder import ChatEncoder, ChatError, Encoded
 
 DATE = datetime.date(2026, 1, 2)
 
@@ -25,7 +25,9 @@ def templates() -> Path:
     default = Path(__file__).parents[1] / ".venv" / "trl_templates"
     folder = Path(os.environ.get("SHARDTUNE_TRL_TEMPLATES", default))
     if not list(folder.glob("*.jinja")):
-        pytest.fail(f"no chat templates in {folder} - `make test` fetches them, or set SHARDTUNE_TRL_TEMPLATES")
+        pytest.fail(
+            f"no chat templates in {folder} - `make test` fetches them, or set SHARDTUNE_TRL_TEMPLATES"
+        )
     return folder
 
 
@@ -76,7 +78,9 @@ QWEN3_5 = replace(
     call="\n</think>\n\n" + XML_CALL,
     one_sequence="",  # history has no reasoning; and its "<think>\n\n" has other tokens than "<think>\n" and "\n"
 )
-NEMOTRON = replace(CHATML, prompt="<|im_start|>assistant\n<think>\n", plain=PROMPT, call=PROMPT, one_sequence="")
+NEMOTRON = replace(
+    CHATML, prompt="<|im_start|>assistant\n<think>\n", plain=PROMPT, call=PROMPT, one_sequence=""
+)
 COHERE = Row(
     "<|END_OF_TURN_TOKEN|>",
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
@@ -91,7 +95,9 @@ LLAMA3 = Row(
     left_out=("the tools",),
 )
 LLAMA3_1 = replace(
-    LLAMA3, left_out=(), call='{"name": "weather", "parameters": {"city": "Paris", "days": 3}}<|eot_id|>'
+    LLAMA3,
+    left_out=(),
+    call='{"name": "weather", "parameters": {"city": "Paris", "days": 3}}<|eot_id|>',
 )
 GEMMA = Row(
     "<eos> <end_of_turn>",
@@ -108,7 +114,9 @@ GEMMA4 = Row(
     call='<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|><|tool_response>',
     after_tool_prompt="<tool_response|>",
 )
-GEMMA4_THINKING = replace(GEMMA4, reasoned="<|channel>thought\n{r}\n<channel|>{c}<turn|>", one_sequence="multi tools")
+GEMMA4_THINKING = replace(
+    GEMMA4, reasoned="<|channel>thought\n{r}\n<channel|>{c}<turn|>", one_sequence="multi tools"
+)
 DEEPSEEK = Row(
     "<｜end▁of▁sentence｜>",
     "<｜Assistant｜><think>\n",
@@ -126,13 +134,23 @@ PHI3 = Row(
     "{c}<|end|>",
     left_out=("the text of a tool message", "the tools"),
 )
-IDEFICS = Row("<end_of_utterance>", "Assistant:", " {c}<end_of_utterance>", parts=True, left_out=("the tools",))
+IDEFICS = Row(
+    "<end_of_utterance>",
+    "Assistant:",
+    " {c}<end_of_utterance>",
+    parts=True,
+    left_out=("the tools",),
+)
 LFM2 = replace(CHATML, stops="<|im_end|>")
-LFM2_5 = replace(LFM2, call=PYTHON_CALL, reasoned="<think>{r}</think>{c}<|im_end|>", one_sequence="multi tools")
+LFM2_5 = replace(
+    LFM2, call=PYTHON_CALL, reasoned="<think>{r}</think>{c}<|im_end|>", one_sequence="multi tools"
+)
 
 ROWS = {
     "cohere": COHERE,
-    "cohere2": replace(COHERE, prompt="<|START_RESPONSE|>", plain="{c}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
+    "cohere2": replace(
+        COHERE, prompt="<|START_RESPONSE|>", plain="{c}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+    ),
     "deepseek_r1_distill": DEEPSEEK,
     "deepseekv3": replace(DEEPSEEK, call=DICT, after_tool=DICT, after_tool_last=DICT),
     "diffusion_gemma": replace(GEMMA4_THINKING, after_tool="<|turn>model\n{c}<turn|>"),
@@ -140,7 +158,9 @@ ROWS = {
     "gemma3": replace(GEMMA, system=""),
     "gemma4": GEMMA4,
     "gemma4_v2": replace(
-        GEMMA4, call=GEMMA4.call.replace("<|tool_response>", "<turn|>"), after_tool_prompt="<|turn>model\n"
+        GEMMA4,
+        call=GEMMA4.call.replace("<|tool_response>", "<turn|>"),
+        after_tool_prompt="<|turn>model\n",
     ),
     "gemma4_v3": GEMMA4,
     "gemma4_v4": GEMMA4,
@@ -173,7 +193,9 @@ ROWS = {
     "llama3": LLAMA3,
     "llama3_1": LLAMA3_1,
     "llama3_2": LLAMA3_1,
-    "llava_next": Row("</s>", "[/INST]", " {c}</s>", after_tool=NO_CALL, after_tool_last=ROLES, parts=True),
+    "llava_next": Row(
+        "</s>", "[/INST]", " {c}</s>", after_tool=NO_CALL, after_tool_last=ROLES, parts=True
+    ),
     "muse_glimmer": Row(
         "<|eot|>",
         "<|start|>assistant",
@@ -277,7 +299,10 @@ def expected_turns(case: str, row: Row, loss_on: str) -> list[str]:
         "call": [row.call],
         "tools": [row.call, after_tool.replace("{c}", "Atwo")],
         "reason": [row.reasoned.replace("{c}", "Aone").replace("{r}", "Tone")],
-        "reasons": [row.reasoned.replace("{c}", c).replace("{r}", r) for c, r in (("Aone", "Tone"), ("Atwo", "Ttwo"))],
+        "reasons": [
+            row.reasoned.replace("{c}", c).replace("{r}", r)
+            for c, r in (("Aone", "Tone"), ("Atwo", "Ttwo"))
+        ],
     }[case]
     turns = turns if loss_on == "assistant" else turns[-1:]
     refusals = [turn for turn in turns if turn in REFUSALS]
@@ -293,9 +318,13 @@ def make_tokenizer(stops: str, *texts: str) -> PreTrainedTokenizerFast:
     vocab = {token: i for i, token in enumerate([*byte_tokens, "ĊĊ"])}
     backend = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ")]))
     split = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|[^\r\n]+"), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=stops.split()[0], bos_token="<bos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=stops.split()[0], bos_token="<bos>"
+    )
     markup = {name for text in texts for name in re.findall(r"<[|｜]?/?[A-Za-z_▁]+[|｜]?>", text)}
     tokenizer.add_tokens(sorted(markup | set(stops.split())), special_tokens=True)
     return tokenizer
@@ -310,7 +339,9 @@ def runs(tokenizer: PreTrainedTokenizerFast, sequence: Encoded) -> list[tuple[in
 
 def check_accepted(tokenizer, case: str, row: Row, loss_on: str, turns: list[str]) -> None:
     messages, tools = conversation(case, row)
-    encoder = ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), loss_on, DATE, "T")
+    encoder = ChatEncoder(
+        tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), loss_on, DATE, "T"
+    )
     record = encoder.encode_messages(messages, tools)
     one_sequence = len(turns) == 1 or case in row.one_sequence.split()
     assert len(record.sequences) == (1 if one_sequence else len(turns))
@@ -321,7 +352,9 @@ def check_accepted(tokenizer, case: str, row: Row, loss_on: str, turns: list[str
     )
     found = [(s, first, end) for s in record.sequences for first, end in runs(tokenizer, s)]
     assert [tokenizer.decode(s.input_ids[first:end]) for s, first, end in found] == turns
-    positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(turns) :]
+    positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"][
+        -len(turns) :
+    ]
     for i, (sequence, first, end) in zip(positions, found, strict=True):
         context = tokenizer.decode(sequence.input_ids[:first])
         ending = (messages[i - 1]["role"] == "tool" and row.after_tool_prompt) or row.prompt
@@ -329,9 +362,13 @@ def check_accepted(tokenizer, case: str, row: Row, loss_on: str, turns: list[str
         assert sequence.input_ids[end - 1] in encoder.stop_token_ids
         question = messages[i - 1]["content"]
         question = question if isinstance(question, str) else question[0]["text"]
-        assert question in context or (case == "tools" and "the text of a tool message" in row.left_out)
+        assert question in context or (
+            case == "tools" and "the text of a tool message" in row.left_out
+        )
         if not encoder.template.uses_date:  # what transformers gives to generate()
-            prompt = tokenizer.apply_chat_template(messages[:i], tools=tools, add_generation_prompt=True)
+            prompt = tokenizer.apply_chat_template(
+                messages[:i], tools=tools, add_generation_prompt=True
+            )
             assert sequence.input_ids[:first] == prompt["input_ids"]
 
 
@@ -348,7 +385,9 @@ def test_stock_template(templates: Path, name: str, loss_on: str) -> None:
             check_accepted(tokenizer, case, row, loss_on, turns)
             continue
         messages, tools = conversation(case, row)
-        encoder = ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), loss_on, DATE, "T")
+        encoder = ChatEncoder(
+            tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), loss_on, DATE, "T"
+        )
         with pytest.raises(ChatError, match=turns[0]):
             print(name, case, encoder.encode_messages(messages, tools))
 
@@ -418,7 +457,9 @@ def test_training_twin(templates: Path, name: str) -> None:
     twin = (templates / f"{name}_training.jinja").read_text(encoding="utf-8")
     tokenizer = make_tokenizer(row.stops, stock, twin)
     tokenizer.chat_template = stock
-    encoder = ChatEncoder(tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), "last", datetime.date.today())
+    encoder = ChatEncoder(
+        tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), "last", datetime.date.today()
+    )
     for case in CASES:
         if expected_turns(case, row, "last")[0] in REFUSALS:
             continue
@@ -426,13 +467,19 @@ def test_training_twin(templates: Path, name: str) -> None:
         (sequence,) = encoder.encode_messages(messages, tools).sequences
         ((first, end),) = runs(tokenizer, sequence)
         marked = tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=twin, return_dict=True, return_assistant_tokens_mask=True
+            messages,
+            tools=tools,
+            chat_template=twin,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
-        other = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False) != tokenizer.decode(
-            marked["input_ids"]
-        )
+        other = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False
+        ) != tokenizer.decode(marked["input_ids"])
         assert other == (case in OTHER_TEXT.get(name, "").split()), case
-        twin_sequence = Encoded(marked["input_ids"], [flag == 1 for flag in marked["assistant_masks"]], [])
+        twin_sequence = Encoded(
+            marked["input_ids"], [flag == 1 for flag in marked["assistant_masks"]], []
+        )
         twin_first, twin_end = runs(tokenizer, twin_sequence)[-1]
         trained = tokenizer.decode(sequence.input_ids[first:end])
         twin_trained = tokenizer.decode(marked["input_ids"][twin_first:twin_end])

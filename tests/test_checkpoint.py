@@ -20,19 +20,28 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import xxhash
-from ranks import config_for, on_nodes, on_ranks, run_script, train
+from helpers.ranks import config_for, on_nodes, on_ranks, run_script, train
+from helpers.small_runs import (
+    CONSTANT,
+    SETTINGS,
+    checkpoint,
+    digests,
+    names,
+    steps_of,
+    write_inputs,
+)
 from safetensors.torch import load_file
-from small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, steps_of, write_inputs
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
-from shardtune import rundir
-from shardtune.checkpoint import Saver, disk
-from shardtune.model import build_model
-from shardtune.optim import build_optimizer
-from shardtune.rundir import open_run_dir
-from shardtune.source import read_model_config
-from shardtune.world import join_world, run
+from shardtune.checkpoint import Saver
+from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint import run_dir as rundir
+from shardtune.checkpoint.run_dir import open_run_dir
+from shardtune.distributed.world import join_world, run
+from shardtune.model.build import build_model
+from shardtune.model.files import read_model_config
+from shardtune.training.optim import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -51,7 +60,10 @@ def run_script_without_pickle(arguments: list[str]) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> dict[str, Path]:
     """Folders of runs of three steps on three ranks, of which two are on one node: their disk is shared."""
-    folders = {name: write_inputs(tmp_path_factory.mktemp("saved") / name, models[name]) for name in ("glm", "llama")}
+    folders = {
+        name: write_inputs(tmp_path_factory.mktemp("saved") / name, models[name])
+        for name in ("glm", "llama")
+    }
     for folder in folders.values():
         arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=3"]
         done = on_nodes([(folder, 2), (folder, 1)], run_script_without_pickle, arguments)
@@ -85,7 +97,13 @@ def test_torch_reads_the_rank_files_by_itself(
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
-    alone = (*SETTINGS, *CONSTANT, "train.max_steps=3", "train.gradient_accumulation_steps=3", "export.final=false")
+    alone = (
+        *SETTINGS,
+        *CONSTANT,
+        "train.max_steps=3",
+        "train.gradient_accumulation_steps=3",
+        "export.final=false",
+    )
     assert train(1, *alone, cwd=write_inputs(tmp_path, models[name])).returncode == 0
     reference = load_file(checkpoint(tmp_path / "run", 3) / "rank_00000.safetensors")
     assert tensors.keys() == {key for key in reference if not key.startswith("random.")}
@@ -108,15 +126,22 @@ def parsed(file: Path) -> tuple[dict[str, Any], int, bytes]:
 def test_the_manifest_says_what_the_files_hold(name: str, saved: dict[str, Path]) -> None:
     directory = checkpoint(saved[name] / "run", 3)
     raw = (directory / "manifest.json").read_bytes()
-    assert (directory / "COMPLETE").read_text(encoding="utf-8") == xxhash.xxh3_128(raw).hexdigest() + "\n"
+    assert (directory / "COMPLETE").read_text(encoding="utf-8") == xxhash.xxh3_128(
+        raw
+    ).hexdigest() + "\n"
     manifest = json.loads(raw)
     present = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert present - {"manifest.json", "COMPLETE"} == manifest["files"].keys()
     for file, entry in manifest["files"].items():
         content = (directory / file).read_bytes()
-        assert (entry["bytes"], entry["xxh3_128"]) == (len(content), xxhash.xxh3_128(content).hexdigest())
+        assert (entry["bytes"], entry["xxh3_128"]) == (
+            len(content),
+            xxhash.xxh3_128(content).hexdigest(),
+        )
 
-    files = {file: parsed(directory / file) for file in manifest["files"] if file.startswith("rank_")}
+    files = {
+        file: parsed(directory / file) for file in manifest["files"] if file.startswith("rank_")
+    }
     ranges: dict[str, list[tuple[int, int]]] = {file: [] for file in files}
     for tensor, entry in manifest["tensors"].items():
         times_written = np.zeros(entry["shape"], np.int64)
@@ -127,7 +152,10 @@ def test_the_manifest_says_what_the_files_hold(name: str, saved: dict[str, Path]
             assert (chunk["begin"], chunk["end"]) == (begin, end)
             assert chunk["xxh3_128"] == xxhash.xxh3_128(content[begin:end]).hexdigest()
             assert chunk["sizes"] == described["shape"]
-            assert getattr(torch, entry["dtype"]).itemsize * np.prod(chunk["sizes"], dtype=int) == end - begin
+            assert (
+                getattr(torch, entry["dtype"]).itemsize * np.prod(chunk["sizes"], dtype=int)
+                == end - begin
+            )
             sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
             assert sharding[tensor]["saved_offsets"] == chunk["offsets"]
             box = (slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
@@ -145,7 +173,11 @@ def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved: dict[str, Path]
     directory = checkpoint(saved["glm"] / "run", 3)
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["world"] == {"size": 3, "mesh": {"shard": 3}, "nodes": [0, 0, 1]}
-    assert [manifest["files"][f"rank_0000{rank}.safetensors"]["node"] for rank in range(3)] == [0, 0, 1]
+    assert [manifest["files"][f"rank_0000{rank}.safetensors"]["node"] for rank in range(3)] == [
+        0,
+        0,
+        1,
+    ]
     assert {entry["host"] for entry in manifest["files"].values()} == {platform.node()}
     assert manifest["versions"] == {
         "python": platform.python_version(),
@@ -157,17 +189,21 @@ def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved: dict[str, Path]
     assert config["model"]["path"] == "model" and config["train"]["max_steps"] == 3
     sorted_json = json.dumps(config, sort_keys=True).encode()
     assert manifest["config_xxh3_128"] == xxhash.xxh3_128(sorted_json).hexdigest()
-    assert (manifest["state"]["step"], manifest["state"]["epoch"]) == (3, 0) and manifest["state"]["row"] == 9
+    assert (manifest["state"]["step"], manifest["state"]["epoch"]) == (3, 0) and manifest["state"][
+        "row"
+    ] == 9
     assert manifest["tied_weights"] == {}
-    tied = json.loads((checkpoint(saved["llama"] / "run", 3) / "manifest.json").read_text(encoding="utf-8"))
+    tied = json.loads(
+        (checkpoint(saved["llama"] / "run", 3) / "manifest.json").read_text(encoding="utf-8")
+    )
     assert tied["tied_weights"] == {"lm_head.weight": "model.embed_tokens.weight"}
     assert tied["tensors"].keys() & {"model.lm_head.weight", "model.model.embed_tokens.weight"} == {
         "model.model.embed_tokens.weight"
     }
     for rank in range(3):
-        assert {f"random.{generator}.0000{rank}" for generator in ("torch", "python", "numpy")} <= manifest[
-            "tensors"
-        ].keys()
+        assert {
+            f"random.{generator}.0000{rank}" for generator in ("torch", "python", "numpy")
+        } <= manifest["tensors"].keys()
 
 
 def test_nothing_but_tensors_and_text_is_stored(saved: dict[str, Path]) -> None:
@@ -178,19 +214,26 @@ def test_nothing_but_tensors_and_text_is_stored(saved: dict[str, Path]) -> None:
         "manifest.json",
         *(f"rank_0000{rank}.safetensors" for rank in range(3)),
     ]
-    for path in (path for path in directory.rglob("*") if path.is_file() and path.suffix != ".safetensors"):
+    for path in (
+        path for path in directory.rglob("*") if path.is_file() and path.suffix != ".safetensors"
+    ):
         text = path.read_text(encoding="utf-8")
         assert path.suffix in (".json", ".jinja") or path.name == "COMPLETE"
         if path.suffix == ".json":
             json.loads(text)
-    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(
-        names(directory / "huggingface")
-    )
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    } <= set(names(directory / "huggingface"))
 
 
 def save_while_weights_change(folder: str) -> None:
     """Each save begins while the one before is written, and every weight has another value by then."""
-    config = config_for(Path(folder) / "model", Path(folder), "model.compute_dtype=float32", "run.dir=run")
+    config = config_for(
+        Path(folder) / "model", Path(folder), "model.compute_dtype=float32", "run.dir=run"
+    )
     write_file, may_write = disk.write_file, threading.Semaphore(0)
 
     def write_late(path: Path, parts: Any) -> Any:
@@ -202,7 +245,9 @@ def save_while_weights_change(folder: str) -> None:
         world = join_world(config.distributed)
         model = build_model(config, read_model_config(config.model, 128), world)
         optimizer = build_optimizer(model, config.optimizer)
-        saver = Saver(open_run_dir(Path("run"), world), config.checkpoint, 60, model, optimizer, {}, world)
+        saver = Saver(
+            open_run_dir(Path("run"), world), config.checkpoint, 60, model, optimizer, {}, world
+        )
         for step in (1, 2, 3):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -244,7 +289,9 @@ def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting:
         for stranger, file in () if list(new.parent.glob(f"{STRANGERS[0][0]}*")) else STRANGERS:
             (new.parent / stranger).mkdir()
             (new.parent / stranger / file).touch()
-        whole = sorted(int(path.parent.name[-7:]) for path in new.parent.glob("checkpoint_000*[0-9]/COMPLETE"))
+        whole = sorted(
+            int(path.parent.name[-7:]) for path in new.parent.glob("checkpoint_000*[0-9]/COMPLETE")
+        )
         with Path("seen.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(whole)}\n")
 
@@ -263,11 +310,19 @@ def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_as_many_are_kept_as_were_asked_for(keep: int, tmp_path: Path, models: dict[str, Path]) -> None:
+def test_as_many_are_kept_as_were_asked_for(
+    keep: int, tmp_path: Path, models: dict[str, Path]
+) -> None:
     """Never fewer, although a save in between fails, and the run is killed where it deletes. What others put there is
     neither counted nor deleted."""
     write_inputs(tmp_path, models["llama"])
-    settings = (*SETTINGS, *CONSTANT, "train.max_steps=7", "checkpoint.every_steps=1", f"checkpoint.keep={keep}")
+    settings = (
+        *SETTINGS,
+        *CONSTANT,
+        "train.max_steps=7",
+        "checkpoint.every_steps=1",
+        f"checkpoint.keep={keep}",
+    )
     arguments = ["--config", "config.yaml", *settings, "export.final=false"]
     killed = on_ranks(1, watch_retention, arguments, 3, 2, cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -276,7 +331,10 @@ def test_as_many_are_kept_as_were_asked_for(keep: int, tmp_path: Path, models: d
     done = on_ranks(1, watch_retention, arguments, 0, 0, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
-    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text(encoding="utf-8").splitlines()]
+    seen = [
+        json.loads(line)
+        for line in (tmp_path / "seen.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     committed: set[int] = set()
     for whole in seen:
         committed |= set(whole)
@@ -293,12 +351,23 @@ def run_impatiently(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def test_a_second_job_in_the_same_folder_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_second_job_in_the_same_folder_is_refused(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     first, second = (write_inputs(tmp_path / name, models["llama"]) for name in ("first", "second"))
-    settings = ["--config", "config.yaml", *SETTINGS, *CONSTANT[:2], "export.final=false", "checkpoint.every_steps=5"]
+    settings = [
+        "--config",
+        "config.yaml",
+        *SETTINGS,
+        *CONSTANT[:2],
+        "export.final=false",
+        "checkpoint.every_steps=5",
+    ]
     ended = []
     endless = [*settings, "train.epochs=100000"]
-    running = threading.Thread(target=lambda: ended.append(on_ranks(2, run_script, endless, cwd=first)))
+    running = threading.Thread(
+        target=lambda: ended.append(on_ranks(2, run_script, endless, cwd=first))
+    )
     running.start()
     while not list(first.glob("run/checkpoints/checkpoint_*")):
         time.sleep(0.02)
@@ -306,7 +375,10 @@ def test_a_second_job_in_the_same_folder_is_refused(tmp_path: Path, models: dict
     refused = on_ranks(2, run_impatiently, [*settings, "run.dir=../first/run"], cwd=second)
     assert refused.returncode == 2
     line = refused.stderr.splitlines()[-1]
-    named = re.fullmatch(r"ERROR: run.dir=\S+/first/run is in use by another run \(process (\d+) on (\S+)\) - .*", line)
+    named = re.fullmatch(
+        r"ERROR: run.dir=\S+/first/run is in use by another run \(process (\d+) on (\S+)\) - .*",
+        line,
+    )
     assert named and named[2] == platform.node(), line
     assert running.is_alive()
 
@@ -317,14 +389,22 @@ def test_a_second_job_in_the_same_folder_is_refused(tmp_path: Path, models: dict
     again = on_ranks(2, run_impatiently, [*endless, f"train.max_steps={last + 6}"], cwd=first)
     assert again.returncode == 0, again.stderr
     resumed = re.search(r"Resumed from checkpoint_(\d+)", again.stdout)
-    assert resumed and int(resumed[1]) in (last, last + 5), again.stdout  # the save in flight may have been prepared
+    assert resumed and int(resumed[1]) in (last, last + 5), (
+        again.stdout
+    )  # the save in flight may have been prepared
 
 
 @pytest.fixture
 def three_steps(tmp_path: Path, saved: dict[str, Path], models: dict[str, Path]) -> Path:
     """A folder with the checkpoints of the steps 1, 2 and 3 of one rank."""
     write_inputs(tmp_path, models["llama"])
-    settings = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=1", "checkpoint.keep=3", "train.max_steps=3")
+    settings = (
+        *SETTINGS,
+        *CONSTANT,
+        "checkpoint.every_steps=1",
+        "checkpoint.keep=3",
+        "train.max_steps=3",
+    )
     assert train(1, *settings, cwd=tmp_path).returncode == 0
     return tmp_path
 
@@ -344,8 +424,13 @@ def test_nothing_that_is_moved_aside_is_lost(three_steps: Path) -> None:
         (checkpoints / link).symlink_to(there)
     done = train(1, *CONTINUE, cwd=three_steps)
     assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
-    assert "Not accepted: run/checkpoints/checkpoint_0000003/COMPLETE: cannot be read (" in done.stdout
-    moved = {"checkpoint_0000003/": "checkpoint_0000003.aside2/", "checkpoint_0000009/": "checkpoint_0000009.aside2/"}
+    assert (
+        "Not accepted: run/checkpoints/checkpoint_0000003/COMPLETE: cannot be read (" in done.stdout
+    )
+    moved = {
+        "checkpoint_0000003/": "checkpoint_0000003.aside2/",
+        "checkpoint_0000009/": "checkpoint_0000009.aside2/",
+    }
     for old, new in moved.items():
         assert f"Set aside, not being part of this run: run/checkpoints/{new[:-1]}\n" in done.stdout
         before = {name.replace(old, new): digest for name, digest in before.items()}
@@ -363,7 +448,9 @@ def test_a_part_of_this_run_may_have_any_name(three_steps: Path) -> None:
     checkpoint(run_dir, 2).rename(run_dir / "checkpoints/before_the_spike")
     for number in (1, 2):
         done = train(1, *CONTINUE, "run.resume=run/checkpoints/before_the_spike", cwd=three_steps)
-        assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
+        assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, (
+            done.stderr
+        )
         assert f"run/checkpoints/checkpoint_000000{number + 2}.aside1\n" in done.stdout
         assert steps_of(run_dir)[:3] == undisturbed and len(steps_of(run_dir)) == 4
     assert names(run_dir / "checkpoints") == [

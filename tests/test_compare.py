@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documented import require_documented
+from helpers.documented import require_documented
 
-from distTest import compare, facts, ranks
+from shardtune.cluster import compare
+from shardtune.cluster import microbenchmark as ranks
+from shardtune.cluster import node_info as facts
 
 FACTS: dict[str, Any] = {
     "versions": {"torch": "2.13.0"},
@@ -43,7 +45,10 @@ FACTS: dict[str, Any] = {
     ("different", "words"),
     [
         ({}, ""),
-        ({"libraries": {"CUDA": "13.0", "NCCL": "2.27.3"}}, "NCCL is 2.28.9 on node 0 (a) and 2.27.3 on node 1 (b)"),
+        (
+            {"libraries": {"CUDA": "13.0", "NCCL": "2.27.3"}},
+            "NCCL is 2.28.9 on node 0 (a) and 2.27.3 on node 1 (b)",
+        ),
         (
             {"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}},
             "TORCH_DISTRIBUTED_DEBUG is not DETAIL on node 0 (a) and DETAIL on node 1 (b)",
@@ -93,7 +98,9 @@ def test_a_run_directory_that_some_nodes_share() -> None:
 
 def test_the_first_differences_are_said_last() -> None:
     code = {f"shardtune/{number:02}.py": "a digest" for number in range(14)}
-    problems = compare.problems_of_files([FACTS, FACTS | {"code": code}], ["node 0 (a)", "node 1 (b)"])
+    problems = compare.problems_of_files(
+        [FACTS, FACTS | {"code": code}], ["node 0 (a)", "node 1 (b)"]
+    )
     assert problems[0].startswith("4 more differences in code - ") and len(problems) == 11
     require_documented("preflight", f"ERROR: {problems[0]}")
 
@@ -108,8 +115,12 @@ def test_files_of_another_path(key: str, kind: str) -> None:
         return FACTS | {"data": data, "model": {"config.json": {"told": digest}}, "config": config}
 
     names = ["node 0 (a)", "node 1 (b)"]
-    *others, last = compare.problems_of_files([node("here", "1 byte"), node("there", "2 bytes")], names)
-    assert last.startswith(f"{key} is here on node 0 (a) and there on node 1 (b) - start every node with the same ")
+    *others, last = compare.problems_of_files(
+        [node("here", "1 byte"), node("there", "2 bytes")], names
+    )
+    assert last.startswith(
+        f"{key} is here on node 0 (a) and there on node 1 (b) - start every node with the same "
+    )
     lines = {"data": "data.train: a.jsonl is", "model": "config.json is"}
     expected = ["data.eval: a.jsonl is", *(line for other, line in lines.items() if other != kind)]
     assert sorted(line.partition(" 1 byte on ")[0] for line in others) == sorted(expected)
@@ -123,7 +134,10 @@ def test_files_of_another_path(key: str, kind: str) -> None:
             {"gpus": [FACTS["gpus"][0] | {"free_bytes": 9e9}], "gpu_users": "77, python, 70 GB"},
             "node 1 (b): GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (processes on its GPUs: 77",
         ),
-        ({"weights_bytes": 214 * 10**10}, "has 10000.0 GB free, a checkpoint may need up to 12840 GB"),
+        (
+            {"weights_bytes": 214 * 10**10},
+            "has 10000.0 GB free, a checkpoint may need up to 12840 GB",
+        ),
         ({"free_disk_bytes": 9e9}, "run.dir runs/config has 9.0 GB free"),
         ({"shm_bytes": 64e6}, "/dev/shm has 64 MB"),
         ({"nofile": 256}, "only 256 open files"),
@@ -150,11 +164,15 @@ def test_a_slow_device() -> None:
 def test_only_files_that_are_read_are_compared(tmp_path: Path) -> None:
     for name in ("train.jsonl", "NOTES.txt"):
         (tmp_path / name).touch()
-    found = vars(facts)["_data"]({"data.train": str(tmp_path), "data.eval": str(tmp_path / "train.jsonl")}, [])
+    found = vars(facts)["_data"](
+        {"data.train": str(tmp_path), "data.eval": str(tmp_path / "train.jsonl")}, []
+    )
     assert list(found) == ["data.train: train.jsonl", "data.eval: train.jsonl"]
 
 
-def test_weights_are_compared_whole_or_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_compared_whole_or_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "model.safetensors"
     content = bytearray(40 << 20)
 
@@ -168,7 +186,9 @@ def test_weights_are_compared_whole_or_it_is_said(tmp_path: Path, monkeypatch: p
     assert told()[0] != before and not remarks
     monkeypatch.setattr(facts, "_WHOLE_BYTES", 1 << 20)
     _, remarks = told()
-    assert remarks == ["the model's weights: over 0 GiB, so samples of each file are compared, and its size"]
+    assert remarks == [
+        "the model's weights: over 0 GiB, so samples of each file are compared, and its size"
+    ]
 
 
 def test_data_that_is_too_large_to_read_is_sampled(tmp_path: Path) -> None:

@@ -1,9 +1,22 @@
 """What is trained of a record that is a prompt with its completion, or plain text."""
 
 import pytest
-from test_chat import CHATML, DATE, Q1, Q2, TWO_TURNS, A, answer, bytes_tokenizer, encoder, show, user, words_tokenizer
+from test_chat import (
+    CHATML,
+    DATE,
+    Q1,
+    Q2,
+    TWO_TURNS,
+    A,
+    answer,
+    bytes_tokenizer,
+    encoder,
+    show,
+    user,
+    words_tokenizer,
+)
 
-from shardtune.chat import ChatEncoder, ChatError, Text
+from shardtune.data.chat_encoder import ChatEncoder, ChatError, Text
 
 
 def completed(prompt: Text, completion: Text, loss_on: str = "assistant") -> str:
@@ -47,8 +60,12 @@ def test_the_bos_of_plain_text(kind: str) -> None:
     (sequence,) = chat.encode_prompt_completion("the capital of France is", " Paris").sequences
     prompt = tokenizer("the capital of France is")["input_ids"]
     assert prompt[0] == tokenizer.bos_token_id
-    assert sequence.input_ids == tokenizer("the capital of France is Paris")["input_ids"] + [tokenizer.eos_token_id]
-    assert sequence.trained == [False] * len(prompt) + [True] * (len(sequence.input_ids) - len(prompt))
+    assert sequence.input_ids == tokenizer("the capital of France is Paris")["input_ids"] + [
+        tokenizer.eos_token_id
+    ]
+    assert sequence.trained == [False] * len(prompt) + [True] * (
+        len(sequence.input_ids) - len(prompt)
+    )
     for text in ("hello world", "<s>hello world"):
         (sequence,) = chat.encode_text(text).sequences
         assert sequence.input_ids.count(tokenizer.bos_token_id) == 1

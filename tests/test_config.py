@@ -11,7 +11,7 @@ import yaml
 
 from shardtune import config as config_module
 from shardtune.config import Config, load_config, remarks, to_dict
-from shardtune.errors import Refused
+from shardtune.errors import UserError
 
 MINIMAL = "model: {path: m}\ndata: {train: d.jsonl}\n"
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -43,28 +43,45 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 1,
         "max_grad_norm": 1.0,
     },
-    "optimizer": {"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0},
+    "optimizer": {
+        "name": "adamw",
+        "lr": 1e-5,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    },
     "lora": {"rank": None, "alpha": None, "targets": "all-linear"},
     "scheduler": {"name": "cosine", "warmup_ratio": 0.03, "min_lr_ratio": 0.1},
     "eval": {"baseline": True, "every_steps": 0},
     "checkpoint": {"every_steps": 500, "keep": 2, "mode": "async"},
     "export": {"final": True, "dtype": "source"},
     "logging": {"every_steps": 1},
-    "distributed": {"backend": "auto", "join_timeout_s": 300, "step_timeout_s": 600, "save_timeout_s": 3600},
+    "distributed": {
+        "backend": "auto",
+        "join_timeout_s": 300,
+        "step_timeout_s": 600,
+        "save_timeout_s": 3600,
+    },
 }
 KEYS = {f"{section}.{key}" for section, values in DEFAULTS.items() for key in values}
 
 
-def load(folder: Path, *assignments: str, text: str = MINIMAL, environ: dict[str, str] | None = None) -> Config:
+def load(
+    folder: Path, *assignments: str, text: str = MINIMAL, environ: dict[str, str] | None = None
+) -> Config:
     file = folder / "small.yaml"
     file.write_text(text, encoding="utf-8")
     return load_config(file, assignments, environ or {})
 
 
-def problems(folder: Path, *assignments: str, text: str = MINIMAL, environ: dict[str, str] | None = None) -> list[str]:
-    with pytest.raises(Refused) as refused:
+def problems(
+    folder: Path, *assignments: str, text: str = MINIMAL, environ: dict[str, str] | None = None
+) -> list[str]:
+    with pytest.raises(UserError) as refused:
         load(folder, *assignments, text=text, environ=environ)
-    found = [problem.replace(str(folder / "small.yaml"), "FILE") for problem in refused.value.problems]
+    found = [
+        problem.replace(str(folder / "small.yaml"), "FILE") for problem in refused.value.problems
+    ]
     for problem in found:
         assert re.fullmatch(r".+ - .+", problem), "each is one line of <what> - <what to do>"
     return found
@@ -79,20 +96,31 @@ def test_defaults(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert to_dict(config) == DEFAULTS
     assert config.optimizer.betas == (0.9, 0.95)
-    assert config.origins == {key: "file" if key in ("model.path", "data.train") else "default" for key in KEYS}
+    assert config.origins == {
+        key: "file" if key in ("model.path", "data.train") else "default" for key in KEYS
+    }
 
 
 def test_values_come_from_file_then_environment_then_command_line(tmp_path: Path) -> None:
-    text = MINIMAL + "distributed: {join_timeout_s: 7, step_timeout_s: 8}\ntrain: {epochs: 4, max_steps: 9}\n"
+    text = (
+        MINIMAL
+        + "distributed: {join_timeout_s: 7, step_timeout_s: 8}\ntrain: {epochs: 4, max_steps: 9}\n"
+    )
     key = "distributed.join_timeout_s"
     from_file = load(tmp_path, "train.epochs=5", text=text)
     assert (from_file.train.epochs, from_file.origins["train.epochs"]) == (5, "command line")
     assert (from_file.train.max_steps, from_file.origins["train.max_steps"]) == (9, "file")
     assert (from_file.distributed.join_timeout_s, from_file.origins[key]) == (7, "file")
     from_environment = load(tmp_path, text=text, environ={"JOIN_TIMEOUT": "30"})
-    assert (from_environment.distributed.join_timeout_s, from_environment.origins[key]) == (30, "environment")
+    assert (from_environment.distributed.join_timeout_s, from_environment.origins[key]) == (
+        30,
+        "environment",
+    )
     from_command_line = load(tmp_path, f"{key}=2", text=text, environ={"JOIN_TIMEOUT": "soon"})
-    assert (from_command_line.distributed.join_timeout_s, from_command_line.origins[key]) == (2, "command line")
+    assert (from_command_line.distributed.join_timeout_s, from_command_line.origins[key]) == (
+        2,
+        "command line",
+    )
     assert load(tmp_path, text=text, environ={"JOIN_TIMEOUT": ""}).origins[key] == "file"
     # What the command line overrides need not work any more.
     assert load(tmp_path, "lora.rank=null", text=MINIMAL + "lora: {rank: 8}\n").lora.rank is None
@@ -149,9 +177,14 @@ def test_accepted(tmp_path: Path, key: str, text: str, expected: Any, origin: st
     else:
         sections = yaml.safe_load(MINIMAL)
         others = "".join(
-            f"{name}: {{{k}: {v}}}\n" for name, keys in sections.items() if name != section for k, v in keys.items()
+            f"{name}: {{{k}: {v}}}\n"
+            for name, keys in sections.items()
+            if name != section
+            for k, v in keys.items()
         )
-        siblings = "".join(f"  {k}: {v}\n" for k, v in sections.get(section, {}).items() if k != name)
+        siblings = "".join(
+            f"  {k}: {v}\n" for k, v in sections.get(section, {}).items() if k != name
+        )
         config = load(tmp_path, text=f"{others}{section}:\n{siblings}  {name}: {text}\n")
     found = value(config, key)
     expected = text if expected is None and text not in ("null", "~", "") else expected
@@ -172,7 +205,11 @@ NOT_ALLOWED = [
         ("an integer of at least 0", "-1 0.5 true null", "eval.every_steps checkpoint.every_steps"),
         ("an integer of at least 2", "1 null", "data.max_length"),
         ("an integer from 0 to 2**63 - 1", f"-1 1.5 {2**63} {'9' * 5000} null", "run.seed"),
-        ("a number of at least 0", "-1e-9 .nan .inf 1e999 true fast null", "optimizer.lr optimizer.weight_decay"),
+        (
+            "a number of at least 0",
+            "-1e-9 .nan .inf 1e999 true fast null",
+            "optimizer.lr optimizer.weight_decay",
+        ),
         ("a number above 0", "0 -1 null", "optimizer.eps"),
         ("a number above 0 or null", "0 -1 true", "train.max_grad_norm lora.alpha"),
         ("a number from 0 to 1", "-0.1 1.1 null", "scheduler.warmup_ratio scheduler.min_lr_ratio"),
@@ -187,9 +224,17 @@ NOT_ALLOWED = [
             "0.9 [0.9] [0.9,1] [0.9,0.9,0.9] [a,b] [[0],[0]] null",
             "optimizer.betas",
         ),
-        ("true or false", "yes off 1 null", "data.packing run.ignore_plan model.compile eval.baseline export.final"),
+        (
+            "true or false",
+            "yes off 1 null",
+            "data.packing run.ignore_plan model.compile eval.baseline export.final",
+        ),
         ("all-linear or a list of module names", "q_proj [] [1] ['']", "lora.targets"),
-        ("text that is not empty", "null '' [a,b] {a:} !!int", "run.dir run.resume model.path data.train"),
+        (
+            "text that is not empty",
+            "null '' [a,b] {a:} !!int",
+            "run.dir run.resume model.path data.train",
+        ),
         ("pretrained or random", "scratch", "model.init"),
         ("float32 or bfloat16", "float16 auto null", "model.master_dtype model.reduce_dtype"),
         ("auto or float32 or bfloat16", "float16", "model.compute_dtype"),
@@ -210,7 +255,9 @@ NOT_ALLOWED = [
 
 @pytest.mark.parametrize(("key", "text", "use"), NOT_ALLOWED)
 def test_not_allowed(tmp_path: Path, key: str, text: str, use: str) -> None:
-    assert problems(tmp_path, f"{key}={text}") == [f"{key} = {text} (command line) is not allowed - use {use}"]
+    assert problems(tmp_path, f"{key}={text}") == [
+        f"{key} = {text} (command line) is not allowed - use {use}"
+    ]
 
 
 def test_a_path_may_begin_with_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +289,10 @@ def test_text_that_yaml_takes_for_something_else_wants_quotes(tmp_path: Path, te
 
 
 def test_a_value_of_the_file_is_named_with_its_line_and_as_it_was_written(tmp_path: Path) -> None:
-    text = MINIMAL + "train:\n  # more\n  epochs: '3'\n  max_steps:\n  - 1\n  - 2\n  micro_batch_size:\n"
+    text = (
+        MINIMAL
+        + "train:\n  # more\n  epochs: '3'\n  max_steps:\n  - 1\n  - 2\n  micro_batch_size:\n"
+    )
     assert problems(tmp_path, text=text) == [
         "train.epochs = '3' (FILE:5) is not allowed - use an integer of at least 1",
         "train.max_steps = - 1 - 2 (FILE:6) is not allowed - use an integer of at least 1 or null",
@@ -294,10 +344,19 @@ def test_unknown_names_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("run: {seed: 1, seed: 2}\n", "run.seed is given twice (FILE:3 and FILE:3) - keep one of them"),
+        (
+            "run: {seed: 1, seed: 2}\n",
+            "run.seed is given twice (FILE:3 and FILE:3) - keep one of them",
+        ),
         ("data:\n  eval: e\n", "data is given twice (FILE:2 and FILE:3) - keep one of them"),
-        ("run:\n  seed: 1\nrun.seed: 2\n", "run.seed is given twice (FILE:4 and FILE:5) - keep one of them"),
-        ("train: {epochs: 1\n", "FILE:4 is not YAML: expected ',' or '}', but got '<stream end>' - correct it"),
+        (
+            "run:\n  seed: 1\nrun.seed: 2\n",
+            "run.seed is given twice (FILE:4 and FILE:5) - keep one of them",
+        ),
+        (
+            "train: {epochs: 1\n",
+            "FILE:4 is not YAML: expected ',' or '}', but got '<stream end>' - correct it",
+        ),
         ("a: b: c\n", "FILE:3 is not YAML: mapping values are not allowed here - correct it"),
         ("--- {}\n", "FILE:3 is not YAML: but found another document - correct it"),
         (
@@ -324,7 +383,7 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         ".": "Is a directory",
         "latin.yaml": "it is not UTF-8 text",
     }.items():
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(UserError) as refused:
             load_config(tmp_path / name, ["lr=1"], {})
         assert refused.value.problems == [
             f"the configuration file {tmp_path / name} cannot be read: {reason} - name one with --config FILE",
@@ -351,7 +410,9 @@ def test_assignments_that_are_none(tmp_path: Path) -> None:
 
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
     text = "model: {pat: m}\ntrain: {epochs: 0}\nrun: {seed: 1, seed: 2}\n"
-    found = problems(tmp_path, "lr=1", "export.dtype=fp8", "nonsense", text=text, environ={"JOIN_TIMEOUT": "x"})
+    found = problems(
+        tmp_path, "lr=1", "export.dtype=fp8", "nonsense", text=text, environ={"JOIN_TIMEOUT": "x"}
+    )
     starts = [
         "model.pat ",
         "run.seed is given twice",
@@ -363,7 +424,11 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         "export.dtype = fp8",
         "distributed.join_timeout_s = x",
     ]
-    assert [problem for problem, start in zip(found, starts, strict=True) if not problem.startswith(start)] == []
+    assert [
+        problem
+        for problem, start in zip(found, starts, strict=True)
+        if not problem.startswith(start)
+    ] == []
 
 
 NOT_BUILT = {
@@ -377,7 +442,9 @@ NOT_BUILT = {
 @pytest.mark.parametrize("key", NOT_BUILT)
 def test_what_is_not_built_yet_is_refused_by_name(tmp_path: Path, key: str) -> None:
     asked, instead = NOT_BUILT[key]
-    assert problems(tmp_path, f"{key}={asked}") == [f"{key} = {asked} (command line) is not built yet - use {instead}"]
+    assert problems(tmp_path, f"{key}={asked}") == [
+        f"{key} = {asked} (command line) is not built yet - use {instead}"
+    ]
     for built in instead.split(" or "):
         load(tmp_path, f"{key}={built}")
 
@@ -394,7 +461,10 @@ REMARKS = [
         ["data.eval=e", "data.eval_fraction=0.1"],
         "data.eval_fraction = 0.1 (command line) has no effect: data.eval is given",
     ),
-    (["lora.alpha=8"], "lora.alpha = 8.0 (command line) has no effect: lora.rank is null, so every weight is trained"),
+    (
+        ["lora.alpha=8"],
+        "lora.alpha = 8.0 (command line) has no effect: lora.rank is null, so every weight is trained",
+    ),
     (
         ["lora.targets=[q]"],
         'lora.targets = ["q"] (command line) has no effect: lora.rank is null, so every weight is trained',
@@ -403,8 +473,14 @@ REMARKS = [
         ["scheduler.name=constant", "scheduler.min_lr_ratio=0.1"],
         "scheduler.min_lr_ratio = 0.1 (command line) has no effect: scheduler.name is constant",
     ),
-    (["run.ignore_plan=true"], "run.ignore_plan = true (command line) has no effect: no plan refuses a run yet"),
-    (["eval.every_steps=5"], "eval.every_steps = 5 (command line) has no effect: no evaluation data is given"),
+    (
+        ["run.ignore_plan=true"],
+        "run.ignore_plan = true (command line) has no effect: no plan refuses a run yet",
+    ),
+    (
+        ["eval.every_steps=5"],
+        "eval.every_steps = 5 (command line) has no effect: no evaluation data is given",
+    ),
     (
         ["export.final=false", "export.dtype=float32"],
         'export.dtype = "float32" (command line) has no effect: export.final is false',
@@ -413,7 +489,9 @@ REMARKS = [
 
 
 @pytest.mark.parametrize(("assignments", "remark"), REMARKS)
-def test_what_another_setting_switches_off_is_remarked(tmp_path: Path, assignments: list[str], remark: str) -> None:
+def test_what_another_setting_switches_off_is_remarked(
+    tmp_path: Path, assignments: list[str], remark: str
+) -> None:
     assert remarks(load(tmp_path, *assignments)) == [remark]
 
 
@@ -431,5 +509,7 @@ def test_what_another_setting_switches_off_is_remarked(tmp_path: Path, assignmen
         ["export.dtype=float32"],
     ],
 )
-def test_what_is_used_or_was_not_asked_for_is_not_remarked(tmp_path: Path, assignments: list[str]) -> None:
+def test_what_is_used_or_was_not_asked_for_is_not_remarked(
+    tmp_path: Path, assignments: list[str]
+) -> None:
     assert remarks(load(tmp_path, *assignments)) == []

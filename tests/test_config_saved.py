@@ -42,7 +42,10 @@ def test_written_configuration_loads_again_and_tells_its_origins(tmp_path: Path)
         else:
             section = line.rstrip(":")
     assert origins == config.origins
-    assert {origins[key] for key in ("optimizer.lr", "model.path", "run.seed", "distributed.join_timeout_s")} == {
+    assert {
+        origins[key]
+        for key in ("optimizer.lr", "model.path", "run.seed", "distributed.join_timeout_s")
+    } == {
         "command line",
         "file",
         "default",
@@ -115,7 +118,8 @@ OTHER_VALUES = {
 MAY_CHANGE = {"run.dir", "run.resume", "run.ignore_plan"} | {
     key
     for key in KEYS
-    if key.split(".")[0] in ("parallel", "train", "eval", "checkpoint", "export", "logging", "distributed")
+    if key.split(".")[0]
+    in ("parallel", "train", "eval", "checkpoint", "export", "logging", "distributed")
 } - {"train.max_grad_norm"}
 
 
@@ -165,7 +169,9 @@ def test_shipped_comments_tell_what_is_not_built_yet() -> None:
             comment += line[3:]
         elif line.startswith("  "):
             assert comment, f"{line} has no comment"
-            told |= {f"{section}.{line.split(':')[0].strip()}"} if "not built yet" in comment else set()
+            told |= (
+                {f"{section}.{line.split(':')[0].strip()}"} if "not built yet" in comment else set()
+            )
             comment = ""
         else:
             section = line.rstrip(":")

@@ -7,17 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from crash import RENAME, SAID, SAVES, SYNC, Judge, Operation, record
-from faults import ALWAYS, DiskOs, Fault
+from helpers.crash import RENAME, SAID, SAVES, SYNC, Judge, Operation, record
+from helpers.faults import ALWAYS, DiskOs, Fault
 
-from shardtune.checkpoint import disk
-from shardtune.checkpoint.files import ASSETS
+from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint.manifest import ASSETS
 
 
 @pytest.fixture(autouse=True)
 def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the judge itself writes need not survive."""
-    monkeypatch.setattr(disk, "os", DiskOs(Fault("fsync", "*", lambda do, handle: None, times=ALWAYS)))
+    monkeypatch.setattr(
+        disk, "os", DiskOs(Fault("fsync", "*", lambda do, handle: None, times=ALWAYS))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +36,30 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Jud
     return judge
 
 
-LAYOUTS = [(1, 1), pytest.param(2, 1, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full)]
+LAYOUTS = [
+    (1, 1),
+    pytest.param(2, 1, marks=pytest.mark.full),
+    pytest.param(2, 2, marks=pytest.mark.full),
+]
 
 
 @pytest.mark.parametrize(("ranks", "disks"), LAYOUTS)
-def test_no_crash_breaks_a_promise(ranks: int, disks: int, judges: Callable[[int, int], Judge]) -> None:
+def test_no_crash_breaks_a_promise(
+    ranks: int, disks: int, judges: Callable[[int, int], Judge]
+) -> None:
     judge = judges(ranks, disks)
     violation, states = judge.first_violation(judge.recording.operations)
     assert not violation
-    print(f"{ranks} ranks, {disks} disks: {len(judge.recording.operations)} operations, {states} states")
+    print(
+        f"{ranks} ranks, {disks} disks: {len(judge.recording.operations)} operations, {states} states"
+    )
     assert {verdict.resumed for verdict in judge.verdicts.values()} == {0, *SAVES}
 
 
 @pytest.mark.parametrize(("ranks", "disks"), LAYOUTS)
-def test_every_sync_and_every_rename_is_needed(ranks: int, disks: int, judges: Callable[[int, int], Judge]) -> None:
+def test_every_sync_and_every_rename_is_needed(
+    ranks: int, disks: int, judges: Callable[[int, int], Judge]
+) -> None:
     """But for those that a later sync makes up for, and on other disks than rank 0's those of files that it has too."""
     judge = judges(ranks, disks)
     operations = judge.recording.operations
@@ -58,13 +70,17 @@ def test_every_sync_and_every_rename_is_needed(ranks: int, disks: int, judges: C
             if not violation:
                 unneeded.add(number)
             is_of_names = operation.kind == SYNC and operation.inode in judge.recording.directories
-            if is_of_names and _makes_no_more_than_attempts_durable(operations[:number], operation.inode):
+            if is_of_names and _makes_no_more_than_attempts_durable(
+                operations[:number], operation.inode
+            ):
                 made_up_for.add(number)
             if f"/{ASSETS}" in operation.label and not operation.label.startswith("disk0"):
                 copies.add(number)
 
     def named(numbers: set[int]) -> list[str]:
-        return [f"{operations[number].kind} {operations[number].label}" for number in sorted(numbers)]
+        return [
+            f"{operations[number].kind} {operations[number].label}" for number in sorted(numbers)
+        ]
 
     assert not named(unneeded - made_up_for - copies)
     if disks == 1:
@@ -73,52 +89,80 @@ def test_every_sync_and_every_rename_is_needed(ranks: int, disks: int, judges: C
 
 def _makes_no_more_than_attempts_durable(before: Sequence[Operation], directory: int) -> bool:
     """Whether all that this sync makes durable are names of an attempt that is not complete yet."""
-    last_sync = max((n for n, o in enumerate(before) if o.kind == SYNC and o.inode == directory), default=-1)
+    last_sync = max(
+        (n for n, o in enumerate(before) if o.kind == SYNC and o.inode == directory), default=-1
+    )
     changes = [o for o in before[last_sync + 1 :] if o.directory == directory and o.name]
     return all(o.kind == "create" and re.match(rf"\.|rank_|{ASSETS}$", o.name) for o in changes)
 
 
 def _place(operations: Sequence[Operation], kind: str, pattern: str) -> int:
     """Where the first of these is."""
-    return next(n for n, o in enumerate(operations) if o.kind == kind and re.search(pattern, o.label))
+    return next(
+        n for n, o in enumerate(operations) if o.kind == kind and re.search(pattern, o.label)
+    )
 
 
 def _moved(operations: Sequence[Operation], block: slice, to: int) -> list[Operation]:
     """With a block of them before the one at `to`, which is earlier."""
     assert to < block.start
-    return [*operations[:to], *operations[block], *operations[to : block.start], *operations[block.stop :]]
+    return [
+        *operations[:to],
+        *operations[block],
+        *operations[to : block.start],
+        *operations[block.stop :],
+    ]
 
 
 def renamed_before_anything_is_synced(operations: Sequence[Operation]) -> list[Operation]:
-    first, rename = _place(operations, "create", "0002.*rank_00000"), _place(operations, RENAME, "/.checkpoint_0000002")
+    first, rename = (
+        _place(operations, "create", "0002.*rank_00000"),
+        _place(operations, RENAME, "/.checkpoint_0000002"),
+    )
     return _moved(operations, slice(rename, rename + 2), first)
 
 
 def renamed_before_the_mark(operations: Sequence[Operation]) -> list[Operation]:
-    mark, rename = _place(operations, "create", "0002.*COMPLETE"), _place(operations, RENAME, "/.checkpoint_0000002")
+    mark, rename = (
+        _place(operations, "create", "0002.*COMPLETE"),
+        _place(operations, RENAME, "/.checkpoint_0000002"),
+    )
     return _moved(operations, slice(rename, rename + 2), mark)
 
 
 def deleted_before_the_new_one_is_written(operations: Sequence[Operation]) -> list[Operation]:
-    said, deletion = _place(operations, SAID, "0002"), _place(operations, RENAME, "/checkpoint_0000001")
-    return _moved(operations, slice(deletion, said), _place(operations, "create", "/.checkpoint_0000002"))
+    said, deletion = (
+        _place(operations, SAID, "0002"),
+        _place(operations, RENAME, "/checkpoint_0000001"),
+    )
+    return _moved(
+        operations, slice(deletion, said), _place(operations, "create", "/.checkpoint_0000002")
+    )
 
 
 def deleted_before_the_new_name_is_synced(operations: Sequence[Operation]) -> list[Operation]:
-    said, deletion = _place(operations, SAID, "0002"), _place(operations, RENAME, "/checkpoint_0000001")
+    said, deletion = (
+        _place(operations, SAID, "0002"),
+        _place(operations, RENAME, "/checkpoint_0000001"),
+    )
     without_its_sync = [*operations[: deletion + 1], *operations[deletion + 2 :]]
     return _moved(without_its_sync, slice(deletion, said - 1), deletion - 1)
 
 
 def deleted_in_place(operations: Sequence[Operation]) -> list[Operation]:
     deletion = _place(operations, RENAME, "/checkpoint_0000001")
-    rest = [replace(o, name=o.name.removeprefix(".").removesuffix(".deleting")) for o in operations[deletion + 2 :]]
+    rest = [
+        replace(o, name=o.name.removeprefix(".").removesuffix(".deleting"))
+        for o in operations[deletion + 2 :]
+    ]
     return [*operations[:deletion], *rest]
 
 
 def said_before_it_is_renamed(operations: Sequence[Operation]) -> list[Operation]:
     said = _place(operations, SAID, "0001")
-    return _moved(operations, slice(said, said + 1), _place(operations, RENAME, "/.checkpoint_0000001"))
+    return _moved(
+        operations, slice(said, said + 1), _place(operations, RENAME, "/.checkpoint_0000001")
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,26 +13,33 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import train, world_of
-from small_runs import CONSTANT, SETTINGS, write_inputs
+from helpers.ranks import train, world_of
+from helpers.small_runs import CONSTANT, SETTINGS, write_inputs
 
 from shardtune.checkpoint import agree_on_checkpoint
-from shardtune.checkpoint.files import ASSETS
-from shardtune.errors import Refused
-from shardtune.rundir import RunDir
+from shardtune.checkpoint.manifest import ASSETS
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.errors import UserError
 
 
 @pytest.fixture(scope="module")
 def saved(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks with three checkpoints."""
     here = write_inputs(tmp_path_factory.mktemp("saved"), models["llama"])
-    each = ("train.max_steps=3", "checkpoint.every_steps=1", "checkpoint.keep=3", "export.final=false")
+    each = (
+        "train.max_steps=3",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep=3",
+        "export.final=false",
+    )
     assert train(2, *SETTINGS, *CONSTANT, *each, cwd=here).returncode == 0
     return here
 
 
 def resumed_step(folder: Path, resume: str = "auto") -> int:
-    found = agree_on_checkpoint(RunDir(folder / "run", [0], None), resume, world_of(0, 1, dist.HashStore()))
+    found = agree_on_checkpoint(
+        RunDir(folder / "run", [0], None), resume, world_of(0, 1, dist.HashStore())
+    )
     return found.step if found else 0
 
 
@@ -43,7 +50,9 @@ def tensor_at(file: Path, offset: int) -> str:
     header = json.loads(raw[8:start])
     header.pop("__metadata__")
     places = {name: entry["data_offsets"] for name, entry in header.items()}
-    return next((name for name, (begin, end) in places.items() if begin <= offset - start < end), "")
+    return next(
+        (name for name, (begin, end) in places.items() if begin <= offset - start < end), ""
+    )
 
 
 def flips(newest: Path) -> Iterator[tuple[Path, int, int]]:
@@ -52,7 +61,9 @@ def flips(newest: Path) -> Iterator[tuple[Path, int, int]]:
     for number in range(200):
         file = files[number % len(files)]
         yield file, source.randrange(file.stat().st_size), source.randrange(8)
-    yield from ((newest / "COMPLETE", offset, bit) for offset, bit in itertools.product(range(33), range(8)))
+    yield from (
+        (newest / "COMPLETE", offset, bit) for offset, bit in itertools.product(range(33), range(8))
+    )
 
 
 def test_every_flipped_bit_is_found_and_named(saved, tmp_path, capsys):
@@ -117,11 +128,22 @@ def foreign_mark(checkpoint: Path) -> str:
     return "manifest.json: is not what COMPLETE vouches for"
 
 
-DAMAGES = [truncated, extended, swapped, missing, missing_asset, foreign, foreign_manifest, foreign_mark]
+DAMAGES = [
+    truncated,
+    extended,
+    swapped,
+    missing,
+    missing_asset,
+    foreign,
+    foreign_manifest,
+    foreign_mark,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_what_was_saved_is_named_and_the_one_before_is_taken(damage, saved, tmp_path, capsys):
+def test_what_is_not_what_was_saved_is_named_and_the_one_before_is_taken(
+    damage, saved, tmp_path, capsys
+):
     folder = Path(shutil.copytree(saved, tmp_path / "here"))
     newest = folder / "run/checkpoints/checkpoint_0000003"
     named = damage(newest)
@@ -129,5 +151,5 @@ def test_what_is_not_what_was_saved_is_named_and_the_one_before_is_taken(damage,
     said = capsys.readouterr().out
     assert "Not accepted: " in said and "checkpoint_0000003" in said and named in said
     if damage is not foreign_manifest:
-        with pytest.raises(Refused, match=re.escape(named)):
+        with pytest.raises(UserError, match=re.escape(named)):
             resumed_step(folder, str(newest))

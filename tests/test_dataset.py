@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_run import TEMPLATE, Run, chat, problems_of, save_model, write
+from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 
-from shardtune import tokenise
-from shardtune.tokenise import kept_pieces
+from shardtune.data import tokenize as tokenise
+from shardtune.data.tokenize import kept_pieces
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,7 +55,9 @@ def test_nothing_to_train_is_dropped_loudly_or_refused(model: Path, tmp_path: Pa
     silent = {"messages": [{"role": "user", "content": "hello"}]}
     run = Run(model, write(tmp_path / "a.jsonl", [silent, chat("q"), silent]))
     assert run.prepared.train.record.tolist() == [1]
-    assert any("WARNING: 2 records without a token to train" in line for line in run.prepared.lines())
+    assert any(
+        "WARNING: 2 records without a token to train" in line for line in run.prepared.lines()
+    )
     (problem,) = problems_of(model, write(tmp_path / "b.jsonl", [silent]))
     assert "data.train: no token to train in 1 record" in problem
     (problem,) = problems_of(model, write(tmp_path / "c.jsonl", []))
@@ -79,17 +81,28 @@ def test_pieces_hold_each_trained_token_once() -> None:
 
 def test_overflow_is_counted(model: Path, tmp_path: Path) -> None:
     train = write(
-        tmp_path / "a.jsonl", [{"text": "0123456789"}, {"text": "abc"}, {"prompt": "0123456789", "completion": "x"}]
+        tmp_path / "a.jsonl",
+        [{"text": "0123456789"}, {"text": "abc"}, {"prompt": "0123456789", "completion": "x"}],
     )
     whole = Run(model, train).prepared.train_summary
-    assert (whole.tokens, whole.trained_tokens, whole.long_sequences) == (11 + 4 + 12, 10 + 3 + 2, 0)
+    assert (whole.tokens, whole.trained_tokens, whole.long_sequences) == (
+        11 + 4 + 12,
+        10 + 3 + 2,
+        0,
+    )
 
     cut = Run(model, train, max_length=5)
     summary = cut.prepared.train_summary
     assert [text for text, _ in cut.texts()] == ["01234", "abc<|im_end|>"]
-    assert (summary.long_sequences, summary.lost_tokens, summary.lost_trained_tokens) == (2, 6 + 12, 6 + 2)
+    assert (summary.long_sequences, summary.lost_tokens, summary.lost_trained_tokens) == (
+        2,
+        6 + 12,
+        6 + 2,
+    )
     assert (summary.lost_records, summary.tokens + summary.lost_tokens) == (1, whole.tokens)
-    assert any("2 sequences longer than data.max_length=5, truncated" in line for line in summary.lines())
+    assert any(
+        "2 sequences longer than data.max_length=5, truncated" in line for line in summary.lines()
+    )
 
     dropped = Run(model, train, max_length=5, overflow="drop").prepared.train_summary
     assert (dropped.sequences, dropped.lost_records, dropped.lost_tokens) == (1, 2, 11 + 12)
@@ -102,7 +115,11 @@ def test_overflow_is_counted(model: Path, tmp_path: Path) -> None:
     assert summary.tokens - summary.repeated_tokens + summary.lost_tokens == whole.tokens
 
     problems = problems_of(model, train, max_length=5, overflow="error")
-    assert [problem.partition(": ")[0] for problem in problems] == [f"{train}:1", f"{train}:3", "data.train"]
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        f"{train}:1",
+        f"{train}:3",
+        "data.train",
+    ]
     assert "has 11 tokens, more than data.max_length=5" in problems[0]
 
 
@@ -118,17 +135,24 @@ def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -
     assert 25 <= len(chosen) <= 65
 
     random.Random(1).shuffle(texts)
-    pq.write_table(pa.table({"completion": ["fine"] * 300, "prompt": texts}), tmp_path / "b.parquet")
+    pq.write_table(
+        pa.table({"completion": ["fine"] * 300, "prompt": texts}), tmp_path / "b.parquet"
+    )
     assert pq.read_schema(tmp_path / "b.parquet").names != list(records[0])
     other = Run(model, tmp_path / "b.parquet", eval_fraction=0.3).prepared.eval
     assert other is not None
     assert {texts[i] for i in other.record} == chosen
-    (problem,) = problems_of(model, write(tmp_path / "c.jsonl", [{"text": "one two"}]), eval_fraction=1e-9)
+    (problem,) = problems_of(
+        model, write(tmp_path / "c.jsonl", [{"text": "one two"}]), eval_fraction=1e-9
+    )
     assert "data.eval: data.eval_fraction leaves no record" in problem
 
 
 def test_evaluation_data_of_its_own(model: Path, tmp_path: Path) -> None:
-    train, other = write(tmp_path / "a.jsonl", [chat("q")] * 20), write(tmp_path / "b.jsonl", [chat("r")])
+    train, other = (
+        write(tmp_path / "a.jsonl", [chat("q")] * 20),
+        write(tmp_path / "b.jsonl", [chat("r")]),
+    )
     prepared = Run(model, train, eval=str(other), eval_fraction=0.5).prepared
     assert (len(prepared.train), len(prepared.eval or [])) == (20, 1)
     assert [line.partition(":")[0] for line in prepared.lines()] == ["data.train", "data.eval"]
@@ -182,7 +206,11 @@ def test_a_damaged_entry_is_built_again(model: Path, tmp_path: Path, cache: Path
         with (first.entry / "train.tokens").open("r+b") as file:
             file.truncate(8)
 
-    for damage in (damage_tokens, (first.entry / "meta.json").unlink, (first.entry / "train.record").unlink):
+    for damage in (
+        damage_tokens,
+        (first.entry / "meta.json").unlink,
+        (first.entry / "train.record").unlink,
+    ):
         texts = first.texts()
         damage()
         again = Run(model, train)
@@ -204,7 +232,9 @@ def test_abandoned_builds_are_removed_when_old(model: Path, tmp_path: Path, cach
     assert names_in(cache) == sorted([".young", entry.name])
 
 
-def test_an_unwritable_cache_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path / "file"))
     (problem,) = problems_of(model, write(tmp_path / "a.jsonl", [chat("q")]))
@@ -293,8 +323,12 @@ def test_processes_that_finish_together_leave_the_entry_that_one_of_them_reads(
     assert len(names_in(cache)) == len(trains)
 
 
-def test_workers_write_the_same_entry(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [chat(f"number {i}", "x" * (i % 50), id=i) for i in range(1500)] + [{"text": "how are you"}]
+def test_workers_write_the_same_entry(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [chat(f"number {i}", "x" * (i % 50), id=i) for i in range(1500)] + [
+        {"text": "how are you"}
+    ]
     train = write(tmp_path / "a.jsonl", records)
     alone = Run(model, train, max_length=40, eval_fraction=0.2)
     kept = tmp_path / "alone"
@@ -323,13 +357,17 @@ def start_workers(process: subprocess.Popen[str]) -> list[str]:
     deadline = time.monotonic() + 60
     while len(workers) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
-        workers = [pid for pid in children.read_text().split() if b"spawn_main" in command_line(pid)]
+        workers = [
+            pid for pid in children.read_text().split() if b"spawn_main" in command_line(pid)
+        ]
     assert workers
     return workers
 
 
 def test_no_worker_outlives_a_killed_run(model: Path, tmp_path: Path) -> None:
-    train = write(tmp_path / "a.jsonl", [chat(f"number {i} " + "how are you " * 100) for i in range(20_000)])
+    train = write(
+        tmp_path / "a.jsonl", [chat(f"number {i} " + "how are you " * 100) for i in range(20_000)]
+    )
     process = start(tmp_path, model, train, 0)
     try:
         workers = start_workers(process)
@@ -341,8 +379,12 @@ def test_no_worker_outlives_a_killed_run(model: Path, tmp_path: Path) -> None:
     assert not any(command_line(pid) for pid in workers) and not errors
 
 
-def test_an_interrupted_run_leaves_nothing_and_says_one_line(model: Path, tmp_path: Path, cache: Path) -> None:
-    train = write(tmp_path / "a.jsonl", [chat(f"number {i} " + "how are you " * 100) for i in range(20_000)])
+def test_an_interrupted_run_leaves_nothing_and_says_one_line(
+    model: Path, tmp_path: Path, cache: Path
+) -> None:
+    train = write(
+        tmp_path / "a.jsonl", [chat(f"number {i} " + "how are you " * 100) for i in range(20_000)]
+    )
     process = start(tmp_path, model, train, 0)
     try:
         assert process.stdout is not None
@@ -354,7 +396,10 @@ def test_an_interrupted_run_leaves_nothing_and_says_one_line(model: Path, tmp_pa
         errors = process.communicate(timeout=60)[1]
     finally:
         process.kill()
-    assert errors == "ERROR: ended by SIGINT before the first step, with nothing to save - run the same command again\n"
+    assert (
+        errors
+        == "ERROR: ended by SIGINT before the first step, with nothing to save - run the same command again\n"
+    )
     assert process.returncode == 1 and time.monotonic() - interrupted < 5
     assert not any(command_line(pid) for pid in workers)
     assert names_in(cache) == []
@@ -369,8 +414,14 @@ def command_line(pid: str) -> bytes:
 
 
 def test_the_summary_says_each_thing_once(model: Path, tmp_path: Path) -> None:
-    records = [chat("q", id=1), {"text": "hello you"}, {"messages": [{"role": "user", "content": "x"}]}]
-    lines = Run(model, write(tmp_path / "a.jsonl", records * 3), max_length=8, overflow="split").prepared.lines()
+    records = [
+        chat("q", id=1),
+        {"text": "hello you"},
+        {"messages": [{"role": "user", "content": "x"}]},
+    ]
+    lines = Run(
+        model, write(tmp_path / "a.jsonl", records * 3), max_length=8, overflow="split"
+    ).prepared.lines()
     assert lines[0].startswith("data.train: 9 records, ")
     assert max(Counter(line.split()[1] for line in lines).values()) <= 3
     assert len(set(lines)) == len(lines)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, a_free_port, needs_namespaces
 
-from distTest import demo_reduce, namespaces
+from distTest import demo_reduce
+from distTest.rehearse import namespaces
 
 ONE_NODE, TWO_NODES, TWO_TERMINALS = re.findall(r":\n((?:    .+\n)+)", demo_reduce.__doc__ or "")
 
@@ -55,12 +56,16 @@ def on_loopback(command: str) -> str:
 
 
 def sums(output: str) -> Counter[str]:
-    return Counter(re.findall(r"^rank (\d+ of \d+ on .+, cpu: got \d+, right is \d+)$", output, re.MULTILINE))
+    return Counter(
+        re.findall(r"^rank (\d+ of \d+ on .+, cpu: got \d+, right is \d+)$", output, re.MULTILINE)
+    )
 
 
 def expected(ranks: int, right: int) -> Counter[str]:
     host = socket.gethostname()
-    return Counter(f"{rank} of {ranks} on {host}, cpu: got {right}, right is {right}" for rank in range(ranks))
+    return Counter(
+        f"{rank} of {ranks} on {host}, cpu: got {right}, right is {right}" for rank in range(ranks)
+    )
 
 
 def test_one_node() -> None:
@@ -84,4 +89,8 @@ def test_two_nodes_as_it_stands() -> None:
         output = run_each(*on_both(TWO_NODES), prefixes=tuple(node.prefix for node in nodes))
     said = sums(output)
     assert len(said) == 16 and all(line.endswith("got 136, right is 136") for line in said)
-    assert sum(" on node0, " in line for line in said) == sum(" on node1, " in line for line in said) == 8
+    assert (
+        sum(" on node0, " in line for line in said)
+        == sum(" on node1, " in line for line in said)
+        == 8
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import chats, launch, read_metrics, write_jsonl
-from plain_training import (
+from helpers.plain_training import (
     FAMILIES,
     MAX_LENGTH,
     ROWS_PACKED,
@@ -29,14 +29,15 @@ from plain_training import (
     uneven_chats,
     with_weights,
 )
-from ranks import train
+from helpers.ranks import train
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
 )
 
-from shardtune.packing import Cost, deal, plan_rows
+from shardtune.data.packing import plan_rows
+from shardtune.data.schedule import Cost, assign_rows
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +47,9 @@ def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return {name: with_weights(path, root / name, sharpen) for name, path in models.items()}
 
 
-def mean_of_means_errors(records: list[Encoded], sums: list[float], ranks: int, packed: bool) -> list[float]:
+def mean_of_means_errors(
+    records: list[Encoded], sums: list[float], ranks: int, packed: bool
+) -> list[float]:
     """How wrong the loss of the first step would be if averaged over micro-batches, and if averaged over ranks."""
     counts = [sum(trained[1:]) for _, trained in records]
     lengths = torch.tensor([len(ids) for ids, _ in records]).numpy()
@@ -54,7 +57,7 @@ def mean_of_means_errors(records: list[Encoded], sums: list[float], ranks: int, 
     rows = plan_rows(lengths, MAX_LENGTH, packed, 1234, 0)
     cost = Cost(per_token=6 * 16, per_trained_token=1, per_pair=1)
     costs = cost.of_rows(rows, lengths[rows.members], trained_counts[rows.members])
-    dealt = [deal(rows, costs, rank, ranks, 1 if packed else 2) for rank in range(ranks)]
+    dealt = [assign_rows(rows, costs, rank, ranks, 1 if packed else 2) for rank in range(ranks)]
 
     def mean(group: list[int]) -> float:
         return sum(sums[i] for i in group) / sum(counts[i] for i in group)
@@ -69,7 +72,11 @@ def mean_of_means_errors(records: list[Encoded], sums: list[float], ranks: int, 
 def plain(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> Callable[..., Trained]:
     """The plain loop over `uneven_chats`, once for each family and setting."""
     records = [encode(tokenizer, record) for record in uneven_chats()]
-    return cache(lambda family, *arguments: plain_training(sharp[family], records, list(arguments[0]), *arguments[1:]))
+    return cache(
+        lambda family, *arguments: plain_training(
+            sharp[family], records, list(arguments[0]), *arguments[1:]
+        )
+    )
 
 
 def check_equality(
@@ -83,7 +90,11 @@ def check_equality(
     folder: Path,
 ) -> None:
     """One optimizer step an epoch, so that the plain loop need not know the order of the data."""
-    data, run_dir, rows = write_jsonl(folder / "train.jsonl", uneven_chats()), folder / "run", 1 if packed else 2
+    data, run_dir, rows = (
+        write_jsonl(folder / "train.jsonl", uneven_chats()),
+        folder / "run",
+        1 if packed else 2,
+    )
     said = finish(
         train(
             ranks,
@@ -160,9 +171,15 @@ def test_clipping_schedule_and_weight_decay_equal_plain_pytorch(sharp, plain, tm
     assert_same_weights(run_dir, expected)
 
 
-def test_steps_are_the_same_on_any_ranks_and_the_last_of_an_epoch_is_smaller(sharp, tokenizer, tmp_path):
+def test_steps_are_the_same_on_any_ranks_and_the_last_of_an_epoch_is_smaller(
+    sharp, tokenizer, tmp_path
+):
     records = chats(10, seed=3)
-    data, encoded, seen = write_jsonl(tmp_path / "train.jsonl", records), [encode(tokenizer, r) for r in records], {}
+    data, encoded, seen = (
+        write_jsonl(tmp_path / "train.jsonl", records),
+        [encode(tokenizer, r) for r in records],
+        {},
+    )
     for ranks, accumulation in (1, 4), (2, 2), (4, 1):
         folder = tmp_path / str(ranks)
         folder.mkdir()
@@ -185,10 +202,14 @@ def test_steps_are_the_same_on_any_ranks_and_the_last_of_an_epoch_is_smaller(sha
         seen[ranks] = read_metrics(folder, "step")
     for steps in seen.values():
         for key in "loss", "grad_norm":
-            assert [step[key] for step in steps] == pytest.approx([step[key] for step in seen[1]], rel=1e-5)
+            assert [step[key] for step in steps] == pytest.approx(
+                [step[key] for step in seen[1]], rel=1e-5
+            )
         assert [step["epoch"] for step in steps] == [0, 0, 0, 1, 1, 1]
         for epoch in steps[:3], steps[3:]:
-            assert sum(step["trained_tokens"] for step in epoch) == sum(sum(trained) for _, trained in encoded)
+            assert sum(step["trained_tokens"] for step in epoch) == sum(
+                sum(trained) for _, trained in encoded
+            )
             assert sum(step["tokens"] for step in epoch) == sum(len(ids) for ids, _ in encoded)
 
 
@@ -223,7 +244,9 @@ def test_an_epoch_holds_every_piece_once_where_long_records_are_split(sharp, tok
     assert any(not any(trained[1:]) for _, trained in pieces)
     steps = read_metrics(run_dir, "step")
     assert len(steps) > 1
-    assert sum(step["trained_tokens"] for step in steps) == sum(sum(trained) for _, trained in encoded)
+    assert sum(step["trained_tokens"] for step in steps) == sum(
+        sum(trained) for _, trained in encoded
+    )
     assert sum(step["loss"] * step["trained_tokens"] for step in steps) == pytest.approx(
         sum(summed_nll(model, *piece).item() for piece in pieces), rel=1e-6
     )
@@ -316,7 +339,9 @@ def hide_huge_head(model: Any) -> None:
         (hide_huge_head, "first in the gradient of model.norm.weight - lower"),
     ],
 )
-def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(change, found, sharp, tmp_path):
+def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(
+    change, found, sharp, tmp_path
+):
     model, run_dir = with_weights(sharp["qwen3"], tmp_path / "model", change), tmp_path / "run"
     records = [{"prompt": f"node {i} ", "completion": "rank"} for i in range(40)]
     data = write_jsonl(tmp_path / "train.jsonl", records)
@@ -414,7 +439,9 @@ def test_dropout_follows_the_seed_and_the_rank_and_spares_evaluation(sharp, toke
         )
         losses[name] = step_losses(folder)
         undisturbed = math.log(plain_perplexity(model, [encode(tokenizer, record)]))
-        assert [entry["loss"] for entry in read_metrics(folder, "eval")] == pytest.approx([undisturbed] * 2, rel=1e-6)
+        assert [entry["loss"] for entry in read_metrics(folder, "eval")] == pytest.approx(
+            [undisturbed] * 2, rel=1e-6
+        )
     every = [*losses["a"], undisturbed, losses["other"][0], losses["two"][0]]
     assert losses["a"] == losses["same"]
     assert all(abs(one / other - 1) > 1e-4 for i, one in enumerate(every) for other in every[:i])

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import chats, write_jsonl
-from ranks import train
+from helpers.ranks import train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # Sampling settings that contradict greedy decoding, which transformers itself refuses to write.
-GENERATION = '{\n  "do_sample": false,\n  "temperature": 0.6,\n  "top_p": 0.9,\n  "eos_token_id": [1, 2]\n}'
+GENERATION = (
+    '{\n  "do_sample": false,\n  "temperature": 0.6,\n  "top_p": 0.9,\n  "eos_token_id": [1, 2]\n}'
+)
 TEMPLATE = (
     "{#- kept to the letter -#}\n{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
     "message['content'] + '<|im_end|>\n' }}{%- endfor %}\n\n{%- if add_generation_prompt %}"
@@ -62,7 +64,10 @@ def test_without_learning_the_source_comes_back(
     source, exported = sources[name], folder / "runs/config/model"
     done = train(ranks, *STILL, f"model.path={source}", cwd=folder)
     assert done.returncode == 0, done.stderr
-    before, after = load_file(source / "model.safetensors"), load_file(exported / "model.safetensors")
+    before, after = (
+        load_file(source / "model.safetensors"),
+        load_file(exported / "model.safetensors"),
+    )
     assert {key: (tensor.dtype, tensor.shape) for key, tensor in after.items()} == {
         key: (tensor.dtype, tensor.shape) for key, tensor in before.items()
     }
@@ -87,34 +92,55 @@ def test_without_learning_the_source_comes_back(
 
 def answer(folder: Path) -> str:
     """What the model of this folder says, most likely token by most likely token, with the folder's own settings."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "which rank"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "which rank"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     return str(tokenizer.decode(model.generate(**asked, do_sample=False, max_new_tokens=12)[0]))
 
 
-def test_the_final_model_answers_like_the_original_until_it_learns(folder: Path, sources: dict[str, Path]) -> None:
+def test_the_final_model_answers_like_the_original_until_it_learns(
+    folder: Path, sources: dict[str, Path]
+) -> None:
     original = answer(sources["qwen3"])
     assert train(1, *STILL, f"model.path={sources['qwen3']}", cwd=folder).returncode == 0
     assert answer(folder / "runs/config/model") == original
-    learning = [assignment.replace("lr=0", "lr=0.02").replace("steps=1", "steps=9") for assignment in STILL]
+    learning = [
+        assignment.replace("lr=0", "lr=0.02").replace("steps=1", "steps=9") for assignment in STILL
+    ]
     assert (
         train(
-            1, *learning, "run.dir=runs/learned", "train.epochs=9", f"model.path={sources['qwen3']}", cwd=folder
+            1,
+            *learning,
+            "run.dir=runs/learned",
+            "train.epochs=9",
+            f"model.path={sources['qwen3']}",
+            cwd=folder,
         ).returncode
         == 0
     )
     assert answer(folder / "runs/learned/model") != original
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float16", torch.float16), ("float32", torch.float32)])
-def test_another_dtype(dtype: str, expected: torch.dtype, folder: Path, sources: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("float16", torch.float16), ("float32", torch.float32)]
+)
+def test_another_dtype(
+    dtype: str, expected: torch.dtype, folder: Path, sources: dict[str, Path]
+) -> None:
     done = train(1, *STILL, f"export.dtype={dtype}", f"model.path={sources['glm']}", cwd=folder)
     assert done.returncode == 0, done.stderr
     exported = folder / "runs/config/model"
     for name, tensor in load_file(exported / "model.safetensors").items():
-        assert tensor.dtype == (torch.float32 if name.endswith("e_score_correction_bias") else expected), name
+        assert tensor.dtype == (
+            torch.float32 if name.endswith("e_score_correction_bias") else expected
+        ), name
     assert AutoModelForCausalLM.from_pretrained(exported).dtype == expected
 
 
@@ -131,10 +157,14 @@ def test_the_weights_are_those_that_were_learned(folder: Path, models: dict[str,
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr
-    learned = load_file(folder / "runs/config/checkpoints/checkpoint_0000002/rank_00000.safetensors")
+    learned = load_file(
+        folder / "runs/config/checkpoints/checkpoint_0000002/rank_00000.safetensors"
+    )
     source = load_file(models["llama"] / "model.safetensors")
     for name, tensor in load_file(folder / "runs/config/model/model.safetensors").items():
-        assert torch.equal(tensor, learned[f"model.{name}"]) and not torch.equal(tensor, source[name]), name
+        assert torch.equal(tensor, learned[f"model.{name}"]) and not torch.equal(
+            tensor, source[name]
+        ), name
 
 
 def test_a_source_without_a_generation_config(folder: Path, models: dict[str, Path]) -> None:
@@ -142,10 +172,17 @@ def test_a_source_without_a_generation_config(folder: Path, models: dict[str, Pa
     (source / "generation_config.json").unlink()
     assert train(1, *STILL, "model.path=source", cwd=folder).returncode == 0
     assert not (folder / "runs/config/model/generation_config.json").exists()
-    assert AutoModelForCausalLM.from_pretrained(folder / "runs/config/model").generation_config.eos_token_id == 1
+    assert (
+        AutoModelForCausalLM.from_pretrained(
+            folder / "runs/config/model"
+        ).generation_config.eos_token_id
+        == 1
+    )
 
 
-def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(folder: Path, models: dict[str, Path]) -> None:
+def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(
+    folder: Path, models: dict[str, Path]
+) -> None:
     """And of an export that was interrupted nothing stays."""
     moving = (
         "data.train=train.jsonl",
@@ -162,7 +199,10 @@ def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(folder: Path, mode
     (run_dir / ".model.writing/half").write_text("", encoding="utf-8")
     earlier = (run_dir / "model/model.safetensors").read_bytes()
     done = train(1, *moving, "train.max_steps=2", cwd=folder)
-    assert done.returncode == 0 and "Set aside, an earlier model: runs/config/model.aside1\n" in done.stdout
+    assert (
+        done.returncode == 0
+        and "Set aside, an earlier model: runs/config/model.aside1\n" in done.stdout
+    )
     assert (run_dir / "model/model.safetensors").read_bytes() != earlier
     assert sorted(path.name for path in run_dir.iterdir()) == [
         ".lock",

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, a_free_port, needs_namespaces, read_metrics
-from documented import require_documented
-from launches import (
+from helpers.documented import require_documented
+from helpers.launches import (
     ARGUMENTS,
     DATA,
     FORWARD,
@@ -30,8 +30,8 @@ from launches import (
     write_run,
 )
 
-from distTest import namespaces
-from distTest.children import is_running
+from distTest.rehearse import namespaces
+from shardtune.cluster.children import is_running
 from shardtune.errors import AGAIN
 
 HOST = socket.gethostname()
@@ -46,7 +46,9 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
     ("rank", "effect", "how"),
     [
         (3, "threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()", "by SIGKILL"),
-        pytest.param(0, "os.kill(os.getpid(), signal.SIGKILL)", "by SIGKILL", marks=pytest.mark.full),
+        pytest.param(
+            0, "os.kill(os.getpid(), signal.SIGKILL)", "by SIGKILL", marks=pytest.mark.full
+        ),
         pytest.param(2, "os._exit(7)", "with code 7", marks=pytest.mark.full),
         pytest.param(2, "os._exit(0)", "with code 0", marks=pytest.mark.full),
     ],
@@ -66,7 +68,9 @@ def test_a_rank_that_ends_while_it_imports(rank: int, effect: str, how: str, fol
 @pytest.mark.full
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("what", ["torchrun", "launch script"])
-def test_a_launch_that_is_killed_before_its_ranks_have_met(what: str, node: int, folder: Path) -> None:
+def test_a_launch_that_is_killed_before_its_ranks_have_met(
+    what: str, node: int, folder: Path
+) -> None:
     fault = while_it_imports(folder, "train_fsdp.py", "time.sleep(10)")
     (folder / "temporary").mkdir()
     with two_nodes(folder, TMPDIR=str(folder / "temporary"), **fault) as nodes:
@@ -75,21 +79,27 @@ def test_a_launch_that_is_killed_before_its_ranks_have_met(what: str, node: int,
             assert all(script.poll() is None for script in nodes.scripts), nodes.texts()
             time.sleep(0.1)
         nodes.remember()
-        os.kill(nodes.torchrun(node) if what == "torchrun" else nodes.scripts[node].pid, signal.SIGKILL)
+        os.kill(
+            nodes.torchrun(node) if what == "torchrun" else nodes.scripts[node].pid, signal.SIGKILL
+        )
         ended = nodes.end()
     if what == "torchrun":
         said = rf"torchrun of node {node} on {HOST} was ended by SIGKILL - .*"
         assert re.fullmatch(f"ERROR: {said}", ended[node][1]) and ended[node][0] == 1, nodes.texts()
     else:
         said = rf"node {node} \({HOST}\): its launch script was killed before its ranks had met the others, or .*"
-    assert re.fullmatch(f"ERROR: {said}", ended[1 - node][1]) and ended[1 - node][0] == 1, nodes.texts()
+    assert re.fullmatch(f"ERROR: {said}", ended[1 - node][1]) and ended[1 - node][0] == 1, (
+        nodes.texts()
+    )
     require_documented("running", ended[1 - node][1])
     assert not list((folder / "temporary").iterdir())
 
 
 @pytest.mark.full
 def test_a_torchrun_that_ends_while_it_imports(folder: Path) -> None:
-    with two_nodes(folder, **while_it_imports(folder, "distTest.torchrun", "os._exit(3)")) as nodes:
+    with two_nodes(
+        folder, **while_it_imports(folder, "shardtune.cluster.torchrun", "os._exit(3)")
+    ) as nodes:
         nodes.wait_for_words("nodes agree")
         for node, (code, last) in enumerate(nodes.end()):
             said = rf"ended without a word: a process of node {node} on {HOST} - .*"
@@ -100,7 +110,9 @@ def test_a_torchrun_that_ends_while_it_imports(folder: Path) -> None:
 @pytest.mark.full
 def test_a_port_that_is_taken_after_the_preflight(folder: Path) -> None:
     listen = "listener = socket.create_server(('', int(os.environ['MASTER_PORT'])))"
-    fault = while_it_imports(folder, "distTest.torchrun", f"if os.environ['NODE_RANK'] == '0': {listen}")
+    fault = while_it_imports(
+        folder, "shardtune.cluster.torchrun", f"if os.environ['NODE_RANK'] == '0': {listen}"
+    )
     with two_nodes(folder, **fault) as nodes:
         nodes.wait_for_words("nodes agree")
         for code, last in nodes.end():
@@ -126,9 +138,7 @@ def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
 KILLED = r"rank {rank} on {host}: ended without a word, last seen in step \d \(.+\) - most often killed for memory, .*"
 CRASHED = r"rank {rank} on {host}: ended by SIGSEGV, last seen in step \d \(.+\) - see what it said above .*"
 ENDED = r"rank {{rank}} on {{host}}: ended with code {}, last seen in step \d \(.+\) - see what it said above .*"
-STOPPED = (
-    r"rank {rank} on {host}: no sign of life for \d+ s, last seen in step \d \(.+\) - its process is stopped or .*"
-)
+STOPPED = r"rank {rank} on {host}: no sign of life for \d+ s, last seen in step \d \(.+\) - its process is stopped or .*"
 
 
 @pytest.mark.parametrize(
@@ -153,11 +163,15 @@ STOPPED = (
         pytest.param(DATA, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED, marks=pytest.mark.full),
     ],
 )
-def test_a_rank_that_ends_or_stops(where: tuple[str, str], effect: str, said: str, folder: Path) -> None:
+def test_a_rank_that_ends_or_stops(
+    where: tuple[str, str], effect: str, said: str, folder: Path
+) -> None:
     with two_nodes(folder, **break_rank(folder, 3, where, effect)) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
-            assert code == 1 and re.fullmatch(f"ERROR: {said.format(rank=3, host=HOST)}", last), nodes.texts()
+            assert code == 1 and re.fullmatch(f"ERROR: {said.format(rank=3, host=HOST)}", last), (
+                nodes.texts()
+            )
             require_documented("running", last)
     resumes(folder)
 
@@ -176,7 +190,9 @@ def test_a_rank_alone_on_its_node(rank: int, effect: str, said: str, folder: Pat
     with two_nodes(folder, GPUS_PER_NODE="1", **break_rank(folder, rank, DATA, effect)) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
-            assert code == 1 and re.fullmatch(f"ERROR: {said.format(rank=rank, host=HOST)}", last), nodes.texts()
+            assert code == 1 and re.fullmatch(
+                f"ERROR: {said.format(rank=rank, host=HOST)}", last
+            ), nodes.texts()
             require_documented("running", last)
 
 
@@ -206,8 +222,10 @@ def test_the_rank_that_ended_first(folder: Path) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_is_stopped_before_the_first_step(folder: Path) -> None:
-    loading = ("shardtune.optim", "build_optimizer")
-    fault = break_rank(folder, 3, loading, "time.sleep(3); os.kill(os.getpid(), signal.SIGSTOP)", nth=1)
+    loading = ("shardtune.training.optim", "build_optimizer")
+    fault = break_rank(
+        folder, 3, loading, "time.sleep(3); os.kill(os.getpid(), signal.SIGSTOP)", nth=1
+    )
     with two_nodes(folder, **fault) as nodes:
         nodes.wait_for_words("Trained tokens")
         for code, last in nodes.end():
@@ -227,15 +245,22 @@ def test_a_rank_that_is_stopped_before_the_first_step(folder: Path) -> None:
 def test_a_rank_that_does_not_arrive(
     rank: int, ranks_per_node: int, where: tuple[str, str], phase: str, at: str, folder: Path
 ) -> None:
-    fault = break_rank(folder, rank, where, "time.sleep(3600)") | {"GPUS_PER_NODE": str(ranks_per_node)}
+    fault = break_rank(folder, rank, where, "time.sleep(3600)") | {
+        "GPUS_PER_NODE": str(ranks_per_node)
+    }
     with two_nodes(folder, "distributed.step_timeout_s=12", **fault) as nodes:
         nodes.wait_for_step(4)
         for code, last in nodes.end():
             said = rf"rank {rank} on {HOST}: did not arrive within 12 s \(at {at}, sitecustomize.py:\d+\), in step 5"
-            assert code == 1 and re.match(rf"ERROR: {said} \({phase}\) - see its traceback", last), nodes.texts()
+            assert code == 1 and re.match(
+                rf"ERROR: {said} \({phase}\) - see its traceback", last
+            ), nodes.texts()
             require_documented("running", last)
         its_own = nodes.texts()[rank // ranks_per_node]
-        assert f"rank {rank} on {HOST} is here:" in its_own and "time.sleep(3600)" in its_own.partition("is here:")[2]
+        assert (
+            f"rank {rank} on {HOST} is here:" in its_own
+            and "time.sleep(3600)" in its_own.partition("is here:")[2]
+        )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +297,9 @@ def test_a_torchrun_that_is_stopped(folder: Path) -> None:
         nodes.wait_for_step(4)
         os.kill(nodes.torchrun(0), signal.SIGSTOP)
         for code, last in nodes.end():
-            said = rf"ERROR: rank [01] on {HOST}: node 0 \({HOST}\) is out of reach, .* in step \d+ .*"
+            said = (
+                rf"ERROR: rank [01] on {HOST}: node 0 \({HOST}\) is out of reach, .* in step \d+ .*"
+            )
             assert code == 1 and re.fullmatch(said, last), nodes.texts()
             require_documented("running", last)
 
@@ -341,11 +368,18 @@ def test_a_rank_that_ends_while_node_0_cannot_be_reached(cause: str, folder: Pat
             "time.sleep(11); raise OSError(116, 'Stale file handle')",
             r"rank 1 on node1: OSError: .*, in step 5 .*",
         ),
-        "a second signal": ("time.sleep(9999)", r"ended by a second signal, SIGTERM, without a save - .*"),
+        "a second signal": (
+            "time.sleep(9999)",
+            r"ended by a second signal, SIGTERM, without a save - .*",
+        ),
     }[cause]
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
         prefixes = (places[0].prefix, places[1].prefix)
-        place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0", "GPUS_PER_NODE": "1"}
+        place = {
+            "MASTER_ADDR": "10.11.7.50",
+            "NCCL_SOCKET_IFNAME": "enp26s0np0",
+            "GPUS_PER_NODE": "1",
+        }
         fault = break_rank(folder, 1, DATA, effect)
         with two_nodes(folder, prefixes=prefixes, **place, **fault) as nodes:
             nodes.wait_for_step(4)
@@ -355,7 +389,9 @@ def test_a_rank_that_ends_while_node_0_cannot_be_reached(cause: str, folder: Pat
                 time.sleep(pause_s)
                 nodes.scripts[1].terminate()
             (code0, last0), (code1, last1) = nodes.end()
-    assert code0 == 1 and re.match("ERROR: rank 1 on node1: no sign of life for ", last0), nodes.texts()
+    assert code0 == 1 and re.match("ERROR: rank 1 on node1: no sign of life for ", last0), (
+        nodes.texts()
+    )
     assert code1 == 1 and re.fullmatch(f"ERROR: {said}", last1), nodes.texts()
     require_documented("running", last1)
 
@@ -374,11 +410,19 @@ def torchrun(*options: str, folder: Path, **settings: str) -> subprocess.Popen[s
 
 @pytest.mark.full
 def test_torchrun_starts_the_ranks_again(folder: Path) -> None:
-    fault = break_rank(folder, 1, DATA, "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), 9)")
+    fault = break_rank(
+        folder,
+        1,
+        DATA,
+        "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), 9)",
+    )
     run = torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=1", folder=folder, **fault)
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 0, said
-    assert f"ERROR: rank 1 on {HOST}: ended without a word" in said and "Resumed from checkpoint_000000" in said
+    assert (
+        f"ERROR: rank 1 on {HOST}: ended without a word" in said
+        and "Resumed from checkpoint_000000" in said
+    )
     assert [entry["step"] for entry in read_metrics(folder / "run", "step")] == list(range(1, 13))
 
 
@@ -386,7 +430,12 @@ def test_torchrun_starts_the_ranks_again(folder: Path) -> None:
 def test_torchrun_goes_on_with_the_nodes_that_are_left(folder: Path) -> None:
     """The two ranks of node 1 die with their torchrun; node 0 starts again, without them."""
     port = a_free_port()
-    options = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7", "--nnodes=1:2"]
+    options = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=7",
+        "--nnodes=1:2",
+    ]
     options += ["--nproc_per_node=2", "--max-restarts=2"]
     fault = break_rank(folder, 3, DATA, "os.kill(os.getppid(), 9)")
     first = torchrun(*options, "--rdzv-conf=is_host=1", folder=folder)

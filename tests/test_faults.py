@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import read_metrics
-from faults import (
+from helpers.faults import (
     ALWAYS,
     Fault,
     fails,
@@ -33,17 +33,25 @@ from faults import (
     waits_until,
     writes_less,
 )
-from ranks import on_ranks
-from small_runs import SETTINGS, steps_of, write_inputs
+from helpers.ranks import on_ranks
+from helpers.small_runs import SETTINGS, steps_of, write_inputs
 
-from shardtune.checkpoint import commit, disk, open_checkpoint, saver
-from shardtune.checkpoint.files import check_files, find_checkpoints, step_of
-from shardtune.metrics import Metrics
+from shardtune.checkpoint import commit, open_checkpoint, saver
+from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint.manifest import check_files, find_checkpoints, step_of
+from shardtune.training.metrics import Metrics
 
 Completed = subprocess.CompletedProcess[str]
 MANY_STEPS = 400
 ENDLESS = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "train.epochs=1000")
-COMMAND = ["--config", "config.yaml", *SETTINGS, *ENDLESS, "checkpoint.every_steps=1", "export.final=false"]
+COMMAND = [
+    "--config",
+    "config.yaml",
+    *SETTINGS,
+    *ENDLESS,
+    "checkpoint.every_steps=1",
+    "export.final=false",
+]
 
 
 @pytest.fixture(scope="session")
@@ -63,12 +71,16 @@ def command(*settings: str) -> list[str]:
     return [*(setting for setting in COMMAND if setting.partition("=")[0] not in given), *settings]
 
 
-def run(folder: Path, *settings: str, faults: tuple[Fault, ...] = (), ranks: int = 2, **how: Any) -> Completed:
+def run(
+    folder: Path, *settings: str, faults: tuple[Fault, ...] = (), ranks: int = 2, **how: Any
+) -> Completed:
     return on_ranks(ranks, run_with, list(faults), command(*settings), cwd=folder, **how)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
+def undisturbed(
+    inputs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], list[Any]]:
     """The first steps of a run that never saves before its end."""
     seen: list[Any] = []
 
@@ -89,7 +101,11 @@ def checkpoints(folder: Path) -> list[int]:
     found = find_checkpoints(folder / "run/checkpoints")
     for path in found:
         checkpoint = open_checkpoint(path)
-        assert not [problem for problem in check_files(checkpoint, list(checkpoint.files), 1).values() if problem]
+        assert not [
+            problem
+            for problem in check_files(checkpoint, list(checkpoint.files), 1).values()
+            if problem
+        ]
     return sorted(map(step_of, found))
 
 
@@ -99,7 +115,9 @@ def hidden(folder: Path) -> list[str]:
 
 def said(done: Completed, what: str) -> list[int]:
     """The steps of the checkpoints of which a run says this."""
-    return [int(step) for step in re.findall(rf"^{what}:? checkpoint_(\d+)", done.stdout, re.MULTILINE)]
+    return [
+        int(step) for step in re.findall(rf"^{what}:? checkpoint_(\d+)", done.stdout, re.MULTILINE)
+    ]
 
 
 # Disks that fail
@@ -125,14 +143,22 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS)
 
 def place(number: int, step: int, effect: Any) -> Fault:
     operation, pattern, rank, nth = PLACES[number]
-    return Fault(operation, "*/" + pattern.format(f".checkpoint_{step:07d}." + "?" * 12), effect, rank, nth)
+    return Fault(
+        operation, "*/" + pattern.format(f".checkpoint_{step:07d}." + "?" * 12), effect, rank, nth
+    )
 
 
 def check_failing_saves(
-    folder: Path, mode: str, effects: list[tuple[int, Any, str]], undisturbed: Callable[[int], list[Any]]
+    folder: Path,
+    mode: str,
+    effects: list[tuple[int, Any, str]],
+    undisturbed: Callable[[int], list[Any]],
 ) -> None:
     """Every second save fails, each in another place (a number of PLACES) and way; the others must succeed."""
-    faults = {2 * number: place(where, 2 * number, effect) for number, (where, effect, _) in enumerate(effects, 1)}
+    faults = {
+        2 * number: place(where, 2 * number, effect)
+        for number, (where, effect, _) in enumerate(effects, 1)
+    }
     total = 2 * len(effects) + 1
     done = run(
         folder,
@@ -146,7 +172,11 @@ def check_failing_saves(
     assert said(done, "Not saved") == list(faults)
     assert said(done, "Saved") == good
     for step, (_, _, reason) in zip(faults, effects, strict=True):
-        line = next(line for line in done.stdout.splitlines() if line.startswith(f"Not saved: checkpoint_{step:07d}: "))
+        line = next(
+            line
+            for line in done.stdout.splitlines()
+            if line.startswith(f"Not saved: checkpoint_{step:07d}: ")
+        )
         rank = r"\d" if faults[step].rank is None else faults[step].rank
         assert re.search(rf"rank {rank} on \S+: .*{reason}", line)
     assert checkpoints(folder) == good
@@ -158,16 +188,26 @@ def check_failing_saves(
 def test_a_save_that_fails_is_said_and_deleted_and_the_next_works(mode, folder, undisturbed):
     ways = [(fails(error), os.strerror(error)) for error in ERRORS]
     effects = [(where, *ways[where % len(ways)]) for where in range(len(PLACES))]
-    effects.append((4, fails(MemoryError("a failure of the program")), "MemoryError: a failure of the program"))
-    effects.append((12, then(fails(errno.EIO)), os.strerror(errno.EIO)))  # renamed, and the name cannot be synced
+    effects.append(
+        (4, fails(MemoryError("a failure of the program")), "MemoryError: a failure of the program")
+    )
+    effects.append(
+        (12, then(fails(errno.EIO)), os.strerror(errno.EIO))
+    )  # renamed, and the name cannot be synced
     check_failing_saves(folder, mode, effects, undisturbed)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_every_error_in_every_place(mode, folder, undisturbed):
-    effects = [(where, fails(error), os.strerror(error)) for where in range(len(PLACES)) for error in ERRORS]
-    effects += [(where, fails(RuntimeError("not the disk")), "RuntimeError") for where in range(len(PLACES))]
+    effects = [
+        (where, fails(error), os.strerror(error))
+        for where in range(len(PLACES))
+        for error in ERRORS
+    ]
+    effects += [
+        (where, fails(RuntimeError("not the disk")), "RuntimeError") for where in range(len(PLACES))
+    ]
     check_failing_saves(folder, mode, effects, undisturbed)
 
 
@@ -176,14 +216,19 @@ def test_short_writes_are_continued(folder, undisturbed):
     the same command goes on."""
     short = Fault("write", "*/.checkpoint_0000001.*", writes_less(777), times=ALWAYS)
     undeleted = Fault("unlink", "*/.checkpoint_0000001.deleting/*", fails(errno.EIO))
-    last = Fault("write", "*/.checkpoint_0000004.*/rank_00000.safetensors", fails(errno.ENOSPC), rank=0)
+    last = Fault(
+        "write", "*/.checkpoint_0000004.*/rank_00000.safetensors", fails(errno.ENOSPC), rank=0
+    )
     done = run(folder, "train.max_steps=4", "checkpoint.keep=1", faults=(short, undeleted, last))
     assert done.returncode == 1
     assert said(done, "Saved") == [1, 2, 3] and said(done, "Not saved") == [4]
     assert "an old checkpoint could not be deleted: rank 0" in done.stdout
     assert hidden(folder) == [".checkpoint_0000001.deleting"] and checkpoints(folder) == [3]
     error = done.stderr.splitlines()[-1]
-    assert re.fullmatch(r"ERROR: checkpoint_0000004 was not saved: rank 0 on .*No space left.* - make room .*", error)
+    assert re.fullmatch(
+        r"ERROR: checkpoint_0000004 was not saved: rank 0 on .*No space left.* - make room .*",
+        error,
+    )
 
     again = run(folder, "train.max_steps=4", "checkpoint.keep=1")
     assert again.returncode == 0, again.stderr
@@ -194,7 +239,9 @@ def test_short_writes_are_continued(folder, undisturbed):
 
 def make_room(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
     Path("run/filler").unlink(missing_ok=True)
-    while shutil.disk_usage("run").free < 2_000_000:  # by the other rank, whose unlinking has not ended
+    while (
+        shutil.disk_usage("run").free < 2_000_000
+    ):  # by the other rank, whose unlinking has not ended
         time.sleep(0.01)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return do(path, *arguments)
@@ -278,8 +325,16 @@ def test_no_checkpoint_is_ahead_of_the_metrics(folder, undisturbed):
     done = on_ranks(2, run_with_full_metrics, arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     reason = os.strerror(errno.EDQUOT)
-    assert said(done, "Not saved") == [1, 2] and len(re.findall(f"Not saved: .*{reason}", done.stdout)) == 2
-    assert done.stdout.count(f"metrics.jsonl cannot be written now ({reason}): its lines wait in memory\n") == 1
+    assert (
+        said(done, "Not saved") == [1, 2]
+        and len(re.findall(f"Not saved: .*{reason}", done.stdout)) == 2
+    )
+    assert (
+        done.stdout.count(
+            f"metrics.jsonl cannot be written now ({reason}): its lines wait in memory\n"
+        )
+        == 1
+    )
     assert said(done, "Saved") == [3, 4] == checkpoints(folder)
     assert steps_of(folder / "run") == undisturbed(4)
 
@@ -287,11 +342,15 @@ def test_no_checkpoint_is_ahead_of_the_metrics(folder, undisturbed):
 # Ranks that are late
 
 
-def run_with_deadlines(deadlines_s: dict[int, float], faults: list[Fault], arguments: list[str]) -> None:
+def run_with_deadlines(
+    deadlines_s: dict[int, float], faults: list[Fault], arguments: list[str]
+) -> None:
     """The saves of these steps have so many seconds, and all others as long as they take."""
 
-    def limited(**fields: Any) -> commit.Attempt:
-        return commit.Attempt(**fields | {"timeout_s": deadlines_s.get(step_of(fields["final"]), 1000.0)})
+    def limited(**fields: Any) -> commit.SaveAttempt:
+        return commit.SaveAttempt(
+            **fields | {"timeout_s": deadlines_s.get(step_of(fields["final"]), 1000.0)}
+        )
 
     vars(saver)["Attempt"] = limited
     run_with(faults, arguments)
@@ -312,7 +371,10 @@ def waits_for(path: str) -> Any:
 
 @pytest.mark.parametrize(
     ("slow", "stopped"),
-    [("write", "fsync"), *(pytest.param(name, name, marks=pytest.mark.full) for name in ("open", "close"))],
+    [
+        ("write", "fsync"),
+        *(pytest.param(name, name, marks=pytest.mark.full) for name in ("open", "close")),
+    ],
 )
 def test_a_rank_later_than_the_deadline(slow, stopped, folder, undisturbed):
     """The save is given up on all ranks, and training goes on: with a slow disk at once."""
@@ -320,7 +382,9 @@ def test_a_rank_later_than_the_deadline(slow, stopped, folder, undisturbed):
     arguments = command("train.max_steps=5", "checkpoint.keep=9")
     done = on_ranks(2, run_with_deadlines, {2: 0.5, 4: 0.5}, faults, arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert said(done, "Not saved") == [2, 4] and said(done, "Saved") == [1, 3, 5] == checkpoints(folder)
+    assert said(done, "Not saved") == [2, 4] and said(done, "Saved") == [1, 3, 5] == checkpoints(
+        folder
+    )
     assert done.stdout.count("no word from rank 1 within 0.5 s (distributed.save_timeout_s)") == 2
     assert not hidden(folder)
     assert steps_of(folder / "run") == undisturbed(5)
@@ -332,12 +396,17 @@ def test_nothing_is_committed_behind_the_deadline(mode, folder):
     arguments = command("train.max_steps=3", "checkpoint.keep=9", f"checkpoint.mode={mode}")
     done = on_ranks(1, run_with_deadlines, {2: 0}, [], arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "Not saved: checkpoint_0000002: it took longer than 0 s (distributed.save_timeout_s)\n" in done.stdout
+    assert (
+        "Not saved: checkpoint_0000002: it took longer than 0 s (distributed.save_timeout_s)\n"
+        in done.stdout
+    )
     assert said(done, "Saved") == [1, 3] == checkpoints(folder)
     assert not hidden(folder)
 
 
-def run_impatiently(deadlines_s: dict[int, float], faults: list[Fault], arguments: list[str]) -> None:
+def run_impatiently(
+    deadlines_s: dict[int, float], faults: list[Fault], arguments: list[str]
+) -> None:
     vars(commit)["_DECISION_ARRIVES_S"] = 0.5
     vars(saver)["_STUCK_AFTER_S"] = 1
     run_with_deadlines(deadlines_s, faults, arguments)
@@ -349,13 +418,25 @@ def has_trained(step: int) -> bool:
 
 def test_nobody_trains_while_a_stalled_disk_has_the_tensors_of_the_run(folder):
     """With mode `sync` they are not copied. The disk answers when the weights have changed, if they do."""
-    stalled = Fault("write", "*/rank_00000.safetensors", waits_until(partial(has_trained, 4)), 0, nth=3)
-    settings = ("checkpoint.every_steps=2", "checkpoint.mode=sync", "distributed.save_timeout_s=0.5")
-    done = on_ranks(2, run_impatiently, {2: 0.5}, [stalled], command("train.max_steps=6", *settings), cwd=folder)
+    stalled = Fault(
+        "write", "*/rank_00000.safetensors", waits_until(partial(has_trained, 4)), 0, nth=3
+    )
+    settings = (
+        "checkpoint.every_steps=2",
+        "checkpoint.mode=sync",
+        "distributed.save_timeout_s=0.5",
+    )
+    done = on_ranks(
+        2, run_impatiently, {2: 0.5}, [stalled], command("train.max_steps=6", *settings), cwd=folder
+    )
     assert done.returncode == 1, done.stdout
     line = next(line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
-    assert line.startswith("ERROR: checkpoint_0000002 was not saved: the disk of rank 0 does not answer, and ")
-    assert len(steps_of(folder / "run")) == 2 and not list(folder.glob("run/checkpoints/*/COMPLETE"))
+    assert line.startswith(
+        "ERROR: checkpoint_0000002 was not saved: the disk of rank 0 does not answer, and "
+    )
+    assert len(steps_of(folder / "run")) == 2 and not list(
+        folder.glob("run/checkpoints/*/COMPLETE")
+    )
 
 
 @pytest.mark.parametrize("operation", ["rename", pytest.param("open", marks=pytest.mark.full)])
@@ -415,9 +496,13 @@ def note_calls(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
     """At the beginning of the third save, leave what this rank has called in a file: first how many calls came before
     the second save, then each, with patterns in place of numbers."""
     made = vars(disk)["os"].calls
-    calls: list[Any] = [next(n for n, call in enumerate(made) if "/.checkpoint_0000002." in call.path)]
+    calls: list[Any] = [
+        next(n for n, call in enumerate(made) if "/.checkpoint_0000002." in call.path)
+    ]
     for call in made:
-        pattern = re.sub(r"/\.checkpoint_\d{7}\.[0-9a-f]{12}", "/.checkpoint_*." + "?" * 12, call.path)
+        pattern = re.sub(
+            r"/\.checkpoint_\d{7}\.[0-9a-f]{12}", "/.checkpoint_*." + "?" * 12, call.path
+        )
         calls.append([call.operation, re.sub(r"checkpoint_\d{7}", "checkpoint_*", pattern)])
     Path(f"calls{os.environ['RANK']}.json").write_text(json.dumps(calls), encoding="utf-8")
     return do(path, *arguments)
@@ -436,9 +521,14 @@ def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
         second, *listed = json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))
         calls = [tuple(call) for call in listed]
         for operation, pattern in dict.fromkeys(calls[second:]):
-            if (operation == "mkdir" and "huggingface" not in pattern) or (rank and pattern.endswith("/checkpoints")):
+            if (operation == "mkdir" and "huggingface" not in pattern) or (
+                rank and pattern.endswith("/checkpoints")
+            ):
                 continue  # whichever rank comes first makes the directory, and syncs its name
-            before, all_of_them = calls[:second].count((operation, pattern)), calls.count((operation, pattern))
+            before, all_of_them = (
+                calls[:second].count((operation, pattern)),
+                calls.count((operation, pattern)),
+            )
             for nth in sorted({before + 1, (before + 1 + all_of_them) // 2, all_of_them}):
                 yield rank, operation, pattern, nth
 
@@ -447,7 +537,10 @@ def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
 @pytest.mark.parametrize("when", [kills(), then(kills())], ids=["before", "after"])
 def test_killed_at_every_point(when, folder, tmp_path, inputs, undisturbed):
     clean = Path(shutil.copytree(inputs, tmp_path / "clean"))
-    faults = [Fault(operation, pattern, when, rank, nth) for rank, operation, pattern, nth in points(clean)]
+    faults = [
+        Fault(operation, pattern, when, rank, nth)
+        for rank, operation, pattern, nth in points(clean)
+    ]
     print(f"{len(faults)} points")
     check_kills(folder, faults, undisturbed)
 
@@ -467,7 +560,12 @@ def note_size(do: Callable[..., Any], path: Path) -> Any:
 
 def random_faults(saves: int, seed: int) -> Iterator[Fault]:
     source = random.Random(seed)
-    effects = [*(fails(error) for error in ERRORS), fails(ValueError("x")), writes_less(100), sleeps(0.05)]
+    effects = [
+        *(fails(error) for error in ERRORS),
+        fails(ValueError("x")),
+        writes_less(100),
+        sleeps(0.05),
+    ]
     for step in range(2, saves):
         if source.random() < 0.5:
             names = ("rank_00000.safetensors", "manifest.json", "COMPLETE", "huggingface*", "")
@@ -478,18 +576,28 @@ def random_faults(saves: int, seed: int) -> Iterator[Fault]:
             effect = source.choice(effects if operation == "write" else [*effects[:5], effects[-1]])
             yield Fault(operation, pattern, effect, nth=source.randint(1, 3))
         if source.random() < 0.1:
-            yield Fault(source.choice(("unlink", "rmdir")), f"*/.checkpoint_{step - 1:07d}.deleting*", fails(errno.EIO))
+            yield Fault(
+                source.choice(("unlink", "rmdir")),
+                f"*/.checkpoint_{step - 1:07d}.deleting*",
+                fails(errno.EIO),
+            )
 
 
 @pytest.mark.full
 def test_200_saves_with_random_faults_leave_memory_and_files_as_they_were(folder, undisturbed):
     saves = 201
-    faults = (Fault("mkdir", "*/.checkpoint_*." + "?" * 12, note_size, times=ALWAYS), *random_faults(saves, 7))
+    faults = (
+        Fault("mkdir", "*/.checkpoint_*." + "?" * 12, note_size, times=ALWAYS),
+        *random_faults(saves, 7),
+    )
     done = run(folder, f"train.max_steps={saves}", "checkpoint.keep=2", faults=faults, ranks=1)
     assert done.returncode == 0, done.stderr
     failed = said(done, "Not saved")
     assert len(failed) > 20 and sorted(failed + said(done, "Saved")) == list(range(1, saves + 1))
-    sizes = [tuple(map(int, line.split())) for line in (folder / "sizes").read_text(encoding="utf-8").splitlines()]
+    sizes = [
+        tuple(map(int, line.split()))
+        for line in (folder / "sizes").read_text(encoding="utf-8").splitlines()
+    ]
     memory, files = zip(*sizes, strict=True)
     assert max(memory[-20:]) < max(memory[20:40]) + 4_000_000
     assert max(files[-20:]) <= max(files[20:40])

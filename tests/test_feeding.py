@@ -20,15 +20,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, chats, read_metrics, write_jsonl
-from ranks import on_ranks, run_script, world_of
+from helpers.ranks import on_ranks, run_script, world_of
 from torch import distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune import evaluate, feeding, garbage, loss
-from shardtune.feeding import feed
-from shardtune.metrics import Metrics
-from shardtune.packing import Position, Schedule, build_batch, cost_of, make_schedule
-from shardtune.world import World
+from shardtune.data.batch import build_batch
+from shardtune.data.schedule import Position, Schedule, make_schedule
+from shardtune.distributed.world import World
+from shardtune.model import loss
+from shardtune.model.flops import cost_of
+from shardtune.training import evaluate
+from shardtune.training import garbage_collection as garbage
+from shardtune.training import prefetch as feeding
+from shardtune.training.metrics import Metrics
+from shardtune.training.prefetch import feed
 
 
 class Sequences:
@@ -57,7 +62,14 @@ def world() -> World:
 
 
 def schedule_of(sequences: Sequences) -> Schedule:
-    given: Any = {"max_length": 30, "packing": True, "seed": 1, "rows_per_step": 4, "epochs": 2, "max_steps": None}
+    given: Any = {
+        "max_length": 30,
+        "packing": True,
+        "seed": 1,
+        "rows_per_step": 4,
+        "epochs": 2,
+        "max_steps": None,
+    }
     return make_schedule(sequences, start=Position(), **given)
 
 
@@ -76,14 +88,18 @@ def test_the_loop_gets_each_step_with_its_batches_in_order(model, world):
         shares = step.micro_batches(cost_of(model), 1, 2, 1)
         assert len(shares) == len(batches)
         for share, batch in zip(shares, batches, strict=True):
-            assert torch.equal(batch.input_ids, build_batch(schedule.dataset, share, True).input_ids)
+            assert torch.equal(
+                batch.input_ids, build_batch(schedule.dataset, share, True).input_ids
+            )
     assert not feeders()
 
 
 def test_no_more_than_two_steps_are_made_ahead(model, world):
     sequences = Sequences()
     schedule = schedule_of(sequences)
-    of_steps = [sum(map(len, step.micro_batches(cost_of(model), 1, 2, 1))) for step in schedule.steps()]
+    of_steps = [
+        sum(map(len, step.micro_batches(cost_of(model), 1, 2, 1))) for step in schedule.steps()
+    ]
     with feed(schedule, model, 1, True, world) as steps:
         for taken in range(3):
             time.sleep(0.2)
@@ -104,13 +120,18 @@ def test_what_fails_in_the_thread_is_raised_in_the_loop_with_its_traceback(model
         for _ in steps:
             taken += 1
     assert taken > 0
-    assert {"fail_later", "build_batch", "__getitem__"} <= {frame.name for frame in traceback.extract_tb(raised.tb)}
+    assert {"fail_later", "build_batch", "__getitem__"} <= {
+        frame.name for frame in traceback.extract_tb(raised.tb)
+    }
     assert world.progress.place == f"step {taken + 1} (data)"
     assert not feeders()
 
 
 def test_the_thread_ends_with_a_loop_that_fails(model, world):
-    with pytest.raises(ZeroDivisionError), feed(schedule_of(Sequences()), model, 1, True, world) as steps:
+    with (
+        pytest.raises(ZeroDivisionError),
+        feed(schedule_of(Sequences()), model, 1, True, world) as steps,
+    ):
         next(steps)
         raise ZeroDivisionError
     assert not feeders()
@@ -186,12 +207,17 @@ def run_and_note_collections(arguments: list[str]) -> None:
 
         return summed_loss
 
-    vars(loss)["summed_loss"], vars(evaluate)["summed_loss"] = counted("training"), counted("evaluation")
+    vars(loss)["summed_loss"], vars(evaluate)["summed_loss"] = (
+        counted("training"),
+        counted("evaluation"),
+    )
 
     def note(when: str, _: Any) -> None:
         if when == "start" and not gc.isenabled():
             with Path(f"collected{os.environ['RANK']}").open("a", encoding="utf-8") as file:
-                file.write(json.dumps([micro_batches["training"], micro_batches["evaluation"]]) + "\n")
+                file.write(
+                    json.dumps([micro_batches["training"], micro_batches["evaluation"]]) + "\n"
+                )
 
     gc.callbacks.append(note)
     run_script(arguments)
@@ -201,19 +227,39 @@ def on_two_ranks(work: Any, folder: Path, model: Path, *assignments: str) -> Non
     """Run `work` with the arguments of a short run in this folder, which must succeed."""
     write_jsonl(folder / "train.jsonl", chats(30))
     (folder / "config.yaml").touch()
-    arguments = ["--config", "config.yaml", f"model.path={model}", "data.train=train.jsonl", "run.dir=run"]
-    arguments += ["data.max_length=128", "export.final=false", "checkpoint.every_steps=0", *assignments]
+    arguments = [
+        "--config",
+        "config.yaml",
+        f"model.path={model}",
+        "data.train=train.jsonl",
+        "run.dir=run",
+    ]
+    arguments += [
+        "data.max_length=128",
+        "export.final=false",
+        "checkpoint.every_steps=0",
+        *assignments,
+    ]
     done = on_ranks(2, work, arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
 
 
-def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_evaluation(tmp_path, models):
+def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_evaluation(
+    tmp_path, models
+):
     each = ("data.eval=train.jsonl", "train.gradient_accumulation_steps=4", "train.max_steps=2")
     on_two_ranks(run_and_note_collections, tmp_path, models["llama"], *each)
-    first, second = ((tmp_path / f"collected{rank}").read_text(encoding="utf-8").splitlines() for rank in range(2))
+    first, second = (
+        (tmp_path / f"collected{rank}").read_text(encoding="utf-8").splitlines()
+        for rank in range(2)
+    )
     collected = [json.loads(line) for line in first]
-    assert first == second and [sum(at) for at in collected] == [3 * (n + 1) for n in range(len(collected))]
-    assert {0, 8} < {of_training for of_training, _ in collected}, "before and after the steps, and within them"
+    assert first == second and [sum(at) for at in collected] == [
+        3 * (n + 1) for n in range(len(collected))
+    ]
+    assert {0, 8} < {of_training for of_training, _ in collected}, (
+        "before and after the steps, and within them"
+    )
 
 
 def run_and_count(arguments: list[str]) -> None:
@@ -225,8 +271,11 @@ def run_and_count(arguments: list[str]) -> None:
 
         def ask(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
             code = sys._getframe(1).f_code
-            if threading.current_thread() is threading.main_thread() and code.co_filename.startswith(
-                (str(REPOSITORY / "shardtune"), str(REPOSITORY / "train_fsdp.py"))
+            if (
+                threading.current_thread() is threading.main_thread()
+                and code.co_filename.startswith(
+                    (str(REPOSITORY / "shardtune"), str(REPOSITORY / "train_fsdp.py"))
+                )
             ):
                 asked[code.co_name] += 1
             return original(tensor, *given, **named)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import chats, read_metrics, write_jsonl
-from ranks import train
+from helpers.ranks import train
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardtune.flops import NotCounted, attended_pairs, count_flops, published_peak
+from shardtune.model.flops import NotCounted, attended_pairs, count_flops, published_peak
 
 SMALL = {
     "vocab_size": 101,
@@ -49,7 +49,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied": ("qwen3", {"tie_word_embeddings": False}),
     "biased": ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "head_dim": None}),
     "experts": ("glm4_moe", EXPERTS),
-    "experts, equal": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "experts, equal": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     "latent": ("deepseek_v3", {**EXPERTS, **LATENT}),
     "sliding": ("mistral", {"sliding_window": 3}),
     "sliding by layer": ("gemma3_text", {"sliding_window": 3, "sliding_window_pattern": 2}),
@@ -60,7 +63,9 @@ LENGTHS = np.array([7, 1, 4], np.int32)
 def build(kind: str, experts: str = "eager") -> PreTrainedModel:
     """On one device, in training mode, with an attention that the counter sees: plain products."""
     model_type, settings = KINDS[kind]
-    config = AutoConfig.for_model(model_type, **{k: v for k, v in {**SMALL, **settings}.items() if v is not None})
+    config = AutoConfig.for_model(
+        model_type, **{k: v for k, v in {**SMALL, **settings}.items() if v is not None}
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if hasattr(config, "num_experts_per_tok"):
@@ -74,7 +79,9 @@ def grouped(a: torch.Size, b: torch.Size, *_: Any, **options: Any) -> int:
 
 
 def counted(run: Any) -> float:
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped}) as counter:
+    with FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped}
+    ) as counter:
         run()
     return counter.get_total_flops()
 
@@ -96,7 +103,9 @@ def test_forward_of_documents(kind: str) -> None:
         assert 3 * counted(decode) == count_flops(model).of_step(LENGTHS, int(LENGTHS.sum()))
 
 
-@pytest.mark.parametrize(("kind", "experts"), [*((kind, "eager") for kind in KINDS), ("experts", "grouped_mm")])
+@pytest.mark.parametrize(
+    ("kind", "experts"), [*((kind, "eager") for kind in KINDS), ("experts", "grouped_mm")]
+)
 def test_forward_and_backward_with_the_head_on_trained_positions(kind: str, experts: str) -> None:
     """Documents of one token, for which the square of a length is the number of its pairs."""
     model = build(kind, experts)
@@ -121,25 +130,41 @@ def test_recomputation_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer_type", "span"), [("full_attention", 0), ("sliding_attention", 3), ("chunked_attention", 3)]
+    ("layer_type", "span"),
+    [("full_attention", 0), ("sliding_attention", 3), ("chunked_attention", 3)],
 )
 def test_pairs_are_those_of_the_mask(layer_type: str, span: int) -> None:
     def allowed(query: int, key: int) -> bool:
-        near = {"sliding_attention": query - key < span, "chunked_attention": span and query // span == key // span}
+        near = {
+            "sliding_attention": query - key < span,
+            "chunked_attention": span and query // span == key // span,
+        }
         return key <= query and bool(near.get(layer_type, True))
 
     lengths = np.array([1, 2, 3, 4, 10], np.uint16)
-    pairs = sum(allowed(query, key) for length in lengths for query in range(length) for key in range(length))
+    pairs = sum(
+        allowed(query, key)
+        for length in lengths
+        for query in range(length)
+        for key in range(length)
+    )
     assert attended_pairs(lengths, layer_type, span) == pairs
 
 
 def test_long_rows_do_not_overflow() -> None:
-    assert attended_pairs(np.array([200_000], np.int32), "full_attention", 0) == 200_000 * 200_001 // 2
+    assert (
+        attended_pairs(np.array([200_000], np.int32), "full_attention", 0) == 200_000 * 200_001 // 2
+    )
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "minimax", "qwen3_next", "gpt_neo"])
 def test_what_does_not_attend_as_others_do_has_no_count(model_type: str) -> None:
-    settings = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    settings = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+    }
     if model_type == "gpt_neo":
         settings |= {"attention_types": [[["global", "local"], 1]]}
     with torch.device("meta"):
@@ -166,10 +191,14 @@ def test_what_does_not_attend_as_others_do_has_no_count(model_type: str) -> None
     ],
 )
 def test_published_peaks(name: str, dtype: torch.dtype, teraflops: float | None) -> None:
-    assert published_peak(name, dtype) == (None if teraflops is None else pytest.approx(1e12 * teraflops))
+    assert published_peak(name, dtype) == (
+        None if teraflops is None else pytest.approx(1e12 * teraflops)
+    )
 
 
-def run_steps(model: Path, folder: Path, ranks: int, *more: str) -> tuple[str, list[dict[str, Any]]]:
+def run_steps(
+    model: Path, folder: Path, ranks: int, *more: str
+) -> tuple[str, list[dict[str, Any]]]:
     write_jsonl(folder / "train.jsonl", chats(30))
     done = train(
         ranks,
@@ -190,19 +219,25 @@ def run_steps(model: Path, folder: Path, ranks: int, *more: str) -> tuple[str, l
 def test_a_run_says_its_mfu(tmp_path: Path, models: dict[str, Path]) -> None:
     said, steps = run_steps(models["glm"], tmp_path, 2)
     (peak,) = re.findall(
-        r"^MFU counts model FLOPs against (\S+) TFLOP/s \(measured on .* float32\) x 2 \(ranks\)$", said, re.M
+        r"^MFU counts model FLOPs against (\S+) TFLOP/s \(measured on .* float32\) x 2 \(ranks\)$",
+        said,
+        re.M,
     )
     model = AutoModelForCausalLM.from_pretrained(models["glm"])
     flops = count_flops(model)
     for step in steps:
         assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["seconds"])
         # Without attention, which is the documents': the least, and with one document of all tokens the most.
-        least = 3 * (flops.per_token * step["tokens"] + flops.per_trained_token * step["trained_tokens"])
+        least = 3 * (
+            flops.per_token * step["tokens"] + flops.per_trained_token * step["trained_tokens"]
+        )
         most = flops.of_step(np.array([step["tokens"]]), step["trained_tokens"])
         done = step["mfu"] * step["seconds"] * 2e12 * float(peak)
         assert 0.99 * least < done < 1.01 * most, "the peak is said with three digits"
         assert 1e8 < step["memory_bytes"] < 1e11
-    mean = sum(step["mfu"] * step["seconds"] for step in steps) / sum(step["seconds"] for step in steps)
+    mean = sum(step["mfu"] * step["seconds"] for step in steps) / sum(
+        step["seconds"] for step in steps
+    )
     (line,) = re.findall(r"^Step 3/3 .*$", said, re.M)
     assert f"tok/s | MFU {mean:.1%} | {steps[-1]['memory_bytes'] / 1e9:.1f} GB | ETA" in line
 

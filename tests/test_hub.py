@@ -12,12 +12,12 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 from conftest import chats, write_jsonl
-from ranks import on_nodes, run_script
+from helpers.ranks import on_nodes, run_script
 from safetensors.torch import load_file, save_file
 
-from shardtune import source
 from shardtune.config import ModelConfig
-from shardtune.errors import Refused
+from shardtune.errors import UserError
+from shardtune.model import files as source
 
 HOST = socket.gethostname()
 
@@ -53,11 +53,21 @@ def cache(model: Path, node: Path, revision: str, without: str = "") -> None:
             r"{1}: .*/snapshots/a+: no model\.safetensors and no .*, so no weights - .*",
         ),
         ("a" * 40, "model.safetensors", ["model.init=random"], ""),
-        ("a" * 40, "config.json", [], r"{1}: model\.path=acme/tiny: no model configuration that .* - .*"),
+        (
+            "a" * 40,
+            "config.json",
+            [],
+            r"{1}: model\.path=acme/tiny: no model configuration that .* - .*",
+        ),
     ],
 )
 def test_the_model_of_two_nodes(
-    revision: str, without: str, options: list[str], said: str, models: dict[str, Path], tmp_path: Path
+    revision: str,
+    without: str,
+    options: list[str],
+    said: str,
+    models: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     nodes = [tmp_path / "a", tmp_path / "b"]
     for node in nodes:
@@ -66,12 +76,22 @@ def test_the_model_of_two_nodes(
         (node / "config.yaml").touch()
     cache(models["llama"], nodes[0], "a" * 40)
     cache(models["llama"], nodes[1], revision, without)
-    arguments = ["model.path=acme/tiny", "data.train=train.jsonl", "data.max_length=64", "train.max_steps=1", *options]
-    done = on_nodes([(node, 1) for node in nodes], train_offline, ["--config", "config.yaml", *arguments])
+    arguments = [
+        "model.path=acme/tiny",
+        "data.train=train.jsonl",
+        "data.max_length=64",
+        "train.max_steps=1",
+        *options,
+    ]
+    done = on_nodes(
+        [(node, 1) for node in nodes], train_offline, ["--config", "config.yaml", *arguments]
+    )
     assert done.returncode == (2 if said else 0), done.stderr
     if said:
         names = [re.escape(f"node {number} ({HOST})") for number in (0, 1)]
-        assert re.fullmatch(f"ERROR: {said.format(*names)}", done.stderr.splitlines()[-1]), done.stderr
+        assert re.fullmatch(f"ERROR: {said.format(*names)}", done.stderr.splitlines()[-1]), (
+            done.stderr
+        )
 
 
 def test_the_files_that_are_fetched_are_those_of_the_index(
@@ -81,14 +101,19 @@ def test_the_files_that_are_fetched_are_those_of_the_index(
     hub, here = tmp_path / "hub", tmp_path / "snapshots" / ("a" * 40)
     weights = load_file(models["llama"] / "model.safetensors")
     shards = {
-        name: f"model.safetensors-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(weights)
+        name: f"model.safetensors-0000{1 + number % 2}-of-00002.safetensors"
+        for number, name in enumerate(weights)
     }
     here.mkdir(parents=True)
     hub.mkdir()
     for shard in set(shards.values()):
-        save_file({name: tensor for name, tensor in weights.items() if shards[name] == shard}, hub / shard)
+        save_file(
+            {name: tensor for name, tensor in weights.items() if shards[name] == shard}, hub / shard
+        )
     save_file({"other": weights["model.norm.weight"]}, hub / "consolidated.safetensors")
-    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}), encoding="utf-8")
+    (hub / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": shards}), encoding="utf-8"
+    )
 
     def copy(path: str, revision: str, allow_patterns: list[str]) -> str:
         assert (path, revision) == ("acme/tiny", "a" * 40)
@@ -100,7 +125,10 @@ def test_the_files_that_are_fetched_are_those_of_the_index(
     monkeypatch.setattr(source, "snapshot_download", copy)
     monkeypatch.setattr(source, "cached_file", lambda path, name: str(here / name))
     assert source.fetch_weights(ModelConfig(path="acme/tiny")) == "a" * 40
-    assert {file.name for file in here.iterdir()} == {"model.safetensors.index.json", *shards.values()}
+    assert {file.name for file in here.iterdir()} == {
+        "model.safetensors.index.json",
+        *shards.values(),
+    }
     (hub / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(Refused, match="not a readable index of weights"):
+    with pytest.raises(UserError, match="not a readable index of weights"):
         source.fetch_weights(ModelConfig(path="acme/tiny"))

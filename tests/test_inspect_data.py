@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from data_run import chat, save_model, write
-from ranks import type_command
+from helpers.data_run import chat, save_model, write
+from helpers.ranks import type_command
 
 from shardtune.__main__ import run
 
@@ -22,9 +22,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inspect")
     save_model(folder / "model")
     silent = {"messages": [{"role": "user", "content": "hello"}]}
-    records = [chat("how are you", "fine\x1b[31m é", id=1), silent, {"text": "hello 0123456789"}, chat("hello", "you")]
+    records = [
+        chat("how are you", "fine\x1b[31m é", id=1),
+        silent,
+        {"text": "hello 0123456789"},
+        chat("hello", "you"),
+    ]
     write(folder / "train.jsonl", records)
-    (folder / "run.yaml").write_text(f"model: {{path: {folder}/model}}\ndata: {{train: {folder}/train.jsonl}}\n")
+    (folder / "run.yaml").write_text(
+        f"model: {{path: {folder}/model}}\ndata: {{train: {folder}/train.jsonl}}\n"
+    )
     return folder
 
 
@@ -53,7 +60,11 @@ def test_the_picture_shows_what_is_trained(folder: Path) -> None:
     assert second.startswith(f"1 ({folder}/train.jsonl:2): dropped, no token to train")
     assert third.startswith(f"2 ({folder}/train.jsonl:3), sequence 1 of 1: ")
     assert rest == []
-    table = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith("  ")}
+    table = {
+        line.split()[0]: line.split()[1:]
+        for line in done.stdout.splitlines()
+        if line.startswith("  ")
+    }
     assert table["user"][1] == table["template"][1] == "0"
     assert table["assistant"][0] == table["assistant"][1] != "0"
     assert "data.train: WARNING: 1 record without a token to train, dropped" in done.stdout
@@ -62,18 +73,28 @@ def test_the_picture_shows_what_is_trained(folder: Path) -> None:
 
 
 def test_json_holds_every_sequence_and_nothing_else(folder: Path) -> None:
-    arguments = ("--json", "--config", f"{folder}/run.yaml", "data.max_length=8", "data.overflow=split")
+    arguments = (
+        "--json",
+        "--config",
+        f"{folder}/run.yaml",
+        "data.max_length=8",
+        "data.overflow=split",
+    )
     done = inspect(folder, *arguments)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(list(row) == ["record", "input_ids", "trained"] for row in rows)
     assert sorted({row["record"] for row in rows}) == [0, 2, 3]
     assert max(len(row["input_ids"]) for row in rows) == 8
-    assert all(len(row["trained"]) == len(row["input_ids"]) and not row["trained"][0] for row in rows)
+    assert all(
+        len(row["trained"]) == len(row["input_ids"]) and not row["trained"][0] for row in rows
+    )
     assert "data.train: 4 records" in done.stderr
 
     limited = inspect(folder, *arguments, "--records", "2")
-    assert limited.stdout.splitlines() == [line for line in done.stdout.splitlines() if '"record": 0' in line]
+    assert limited.stdout.splitlines() == [
+        line for line in done.stdout.splitlines() if '"record": 0' in line
+    ]
     assert limited.stderr.startswith("Data: cached in ")
 
 
@@ -116,14 +137,14 @@ def test_a_hub_out_of_reach_is_one_line(folder: Path) -> None:
     done = inspect(folder, "--config", f"{folder}/run.yaml", "data.train=org/name:config:split")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("ERROR: data.train=org/name:config:split: neither a file or directory here nor a dataset of")
+    assert line.startswith(
+        "ERROR: data.train=org/name:config:split: neither a file or directory here nor a dataset of"
+    )
 
 
 def test_a_reader_that_leaves_ends_it_quietly(folder: Path) -> None:
     write(folder / "many.jsonl", [chat(f"number {i}") for i in range(3000)])
-    command = (
-        f"{sys.executable} -m shardtune inspect-data --config {folder}/run.yaml --json data.train={folder}/many.jsonl"
-    )
+    command = f"{sys.executable} -m shardtune inspect-data --config {folder}/run.yaml --json data.train={folder}/many.jsonl"
     done = subprocess.run(
         ["bash", "-c", f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"],
         cwd=ROOT,
@@ -141,9 +162,20 @@ def test_a_reader_that_leaves_ends_it_quietly(folder: Path) -> None:
 def on_a_terminal(folder: Path, no_color: str) -> tuple[subprocess.Popen[bytes], int]:
     """The command, and the other side of its terminal."""
     main, terminal = pty.openpty()
-    command = [sys.executable, "-m", "shardtune", "inspect-data", "--config", f"{folder}/run.yaml", "--records", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtune",
+        "inspect-data",
+        "--config",
+        f"{folder}/run.yaml",
+        "--records",
+        "1",
+    ]
     env = environment(folder, TERM="xterm", NO_COLOR=no_color)
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=terminal, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=terminal, stderr=subprocess.DEVNULL
+    )
     os.close(terminal)
     return process, main
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-from documented import require_documented
-from launches import children, end, environment, start
+from helpers.documented import require_documented
+from helpers.launches import children, end, environment, start
 
-from distTest.settings import DEFAULTS
+from shardtune.cluster.environment import DEFAULTS
 
 BANNER = """========================================
 Launching {role} NODE (Node {node})
@@ -74,7 +74,10 @@ def test_one_node(folder: Path) -> None:
     assert not list((folder / "temporary").iterdir())
     assert output.startswith(BANNER.format(role="MASTER", node=0, port=port, nodes=1, gpus=2))
     assert BLOCK.format(host=socket.gethostname(), world=2, nodes=1, gpus=2, port=port) in output
-    assert [step["step"] for step in read_metrics(folder / "elsewhere/runs/config", "step")] == [1, 2]
+    assert [step["step"] for step in read_metrics(folder / "elsewhere/runs/config", "step")] == [
+        1,
+        2,
+    ]
 
 
 def test_two_nodes_of_different_size(folder: Path) -> None:
@@ -82,7 +85,14 @@ def test_two_nodes_of_different_size(folder: Path) -> None:
     port = a_free_port()
     worker = start("launch_node1.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port)
     time.sleep(1)
-    master = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port, GPUS_PER_NODE="2")
+    master = start(
+        "launch_node0.sh",
+        "--config",
+        "config.yaml",
+        cwd=folder,
+        MASTER_PORT=port,
+        GPUS_PER_NODE="2",
+    )
     (code0, output0, errors0), (code1, output1, errors1) = end(master), end(worker)
     assert (code0, code1) == (0, 0), errors0 + errors1
     host = socket.gethostname()
@@ -118,7 +128,10 @@ def test_a_refusal_ends_both_nodes_with_its_code(folder: Path) -> None:
 
 def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
     """It can say nothing itself, as when memory ran out: the torchrun of its node does, to node 0 as well."""
-    port, endless = a_free_port(), ("--config", "config.yaml", "train.max_steps=9999", "train.epochs=9999")
+    port, endless = (
+        a_free_port(),
+        ("--config", "config.yaml", "train.max_steps=9999", "train.epochs=9999"),
+    )
     master = start("launch_node0.sh", *endless, cwd=folder, MASTER_PORT=port)
     worker = start("launch_node1.sh", *endless, cwd=folder, MASTER_PORT=port)
     assert master.stdout is not None
@@ -144,12 +157,17 @@ def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
             "node 1 of 2 did not come to node 0 within 2 s - start launch_node1.sh on it with MASTER_ADDR=127.0.0.1 "
             "MASTER_PORT={port}; if it runs, its own log says what it sees, and `nc -vz 127.0.0.1 {port}` there",
         ),
-        ("launch_node1.sh", "no node 0 came to 127.0.0.1:{port} within 2 s, 127.0.0.1 refuses connections to node 1"),
+        (
+            "launch_node1.sh",
+            "no node 0 came to 127.0.0.1:{port} within 2 s, 127.0.0.1 refuses connections to node 1",
+        ),
     ],
 )
 def test_a_node_that_waits_in_vain(script: str, words: str, folder: Path) -> None:
     port = a_free_port()
-    code, _, errors = end(start(script, "--config", "config.yaml", cwd=folder, MASTER_PORT=port, JOIN_TIMEOUT="2"))
+    code, _, errors = end(
+        start(script, "--config", "config.yaml", cwd=folder, MASTER_PORT=port, JOIN_TIMEOUT="2")
+    )
     (line,) = errors.splitlines()
     assert code == 2 and line.startswith(f"ERROR: {words.format(port=port)}")
 
@@ -178,7 +196,9 @@ def test_a_launch_that_is_ended_while_it_waits(number: signal.Signals, folder: P
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_launch_that_is_ended_before_its_preflight_hears(number: signal.Signals, folder: Path) -> None:
+def test_a_launch_that_is_ended_before_its_preflight_hears(
+    number: signal.Signals, folder: Path
+) -> None:
     """While Python looks at its version, and while the preflight imports, which this one never ends to do."""
     (folder / "begins").mkdir()
     (folder / "begins/sitecustomize.py").write_text(
@@ -188,7 +208,11 @@ def test_a_launch_that_is_ended_before_its_preflight_hears(number: signal.Signal
     )
     line = f"ERROR: ended by {number.name} during the preflight - run the same command again\n"
     for said in ("GPUs per Node: 1\n", "imports\n"):
-        here = {"MASTER_PORT": a_free_port(), "PYTHONPATH": str(folder / "begins"), "TMPDIR": str(folder)}
+        here = {
+            "MASTER_PORT": a_free_port(),
+            "PYTHONPATH": str(folder / "begins"),
+            "TMPDIR": str(folder),
+        }
         node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **here)
         assert node.stdout is not None
         while node.stdout.readline() != said:
@@ -200,7 +224,9 @@ def test_a_launch_that_is_ended_before_its_preflight_hears(number: signal.Signal
 
 
 def test_a_preflight_that_is_killed(folder: Path) -> None:
-    node = start("launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port())
+    node = start(
+        "launch_node0.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=a_free_port()
+    )
     assert node.stdout is not None
     while "waiting for node 1 of 2" not in node.stdout.readline():
         assert node.poll() is None
@@ -215,15 +241,28 @@ def test_a_preflight_that_is_killed(folder: Path) -> None:
 def refused(cwd: Path, **settings: str) -> list[str]:
     """The errors of a node 0 that refuses by itself, and has the shortest time to tell the others."""
     alone = {"JOIN_TIMEOUT": "1", "MASTER_PORT": a_free_port()}
-    code, output, errors = end(start("launch_node0.sh", "--config", "config.yaml", cwd=cwd, **alone | settings))
+    code, output, errors = end(
+        start("launch_node0.sh", "--config", "config.yaml", cwd=cwd, **alone | settings)
+    )
     lines = errors.splitlines()
-    assert code == 2 and "Training" not in output and all(re.fullmatch(r"ERROR: .+ - .+", line) for line in lines)
+    assert (
+        code == 2
+        and "Training" not in output
+        and all(re.fullmatch(r"ERROR: .+ - .+", line) for line in lines)
+    )
     return [re.sub(r"^ERROR: (node \S+ \(.+?\): )?", "", line) for line in lines]
 
 
 def test_bad_settings_are_refused_together(folder: Path) -> None:
-    lines = refused(folder, NNODES="two", GPUS_PER_NODE="0", MASTER_PORT="29600x", JOIN_TIMEOUT="soon")
-    assert [line.split()[0] for line in lines] == ["MASTER_PORT", "NNODES", "GPUS_PER_NODE", "JOIN_TIMEOUT"]
+    lines = refused(
+        folder, NNODES="two", GPUS_PER_NODE="0", MASTER_PORT="29600x", JOIN_TIMEOUT="soon"
+    )
+    assert [line.split()[0] for line in lines] == [
+        "MASTER_PORT",
+        "NNODES",
+        "GPUS_PER_NODE",
+        "JOIN_TIMEOUT",
+    ]
     assert "NODE_RANK is '2' and NNODES '2'" in refused(folder, NODE_RANK="2")[0]
     assert "NODE_RANK is 'one'" in refused(folder, NODE_RANK="one")[0]
     (line,) = refused(folder, MASTER_ADDR="0.0.0.0")
@@ -245,7 +284,9 @@ def test_help(folder: Path) -> None:
         check=False,
     )
     assert (alone.returncode, alone.stdout) == (0, output)
-    code, output, errors = end(start("launch_node1.sh", "-h", cwd=folder, VIRTUAL_ENV=str(folder / "gone")))
+    code, output, errors = end(
+        start("launch_node1.sh", "-h", cwd=folder, VIRTUAL_ENV=str(folder / "gone"))
+    )
     assert code == 2 and "MASTER_ADDR=" in output and errors.startswith("ERROR: there is no ")
 
 
@@ -255,17 +296,32 @@ def test_an_interface_that_this_node_lacks(folder: Path) -> None:
     assert all(name in line for _, name in socket.if_nameindex())
     for value in ("=eth0", "^docker0", "eth0,eth1"):
         (line,) = refused(folder, NCCL_SOCKET_IFNAME=value, NNODES="1")
-        assert line.startswith(f"NCCL_SOCKET_IFNAME is '{value}', and exactly one interface's name is wanted - "), line
+        assert line.startswith(
+            f"NCCL_SOCKET_IFNAME is '{value}', and exactly one interface's name is wanted - "
+        ), line
         require_documented("preflight", f"ERROR: {line}")
-    (line,) = refused(folder, NCCL_SOCKET_IFNAME="eth77")  # and nothing of an address that only another makes wrong
+    (line,) = refused(
+        folder, NCCL_SOCKET_IFNAME="eth77"
+    )  # and nothing of an address that only another makes wrong
     assert "NCCL_SOCKET_IFNAME is 'eth77'" in line
 
 
 def test_a_carriage_return_in_the_settings(folder: Path) -> None:
     """As a file of settings from another system leaves one: it is shown, and not obeyed."""
-    settings = {"MASTER_ADDR": "127.0.0.1\r", "NCCL_SOCKET_IFNAME": "lo\r", "MASTER_PORT": "1\r", "JOIN_TIMEOUT": "1"}
-    code, output, errors = end(start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **settings))
-    assert code == 2 and "\nMaster: $'127.0.0.1\\r':$'1\\r'\n" in output and "\r" not in output + errors
+    settings = {
+        "MASTER_ADDR": "127.0.0.1\r",
+        "NCCL_SOCKET_IFNAME": "lo\r",
+        "MASTER_PORT": "1\r",
+        "JOIN_TIMEOUT": "1",
+    }
+    code, output, errors = end(
+        start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **settings)
+    )
+    assert (
+        code == 2
+        and "\nMaster: $'127.0.0.1\\r':$'1\\r'\n" in output
+        and "\r" not in output + errors
+    )
     assert "ERROR: " in errors.splitlines()[-1] and "MASTER_ADDR is '127.0.0.1?'" in errors
 
 
@@ -274,7 +330,12 @@ def test_a_directory_that_is_gone(folder: Path) -> None:
     (folder / "gone").mkdir()
     gone = f"cd {folder}/gone && rmdir {folder}/gone && exec {REPOSITORY}/launch_node0.sh"
     done = subprocess.run(
-        ["bash", "-c", gone], env=environment(NNODES="1"), capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", gone],
+        env=environment(NNODES="1"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     line = "ERROR: the directory that this was started in does not exist any more - `cd` into one that does"
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == line
@@ -305,7 +366,10 @@ def test_an_environment_that_is_gone(name: str, folder: Path) -> None:
     gone = {"VIRTUAL_ENV": "", "CONDA_PREFIX": ""} | {name: str(folder / "gone")}
     code, output, errors = end(start("launch_node1.sh", cwd=folder, **gone))
     assert code == 2 and output.count("\n") == 6
-    assert errors.startswith(f"ERROR: there is no {folder}/gone/bin/python - ") and errors.count("\n") == 1
+    assert (
+        errors.startswith(f"ERROR: there is no {folder}/gone/bin/python - ")
+        and errors.count("\n") == 1
+    )
     require_documented("preflight", errors.strip())
 
 
@@ -352,11 +416,20 @@ def test_the_choice_of_python(tmp_path: Path) -> None:
         )
         return done.stdout.splitlines()[-1]
 
-    assert said(VIRTUAL_ENV=str(tmp_path / "active"), CONDA_PREFIX=str(tmp_path / "conda")).startswith(f"{active} ")
+    assert said(
+        VIRTUAL_ENV=str(tmp_path / "active"), CONDA_PREFIX=str(tmp_path / "conda")
+    ).startswith(f"{active} ")
     assert said(VIRTUAL_ENV="", CONDA_PREFIX=str(tmp_path / "conda")).startswith(f"{conda} ")
-    command = said(VIRTUAL_ENV="", JOIN_TIMEOUT="7", MASTER_PORT="29601", GPUS_PER_NODE="4", NNODES="3", NODE_RANK="2")
+    command = said(
+        VIRTUAL_ENV="",
+        JOIN_TIMEOUT="7",
+        MASTER_PORT="29601",
+        GPUS_PER_NODE="4",
+        NNODES="3",
+        NODE_RANK="2",
+    )
     assert re.sub(r" --log_dir=\S+/torchrun", "", command) == (
-        f"{beside} -P -m distTest.torchrun --nnodes=3 --node_rank=2 --nproc_per_node=4 --master_addr=127.0.0.1 "
+        f"{beside} -P -m shardtune.cluster.torchrun --nnodes=3 --node_rank=2 --nproc_per_node=4 --master_addr=127.0.0.1 "
         f"--master_port=29601 --rdzv_conf=timeout=7 {copy}/train_fsdp.py --config my own.yaml train.epochs=1"
     )
     beside.unlink()
@@ -372,12 +445,23 @@ def test_the_defaults_are_the_guides(tmp_path: Path) -> None:
         if name not in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE")
     }
     done = subprocess.run(
-        ["sh", "launch_node1.sh"], cwd=REPOSITORY, env=known, capture_output=True, text=True, check=True, timeout=60
+        ["sh", "launch_node1.sh"],
+        cwd=REPOSITORY,
+        env=known,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert done.stdout.startswith(
-        BANNER.format(role="WORKER", node=1, port=29600, nodes=2, gpus=8).replace("127.0.0.1", "10.11.7.50")
+        BANNER.format(role="WORKER", node=1, port=29600, nodes=2, gpus=8).replace(
+            "127.0.0.1", "10.11.7.50"
+        )
     )
-    assert "--nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=10.11.7.50 --master_port=29600" in done.stdout
+    assert (
+        "--nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=10.11.7.50 --master_port=29600"
+        in done.stdout
+    )
 
 
 def test_a_slurm_job(tmp_path: Path) -> None:
@@ -412,13 +496,22 @@ def test_a_slurm_job(tmp_path: Path) -> None:
         check=True,
         timeout=60,
     )
-    elsewhere = subprocess.run(["bash", spooled], cwd=tmp_path, env=known, capture_output=True, text=True, check=False)
+    elsewhere = subprocess.run(
+        ["bash", spooled], cwd=tmp_path, env=known, capture_output=True, text=True, check=False
+    )
     assert elsewhere.returncode == 2
-    assert re.fullmatch(rf"ERROR: there is no launch_node0.sh in {tmp_path} - submit from .+\n", elsewhere.stderr)
+    assert re.fullmatch(
+        rf"ERROR: there is no launch_node0.sh in {tmp_path} - submit from .+\n", elsewhere.stderr
+    )
     assert "#SBATCH --ntasks-per-node=1" in Path(spooled).read_text(encoding="utf-8")
-    launched = [line for line in done.stdout.splitlines() if "-m distTest.torchrun" in line]
+    launched = [
+        line for line in done.stdout.splitlines() if "-m shardtune.cluster.torchrun" in line
+    ]
     for line, node, gpus in zip(launched, (0, 1), (8, 4), strict=True):
-        assert f"--nnodes=2 --node_rank={node} --nproc_per_node={gpus} --master_addr=n7 --master_port=29600" in line
+        assert (
+            f"--nnodes=2 --node_rank={node} --nproc_per_node={gpus} --master_addr=n7 --master_port=29600"
+            in line
+        )
         assert line.endswith("train_fsdp.py train.epochs=1")
 
 

@@ -17,11 +17,20 @@ from typing import Any
 
 import pytest
 from conftest import a_free_port, needs_namespaces
-from documented import require_documented
-from launches import ARGUMENTS, descendants, end, fill, small_disk, start, two_nodes, write_run
+from helpers.documented import require_documented
+from helpers.launches import (
+    ARGUMENTS,
+    descendants,
+    end,
+    fill,
+    small_disk,
+    start,
+    two_nodes,
+    write_run,
+)
 
-from distTest.local_ranks import LocalRanks
-from shardtune import watchdog
+from shardtune.cluster.local_ranks import LocalRanks
+from shardtune.distributed import watchdog
 from shardtune.errors import AGAIN
 
 HOST = socket.gethostname()
@@ -46,7 +55,9 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def write_place(folder: Path, pid: int) -> None:
-    (folder / "rank_1").write_text(f"rank 1 on {HOST}, last seen in step 3 (data)\n{pid} 0\n", encoding="utf-8")
+    (folder / "rank_1").write_text(
+        f"rank 1 on {HOST}, last seen in step 3 (data)\n{pid} 0\n", encoding="utf-8"
+    )
 
 
 def ticks(ranks: LocalRanks, count: int) -> None:
@@ -56,7 +67,9 @@ def ticks(ranks: LocalRanks, count: int) -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_rank_without_a_sign_of_life(is_stopped: bool, launch: Path, process: subprocess.Popen[bytes]) -> None:
+def test_a_rank_without_a_sign_of_life(
+    is_stopped: bool, launch: Path, process: subprocess.Popen[bytes]
+) -> None:
     """Stopped, though its folder is gone; or with a file that stands still where this process can touch its own."""
     write_place(launch, process.pid)
     ranks = LocalRanks(launch)
@@ -71,9 +84,7 @@ def test_a_rank_without_a_sign_of_life(is_stopped: bool, launch: Path, process: 
     ticks(ranks, 2)
     assert process.wait(9) == -signal.SIGKILL
     code, line = (launch / "outcome").read_text(encoding="utf-8").splitlines()
-    said = (
-        rf"rank 1 on {HOST}, last seen in step 3 \(data\): no sign of life for \d s, its process was stopped or .* - .*"
-    )
+    said = rf"rank 1 on {HOST}, last seen in step 3 \(data\): no sign of life for \d s, its process was stopped or .* - .*"
     assert code == "1" and re.fullmatch(said, line)
     require_documented("running", f"ERROR: {line}")
 
@@ -115,7 +126,11 @@ def test_a_rank_that_finds_no_room_for_its_place(
         ("sys.exit(75)", 75, None),
         ("sys.exit(2)", 2, None),
         ("sys.exit(1)", None, None),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 1, "ended by SIGSEGV, last seen in step 3 (data) - see what it said"),
+        (
+            "os.kill(os.getpid(), signal.SIGSEGV)",
+            1,
+            "ended by SIGSEGV, last seen in step 3 (data) - see what it said",
+        ),
     ],
 )
 def test_how_a_rank_ended_whose_folder_is_gone(
@@ -142,9 +157,17 @@ os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 ranks.note_ends()
 print(ranks.exit_code)
 """
-    known = os.environ | {"SHARDTUNE_LAUNCH_DIR": str(tmp_path / "launch"), "SHARDTUNE_AGAIN": AGAIN}
+    known = os.environ | {
+        "SHARDTUNE_LAUNCH_DIR": str(tmp_path / "launch"),
+        "SHARDTUNE_AGAIN": AGAIN,
+    }
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=known, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=known,
+        timeout=60,
+        check=True,
     )
     assert done.stdout == f"{32 + code if code else None}\n", done.stderr
     assert (f"ERROR: rank 1 on host: {said}" in done.stderr) if said else "ERROR" not in done.stderr
@@ -160,7 +183,14 @@ def test_a_disk_that_is_full_when_a_launch_begins(folder: Path) -> None:
     with small_disk(folder / "disk") as disk:
         fill(disk)
         code, _, errors = end(
-            start("launch_node0.sh", *ARGUMENTS, "train.max_steps=1", cwd=folder, NNODES="1", TMPDIR=str(disk))
+            start(
+                "launch_node0.sh",
+                *ARGUMENTS,
+                "train.max_steps=1",
+                cwd=folder,
+                NNODES="1",
+                TMPDIR=str(disk),
+            )
         )
         assert [file.name for file in disk.iterdir()] == ["filler"]
     line = f"ERROR: no temporary folder can be made in {disk} - make room there, or set TMPDIR"
@@ -173,11 +203,17 @@ def test_a_disk_that_is_full_when_a_launch_begins(folder: Path) -> None:
     ("how", "processes"),
     [
         ("full", "1"),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("gone", "2"), ("full", "2"), ("gone", "1"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("gone", "2"), ("full", "2"), ("gone", "1"))
+        ),
     ],
 )
 def test_a_signal_to_a_run_whose_folder_is(how: str, processes: str, folder: Path) -> None:
-    with small_disk(folder / "disk") as disk, two_nodes(folder, TMPDIR=str(disk), GPUS_PER_NODE=processes) as nodes:
+    with (
+        small_disk(folder / "disk") as disk,
+        two_nodes(folder, TMPDIR=str(disk), GPUS_PER_NODE=processes) as nodes,
+    ):
         nodes.wait_for_step(3)
         time.sleep(2)  # torchrun looks every second
         for launched in disk.glob("shardtune.*"):
@@ -195,23 +231,33 @@ def test_a_signal_to_a_run_whose_folder_is(how: str, processes: str, folder: Pat
 @pytest.mark.full
 def test_a_rank_that_is_killed_where_the_disk_is_full(folder: Path) -> None:
     """It is alone on its node; and what it did last is known from before."""
-    with small_disk(folder / "disk") as disk, two_nodes(folder, TMPDIR=str(disk), GPUS_PER_NODE="1") as nodes:
+    with (
+        small_disk(folder / "disk") as disk,
+        two_nodes(folder, TMPDIR=str(disk), GPUS_PER_NODE="1") as nodes,
+    ):
         nodes.wait_for_step(3)
         time.sleep(2)
-        processes = [file.read_text(encoding="utf-8") for file in disk.glob("shardtune.*/processes")]
+        processes = [
+            file.read_text(encoding="utf-8") for file in disk.glob("shardtune.*/processes")
+        ]
         ranks = {int(pid) for text in processes for pid in text.split()}
         fill(disk)
         (rank,) = ranks & {*descendants(nodes.scripts[1].pid)}
         os.kill(rank, signal.SIGKILL)
         for code, last in nodes.end():
-            assert code == 1 and re.fullmatch(rf"ERROR: rank 1 on {HOST}: ended without a word, last seen .*", last)
+            assert code == 1 and re.fullmatch(
+                rf"ERROR: rank 1 on {HOST}: ended without a word, last seen .*", last
+            )
 
 
 @needs_namespaces
 @pytest.mark.full
 def test_a_disk_that_is_full_for_a_while(folder: Path) -> None:
     """For longer than a rank may be silent; it is alone on its node."""
-    with small_disk(folder / "disk") as disk, two_nodes(folder, TMPDIR=str(disk), GPUS_PER_NODE="1") as nodes:
+    with (
+        small_disk(folder / "disk") as disk,
+        two_nodes(folder, TMPDIR=str(disk), GPUS_PER_NODE="1") as nodes,
+    ):
         nodes.wait_for_step(3)
         filler = fill(disk)
         time.sleep(55)
@@ -225,7 +271,12 @@ def test_a_disk_that_is_full_for_a_while(folder: Path) -> None:
 @needs_namespaces
 @pytest.mark.full
 def test_a_run_that_finishes_without_its_folder(folder: Path) -> None:
-    one = {"NNODES": "1", "GPUS_PER_NODE": "2", "MASTER_PORT": a_free_port(), "TMPDIR": str(folder / "temporary")}
+    one = {
+        "NNODES": "1",
+        "GPUS_PER_NODE": "2",
+        "MASTER_PORT": a_free_port(),
+        "TMPDIR": str(folder / "temporary"),
+    }
     (folder / "temporary").mkdir()
     node = start("launch_node0.sh", *ARGUMENTS, "train.max_steps=400", cwd=folder, **one)
     assert node.stdout is not None

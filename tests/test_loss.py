@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from conftest import REPOSITORY
 from torch import nn
 
-from shardtune import loss as loss_module
-from shardtune.loss import LossHead
-from shardtune.packing import Batch
+from shardtune.data.batch import Batch
+from shardtune.model import loss as loss_module
+from shardtune.model.loss import LossHead
 
 
 def a_head(
@@ -50,15 +50,22 @@ def test_loss_and_gradients_equal_plain_pytorch_in_float64(
     hidden = (scale * torch.randn(2, 30, 16)).requires_grad_()
     got = head(hidden)
     found = gradients_of(got, hidden, head.weight, head.bias)
-    exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight, *([head.bias] if has_bias else []))]
+    exact = [
+        x.detach().double().requires_grad_()
+        for x in (hidden, head.weight, *([head.bias] if has_bias else []))
+    ]
     logits = F.linear(exact[0].flatten(0, 1)[predicting], *exact[1:])
     expected = F.cross_entropy(logits, targets, reduction="sum")
     assert got.item() == pytest.approx(expected.item(), rel=1e-6)
     for mine, theirs in zip(found, gradients_of(expected, *exact), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=2e-5, atol=2e-5 * theirs.abs().max().item())
+        torch.testing.assert_close(
+            mine.double(), theirs, rtol=2e-5, atol=2e-5 * theirs.abs().max().item()
+        )
 
 
-def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_plain_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_plain_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     predicting = torch.arange(200)
     head, targets = a_head(64, 500, True, torch.bfloat16, predicting)
     hidden = torch.randn(200, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -68,7 +75,9 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_plain_head(monkeypatch: p
     def errors(loss: torch.Tensor) -> list[float]:
         true_loss = F.cross_entropy(F.linear(*exact), targets, reduction="sum")
         pairs = zip(gradients_of(loss, *tensors), gradients_of(true_loss, *exact), strict=True)
-        relative = [((mine.double() - theirs).norm() / theirs.norm()).item() for mine, theirs in pairs]
+        relative = [
+            ((mine.double() - theirs).norm() / theirs.norm()).item() for mine, theirs in pairs
+        ]
         return [abs(loss.item() / true_loss.item() - 1), *relative]
 
     plain = errors(F.cross_entropy(F.linear(*tensors).float(), targets, reduction="sum"))
@@ -83,7 +92,9 @@ def test_nothing_trained_has_a_zero_loss_with_gradients() -> None:
     hidden = torch.randn(1, 9, 16, requires_grad=True)
     loss = head(hidden)
     assert loss.item() == 0
-    assert all(not gradient.any() for gradient in gradients_of(loss, hidden, head.weight, head.bias))
+    assert all(
+        not gradient.any() for gradient in gradients_of(loss, hidden, head.weight, head.bias)
+    )
 
 
 def test_without_gradients_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +153,11 @@ def printed(script: str, *arguments: object) -> str:
         [sys.executable, "-c", script, *map(str, arguments)],
         cwd=REPOSITORY / "tests",
         # What is freed goes back at once, however small: the peak is then that of the tensors.
-        env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests", "PATH": "", "MALLOC_MMAP_THRESHOLD_": "1000000"},
+        env={
+            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests",
+            "PATH": "",
+            "MALLOC_MMAP_THRESHOLD_": "1000000",
+        },
         capture_output=True,
         text=True,
         check=False,

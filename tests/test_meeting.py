@@ -16,19 +16,26 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from conftest import a_free_port
-from documented import require_documented
+from helpers.documented import require_documented
 
-from distTest import facts, knocking, meeting, network, paths, preflight, ranks, settings
-from distTest.children import Child
-from distTest.doors import Doors, side_port
-from distTest.meeting import Meeting
-from distTest.reception import Reception
-from distTest.voice import Voice
-from distTest.wire import Link, Member, readable
-from shardtune.errors import Refused
+from distTest import preflight
+from shardtune.cluster import connectivity as paths
+from shardtune.cluster import environment as settings
+from shardtune.cluster import knocking, meeting, network
+from shardtune.cluster import microbenchmark as ranks
+from shardtune.cluster import node_info as facts
+from shardtune.cluster.children import Child
+from shardtune.cluster.control import Link, NodeHello, readable
+from shardtune.cluster.doors import Doors, side_port
+from shardtune.cluster.meeting import Meeting
+from shardtune.cluster.reception import Reception
+from shardtune.cluster.voice import Voice
+from shardtune.errors import UserError
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "2"}
-NODES = [Member(node, 2, f"host{node}", "127.0.0.1", 29600, str(node), "digest") for node in range(2)]
+NODES = [
+    NodeHello(node, 2, f"host{node}", "127.0.0.1", 29600, str(node), "digest") for node in range(2)
+]
 
 
 def quiet(line: str) -> None:
@@ -37,7 +44,7 @@ def quiet(line: str) -> None:
 
 def problem_of(work: Callable[[], object]) -> str:
     """The last line of a node that does this."""
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         work()
     line = f"ERROR: {refused.value.problems[-1]}"
     require_documented("preflight", line)
@@ -48,7 +55,10 @@ def problem_of(work: Callable[[], object]) -> str:
 def two_that_have_met(doors: Doors | None = None) -> Iterator[tuple[Meeting, Meeting]]:
     links = [Link(end, "127.0.0.1") for end in socket.socketpair()]
     try:
-        yield (Meeting(0, NODES, {1: links[0]}, quiet, doors), Meeting(1, NODES, {0: links[1]}, quiet))
+        yield (
+            Meeting(0, NODES, {1: links[0]}, quiet, doors),
+            Meeting(1, NODES, {0: links[1]}, quiet),
+        )
     finally:
         for link in links:
             link.close()
@@ -59,7 +69,7 @@ def beside(work: Callable[[], object]) -> Iterator[None]:
     """What another node does meanwhile, which may be refused too."""
 
     def refusable() -> None:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(UserError):
             work()
 
     thread = threading.Thread(target=refusable)
@@ -78,13 +88,19 @@ def test_a_node_that_goes_away() -> None:
     with two_that_have_met() as (first, second):
         vars(second)["_links"][0].close()
         line = problem_of(lambda: first.gather("the measurements", {}, 9))
-    assert line.startswith("ERROR: node 1 (host1) went away (it closed the connection, the measurements) - ")
+    assert line.startswith(
+        "ERROR: node 1 (host1) went away (it closed the connection, the measurements) - "
+    )
 
 
 @pytest.mark.parametrize(
     ("met", "late", "words"),
     [
-        (2, NODES[1], "two nodes call themselves node 1: host1 (127.0.0.1), which is in the run, and late (127.0.0.1)"),
+        (
+            2,
+            NODES[1],
+            "two nodes call themselves node 1: host1 (127.0.0.1), which is in the run, and late (127.0.0.1)",
+        ),
         (
             2,
             replace(NODES[1], node=2, nodes=3),
@@ -93,7 +109,7 @@ def test_a_node_that_goes_away() -> None:
         (1, NODES[1], "NNODES is 1 on node 0 (host0) and 2 on node 1 (late)"),
     ],
 )
-def test_a_node_that_comes_when_all_have_met(met: int, late: Member, words: str) -> None:
+def test_a_node_that_comes_when_all_have_met(met: int, late: NodeHello, words: str) -> None:
     """It is refused, and node 0 goes on, unless it took itself for the only one."""
     port, doors = int(a_free_port()), Doors(NODES[0])
     doors.open(port, is_main=True)
@@ -101,7 +117,9 @@ def test_a_node_that_comes_when_all_have_met(met: int, late: Member, words: str)
     first = Meeting(0, NODES[:met], {}, quiet, doors)
 
     def come() -> None:
-        found = knocking.knock(replace(late, host="late", token="late", port=None), "127.0.0.1", port, 5)
+        found = knocking.knock(
+            replace(late, host="late", token="late", port=None), "127.0.0.1", port, 5
+        )
         assert isinstance(found, knocking.Welcome)
         (message,) = found.behind or found.link.receive(5)
         assert message["problems"][0].startswith(words)
@@ -109,7 +127,7 @@ def test_a_node_that_comes_when_all_have_met(met: int, late: Member, words: str)
 
     told: list[str] = []
     try:
-        with beside(come), pytest.raises(Refused) as refused:
+        with beside(come), pytest.raises(UserError) as refused:
             first.gather("the facts of its devices", helper, 0.5)
     finally:
         helper.end()
@@ -118,21 +136,29 @@ def test_a_node_that_comes_when_all_have_met(met: int, late: Member, words: str)
     assert (refused.value.problems[0].startswith(words)) == (met == 1)
 
 
-@pytest.mark.parametrize(("answer", "how"), [("none", "hears nothing for 5 s"), ("an end", "is cut off")])
-def test_a_port_that_somebody_else_answers(answer: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("answer", "how"), [("none", "hears nothing for 5 s"), ("an end", "is cut off")]
+)
+def test_a_port_that_somebody_else_answers(
+    answer: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(paths, "_MESSAGE_TIMEOUT_S", 0.2)
     mine = settings.read_settings(LOOPBACK, [])
     with two_that_have_met() as (first, second), socket.create_server(("127.0.0.1", 0)) as other:
 
         def be_second() -> None:
-            second.gather("ports", {"ip": "127.0.0.1", "port": other.getsockname()[1], "mtu": "lo 1500"}, 9)
+            second.gather(
+                "ports", {"ip": "127.0.0.1", "port": other.getsockname()[1], "mtu": "lo 1500"}, 9
+            )
             if answer == "an end":
                 other.accept()[0].close()
             second.gather("connections", {"problems": []}, 9)
 
         with beside(be_second):
             line = problem_of(lambda: paths.require_paths(first, mine))
-    assert line.startswith("ERROR: node 0 (host0) connects to node 1 (host1) at port ") and how in line
+    assert (
+        line.startswith("ERROR: node 0 (host0) connects to node 1 (host1) at port ") and how in line
+    )
 
 
 def test_a_node_0_that_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,14 +168,16 @@ def test_a_node_0_that_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None
     doors.open(port, is_main=True)
     me = replace(NODES[1], port=None)
 
-    came: list[tuple[Member, Link]] = []
+    came: list[tuple[NodeHello, Link]] = []
 
     def welcome() -> None:
         while not came:
             came.extend(doors.arrivals(readable(doors.sources(), 5)))
 
     with beside(welcome):
-        line = problem_of(knocking.Knocking(me, "127.0.0.1", "127.0.0.1", port, False, 0.3, Voice()).meet)
+        line = problem_of(
+            knocking.Knocking(me, "127.0.0.1", "127.0.0.1", port, False, 0.3, Voice()).meet
+        )
     doors.close()
     assert line == "ERROR: node 0 (host0) still waits for other nodes after 0 s - see its log"
 
@@ -167,7 +195,13 @@ def test_a_node_0_whose_port_a_stranger_has(capsys: pytest.CaptureFixture[str]) 
     def refuse() -> None:
         while not (arrived := doors.arrivals(readable(doors.sources(), 5))):
             pass
-        arrived[0][1].send({"problems": [f"port {port} of node 0 (host0) is taken by process 7 (`cat`) - end that"]})
+        arrived[0][1].send(
+            {
+                "problems": [
+                    f"port {port} of node 0 (host0) is taken by process 7 (`cat`) - end that"
+                ]
+            }
+        )
 
     threading.Thread(target=turn_away, daemon=True).start()
     me = replace(NODES[1], port=None)
@@ -182,8 +216,13 @@ def test_a_node_0_that_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was started with NNODES=1: torchrun's store is what the other finds there."""
     monkeypatch.setattr(knocking, "_STRANGER_S", 0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    line = problem_of(knocking.Knocking(NODES[1], "127.0.0.1", "127.0.0.1", store.port, False, 9, Voice()).meet)
-    assert "that is not the preflight of node 0, seen from node 1 (host1) - a run that has started (was node 0 " in line
+    line = problem_of(
+        knocking.Knocking(NODES[1], "127.0.0.1", "127.0.0.1", store.port, False, 9, Voice()).meet
+    )
+    assert (
+        "that is not the preflight of node 0, seen from node 1 (host1) - a run that has started (was node 0 "
+        in line
+    )
     store.set("still", "serves")
 
 
@@ -192,17 +231,21 @@ def test_a_port_that_is_taken_before_torchrun_starts(monkeypatch: pytest.MonkeyP
     with network.listen(0) as taken:
         port = taken.getsockname()[1]
         line = problem_of(lambda: vars(preflight)["_require_free"](port))
-    assert line.startswith(f"ERROR: port {port} was free and is taken now by process {os.getpid()} (`")
+    assert line.startswith(
+        f"ERROR: port {port} was free and is taken now by process {os.getpid()} (`"
+    )
 
 
 def test_a_port_that_may_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(port: int) -> socket.socket:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("distTest.doors.listen", refuse)
+    monkeypatch.setattr("shardtune.cluster.doors.listen", refuse)
     voice = Voice()
     vars(preflight)["_open_doors"](settings.read_settings(LOOPBACK, []), NODES[0], voice)
-    assert voice.problems[0].startswith("port 29600 of node 0 (host0) is not open: Permission denied - ")
+    assert voice.problems[0].startswith(
+        "port 29600 of node 0 (host0) is not open: Permission denied - "
+    )
     require_documented("preflight", f"ERROR: {voice.problems[0]}")
 
 
@@ -233,7 +276,11 @@ def test_an_environment_that_is_refused(changed: dict[str, str], words: str) -> 
 
 def test_an_interface_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.net_if_stats", lambda: {"lo": SimpleNamespace(isup=False)})
-    (line,) = [f"ERROR: {problem}" for problem in settings.read_settings(LOOPBACK, []).problems if "down" in problem]
+    (line,) = [
+        f"ERROR: {problem}"
+        for problem in settings.read_settings(LOOPBACK, []).problems
+        if "down" in problem
+    ]
     assert line.startswith(
         "ERROR: NCCL_SOCKET_IFNAME is 'lo', and that interface is down - `ip link set lo up` as root"
     )
@@ -252,7 +299,10 @@ def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     (problem,) = settings.read_settings(LOOPBACK, []).problems
-    assert problem == "the directory that this was started in does not exist any more - `cd` into one that does"
+    assert (
+        problem
+        == "the directory that this was started in does not exist any more - `cd` into one that does"
+    )
     require_documented("preflight", f"ERROR: {problem}")
 
 
@@ -274,7 +324,9 @@ def test_how_a_missing_node_is_launched(
     with contextlib.ExitStack() as opened:
         for node in came:
             ends = [opened.enter_context(end) for end in socket.socketpair()]
-            vars(reception)["_guests"].append((replace(NODES[1], node=node, nodes=nodes), Link(ends[0], "127.0.0.1")))
+            vars(reception)["_guests"].append(
+                (replace(NODES[1], node=node, nodes=nodes), Link(ends[0], "127.0.0.1"))
+            )
         line = problem_of(reception.wait_for_all)
     assert f" - start launch_node1.sh on {told} if it runs" in line
     assert f" (launch {told} the way" in capsys.readouterr().out
@@ -300,7 +352,10 @@ def test_whom_a_node_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("data.train=/nowhere/train.jsonl", "data.train=/nowhere/train.jsonl: no such file or directory - "),
+        (
+            "data.train=/nowhere/train.jsonl",
+            "data.train=/nowhere/train.jsonl: no such file or directory - ",
+        ),
         ("model.path=/nowhere/model", "model.path=/nowhere/model: no such directory - "),
         ("run.dir=/dev/null/run", "run.dir=/dev/null/run: /dev/null cannot be written - "),
     ],
@@ -350,7 +405,10 @@ def test_the_nccl_that_is_loaded_counts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
     monkeypatch.setattr(facts, "_gpus", lambda: {"gpus": []})
-    assert facts.facts_of_machine(readable_settings())["libraries"] == {"CUDA": "13.0", "NCCL": "2.28.5"}
+    assert facts.facts_of_machine(readable_settings())["libraries"] == {
+        "CUDA": "13.0",
+        "NCCL": "2.28.5",
+    }
 
 
 def readable_settings() -> settings.Settings:
@@ -361,7 +419,17 @@ def readable_settings() -> settings.Settings:
 
 def test_a_rank_that_does_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_ALL_TIMEOUT_S", 1.0)
-    job: dict[str, Any] = {"logs": str(tmp_path), "node": 0, "name": NODES[0].name, "sizes": [1, 1], "device": "CPU"}
-    (problem,) = ranks.measure(job | {"address": "127.0.0.1", "port": int(a_free_port())})["problems"]
-    assert problem.startswith("node 0 (host0), rank 0 did not finish within 1 s, it was in the rendezvous of the ranks")
+    job: dict[str, Any] = {
+        "logs": str(tmp_path),
+        "node": 0,
+        "name": NODES[0].name,
+        "sizes": [1, 1],
+        "device": "CPU",
+    }
+    (problem,) = ranks.measure(job | {"address": "127.0.0.1", "port": int(a_free_port())})[
+        "problems"
+    ]
+    assert problem.startswith(
+        "node 0 (host0), rank 0 did not finish within 1 s, it was in the rendezvous of the ranks"
+    )
     require_documented("preflight", f"ERROR: {problem}")

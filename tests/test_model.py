@@ -12,14 +12,20 @@ from typing import Any
 import pytest
 import torch
 from conftest import chats, small_opt, write_jsonl
-from ranks import config_for, on_ranks, train
+from helpers.ranks import config_for, on_ranks, train
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from shardtune.config import Config
-from shardtune.model import build_model
-from shardtune.world import join_world
+from shardtune.distributed.world import join_world
+from shardtune.model.build import build_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,7 +34,10 @@ def every_tensor(model: Any) -> Tensors:
     """Parameters under all of their names, and buffers, those that no file holds included; none shares storage."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().contiguous()
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        .detach()
+        .clone()
+        .contiguous()
         for name, tensor in named
     }
 
@@ -43,7 +52,9 @@ def report_models(configs: dict[str, Config], out: Path) -> None:
             "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
             "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
             "held": sum(parameter.to_local().numel() for parameter in parameters),
-            "empty_experts": [n for n, p in model.named_parameters() if p.dim() == 3 and not p.to_local().numel()],
+            "empty_experts": [
+                n for n, p in model.named_parameters() if p.dim() == 3 and not p.to_local().numel()
+            ],
             "training": model.training,
             "use_cache": model.config.use_cache,
         }
@@ -51,7 +62,9 @@ def report_models(configs: dict[str, Config], out: Path) -> None:
         save_file(every_tensor(model), out / f"{name}.{world.rank}.safetensors")
 
 
-def built(configs: dict[str, Config], ranks: int, folder: Path) -> dict[str, list[tuple[Tensors, dict[str, Any]]]]:
+def built(
+    configs: dict[str, Config], ranks: int, folder: Path
+) -> dict[str, list[tuple[Tensors, dict[str, Any]]]]:
     """Of each configuration, what `report_models` wrote on each rank."""
     folder.mkdir()
     finished = on_ranks(ranks, report_models, configs, folder, cwd=folder)
@@ -79,7 +92,9 @@ def assert_identical(found: Tensors, expected: Tensors) -> None:
 def sources(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The models, and `narrow`: the mixture of experts in files of bfloat16."""
     narrow = tmp_path_factory.mktemp("narrow")
-    AutoModelForCausalLM.from_pretrained(models["glm"], dtype=torch.bfloat16).save_pretrained(narrow)
+    AutoModelForCausalLM.from_pretrained(models["glm"], dtype=torch.bfloat16).save_pretrained(
+        narrow
+    )
     stored = load_file(narrow / "model.safetensors")
     assert stored["model.layers.1.mlp.experts.5.gate_proj.weight"].dtype == torch.bfloat16
     return {**models, "narrow": narrow}
@@ -102,7 +117,9 @@ def test_loading_gives_every_bit_of_plain_from_pretrained(ranks, sources, tmp_pa
         assert sum(report["held"] for _, report in reports) == total
 
 
-def test_random_weights_are_the_same_on_any_ranks_and_drawn_as_the_architecture_draws_them(models, tmp_path):
+def test_random_weights_are_the_same_on_any_ranks_and_drawn_as_the_architecture_draws_them(
+    models, tmp_path
+):
     configs = {
         f"{name}{seed}": config_for(models[name], tmp_path, "model.init=random", f"run.seed={seed}")
         for name in ("llama", "glm")
@@ -115,12 +132,15 @@ def test_random_weights_are_the_same_on_any_ranks_and_drawn_as_the_architecture_
                 assert_identical(found, alone[name])
                 assert report["tied"] == name.startswith("llama")
     for family in "llama", "glm":
-        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models[family]), dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(models[family]), dtype=torch.float32
+        )
         one, other = alone[f"{family}1"], alone[f"{family}2"]
         expected = every_tensor(plain)
         assert one.keys() == expected.keys()
         is_drawn = {
-            name: bool(tensor.std() > 0) and name in dict(plain.named_parameters(remove_duplicate=False))
+            name: bool(tensor.std() > 0)
+            and name in dict(plain.named_parameters(remove_duplicate=False))
             for name, tensor in expected.items()
         }
         for name, tensor in expected.items():
@@ -132,7 +152,9 @@ def test_random_weights_are_the_same_on_any_ranks_and_drawn_as_the_architecture_
                 assert torch.equal(one[name], tensor), name
                 assert torch.equal(other[name], tensor), name
         assert sum(is_drawn.values()) > 10
-        assert not torch.equal(*(one[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in (0, 1)))
+        assert not torch.equal(
+            *(one[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in (0, 1))
+        )
         assert one["model.rotary_emb.inv_freq"].std() > 0
 
 
@@ -158,7 +180,12 @@ def test_layers_that_each_rank_drops_by_itself_are_refused_by_name(models, tmp_p
     small_opt(num_hidden_layers=4, layerdrop=0.5).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "model")
     data = write_jsonl(tmp_path / "train.jsonl", chats(12))
-    given = [f"model.path={tmp_path / 'model'}", f"data.train={data}", "data.max_length=256", "data.packing=false"]
+    given = [
+        f"model.path={tmp_path / 'model'}",
+        f"data.train={data}",
+        "data.max_length=256",
+        "data.packing=false",
+    ]
     refused = train(2, *given, f"run.dir={tmp_path / 'two'}", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
@@ -186,14 +213,19 @@ def test_files_that_lack_a_tensor_are_refused_by_its_name(models, tmp_path):
         cwd=tmp_path,
     )
     assert refused.returncode == 2
-    assert "the files lack the model's tensor model.layers.1.mlp.up_proj.weight (1 in all)" in refused.stderr
+    assert (
+        "the files lack the model's tensor model.layers.1.mlp.up_proj.weight (1 in all)"
+        in refused.stderr
+    )
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def anonymous_bytes() -> int:
     """Memory of this process that no file backs."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon")
+    )
 
 
 def peak_growth(work: Callable[[], object]) -> int:
@@ -257,7 +289,9 @@ def count_forwards(configs: list[Config], out: Path) -> None:
     counts = []
     for config in configs:
         model, calls = build_model(config, AutoConfig.from_pretrained(config.model.path), world), []
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
+        model.model.layers[0].mlp.register_forward_pre_hook(
+            lambda *_, calls=calls: calls.append(None)
+        )
         model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
         counts.append(len(calls))
     (out / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
@@ -265,7 +299,8 @@ def count_forwards(configs: list[Config], out: Path) -> None:
 
 def test_full_activation_checkpointing_computes_a_layer_again(models, tmp_path):
     configs = [
-        config_for(models["llama"], tmp_path, f"model.activation_checkpointing={how}") for how in ("none", "full")
+        config_for(models["llama"], tmp_path, f"model.activation_checkpointing={how}")
+        for how in ("none", "full")
     ]
     assert on_ranks(1, count_forwards, configs, tmp_path, cwd=tmp_path).returncode == 0
     assert json.loads((tmp_path / "counts.json").read_text(encoding="utf-8")) == [1, 2]

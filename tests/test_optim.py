@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import config_for, on_ranks
+from helpers.ranks import config_for, on_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.config import Config, OptimizerConfig, SchedulerConfig
-from shardtune.model import build_model
-from shardtune.optim import (
+from shardtune.distributed.world import join_world
+from shardtune.model.build import build_model
+from shardtune.training.optim import (
     build_optimizer,
     clip_gradients,
     learning_rate,
@@ -24,7 +25,6 @@ from shardtune.optim import (
     set_learning_rate,
     squared_gradients,
 )
-from shardtune.world import join_world
 
 # 12 steps, of which ceil(0.3 x 12) = 4 warm up, then 8 fall from 8e-4 to a tenth of that.
 HALF_COSINE = [(1 + math.cos(math.pi * eighths / 8)) / 2 for eighths in range(1, 9)]
@@ -54,20 +54,36 @@ def test_cosine_is_half_way_in_the_middle():
     [
         (0.0, 1, {"constant": 1.0}, {"constant": 1.0}),
         (1.0, 4, {}, {"constant": 1.0, "linear": 1.0, "cosine": 1.0}),
-        (0.03, 1, {"constant": 1.0, "linear": 1.0, "cosine": 1.0}, {"constant": 1.0, "linear": 1.0, "cosine": 1.0}),
+        (
+            0.03,
+            1,
+            {"constant": 1.0, "linear": 1.0, "cosine": 1.0},
+            {"constant": 1.0, "linear": 1.0, "cosine": 1.0},
+        ),
     ],
 )
 def test_runs_of_few_steps(name, warmup, total, first, last):
     config = SchedulerConfig(name=name, warmup_ratio=warmup, min_lr_ratio=0.1)
-    assert learning_rate(1, total, 1.0, config) == pytest.approx(first.get(name, 0.25 if warmup else 0.1))
+    assert learning_rate(1, total, 1.0, config) == pytest.approx(
+        first.get(name, 0.25 if warmup else 0.1)
+    )
     assert learning_rate(total, total, 1.0, config) == pytest.approx(last.get(name, 0.1))
 
 
 def test_decay_reaches_matrices_and_neither_norms_nor_biases(models):
     model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.2))
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    kept = {id(p) for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+    optimizer = build_optimizer(
+        model, OptimizerConfig(lr=1e-3, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.2)
+    )
+    decayed = {
+        id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]
+    }
+    kept = {
+        id(p)
+        for group in optimizer.param_groups
+        if not group["weight_decay"]
+        for p in group["params"]
+    }
     assert {name for name, p in model.named_parameters() if id(p) in kept} == {
         name for name, _ in model.named_parameters() if "norm" in name
     }
@@ -89,7 +105,7 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
         parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)
 
     def norm_of_all() -> torch.Tensor:
-        return world.of_ranks(squared_gradients(model)).sum().sqrt().float()
+        return world.all_gather_scalars(squared_gradients(model)).sum().sqrt().float()
 
     norm = norm_of_all()
     clip_gradients(model, 1.0, norm)
@@ -116,7 +132,9 @@ def test_the_norm_over_ranks_is_that_of_one_process(models, tmp_path):
     torch.manual_seed(1)
     for parameter in plain.parameters():
         parameter.grad = torch.randn_like(parameter)
-    save_file({name: p.grad for name, p in plain.named_parameters()}, tmp_path / "gradients.safetensors")
+    save_file(
+        {name: p.grad for name, p in plain.named_parameters()}, tmp_path / "gradients.safetensors"
+    )
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), math.inf).item()
     finished = on_ranks(
         3,
@@ -128,7 +146,11 @@ def test_the_norm_over_ranks_is_that_of_one_process(models, tmp_path):
     )
     assert finished.returncode == 0, finished.stderr
     for rank in range(3):
-        norm, clipped, unchanged, non_finite = json.loads((tmp_path / f"seen.{rank}").read_text(encoding="utf-8"))
+        norm, clipped, unchanged, non_finite = json.loads(
+            (tmp_path / f"seen.{rank}").read_text(encoding="utf-8")
+        )
         assert norm == pytest.approx(expected, rel=1e-6)
         assert clipped == unchanged == pytest.approx(1.0, rel=1e-5)
-        assert non_finite == ([["model.embed_tokens.weight"], ["model.norm.weight"]] if rank == 1 else [[], []])
+        assert non_finite == (
+            [["model.embed_tokens.weight"], ["model.norm.weight"]] if rank == 1 else [[], []]
+        )

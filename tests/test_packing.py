@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import chats, write_jsonl
-from ranks import config_for
+from helpers.ranks import config_for
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig
 
-from shardtune.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
-from shardtune.flops import ModelFlops, count_flops
-from shardtune.loss import summed_loss
-from shardtune.packing import Cost, Position, Rows, build_batch, cost_of, count_rows, deal, make_schedule, plan_rows
+from shardtune.data.batch import build_batch
+from shardtune.data.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
+from shardtune.data.packing import Rows, count_rows, plan_rows
+from shardtune.data.schedule import Cost, Position, assign_rows, make_schedule
+from shardtune.model.flops import ModelFlops, cost_of, count_flops
+from shardtune.model.loss import summed_loss
 
 
 def random_lengths(count: int, longest: int, seed: int) -> np.ndarray:
@@ -88,7 +90,9 @@ def test_rows_are_those_of_a_naive_best_fit(count, longest, max_length):
     assert sorted(filled) == sorted(naive_best_fit(lengths.tolist(), max_length))
 
 
-@pytest.mark.parametrize(("count", "mean", "max_length"), [(2000, 50, 400), (1500, 300, 256), (900, 2, 64)])
+@pytest.mark.parametrize(
+    ("count", "mean", "max_length"), [(2000, 50, 400), (1500, 300, 256), (900, 2, 64)]
+)
 def test_rows_of_skewed_lengths_are_those_of_a_naive_best_fit(count, mean, max_length):
     """Many equal lengths, of which a row takes several at once, and, clipped, many that fill one."""
     lengths = log_normal_lengths(count, mean, max_length, count)
@@ -169,14 +173,23 @@ def test_each_row_is_dealt_to_one_rank_and_all_ranks_have_as_many_micro_batches(
         rows = Rows(np.arange(2 * count), np.arange(0, 2 * count + 1, 2))
         lengths = random_lengths(2 * count, 40, count)
         costs = ANY_COST.of_rows(rows, lengths, counts_of(lengths))
-        dealt = [deal(rows, costs, rank, ranks, rows_per_micro_batch) for rank in range(ranks)]
+        dealt = [
+            assign_rows(rows, costs, rank, ranks, rows_per_micro_batch) for rank in range(ranks)
+        ]
         assert len({len(micro_batches) for micro_batches in dealt}) == 1
         assert len(dealt[0]) == -(-count // (ranks * rows_per_micro_batch))
         pairs = [
-            batch[i : i + 2] for micro_batches in dealt for batch in micro_batches for i in range(0, len(batch), 2)
+            batch[i : i + 2]
+            for micro_batches in dealt
+            for batch in micro_batches
+            for i in range(0, len(batch), 2)
         ]
         assert sorted(pairs) == [[2 * row, 2 * row + 1] for row in range(count)]
-        assert all(len(batch) <= 2 * rows_per_micro_batch for micro_batches in dealt for batch in micro_batches)
+        assert all(
+            len(batch) <= 2 * rows_per_micro_batch
+            for micro_batches in dealt
+            for batch in micro_batches
+        )
         for micro_batch in zip(*dealt, strict=True):
             sizes = [len(batch) // 2 for batch in micro_batch]
             assert max(sizes) - min(sizes) <= 1
@@ -187,8 +200,10 @@ def test_ranks_get_rows_of_like_cost_at_once_and_as_much_in_all(rows_per_micro_b
     """Rows of 1 to 128 tokens, in any order."""
     lengths = np.random.default_rng(0).permutation(np.arange(1, 129))
     rows = Rows(np.arange(128), np.arange(129))
-    dealt = [deal(rows, lengths, rank, 16, rows_per_micro_batch) for rank in range(16)]
-    tokens = np.array([[lengths[batch].sum() for batch in micro_batches] for micro_batches in dealt])
+    dealt = [assign_rows(rows, lengths, rank, 16, rows_per_micro_batch) for rank in range(16)]
+    tokens = np.array(
+        [[lengths[batch].sum() for batch in micro_batches] for micro_batches in dealt]
+    )
     assert (tokens.sum(1) == 129 * 4).all()
     assert (np.ptp(tokens, axis=0) == (15 if rows_per_micro_batch == 1 else 0)).all()
 
@@ -214,8 +229,14 @@ def useful_shares(
         costs = cost.of_rows(step, lengths[step.members], trained_counts[step.members])
         of_ranks = np.array(
             [
-                [flops.of_step(lengths[batch], trained_counts[batch].sum()) for batch in micro_batches]
-                for micro_batches in (deal(step, costs, rank, ranks, rows_per_micro_batch) for rank in range(ranks))
+                [
+                    flops.of_step(lengths[batch], trained_counts[batch].sum())
+                    for batch in micro_batches
+                ]
+                for micro_batches in (
+                    assign_rows(step, costs, rank, ranks, rows_per_micro_batch)
+                    for rank in range(ranks)
+                )
             ]
         )
         worked += of_ranks.sum() / ranks
@@ -224,19 +245,27 @@ def useful_shares(
     return worked / by_step, worked / by_micro_batch
 
 
-@pytest.mark.parametrize(("accumulation", "rows_per_micro_batch"), [(1, 1), (1, 2), (2, 1), (4, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("accumulation", "rows_per_micro_batch"), [(1, 1), (1, 2), (2, 1), (4, 1), (8, 2)]
+)
 @pytest.mark.parametrize("model", CONFIGS)
 @pytest.mark.parametrize("trained_shares", [(0.25, 0.4), (0.05, 0.95)])
 def test_sixteen_ranks_wait_less_than_three_percent_for_the_slowest(
     model, accumulation, rows_per_micro_batch, trained_shares
 ):
     """Five percent where any share is trained, the head is large in a small model, and a rank has but one row."""
-    is_worst = (model, accumulation * rows_per_micro_batch, trained_shares) == ("SmolLM2-135M", 1, (0.05, 0.95))
+    is_worst = (model, accumulation * rows_per_micro_batch, trained_shares) == (
+        "SmolLM2-135M",
+        1,
+        (0.05, 0.95),
+    )
     shares = useful_shares(model, 16_000, trained_shares, 16, accumulation, rows_per_micro_batch)
     assert min(shares) > (0.95 if is_worst else 0.97)
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(8, 0.98), (24, 0.95), (32, 0.975), (64, 0.91), (128, 0.845)])
+@pytest.mark.parametrize(
+    ("ranks", "share"), [(8, 0.98), (24, 0.95), (32, 0.975), (64, 0.91), (128, 0.845)]
+)
 def test_other_numbers_of_ranks_wait_as_little_as_is_said(ranks, share):
     assert useful_shares("SmolLM2-135M", 64_000, (0.25, 0.4), ranks)[0] > share
 
@@ -247,7 +276,12 @@ def test_rows_that_stand_together_are_random_among_those_that_cost_alike():
     places = []
     for epoch in range(2):
         rows = plan_rows(lengths, 4096, True, 1, epoch)
-        places.append({frozenset(rows.part(first, first + 32).members.tolist()) for first in range(0, len(rows), 32)})
+        places.append(
+            {
+                frozenset(rows.part(first, first + 32).members.tolist())
+                for first in range(0, len(rows), 32)
+            }
+        )
         longest = np.maximum.reduceat(lengths[rows.members], rows.starts[:-1])
         assert abs(np.corrcoef(np.arange(len(rows)), longest)[0, 1]) < 0.3
     assert not places[0] & places[1]
@@ -273,7 +307,14 @@ def test_the_cost_of_a_model_counts_the_experts_that_a_token_meets(models):
 def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset):
     def batches(ranks: int, rows_per_micro_batch: int) -> list[list[int]]:
         schedule = make_schedule(
-            dataset, max_length=50, packing=True, seed=1, rows_per_step=8, epochs=2, max_steps=None, start=Position()
+            dataset,
+            max_length=50,
+            packing=True,
+            seed=1,
+            rows_per_step=8,
+            epochs=2,
+            max_steps=None,
+            start=Position(),
         )
         return [
             sorted(
@@ -286,18 +327,31 @@ def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset):
         ]
 
     expected = batches(1, 1)
-    assert all(batches(ranks, rows) == expected for ranks, rows in ((1, 8), (2, 2), (4, 1), (8, 1), (3, 1)))
+    assert all(
+        batches(ranks, rows) == expected for ranks, rows in ((1, 8), (2, 2), (4, 1), (8, 1), (3, 1))
+    )
 
 
 def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset):
     schedule = make_schedule(
-        dataset, max_length=50, packing=False, seed=1, rows_per_step=10, epochs=3, max_steps=None, start=Position()
+        dataset,
+        max_length=50,
+        packing=False,
+        seed=1,
+        rows_per_step=10,
+        epochs=3,
+        max_steps=None,
+        start=Position(),
     )
     steps = list(schedule.steps())
     assert (schedule.rows_per_epoch, schedule.steps_per_epoch, schedule.total_steps) == (97, 10, 30)
     assert [step.number for step in steps] == list(range(1, 31))
     assert [len(step.rows) for step in steps] == ([10] * 9 + [7]) * 3
-    assert [step.end for step in steps[8:11]] == [Position(9, 0, 90), Position(10, 1, 0), Position(11, 1, 10)]
+    assert [step.end for step in steps[8:11]] == [
+        Position(9, 0, 90),
+        Position(10, 1, 0),
+        Position(11, 1, 10),
+    ]
     for step in steps:
         members = step.rows.members.tolist()
         assert step.lengths.tolist() == [len(dataset[i][0]) for i in members]
@@ -307,17 +361,23 @@ def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset):
 
 @pytest.mark.parametrize("before", [1, 3, 9, 10, 14])
 @pytest.mark.parametrize("rows_per_step", [1, 7, 10, 64, 1000])
-def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(dataset, before, rows_per_step):
+def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(
+    dataset, before, rows_per_step
+):
     given = {"max_length": 50, "packing": False, "seed": 5, "epochs": 3, "max_steps": None}
     first = [
         step
         for step, _ in zip(
-            make_schedule(dataset, rows_per_step=10, start=Position(), **given).steps(), range(before), strict=False
+            make_schedule(dataset, rows_per_step=10, start=Position(), **given).steps(),
+            range(before),
+            strict=False,
         )
     ]
     resumed = make_schedule(dataset, rows_per_step=rows_per_step, start=first[-1].end, **given)
     rest = list(resumed.steps())
-    seen = Counter((step.epoch, sequence) for step in first + rest for sequence in step.rows.members.tolist())
+    seen = Counter(
+        (step.epoch, sequence) for step in first + rest for sequence in step.rows.members.tolist()
+    )
     assert seen == Counter(product(range(3), range(97)))
     assert [step.number for step in rest] == list(range(before + 1, resumed.total_steps + 1))
 
@@ -334,7 +394,14 @@ def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(dataset, be
 )
 def test_max_steps_ends_the_run_first(dataset, start, max_steps, total):
     schedule = make_schedule(
-        dataset, max_length=50, packing=False, seed=5, rows_per_step=10, epochs=3, max_steps=max_steps, start=start
+        dataset,
+        max_length=50,
+        packing=False,
+        seed=5,
+        rows_per_step=10,
+        epochs=3,
+        max_steps=max_steps,
+        start=start,
     )
     assert schedule.total_steps == total
     assert [step.number for step in schedule.steps()] == list(range(start.step + 1, total + 1))
@@ -352,7 +419,10 @@ def written_by_hand(folder: Path) -> TokenDataset:
 
 
 def listed(batch) -> dict[str, object]:
-    return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in vars(batch).items()}
+    return {
+        name: getattr(value, "tolist", lambda value=value: value)()
+        for name, value in vars(batch).items()
+    }
 
 
 def test_a_packed_batch_is_one_row_whose_positions_restart(tmp_path):
@@ -387,19 +457,29 @@ def test_the_batch_of_a_rank_without_rows_trains_nothing(packing, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm"])
-def test_packed_and_padded_batches_have_the_same_loss_and_an_empty_one_none(family, models, tmp_path):
+def test_packed_and_padded_batches_have_the_same_loss_and_an_empty_one_none(
+    family, models, tmp_path
+):
     write_jsonl(tmp_path / "train.jsonl", chats(12))
     data = config_for(models[family], tmp_path, "data.max_length=250").data
     encoder = build_encoder(str(models[family]), data, datetime.date(2025, 1, 1))
     train = open_prepared(prepare_data(data, encoder, print)).train
     model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
     model.config.use_cache = False
-    alone = sum(summed_loss(model, build_batch(train, [i], is_flat=False)).item() for i in range(12))
+    alone = sum(
+        summed_loss(model, build_batch(train, [i], is_flat=False)).item() for i in range(12)
+    )
     for packing in True, False:
-        assert summed_loss(model, build_batch(train, list(range(12)), packing)).item() == pytest.approx(alone, rel=1e-6)
+        assert summed_loss(
+            model, build_batch(train, list(range(12)), packing)
+        ).item() == pytest.approx(alone, rel=1e-6)
         nothing = summed_loss(model, build_batch(train, [], packing))
         assert nothing.item() == 0
         nothing.backward()
-        assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+        assert all(
+            not parameter.grad.any()
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        )
         assert any(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import launch, read_metrics, write_jsonl
-from documented import require_documented
-from plain_training import (
+from helpers.documented import require_documented
+from helpers.plain_training import (
     Trained,
     assert_same_weights,
     encode,
@@ -27,12 +27,14 @@ from plain_training import (
     uneven_chats,
     with_weights,
 )
-from ranks import config_for, on_ranks, run_script, train
+from helpers.ranks import config_for, on_ranks, run_script, train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from shardtune import export, model, residency
+from shardtune.checkpoint import export
 from shardtune.errors import OutOfMemory
-from shardtune.residency import memory_suffices, weights_fit
+from shardtune.model import build as model
+from shardtune.training import reshard as residency
+from shardtune.training.memory import memory_suffices, weights_fit
 
 RATES = (3e-3,) * 4
 
@@ -59,13 +61,16 @@ def run_in_little_memory(since: str, arguments: list[str]) -> None:
     """On a rank: rank 1 has 40 MB more than it holds just before the model is tried, or at its second micro-batch."""
     owner, name, wanted = {
         "trial": (residency, "choose_residency", 1),
-        "step": (residency.Residency, "begin_micro_batch", 2),
+        "step": (residency.ReshardPolicy, "begin_micro_batch", 2),
     }[since]
     original, called = getattr(owner, name), count(1)
 
     def limit_and_go_on(*given: Any, **options: Any) -> Any:
         if next(called) == wanted and os.environ["RANK"] == "1":
-            held = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+            held = (
+                int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+                * resource.getpagesize()
+            )
             resource.setrlimit(resource.RLIMIT_AS, (held + 40_000_000,) * 2)
         return original(*given, **options)
 
@@ -79,7 +84,12 @@ def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
     """Scores of four heads over 2048 tokens take 67 MB. Once a checkpoint is saved, it is resumed with what may change,
     which comes first."""
     data = write_jsonl(tmp_path / "train.jsonl", 20 * uneven_chats())
-    more = ["model.attention=eager", "data.max_length=512", "train.micro_batch_size=4", "train.max_steps=2"]
+    more = [
+        "model.attention=eager",
+        "data.max_length=512",
+        "train.micro_batch_size=4",
+        "train.max_steps=2",
+    ]
     more += ["checkpoint.every_steps=1", "checkpoint.mode=sync"]
     given = ["--config", "config.yaml", *settings(sharp["llama"], data, tmp_path / "run", *more)]
     (tmp_path / "config.yaml").touch()
@@ -96,7 +106,9 @@ def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
         ), failed.stderr
         return remedy
 
-    assert remedy("trial", "loading the model") == ("lower one of the two, or set model.activation_checkpointing=full")
+    assert remedy("trial", "loading the model") == (
+        "lower one of the two, or set model.activation_checkpointing=full"
+    )
     at_resume = (
         "lower train.micro_batch_size and raise train.gradient_accumulation_steps as much, or start anew with another "
         "run.dir and a lower data.max_length or "
@@ -110,7 +122,11 @@ def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
     ("more", "is_saved", "remedy"),
     [
         ([], False, "lower data.max_length"),
-        ([], True, "use more GPUs or nodes, or start anew with another run.dir and a lower data.max_length"),
+        (
+            [],
+            True,
+            "use more GPUs or nodes, or start anew with another run.dir and a lower data.max_length",
+        ),
         (
             ["parallel.replicate=2"],
             True,
@@ -128,10 +144,16 @@ def test_memory_that_python_lacks_is_said_too(
         np.empty(1 << 60, np.uint8)
 
 
-def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(models: dict[str, Path], tmp_path: Path) -> None:
+def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     config = config_for(models["llama"], tmp_path)
     said = r"^the model with its gradients and its optimizer's state does not fit the memory \((?!the|\d+ \().+\) - "
-    with pytest.raises(OutOfMemory, match=said), memory_suffices(config, lambda: False), weights_fit():
+    with (
+        pytest.raises(OutOfMemory, match=said),
+        memory_suffices(config, lambda: False),
+        weights_fit(),
+    ):
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
@@ -140,7 +162,10 @@ def run_in_less_than_the_weights(arguments: list[str]) -> None:
     build_model = model.build_model
 
     def limit_and_build(*given: Any) -> Any:
-        held = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+        held = (
+            int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+            * resource.getpagesize()
+        )
         resource.setrlimit(resource.RLIMIT_AS, (held + 60_000_000,) * 2)
         return build_model(*given)
 
@@ -148,9 +173,13 @@ def run_in_less_than_the_weights(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(models: dict[str, Path], tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     """A file of more than 100 MB."""
-    wide = AutoConfig.from_pretrained(models["llama"], intermediate_size=1 << 16, num_hidden_layers=4)
+    wide = AutoConfig.from_pretrained(
+        models["llama"], intermediate_size=1 << 16, num_hidden_layers=4
+    )
     AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
     AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "wide")
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
@@ -200,22 +229,35 @@ def test_free_memory_is_that_of_the_container_or_job(
 def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) -> tuple[str, Path]:
     """Four steps over all the data; what was said, and the run's folder."""
     data, run_dir = write_jsonl(folder / "train.jsonl", uneven_chats()), folder / "run"
-    given = settings(model, data, run_dir, "train.epochs=4", f"train.gradient_accumulation_steps={8 // ranks}", *more)
+    given = settings(
+        model,
+        data,
+        run_dir,
+        "train.epochs=4",
+        f"train.gradient_accumulation_steps={8 // ranks}",
+        *more,
+    )
     if room:
         return finish(train(ranks, *given, cwd=folder)), run_dir
     (folder / "config.yaml").touch()
-    return finish(on_ranks(ranks, run_without_room, ["--config", "config.yaml", *given], cwd=folder)), run_dir
+    return finish(
+        on_ranks(ranks, run_without_room, ["--config", "config.yaml", *given], cwd=folder)
+    ), run_dir
 
 
 def test_a_resumed_run_decides_anew_where_it_must(sharp: dict[str, Path], tmp_path: Path) -> None:
     """With one micro-batch a step there was nothing to decide about gradients."""
-    said, _ = run(sharp["llama"], tmp_path, 2, "train.gradient_accumulation_steps=1", "train.max_steps=1")
+    said, _ = run(
+        sharp["llama"], tmp_path, 2, "train.gradient_accumulation_steps=1", "train.max_steps=1"
+    )
     assert "Gradients:" not in said
     more = ("train.gradient_accumulation_steps=2", "train.max_steps=2", "run.resume=auto")
     assert "Gradients: reduced once a step" in run(sharp["llama"], tmp_path, 2, *more)[0]
 
 
-def test_a_decision_is_said_with_what_it_was_made_on(sharp: dict[str, Path], tmp_path: Path) -> None:
+def test_a_decision_is_said_with_what_it_was_made_on(
+    sharp: dict[str, Path], tmp_path: Path
+) -> None:
     """Whole gradients stay whole after a resume, where there is no room left for anything."""
     first, _ = run(sharp["llama"], tmp_path, 2, "train.max_steps=1")
     assert re.search(
@@ -223,7 +265,9 @@ def test_a_decision_is_said_with_what_it_was_made_on(sharp: dict[str, Path], tmp
         first,
         re.MULTILINE,
     )
-    resumed, _ = run(sharp["llama"], tmp_path, 2, "train.max_steps=2", "run.resume=auto", room=False)
+    resumed, _ = run(
+        sharp["llama"], tmp_path, 2, "train.max_steps=2", "run.resume=auto", room=False
+    )
     assert "Resumed from checkpoint_0000001" in resumed
     assert re.search(
         r"^Parameters: gathered in each forward and each backward \(whole they take 0\.00 GB; room for 0\.00 GB, "
@@ -278,7 +322,10 @@ def test_replicas_and_reductions_equal_plain_pytorch(
     else:
         when = "once a step, after its last micro-batch" if room else "in each micro-batch"
         assert f"Gradients: reduced {when} (whole they take " in said
-        assert f"Parameters: gathered {'once a step' if room else 'in each forward and each backward'} (" in said
+        assert (
+            f"Parameters: gathered {'once a step' if room else 'in each forward and each backward'} ("
+            in said
+        )
     check(run_dir, expected[family])
 
 
@@ -290,17 +337,26 @@ def test_a_checkpoint_resumes_on_another_number_of_replicas(
         more = [f"train.max_steps={steps}", f"parallel.replicate={replicate}", "checkpoint.keep=9"]
         said, run_dir = run(sharp["glm"], tmp_path, ranks, *more)
         assert steps == 1 or f"Resumed from checkpoint_{steps - 1:07d}" in said
-    manifest = json.loads((run_dir / "checkpoints/checkpoint_0000001/manifest.json").read_text(encoding="utf-8"))
+    manifest = json.loads(
+        (run_dir / "checkpoints/checkpoint_0000001/manifest.json").read_text(encoding="utf-8")
+    )
     assert manifest["world"]["mesh"] == {"replicate": 2, "shard": 2}
     check(run_dir, expected["glm"])
 
 
-def test_replicas_that_do_not_divide_the_ranks_are_refused(sharp: dict[str, Path], tmp_path: Path) -> None:
+def test_replicas_that_do_not_divide_the_ranks_are_refused(
+    sharp: dict[str, Path], tmp_path: Path
+) -> None:
     write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    given = settings(sharp["llama"], tmp_path / "train.jsonl", tmp_path / "run", "parallel.replicate=3")
+    given = settings(
+        sharp["llama"], tmp_path / "train.jsonl", tmp_path / "run", "parallel.replicate=3"
+    )
     refused = train(2, *given, cwd=tmp_path)
     assert refused.returncode == 2
-    assert "parallel.replicate=3 does not divide the world size, 2 - " in refused.stderr.splitlines()[-1]
+    assert (
+        "parallel.replicate=3 does not divide the world size, 2 - "
+        in refused.stderr.splitlines()[-1]
+    )
     require_documented("running", refused.stderr.splitlines()[-1])
 
 
@@ -316,13 +372,25 @@ def test_layers_computed_again_change_no_number(
 @pytest.mark.parametrize("family", ["llama", "glm"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_compiled_layers_are_compiled_and_change_no_number(
-    family: str, checkpointing: str, sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
+    family: str,
+    checkpointing: str,
+    sharp: dict[str, Path],
+    expected: dict[str, Trained],
+    tmp_path: Path,
 ) -> None:
     more = ["model.compile=true", f"model.activation_checkpointing={checkpointing}"]
     data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
     (tmp_path / "config.yaml").touch()
-    given = settings(sharp[family], data, run_dir, "train.epochs=4", "train.gradient_accumulation_steps=4", *more)
-    done = on_ranks(2, train_and_count_operations, ["--config", "config.yaml", *given], cwd=tmp_path, timeout_s=900)
+    given = settings(
+        sharp[family], data, run_dir, "train.epochs=4", "train.gradient_accumulation_steps=4", *more
+    )
+    done = on_ranks(
+        2,
+        train_and_count_operations,
+        ["--config", "config.yaml", *given],
+        cwd=tmp_path,
+        timeout_s=900,
+    )
     finish(done)
     assert int(re.findall("^Compiled operations: (.+)", done.stdout, re.MULTILINE)[-1]) > 50
     assert ("compute their matrix products again" in done.stdout) == (checkpointing == "selective")
@@ -333,7 +401,11 @@ def train_and_count_operations(arguments: list[str]) -> None:
     is_exported = export.is_exported
 
     def counting(*asked: Any) -> bool:
-        print("Compiled operations:", torch._dynamo.utils.counters["stats"]["calls_captured"], flush=True)
+        print(
+            "Compiled operations:",
+            torch._dynamo.utils.counters["stats"]["calls_captured"],
+            flush=True,
+        )
         return is_exported(*asked)
 
     vars(export)["is_exported"] = counting
@@ -348,4 +420,6 @@ def test_a_compile_that_fails_names_the_layer(sharp: dict[str, Path], tmp_path: 
     failed = launch(0, "--config", "config.yaml", *given, cwd=tmp_path, env={"CXX": "/nowhere/c++"})
     last = failed.stderr.splitlines()[-1]
     assert failed.returncode == 1
-    assert re.match(r"ERROR: model\.compile=true: LlamaDecoderLayer cannot be compiled here \(.+\) - ", last), last
+    assert re.match(
+        r"ERROR: model\.compile=true: LlamaDecoderLayer cannot be compiled here \(.+\) - ", last
+    ), last

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, write_jsonl
-from documented import require_documented
-from preflight_faults import CHOOSING, FAULTS, Fault, Machine, both, clock_ahead
+from helpers.documented import require_documented
+from helpers.preflight_faults import CHOOSING, FAULTS, Fault, Machine, both, clock_ahead
 
-from distTest.namespaces import joined_nodes
-from distTest.settings import read_settings
+from distTest.rehearse.namespaces import joined_nodes
+from shardtune.cluster.environment import read_settings
 
 INTERFACE = "enp26s0np0"
 ADDRESSES = ["10.11.7.50", "10.11.7.51", "10.11.7.52"]
@@ -55,7 +55,10 @@ def inputs(tmp_path: Path, models: dict[str, Path]) -> Callable[[str], Path]:
 def machines(inputs: Callable[[str], Path]) -> Iterator[list[Machine]]:
     with joined_nodes(ADDRESSES[:2], INTERFACE) as nodes:
         scripts = [REPOSITORY / f"launch_node{number}.sh" for number in range(2)]
-        yield [Machine(node, inputs(node.host), script) for node, script in zip(nodes, scripts, strict=True)]
+        yield [
+            Machine(node, inputs(node.host), script)
+            for node, script in zip(nodes, scripts, strict=True)
+        ]
 
 
 def ended(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str, str]:
@@ -64,7 +67,10 @@ def ended(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, 
     return process.returncode, output, errors
 
 
-CASES = [pytest.param(fault, id=fault.name, marks=() if fault.is_quick else pytest.mark.full) for fault in FAULTS]
+CASES = [
+    pytest.param(fault, id=fault.name, marks=() if fault.is_quick else pytest.mark.full)
+    for fault in FAULTS
+]
 
 
 @needs_namespaces
@@ -73,7 +79,9 @@ def test_fault(fault: Fault, machines: list[Machine]) -> None:
     fault.prepare(*machines)
     started_s = time.monotonic()
     started = [machine.start() for machine in machines]
-    for process, machine, words in zip(started, machines, (fault.words, fault.on_worker or fault.words), strict=True):
+    for process, machine, words in zip(
+        started, machines, (fault.words, fault.on_worker or fault.words), strict=True
+    ):
         code, output, errors = ended(process)
         if machine.script.parent == Path("/bin"):
             continue
@@ -98,15 +106,24 @@ def test_a_late_worker_with_another_clock(machines: list[Machine]) -> None:
     (code0, output0, errors0), (code1, _, errors1) = ended(first, 240), ended(second, 240)
     assert (code0, code1) == (0, 0), output0 + errors0 + errors1
     assert output0.count("Preflight: waiting for node 1 of 2") >= 5
-    assert "Warning: the clock of node 1 (node1) is 5.0 s ahead of that of node 0 (node0)" in output0
+    assert (
+        "Warning: the clock of node 1 (node1) is 5.0 s ahead of that of node 0 (node0)" in output0
+    )
     assert "run.dir runs/config is on each node's own disk" in output0
     assert "Preflight: all 2 nodes agree" in output0 and "Saved the final model" in output0
 
 
-def on_loopback(node: int, cwd: Path, port: str, *arguments: str, **settings: str) -> subprocess.Popen[str]:
+def on_loopback(
+    node: int, cwd: Path, port: str, *arguments: str, **settings: str
+) -> subprocess.Popen[str]:
     """The preflight alone, as a node of this machine."""
     inherited = {name: value for name, value in os.environ.items() if name not in CHOOSING}
-    own = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "MASTER_PORT": port, "NODE_RANK": str(node)}
+    own = {
+        "MASTER_ADDR": "127.0.0.1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "MASTER_PORT": port,
+        "NODE_RANK": str(node),
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "distTest.preflight", "--config", "config.yaml", *arguments],
         cwd=cwd,
@@ -134,7 +151,10 @@ def test_nodes_that_agree(inputs: Callable[[str], Path]) -> None:
     master = on_loopback(0, folder, port)
     output = wait_for(master, "waiting for node 1 of 2, 300 s more")
     for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": []}\n', b"[" * 100_000 + b"\n"):
-        with socket.create_connection(("127.0.0.1", int(port))) as scanner, contextlib.suppress(ConnectionError):
+        with (
+            socket.create_connection(("127.0.0.1", int(port))) as scanner,
+            contextlib.suppress(ConnectionError),
+        ):
             scanner.sendall(noise)
             scanner.settimeout(5)
             assert scanner.recv(100) == b""
@@ -158,7 +178,10 @@ def test_nodes_that_agree(inputs: Callable[[str], Path]) -> None:
 def test_a_third_node_where_two_were_expected(inputs: Callable[[str], Path]) -> None:
     """Node 0 stays until it has been told too."""
     folder, port = inputs("all"), a_free_port()
-    nodes = [on_loopback(node, folder, port, NNODES="2" if node == 0 else "3", JOIN_TIMEOUT="40") for node in (0, 1)]
+    nodes = [
+        on_loopback(node, folder, port, NNODES="2" if node == 0 else "3", JOIN_TIMEOUT="40")
+        for node in (0, 1)
+    ]
     time.sleep(4)
     nodes.append(on_loopback(2, folder, port, NNODES="3", JOIN_TIMEOUT="40"))
     for code, _, errors in map(ended, nodes):
@@ -171,19 +194,30 @@ def test_a_hello_of_another_version(inputs: Callable[[str], Path]) -> None:
     master = on_loopback(0, inputs("one"), port)
     wait_for(master, "waiting for node 1 of 2")
     with socket.create_connection(("127.0.0.1", int(port))) as older:
-        hello = {"hello": "shardtune preflight 1", "node": 1, "nodes": 2, "host": "older", "problems": []}
+        hello = {
+            "hello": "shardtune preflight 1",
+            "node": 1,
+            "nodes": 2,
+            "host": "older",
+            "problems": [],
+        }
         older.sendall(json.dumps(hello).encode() + b"\n")
         said = "".join(older.makefile(encoding="utf-8"))
     code, _, errors = ended(master)
     assert (
-        code == 2 and "the code differs: distTest has digest" in errors.splitlines()[-1] and "the code differs" in said
+        code == 2
+        and "the code differs: distTest has digest" in errors.splitlines()[-1]
+        and "the code differs" in said
     )
 
 
-def test_a_path_that_may_not_be_looked_at(inputs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_may_not_be_looked_at(
+    inputs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = inputs("one")
     (folder / "config.yaml").write_text(
-        "model: {path: ./model}\ndata: {train: private/train.jsonl, max_length: 128}\n", encoding="utf-8"
+        "model: {path: ./model}\ndata: {train: private/train.jsonl, max_length: 128}\n",
+        encoding="utf-8",
     )
 
     def refuse(path: Path, **_: bool) -> bool:
@@ -191,7 +225,9 @@ def test_a_path_that_may_not_be_looked_at(inputs: Callable[[str], Path], monkeyp
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(Path, "exists", refuse)
-    found = read_settings({"NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}, ["--config", "config.yaml"])
+    found = read_settings(
+        {"NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}, ["--config", "config.yaml"]
+    )
     (problem,) = [problem for problem in found.problems if "private" in problem]
     assert problem.startswith("private/train.jsonl: Permission denied - ")
     require_documented("preflight", f"ERROR: {problem}")
@@ -205,15 +241,22 @@ def test_a_node_that_leaves_and_two_of_one_rank(inputs: Callable[[str], Path]) -
     wait_for(worker, "has found node 0")
     worker.send_signal(signal.SIGINT)
     code, _, errors = ended(worker)
-    assert code == 1 and errors == "ERROR: ended by SIGINT during the preflight - run the same command again\n"
+    assert (
+        code == 1
+        and errors == "ERROR: ended by SIGINT during the preflight - run the same command again\n"
+    )
     wait_for(master, "has left again")
     again = [on_loopback(1, folder, port, NNODES="3") for _ in range(2)]
     for code, _, errors in map(ended, [master, *again]):
-        assert code == 2 and "ERROR: two nodes call themselves node 1: " in errors.splitlines()[-1], errors
+        assert (
+            code == 2 and "ERROR: two nodes call themselves node 1: " in errors.splitlines()[-1]
+        ), errors
 
 
 @pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGTERM])
-def test_a_master_that_dies_while_a_node_waits(cause: signal.Signals, inputs: Callable[[str], Path]) -> None:
+def test_a_master_that_dies_while_a_node_waits(
+    cause: signal.Signals, inputs: Callable[[str], Path]
+) -> None:
     folder, port = inputs("all"), a_free_port()
     master = on_loopback(0, folder, port, NNODES="3")
     worker = on_loopback(1, folder, port, NNODES="3")
@@ -235,9 +278,13 @@ def test_a_preflight_that_is_stopped(stopped: int, inputs: Callable[[str], Path]
     nodes[stopped].send_signal(signal.SIGSTOP)
     code, _, errors = ended(nodes[1 - stopped])
     went = rf"node {stopped} \(.+\) went away \(no sign of life for 20 s, "
-    silent = rf"node {1 - stopped} \(.+\) connects to node {stopped} \(.+\) .* and hears nothing for 5 s"
+    silent = (
+        rf"node {1 - stopped} \(.+\) connects to node {stopped} \(.+\) .* and hears nothing for 5 s"
+    )
     midway = r"64 KiB pass between .* or one of the two is stopped - "
-    assert code == 2 and re.match(rf"ERROR: ({went}|{silent}|{midway})", errors.splitlines()[-1]), errors
+    assert code == 2 and re.match(rf"ERROR: ({went}|{silent}|{midway})", errors.splitlines()[-1]), (
+        errors
+    )
     nodes[stopped].send_signal(signal.SIGCONT)
     assert ended(nodes[stopped])[0] == 2
 
@@ -251,7 +298,9 @@ def test_a_node_0_that_is_stopped_while_others_wait(inputs: Callable[[str], Path
     code, _, errors = ended(nodes[1])
     nodes[0].kill()
     ended(nodes[0])
-    assert code == 2 and re.match(r"ERROR: node 0 \(.+\) has said nothing for 20 s, ", errors.splitlines()[-1]), errors
+    assert code == 2 and re.match(
+        r"ERROR: node 0 \(.+\) has said nothing for 20 s, ", errors.splitlines()[-1]
+    ), errors
     require_documented("preflight", errors.splitlines()[-1])
 
 
@@ -261,7 +310,10 @@ def test_a_worker_of_another_run(inputs: Callable[[str], Path]) -> None:
     folder, port = inputs("all"), int(a_free_port()) % 20_000 + 20_000
     worker = on_loopback(1, folder, str(port), JOIN_TIMEOUT="14")
     master = on_loopback(0, folder, str(port + 1000), JOIN_TIMEOUT="16")
-    for node, words in ((worker, f"no node 0 came to 127.0.0.1:{port}"), (master, "node 1 of 2 did not come")):
+    for node, words in (
+        (worker, f"no node 0 came to 127.0.0.1:{port}"),
+        (master, "node 1 of 2 did not come"),
+    ):
         code, _, errors = ended(node)
         assert code == 2 and words in errors.splitlines()[-1], errors
 
@@ -276,18 +328,22 @@ def test_master_at_a_second_address(address: str, machines: list[Machine]) -> No
         own = address if number == 0 else f"{network}.61"
         machine.node.ip("address", "add", f"{own}/24", "dev", INTERFACE, "label", f"{INTERFACE}:1")
     both(machines, MASTER_ADDR=address)
-    for code, output, errors in [ended(process, 240) for process in [machine.start() for machine in machines]]:
+    for code, output, errors in [
+        ended(process, 240) for process in [machine.start() for machine in machines]
+    ]:
         assert code == 0, output + errors
 
 
 def test_a_child_dies_with_its_parent() -> None:
     """At once, whatever it is doing, as a rank within a collective."""
     program = (
-        "import os, time; from distTest.children import Child\n"
+        "import os, time; from shardtune.cluster.children import Child\n"
         "def work(link): print(os.getpid(), flush=True); time.sleep(99)\n"
         "child = Child('a child', work); time.sleep(99)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE
+    )
     assert parent.stdout is not None
     child = Path("/proc") / parent.stdout.readline().strip()
     assert child.exists()
@@ -316,7 +372,9 @@ def test_ranks_that_fail(inputs: Callable[[str], Path]) -> None:
     nodes = [on_loopback(node, folder, port, GLOO_SOCKET_IFNAME="eth77") for node in range(2)]
     for code, _, errors in map(ended, nodes):
         last = errors.splitlines()[-1]
-        assert code == 2 and "the rendezvous of the ranks failed" in last and "eth77" in last, errors
+        assert code == 2 and "the rendezvous of the ranks failed" in last and "eth77" in last, (
+            errors
+        )
         require_documented("preflight", last)
 
 
@@ -331,5 +389,7 @@ def test_a_python_without_the_packages(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert re.fullmatch(r"ERROR: \S+/empty/bin/python has no torch, .*, yaml - activate .*\n", done.stderr)
+    assert re.fullmatch(
+        r"ERROR: \S+/empty/bin/python has no torch, .*, yaml - activate .*\n", done.stderr
+    )
     require_documented("preflight", done.stderr.strip())

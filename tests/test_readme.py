@@ -34,7 +34,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
         write_jsonl(copy / "data" / f"{name}.jsonl", chats(count, seed=count))
     production = load_config(
         copy / "config.yaml",
-        [f"model.path={models['glm']}", "data.max_length=256", "train.epochs=1", "model.compute_dtype=float32"],
+        [
+            f"model.path={models['glm']}",
+            "data.max_length=256",
+            "train.epochs=1",
+            "model.compute_dtype=float32",
+        ],
         {},
     )
     write_config(production, copy / "config.yaml")
@@ -45,7 +50,10 @@ def environment(**more: str) -> dict[str, str]:
     binaries = str(Path(sys.executable).parent)
     return (
         os.environ
-        | {"PATH": f"{binaries}:{os.environ['PATH']}", "VIRTUAL_ENV": str(Path(sys.executable).parents[1])}
+        | {
+            "PATH": f"{binaries}:{os.environ['PATH']}",
+            "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
+        }
         | more
     )
 
@@ -65,7 +73,12 @@ def run(command: str, cwd: Path) -> str:
 
 
 def test_the_two_nodes_and_then_their_log(repository: Path) -> None:
-    here = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=a_free_port(), NCCL_SOCKET_IFNAME="lo", GPUS_PER_NODE="1")
+    here = environment(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=a_free_port(),
+        NCCL_SOCKET_IFNAME="lo",
+        GPUS_PER_NODE="1",
+    )
     worker = repository.parent / "worker"
     worker.mkdir()
     for entry in repository.iterdir():
@@ -115,7 +128,12 @@ def test_make_demo(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
     assert "make demo" in COMMANDS
     done = subprocess.run(
-        ["make", "demo", f"RUN={run_dir}", "DEMO_ARGS=train.max_steps=2 data.max_length=256 eval.baseline=false"],
+        [
+            "make",
+            "demo",
+            f"RUN={run_dir}",
+            "DEMO_ARGS=train.max_steps=2 data.max_length=256 eval.baseline=false",
+        ],
         cwd=REPOSITORY,
         env=environment(),
         capture_output=True,
@@ -125,7 +143,13 @@ def test_make_demo(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "\r" not in done.stdout + done.stderr
-    for said in ("Step 2/2 | Loss:", "Question (held out):", "Before:", "After:", str(run_dir / "model")):
+    for said in (
+        "Step 2/2 | Loss:",
+        "Question (held out):",
+        "Before:",
+        "After:",
+        str(run_dir / "model"),
+    ):
         assert said in done.stdout
 
 
@@ -133,14 +157,20 @@ def test_make_demo(tmp_path: Path) -> None:
 def test_the_rehearsal(repository: Path) -> None:
     """Its command with options; test_rehearse.py runs the make target."""
     assert "make rehearse" in COMMANDS
-    (command,) = [command for command in COMMANDS if command.startswith("python -m distTest.rehearse")]
+    (command,) = [
+        command for command in COMMANDS if command.startswith("python -m distTest.rehearse")
+    ]
     assert "Rehearsed in " in run(command, repository).splitlines()[-1]
 
 
 def test_the_ways_to_start_all_nodes(tmp_path: Path) -> None:
     """An ssh that stays here, an sbatch that says what it is given, and a Python that only prints its arguments."""
     (tmp_path / "bin").mkdir()
-    stubs = {"ssh": '[ "$1 $2" = "-n worker" ] && exec sh -c "$3"', "sbatch": 'ls "$1"', "python": 'echo "$*"'}
+    stubs = {
+        "ssh": '[ "$1 $2" = "-n worker" ] && exec sh -c "$3"',
+        "sbatch": 'ls "$1"',
+        "python": 'echo "$*"',
+    }
     for name, text in stubs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (tmp_path / "bin" / name).chmod(0o755)
@@ -148,13 +178,19 @@ def test_the_ways_to_start_all_nodes(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "distTest", copy / "distTest")
     for file in REPOSITORY.glob("launch_*"):
         shutil.copy(file, copy)
-    stubbed = environment(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", VIRTUAL_ENV=str(tmp_path))
+    stubbed = environment(
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", VIRTUAL_ENV=str(tmp_path)
+    )
     (by_ssh,) = [command for command in COMMANDS if command.startswith("ssh")]
-    subprocess.run(["bash", "-c", by_ssh], cwd=copy, env=stubbed, check=True, timeout=60, capture_output=True)
+    subprocess.run(
+        ["bash", "-c", by_ssh], cwd=copy, env=stubbed, check=True, timeout=60, capture_output=True
+    )
     for file_name, node in (("multinode_training.log", 0), ("worker.log", 1)):
         assert f"--nnodes=2 --node_rank={node} " in (copy / file_name).read_text(encoding="utf-8")
     (by_slurm,) = [command for command in COMMANDS if command.startswith("sbatch")]
-    subprocess.run(["bash", "-c", by_slurm], cwd=copy, env=stubbed, check=True, timeout=60, capture_output=True)
+    subprocess.run(
+        ["bash", "-c", by_slurm], cwd=copy, env=stubbed, check=True, timeout=60, capture_output=True
+    )
 
 
 def test_every_command_is_run() -> None:
@@ -175,7 +211,9 @@ def test_every_command_is_run() -> None:
 
 
 def test_the_transcript_is_of_a_real_run() -> None:
-    (transcript,) = [text for language, text in BLOCKS if language == "text" and "Training Configuration" in text]
+    (transcript,) = [
+        text for language, text in BLOCKS if language == "text" and "Training Configuration" in text
+    ]
     for said in (
         "Effective batch size: ",
         "Baseline Perplexity: ",

@@ -10,9 +10,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_run import Run, chat, problems_of, save_model, write
+from helpers.data_run import Run, chat, problems_of, save_model, write
 
-from shardtune.records import RecordError, Source, check_record
+from shardtune.data.records import RecordError, Source, check_record
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +34,20 @@ def test_every_form_trains_what_the_model_must_write(model: Path, tmp_path: Path
     }
     train = write(
         tmp_path / "a.jsonl",
-        [chat("how"), {"prompt": "2+2=", "completion": "4"}, {"text": "hello"}, both, {"text": None, **chat(parts)}],
+        [
+            chat("how"),
+            {"prompt": "2+2=", "completion": "4"},
+            {"text": "hello"},
+            both,
+            {"text": None, **chat(parts)},
+        ],
     )
     texts = Run(model, train).texts()
     assert texts[:3] == [
-        ("<|im_start|>user\nhow<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n", "fine<|im_end|>"),
+        (
+            "<|im_start|>user\nhow<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n",
+            "fine<|im_end|>",
+        ),
         ("2+2=4<|im_end|>", "4<|im_end|>"),
         ("hello<|im_end|>", "<|im_end|>"),  # one token and the end: the first has no predecessor
     ]
@@ -51,25 +60,42 @@ def test_json_reaches_the_template_as_it_is_written(model: Path, tmp_path: Path)
         [{"name": "a", "parameters": {"properties": {"x": {"type": "string", "default": None}}}}],
         [{"name": "b", "parameters": {"properties": {"y": {"enum": [None, 1]}}}, "strict": True}],
     ]
-    train = write(tmp_path / "a.jsonl", [chat("q", tools=tools[0]), chat("q", tools=json.dumps(tools[1]))])
+    train = write(
+        tmp_path / "a.jsonl", [chat("q", tools=tools[0]), chat("q", tools=json.dumps(tools[1]))]
+    )
     for (text, _), tool in zip(Run(model, train).texts(), tools, strict=True):
         assert json.loads(text.partition("<|im_start|>")[0]) == tool
 
 
 def test_only_newlines_end_a_line(model: Path, tmp_path: Path) -> None:
     odd = "a\u2028b\u2029c\x85d"
-    lines = [json.dumps(chat(odd), ensure_ascii=False), "", "  \t", '{"text":\r"hello you"}', '{"text": "a\x0bb"}']
+    lines = [
+        json.dumps(chat(odd), ensure_ascii=False),
+        "",
+        "  \t",
+        '{"text":\r"hello you"}',
+        '{"text": "a\x0bb"}',
+    ]
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines[:4]).encode("utf-8"))
     texts = Run(model, tmp_path / "a.jsonl").texts()
     assert len(texts) == 2
     assert odd in texts[0][0]
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8", newline="")
     problem = problems_of(model, tmp_path / "a.jsonl")[0]
-    assert problem.startswith(f"{tmp_path}/a.jsonl:5: invalid JSON at column 12: Invalid control character")
+    assert problem.startswith(
+        f"{tmp_path}/a.jsonl:5: invalid JSON at column 12: Invalid control character"
+    )
 
 
 def test_broken_records_are_named_with_place_and_number(model: Path, tmp_path: Path) -> None:
-    lines = [json.dumps(chat("q")), "", "{oops", *['{"messages": []}'] * 1001, '"text"', '{"text": "\\ud800"}']
+    lines = [
+        json.dumps(chat("q")),
+        "",
+        "{oops",
+        *['{"messages": []}'] * 1001,
+        '"text"',
+        '{"text": "\\ud800"}',
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     problems = problems_of(model, tmp_path / "a.jsonl")
     assert len(problems) == 11
@@ -109,16 +135,28 @@ def answering(**fields: Any) -> dict[str, Any]:
         ({"messages": [{"role": "", "content": "a"}]}, "an empty string as its role"),
         ({"messages": [{"role": "user"}]}, "messages[0] (user) has neither content nor tool_calls"),
         ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content is a number"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "a part that is no text"),
-        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls is a list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            "a part that is no text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": ["f"]}]},
+            "messages[0].tool_calls is a list",
+        ),
         (calling(5), "messages[0].tool_calls[0].function is a number"),
-        (calling({"name": ["x"], "arguments": {}}), "messages[0].tool_calls[0] has a list as the function's name"),
+        (
+            calling({"name": ["x"], "arguments": {}}),
+            "messages[0].tool_calls[0] has a list as the function's name",
+        ),
         (calling({"name": {"x": 1}}), "tool_calls[0] has an object as the function's name"),
         (calling({"arguments": {}}), "tool_calls[0] has null as the function's name"),
         (calling({"name": "f", "arguments": [1]}), "tool_calls[0] has a list as its arguments"),
         (answering(reasoning_content=["two and two"]), "messages[0].reasoning_content is a list"),
         (answering(thinking=2), "messages[0].thinking is a number"),
-        (answering(reasoning="a", thinking="b"), "messages[0] has different texts as thinking and reasoning"),
+        (
+            answering(reasoning="a", thinking="b"),
+            "messages[0] has different texts as thinking and reasoning",
+        ),
         (chat("q", tools={"name": "f"}), "tools is an object"),
         (chat("q", tools="f("), "tools is a string that is no JSON"),
     ],
@@ -131,7 +169,11 @@ def test_what_no_record_is(record: Any, what: str) -> None:
 
 
 def test_unread_fields_are_named_once_with_their_number(model: Path, tmp_path: Path) -> None:
-    records = [chat("q", id=1, prompt="unused"), chat("q", id=2, score=None), {"text": "how are you", "tools": []}]
+    records = [
+        chat("q", id=1, prompt="unused"),
+        chat("q", id=2, score=None),
+        {"text": "how are you", "tools": []},
+    ]
     records[1]["messages"][1] |= {"train": False, "weight": 0}
     summary = Run(model, write(tmp_path / "a.jsonl", records)).prepared.train_summary
     assert summary.unread_fields == {
@@ -203,7 +245,9 @@ def test_json_files_hold_an_array_or_objects(model: Path, tmp_path: Path, text: 
         ('{"text": "a b"},', 1, "line 1, column 16"),
     ],
 )
-def test_json_files_that_end_or_break(model: Path, tmp_path: Path, text: str, index: int, place: str) -> None:
+def test_json_files_that_end_or_break(
+    model: Path, tmp_path: Path, text: str, index: int, place: str
+) -> None:
     (tmp_path / "a.json").write_text(text)
     problem = problems_of(model, tmp_path / "a.json")[0]
     assert problem.startswith(f"{tmp_path}/a.json[{index}]: invalid JSON at {place}: ")
@@ -214,7 +258,14 @@ def test_parquet_gives_the_same_tokens_as_json(model: Path, tmp_path: Path) -> N
     call = {"role": "assistant", "tool_calls": calls, "content": ""}
     records = [
         chat("how are you", tools='[{"name": "f", "default": null}]', id=1),
-        {"messages": [{"role": "user", "content": "call"}, call, {"role": "tool", "content": "4"}], "id": 2},
+        {
+            "messages": [
+                {"role": "user", "content": "call"},
+                call,
+                {"role": "tool", "content": "4"},
+            ],
+            "id": 2,
+        },
     ]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
     flat = Run(model, tmp_path / "a.parquet")
@@ -223,25 +274,39 @@ def test_parquet_gives_the_same_tokens_as_json(model: Path, tmp_path: Path) -> N
     assert "null" not in flat.texts()[1][0]
 
     pq.write_table(pa.table({"text": ["fine", None]}), tmp_path / "b.parquet")
-    assert problems_of(model, tmp_path / "b.parquet")[0].startswith(f"{tmp_path}/b.parquet[1]: has no field")
+    assert problems_of(model, tmp_path / "b.parquet")[0].startswith(
+        f"{tmp_path}/b.parquet[1]: has no field"
+    )
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     assert "c.parquet[0]: cannot be read" in problems_of(model, tmp_path / "c.parquet")[0]
 
 
 def test_a_call_without_a_name_is_refused_with_its_line(model: Path, tmp_path: Path) -> None:
-    problems = problems_of(model, write(tmp_path / "a.jsonl", [chat("q"), calling({"name": ["x"], "arguments": {}})]))
-    assert problems[0].startswith(f"{tmp_path}/a.jsonl:2: messages[0].tool_calls[0] has a list as the function's name")
+    problems = problems_of(
+        model, write(tmp_path / "a.jsonl", [chat("q"), calling({"name": ["x"], "arguments": {}})])
+    )
+    assert problems[0].startswith(
+        f"{tmp_path}/a.jsonl:2: messages[0].tool_calls[0] has a list as the function's name"
+    )
 
 
-NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(struct.pack("3i", 0, 3, 5)), pa.py_buffer(b"a b\xff\xfe"))
-CALL_WITH_BYTES = {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": b"y"}}]}]}
+NOT_UTF8 = pa.StringArray.from_buffers(
+    2, pa.py_buffer(struct.pack("3i", 0, 3, 5)), pa.py_buffer(b"a b\xff\xfe")
+)
+CALL_WITH_BYTES = {
+    "messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": b"y"}}]}]
+}
 
 
 @pytest.mark.parametrize(
     ("table", "place", "what"),
     [
         (pa.table({"text": NOT_UTF8}), 1, "not UTF-8"),
-        (pa.table({"text": pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string()))}), 0, "map<string, string"),
+        (
+            pa.table({"text": pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string()))}),
+            0,
+            "map<string, string",
+        ),
         (pa.table({"text": [b"a b"]}), 0, "text is bytes"),
         (pa.table({"text": [datetime.date(2026, 1, 1)]}), 0, "text is date"),
         (pa.Table.from_pylist([CALL_WITH_BYTES]), 0, "x is bytes"),
@@ -257,21 +322,28 @@ def test_what_parquet_holds_and_json_does_not(
 
 def test_objects_that_a_dataset_holds_as_json_are_parsed(model: Path, tmp_path: Path) -> None:
     tools = [[{"name": "f", "x": {"y": 1}}], [{"name": "g", "x": 2}]]
-    mixed = datasets.Dataset.from_list([chat("q", tools=tool) for tool in tools], on_mixed_types="use_json")
+    mixed = datasets.Dataset.from_list(
+        [chat("q", tools=tool) for tool in tools], on_mixed_types="use_json"
+    )
     mixed.to_parquet(tmp_path / "a.parquet")
     texts = Run(model, tmp_path / "a.parquet").texts()
     assert [json.loads(text.partition("<|im_start|>")[0]) for text, _ in texts] == tools
 
 
 def test_a_hub_dataset_is_read_like_a_file(tmp_path: Path) -> None:
-    datasets.Dataset.from_list([{"text": f"number {i}", "id": i} for i in range(600)]).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_list([{"text": f"number {i}", "id": i} for i in range(600)]).save_to_disk(
+        tmp_path / "saved"
+    )
     source = Source(hub_name="org/name", hub=datasets.load_from_disk(tmp_path / "saved"))
     chunks = list(source.chunks("train"))
     assert [chunk.first_record for chunk in chunks] == [0, 512]
     assert chunks[1].place(1) == "org/name[513]"
     assert list(chunks[1].parsed())[1] == {"text": "number 513"}
     assert chunks[0].unread_columns == ("id",)
-    assert source.digest() == Source(hub_name="org/name", hub=datasets.load_from_disk(tmp_path / "saved")).digest()
+    assert (
+        source.digest()
+        == Source(hub_name="org/name", hub=datasets.load_from_disk(tmp_path / "saved")).digest()
+    )
 
 
 def test_every_missing_source_is_named_at_once(model: Path, tmp_path: Path) -> None:

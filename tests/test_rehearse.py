@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPOSITORY, needs_namespaces
-from documented import QUOTES, is_in
+from helpers.documented import QUOTES, is_in
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from distTest import rehearse, terminals, tiny
+from distTest.rehearse import __main__ as rehearse
+from distTest.rehearse import node_processes as terminals
+from distTest.rehearse import tiny_model as tiny
 
 CHECKS = [
     *("rendezvous", "baseline", "steps", "checkpoint", "sharding", "a node lost"),
@@ -28,11 +30,19 @@ CHECKS = [
 @pytest.fixture
 def here(tmp_path: Path) -> dict[str, str]:
     """The environment of a rehearsal, whose every file is under `tmp_path`."""
-    return os.environ | {"TMPDIR": str(tmp_path), "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(REPOSITORY)}
+    return os.environ | {
+        "TMPDIR": str(tmp_path),
+        "VIRTUAL_ENV": sys.prefix,
+        "PYTHONPATH": str(REPOSITORY),
+    }
 
 
-def run(*command: str, cwd: Path, env: dict[str, str], timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+def run(
+    *command: str, cwd: Path, env: dict[str, str], timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
 
 
 def rehearsal(*arguments: str) -> list[str]:
@@ -45,7 +55,9 @@ def passed(output: str) -> list[str]:
 
 def marked_processes(pid: int) -> list[int]:
     return [
-        process for node in range(3) for process in terminals._processes_with(f"SHARDTUNE_REHEARSED_NODE={pid}.{node}")
+        process
+        for node in range(3)
+        for process in terminals._processes_with(f"SHARDTUNE_REHEARSED_NODE={pid}.{node}")
     ]
 
 
@@ -53,14 +65,26 @@ def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
     """As `make rehearse`; a value of the user's reaches the scripts, and settings of the real cluster do not."""
     options = "--loopback --procs-per-node 1 -- optimizer.lr=2e-3 data.max_length=99"
     there = here | {"MASTER_ADDR": "192.0.2.1", "NNODES": "7"}
-    done = run("make", "--no-print-directory", "rehearse", f"REHEARSE_ARGS={options}", cwd=REPOSITORY, env=there)
+    done = run(
+        "make",
+        "--no-print-directory",
+        "rehearse",
+        f"REHEARSE_ARGS={options}",
+        cwd=REPOSITORY,
+        env=there,
+    )
     output = done.stdout
     assert done.returncode == 0, output + done.stderr
     assert passed(output) == CHECKS
-    assert "All nodes are this host, over loopback: --loopback\nSet for them: MASTER_ADDR=127.0.0.1 " in output
+    assert (
+        "All nodes are this host, over loopback: --loopback\nSet for them: MASTER_ADDR=127.0.0.1 "
+        in output
+    )
     assert "Not used, the rehearsal has its own: MASTER_ADDR, NNODES\n" in output
     assert re.search(
-        r"^Model: glm4_moe, 3 layers, \d+ random parameters, as zai-org/GLM-4.5-Air$", output, re.MULTILINE
+        r"^Model: glm4_moe, 3 layers, \d+ random parameters, as zai-org/GLM-4.5-Air$",
+        output,
+        re.MULTILINE,
     )
     assert "  data.max_length=64 (was 99)\n" in output
     assert re.search(r"^\[node 0\] Step 1/\d .* LR: 2\.00e-03 ", output, re.MULTILINE)
@@ -77,7 +101,10 @@ def test_in_namespaces(tmp_path: Path, here: dict[str, str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert passed(done.stdout) == CHECKS
     assert "which no packet leaves, with enp26s0np0: 10.11.7.50, 10.11.7.51\n" in done.stdout
-    assert "PASSED rendezvous: 2 nodes met at 10.11.7.50:29600 and are one world of 4 ranks\n" in done.stdout
+    assert (
+        "PASSED rendezvous: 2 nodes met at 10.11.7.50:29600 and are one world of 4 ranks\n"
+        in done.stdout
+    )
     assert "[node 1]   Hostname: node1\n" in done.stdout
 
 
@@ -87,7 +114,10 @@ def test_the_production_shape(tmp_path: Path, here: dict[str, str]) -> None:
     done = run(*rehearsal(), cwd=tmp_path, env=here, timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert passed(done.stdout) == CHECKS
-    assert "one world of 16 ranks\n" in done.stdout and "PASSED sharding: 16 ranks saved a part each" in done.stdout
+    assert (
+        "one world of 16 ranks\n" in done.stdout
+        and "PASSED sharding: 16 ranks saved a part each" in done.stdout
+    )
 
 
 @pytest.mark.full
@@ -120,16 +150,22 @@ def test_a_launch_that_fails(tmp_path: Path, here: dict[str, str]) -> None:
     done = run(*rehearsal("--loopback", "--procs-per-node", "1"), cwd=tmp_path, env=there)
     assert done.returncode == 1 and not passed(done.stdout)
     last = done.stderr.splitlines()[-1]
-    failed = re.fullmatch(r"ERROR: Training Configuration: on every node did not come: .+ - see (\S+) (\S+)", last)
+    failed = re.fullmatch(
+        r"ERROR: Training Configuration: on every node did not come: .+ - see (\S+) (\S+)", last
+    )
     assert failed, last
     assert [Path(log).name for log in failed.groups()] == ["node0.log", "node1.log"]
     assert "Launching MASTER NODE (Node 0)" in Path(failed[1]).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    "options", [["--loopback"], pytest.param([], marks=needs_namespaces)], ids=["loopback", "spaces"]
+    "options",
+    [["--loopback"], pytest.param([], marks=needs_namespaces)],
+    ids=["loopback", "spaces"],
 )
-def test_ctrl_c_ends_all_that_it_started(options: list[str], tmp_path: Path, here: dict[str, str]) -> None:
+def test_ctrl_c_ends_all_that_it_started(
+    options: list[str], tmp_path: Path, here: dict[str, str]
+) -> None:
     process = subprocess.Popen(
         rehearsal("--procs-per-node", "1", *options),
         cwd=tmp_path,
@@ -147,10 +183,15 @@ def test_ctrl_c_ends_all_that_it_started(options: list[str], tmp_path: Path, her
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("ERROR: ended by SIGINT with all that it had started - ")
+    assert errors.splitlines()[-1].startswith(
+        "ERROR: ended by SIGINT with all that it had started - "
+    )
     assert not marked_processes(process.pid) and not list(tmp_path.glob("shardtune-rehearsal-*"))
     if not options:
-        assert f"shardtune-{process.pid}-" not in run("ip", "netns", "list", cwd=tmp_path, env=here).stdout
+        assert (
+            f"shardtune-{process.pid}-"
+            not in run("ip", "netns", "list", cwd=tmp_path, env=here).stdout
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +211,10 @@ def test_what_cannot_be_rehearsed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         assert rehearse.run(arguments) == 2
     finally:
@@ -182,25 +226,41 @@ def test_what_cannot_be_rehearsed(
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm"])
 @pytest.mark.parametrize("ranks", [2, 3, 16])
-def test_a_tiny_model(architecture: str, ranks: int, tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_tiny_model(
+    architecture: str, ranks: int, tmp_path: Path, models: dict[str, Path]
+) -> None:
     said = tiny.make_model(str(models[architecture]), ranks, tmp_path)
-    config, source = AutoConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(models[architecture])
+    config, source = (
+        AutoConfig.from_pretrained(tmp_path),
+        AutoConfig.from_pretrained(models[architecture]),
+    )
     assert config.model_type == source.model_type
     assert config.tie_word_embeddings == source.tie_word_embeddings
     assert said.endswith(f"as {models[architecture]}")
     if architecture == "glm":
-        assert config.n_routed_experts % ranks == 0 and config.first_k_dense_replace < config.num_hidden_layers
+        assert (
+            config.n_routed_experts % ranks == 0
+            and config.first_k_dense_replace < config.num_hidden_layers
+        )
     assert AutoModelForCausalLM.from_config(config).num_parameters() < 1_000_000
     assert config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path))
 
 
-@pytest.mark.parametrize(("heads", "shared", "small"), [(9, 3, 2), (24, 8, 2), (3, 3, 4), (12, 12, 4), (8, 1, 1)])
-def test_a_tiny_model_shares_keys_as_the_real_one(heads: int, shared: int, small: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("heads", "shared", "small"), [(9, 3, 2), (24, 8, 2), (3, 3, 4), (12, 12, 4), (8, 1, 1)]
+)
+def test_a_tiny_model_shares_keys_as_the_real_one(
+    heads: int, shared: int, small: int, tmp_path: Path
+) -> None:
     sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": shared}
     AutoConfig.for_model("llama", **sizes).save_pretrained(tmp_path / "large")
     tiny.make_model(str(tmp_path / "large"), 2, tmp_path / "small")
     config = AutoConfig.from_pretrained(tmp_path / "small")
-    assert (config.model_type, config.num_attention_heads, config.num_key_value_heads) == ("llama", 4, small)
+    assert (config.model_type, config.num_attention_heads, config.num_key_value_heads) == (
+        "llama",
+        4,
+        small,
+    )
     logits = AutoModelForCausalLM.from_config(config)(torch.tensor([[1, 2, 3]])).logits
     assert logits.isfinite().all()
 
@@ -231,7 +291,9 @@ def test_the_template_marks_what_the_model_writes(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for line in (tmp_path / "chats.jsonl").read_text(encoding="utf-8").splitlines():
         messages = json.loads(line)["messages"]
-        said = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        said = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
         ids = said["input_ids"]
         assert tiny.ROW_TOKENS // 2 < len(ids) <= tiny.ROW_TOKENS
         marked = [token for token, mark in zip(ids, said["assistant_masks"], strict=True) if mark]

@@ -12,13 +12,22 @@ from typing import Any
 
 import pytest
 from conftest import read_metrics
-from ranks import on_ranks, run_script, train, train_until
+from helpers.ranks import on_ranks, run_script, train, train_until
+from helpers.small_runs import (
+    CONSTANT,
+    SETTINGS,
+    checkpoint,
+    close_to,
+    digests,
+    names,
+    steps_of,
+    write_inputs,
+)
 from safetensors.torch import load_file
-from small_runs import CONSTANT, SETTINGS, checkpoint, close_to, digests, names, steps_of, write_inputs
 
-import shardtune.evaluate
-import shardtune.model
-from shardtune.checkpoint import disk
+import shardtune.model.build
+import shardtune.training.evaluate
+from shardtune.checkpoint import durable_fs as disk
 
 
 @pytest.mark.parametrize(
@@ -77,7 +86,9 @@ def test_a_run_that_is_killed_again_and_again(
         ),
     ],
 )
-def test_other_numbers_of_ranks(name: str, sizes: tuple[int, ...], tmp_path: Path, models: dict[str, Path]) -> None:
+def test_other_numbers_of_ranks(
+    name: str, sizes: tuple[int, ...], tmp_path: Path, models: dict[str, Path]
+) -> None:
     """Two steps on each, mid-epoch, with the same twelve rows a step."""
     write_inputs(tmp_path, models[name])
     settings = (*SETTINGS, *CONSTANT)
@@ -105,14 +116,19 @@ def test_other_numbers_of_ranks(name: str, sizes: tuple[int, ...], tmp_path: Pat
 
 def run_and_signal(nth: int, arguments: list[str]) -> None:
     """Rank 1 gets SIGTERM in the third micro-batch of the nth evaluation; the ranks ask one another after each."""
-    evaluate: Any = shardtune.evaluate
+    evaluate: Any = shardtune.training.evaluate
     evaluate._ASKS_EVERY_S = 0
-    deal, summed_loss, evaluations, batches = evaluate.deal, evaluate.summed_loss, [], []
+    assign_rows, summed_loss, evaluations, batches = (
+        evaluate.assign_rows,
+        evaluate.summed_loss,
+        [],
+        [],
+    )
 
     def begin(*arguments: Any) -> Any:
         evaluations.append(None)
         batches.clear()
-        return deal(*arguments)
+        return assign_rows(*arguments)
 
     def signal_in_third(*arguments: Any) -> Any:
         batches.append(None)
@@ -121,7 +137,7 @@ def run_and_signal(nth: int, arguments: list[str]) -> None:
         assert len(evaluations) < nth or len(batches) <= 3
         return summed_loss(*arguments)
 
-    evaluate.deal, evaluate.summed_loss = begin, signal_in_third
+    evaluate.assign_rows, evaluate.summed_loss = begin, signal_in_third
     run_script(["--config", "config.yaml", *arguments])
 
 
@@ -132,15 +148,24 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(
     write_inputs(tmp_path, models["llama"], dropout=0.2)
     settings = (*SETTINGS, "data.eval=train.jsonl", "eval.every_steps=2", "train.max_steps=5")
     assert train(2, *settings, "run.dir=whole", cwd=tmp_path).returncode == 0
-    for nth, step in ((3, 4), (2, 5)):  # after the baseline and that of step 2; after that of step 4
+    for nth, step in (
+        (3, 4),
+        (2, 5),
+    ):  # after the baseline and that of step 2; after that of step 4
         stopped = on_ranks(2, run_and_signal, nth, settings, cwd=tmp_path)
         assert stopped.returncode == 75, stopped.stderr
-        assert f"Saved checkpoint_{step:07d}" in stopped.stdout and f" | Step: {step}\n" not in stopped.stdout
+        assert (
+            f"Saved checkpoint_{step:07d}" in stopped.stdout
+            and f" | Step: {step}\n" not in stopped.stdout
+        )
     for _ in range(2):
         done = train(2, *settings, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "Nothing is left to do" in done.stdout and "Perplexity" not in done.stdout
-    for kind, values in (("eval", ("step", "loss", "tokens")), ("step", ("step", "loss", "grad_norm"))):
+    for kind, values in (
+        ("eval", ("step", "loss", "tokens")),
+        ("step", ("step", "loss", "grad_norm")),
+    ):
         whole, run = (
             [[entry[value] for value in values] for entry in read_metrics(tmp_path / name, kind)]
             for name in ("whole", "run")
@@ -153,25 +178,47 @@ def test_other_micro_batches_see_the_same_records(tmp_path: Path, models: dict[s
     write_inputs(tmp_path, models["qwen3"])
     for run_dir, shapes in (("whole", [(9, 1, 4)]), ("run", [(3, 1, 4), (6, 4, 1), (9, 2, 2)])):
         for last, rows, accumulation in shapes:
-            shape = (f"train.micro_batch_size={rows}", f"train.gradient_accumulation_steps={accumulation}")
+            shape = (
+                f"train.micro_batch_size={rows}",
+                f"train.gradient_accumulation_steps={accumulation}",
+            )
             steps = (*SETTINGS, *CONSTANT, f"train.max_steps={last}", f"run.dir={run_dir}")
             done = train(2, *steps, *shape, "export.final=false", cwd=tmp_path)
             assert done.returncode == 0, done.stderr
-    assert "train.micro_batch_size was 4, is 2" in done.stdout and "Resumed from checkpoint_0000006" in done.stdout
+    assert (
+        "train.micro_batch_size was 4, is 2" in done.stdout
+        and "Resumed from checkpoint_0000006" in done.stdout
+    )
     assert steps_of(tmp_path / "run") == close_to(steps_of(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("glm", marks=pytest.mark.full)])
-def test_saving_does_not_change_training(name: str, tmp_path: Path, models: dict[str, Path]) -> None:
+def test_saving_does_not_change_training(
+    name: str, tmp_path: Path, models: dict[str, Path]
+) -> None:
     """With dropout, to the last bit."""
     write_inputs(tmp_path, models[name], dropout=0.2)
     settings = (*SETTINGS, "train.gradient_accumulation_steps=2", "train.epochs=2")
-    for run_dir, every_steps, mode in (("without", 0, "sync"), ("async", 1, "async"), ("sync", 1, "sync")):
-        saves = (f"checkpoint.every_steps={every_steps}", f"checkpoint.mode={mode}", f"run.dir={run_dir}")
+    for run_dir, every_steps, mode in (
+        ("without", 0, "sync"),
+        ("async", 1, "async"),
+        ("sync", 1, "sync"),
+    ):
+        saves = (
+            f"checkpoint.every_steps={every_steps}",
+            f"checkpoint.mode={mode}",
+            f"run.dir={run_dir}",
+        )
         done = train(2, *settings, *saves, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("Saved checkpoint_") == (len(steps_of(tmp_path / run_dir)) if every_steps else 1)
-    assert steps_of(tmp_path / "async") == steps_of(tmp_path / "sync") == steps_of(tmp_path / "without")
+        assert done.stdout.count("Saved checkpoint_") == (
+            len(steps_of(tmp_path / run_dir)) if every_steps else 1
+        )
+    assert (
+        steps_of(tmp_path / "async")
+        == steps_of(tmp_path / "sync")
+        == steps_of(tmp_path / "without")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -235,15 +282,23 @@ MAY_NOT_CHANGE = {
 def assigned(changes: dict[str, tuple[str, str]]) -> list[str]:
     """The settings of the finished run, with these changes."""
     before = dict(setting.split("=", 1) for setting in (*SETTINGS, *CONSTANT, "train.max_steps=2"))
-    return [f"{key}={value}" for key, value in (before | {key: new for key, (_, new) in changes.items()}).items()]
+    return [
+        f"{key}={value}"
+        for key, value in (before | {key: new for key, (_, new) in changes.items()}).items()
+    ]
 
 
 def test_what_may_change_is_said(folder: Path) -> None:
     done = train(1, *assigned(MAY_CHANGE), cwd=folder)
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("Changed since checkpoint_0000002: ")]
+    said = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith("Changed since checkpoint_0000002: ")
+    ]
     assert sorted(line.split(": ", 1)[1] for line in said) == sorted(
-        [f"{key} was {old}, is {new}" for key, (old, new) in MAY_CHANGE.items()] + ["world size was 2, is 1"]
+        [f"{key} was {old}, is {new}" for key, (old, new) in MAY_CHANGE.items()]
+        + ["world size was 2, is 1"]
     )
     assert names(folder / "run/checkpoints") == ["checkpoint_0000003"]
 
@@ -261,12 +316,18 @@ def test_another_model_is_refused_with_both_values(folder: Path) -> None:
     before = digests(folder / "run")
     file = folder / "model/config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(settings | {"rms_norm_eps": 0.5, "max_position_embeddings": 4096}), encoding="utf-8")
+    file.write_text(
+        json.dumps(settings | {"rms_norm_eps": 0.5, "max_position_embeddings": 4096}),
+        encoding="utf-8",
+    )
     done = train(2, *SETTINGS, *CONSTANT, "train.max_steps=4", cwd=folder)
     assert done.returncode == 2 and digests(folder / "run") == before
     for key, new in (("max_position_embeddings", 4096), ("rms_norm_eps", 0.5)):
         old = json.dumps(settings[key])
-        assert f"ERROR: {key} of the model's config.json is {new} and was {old} in checkpoint_0000002 - " in done.stderr
+        assert (
+            f"ERROR: {key} of the model's config.json is {new} and was {old} in checkpoint_0000002 - "
+            in done.stderr
+        )
     assert done.stderr.count("ERROR: ") == 2
 
 
@@ -284,12 +345,13 @@ def run_script_without_a_model(arguments: list[str]) -> None:
     def build_model(*_: object) -> None:
         raise AssertionError("the model was built")
 
-    shardtune.model.build_model = build_model
+    shardtune.model.build.build_model = build_model
     run_script(arguments)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lost"), [(2, "."), (1, "model.safetensors"), pytest.param(3, "config.json", marks=pytest.mark.full)]
+    ("ranks", "lost"),
+    [(2, "."), (1, "model.safetensors"), pytest.param(3, "config.json", marks=pytest.mark.full)],
 )
 def test_a_finished_run_writes_its_model_again(ranks: int, lost: str, folder: Path) -> None:
     run_dir = folder / "run"
@@ -298,18 +360,33 @@ def test_a_finished_run_writes_its_model_again(ranks: int, lost: str, folder: Pa
     disk.delete(run_dir / "model" / lost)
 
     def again(dtype: str) -> str:
-        arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=2", f"export.dtype={dtype}"]
+        arguments = [
+            "--config",
+            "config.yaml",
+            *SETTINGS,
+            *CONSTANT,
+            "train.max_steps=2",
+            f"export.dtype={dtype}",
+        ]
         done = on_ranks(ranks, run_script_without_a_model, arguments, cwd=folder)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1].startswith("Finished: checkpoint_0000002 is the last of 2 steps.")
+        assert done.stdout.splitlines()[-1].startswith(
+            "Finished: checkpoint_0000002 is the last of 2 steps."
+        )
         return done.stdout
 
     assert "Saved the final model in run/model\n" in again("source")
     assert digests(run_dir / "model") == model
     assert "Saved the final model" not in again("source")
     assert "Saved the final model in run/model\n" in again("float16")
-    assert json.loads((run_dir / "model/config.json").read_text(encoding="utf-8"))["dtype"] == "float16"
-    assert digests(run_dir / "checkpoints") == checkpoints and (run_dir / "metrics.jsonl").read_bytes() == metrics
+    assert (
+        json.loads((run_dir / "model/config.json").read_text(encoding="utf-8"))["dtype"]
+        == "float16"
+    )
+    assert (
+        digests(run_dir / "checkpoints") == checkpoints
+        and (run_dir / "metrics.jsonl").read_bytes() == metrics
+    )
     kept = [name for name in names(run_dir) if not name.startswith("model.aside")]
     assert kept == [".lock", "checkpoints", "config.yaml", "metrics.jsonl", "model"]
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 import xxhash
 from conftest import REPOSITORY, chats, launch, read_metrics, write_jsonl
-from ranks import train
+from helpers.ranks import train
+from helpers.small_runs import MEASURED, steps_of
 from safetensors import safe_open
 from safetensors.torch import load_file
-from small_runs import MEASURED, steps_of
 
 from shardtune.config import load_config, to_dict
 
@@ -76,7 +76,9 @@ def write_inputs(folder: Path, model: Path) -> Path:
 def with_dropout(folder: Path, model: Path) -> Path:
     copied = Path(shutil.copytree(model, folder / "model"))
     config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
-    (copied / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}), encoding="utf-8")
+    (copied / "config.json").write_text(
+        json.dumps(config | {"attention_dropout": 0.2}), encoding="utf-8"
+    )
     return copied
 
 
@@ -104,13 +106,22 @@ def test_every_line_has_its_shape_and_its_place(inputs: Path, whole: Completed) 
     expected = ["effective", "plan", "baseline"]
     for step in range(1, total + 1):
         is_last = step == total
-        expected += ["step", *["eval"] * (step % 5 == 0 or is_last), *["saved"] * (step % 3 == 0 or is_last)]
+        expected += [
+            "step",
+            *["eval"] * (step % 5 == 0 or is_last),
+            *["saved"] * (step % 3 == 0 or is_last),
+        ]
     assert [kind for kind, _ in lines] == expected
     assert [int(match[1]) for kind, match in lines if kind == "step"] == list(range(1, total + 1))
-    assert [int(match[4]) for kind, match in lines if kind == "eval"] == [*range(5, total, 5), total]
+    assert [int(match[4]) for kind, match in lines if kind == "eval"] == [
+        *range(5, total, 5),
+        total,
+    ]
 
     every_line = (whole.stdout + whole.stderr).splitlines()
-    assert sum("Step" in line and "Loss" in line.split("Step", 1)[1] for line in every_line) == total
+    assert (
+        sum("Step" in line and "Loss" in line.split("Step", 1)[1] for line in every_line) == total
+    )
     assert sum("baseline perplexity" in line.lower() for line in every_line) == 1
     assert whole.stdout.count("Training Configuration:") == 1
     assert not re.search("\r", whole.stdout + whole.stderr)
@@ -123,7 +134,8 @@ def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> N
         (f"{step['loss']:.4f}", f"{step['grad_norm']:.3f}", f"{step['lr']:.2e}") for step in steps
     ]
     assert [match.groups()[:3] for kind, match in lines if kind in ("baseline", "eval")] == [
-        (f"{entry['perplexity']:.4f}", f"{entry['loss']:.4f}", str(entry["tokens"])) for entry in evals
+        (f"{entry['perplexity']:.4f}", f"{entry['loss']:.4f}", str(entry["tokens"]))
+        for entry in evals
     ]
     _, total, records, trained_tokens = map(int, dict(lines)["plan"].groups())
     assert records == 37
@@ -132,12 +144,17 @@ def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> N
     assert sum(step["trained_tokens"] for step in steps) == 2 * trained_tokens
     assert [entry["step"] for entry in evals] == [0, *range(5, total, 5), total]
     assert all(
-        set(step) == {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens"} | MEASURED
+        set(step)
+        == {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens"}
+        | MEASURED
         for step in steps
     )
     assert all(entry["perplexity"] == math.exp(entry["loss"]) for entry in evals)
     assert all(step["loss"] != round(step["loss"], 7) for step in steps), "a float has 17 digits"
-    assert all(0 < step["trained_tokens"] < step["tokens"] <= 4 * 128 and step["seconds"] > 0 for step in steps)
+    assert all(
+        0 < step["trained_tokens"] < step["tokens"] <= 4 * 128 and step["seconds"] > 0
+        for step in steps
+    )
     assert all(step["tokens_per_second"] == step["tokens"] / step["seconds"] for step in steps)
     assert all(0 < step["mfu"] < 1 and step["memory_bytes"] > 1e8 for step in steps)
 
@@ -148,7 +165,9 @@ def test_the_written_configuration_is_the_one_that_ran(inputs: Path, whole: Comp
     assert to_dict(load_config(written, [], {})) == to_dict(given)
     text = written.read_text(encoding="utf-8")
     origins = dict(re.findall(r"^  (\w+): .*  # (.+)$", text, re.MULTILINE))
-    assert (origins["lr"], origins["seed"]) == ("file", "default") and text.count("  # command line\n") == 1
+    assert (origins["lr"], origins["seed"]) == ("file", "default") and text.count(
+        "  # command line\n"
+    ) == 1
 
 
 def test_checkpoints_are_readable_by_safetensors_alone(inputs: Path, whole: Completed) -> None:
@@ -164,12 +183,17 @@ def test_checkpoints_are_readable_by_safetensors_alone(inputs: Path, whole: Comp
         "rank_00001.safetensors",
     }
     raw = (newest / "manifest.json").read_bytes()
-    assert (newest / "COMPLETE").read_text(encoding="utf-8").strip() == xxhash.xxh3_128(raw).hexdigest()
+    assert (newest / "COMPLETE").read_text(encoding="utf-8").strip() == xxhash.xxh3_128(
+        raw
+    ).hexdigest()
 
     manifest = json.loads(raw)
     for name, entry in manifest["files"].items():
         content = (newest / name).read_bytes()
-        assert (entry["bytes"], entry["xxh3_128"]) == (len(content), xxhash.xxh3_128(content).hexdigest())
+        assert (entry["bytes"], entry["xxh3_128"]) == (
+            len(content),
+            xxhash.xxh3_128(content).hexdigest(),
+        )
     parts = {path.name: load_file(path) for path in newest.glob("rank_*")}
     final = load_file(inputs / "runs/config/model/model.safetensors")
     assert "lm_head.weight" not in final, "the tied head is stored once"
@@ -177,15 +201,24 @@ def test_checkpoints_are_readable_by_safetensors_alone(inputs: Path, whole: Comp
         described = manifest["tensors"][f"model.{name}"]
         joined = torch.full(described["shape"], math.nan)
         for chunk in described["chunks"]:
-            index = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
+            index = tuple(
+                slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True)
+            )
             joined[index] = parts[chunk["file"]][f"model.{name}"]
         assert torch.equal(joined, tensor), name
-        assert {f"optimizer.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq")} <= manifest["tensors"].keys()
+        assert {f"optimizer.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq")} <= manifest[
+            "tensors"
+        ].keys()
 
 
 def kill(run: subprocess.Popen[str]) -> None:
     """End torchrun and its ranks so that none of them can do anything about it."""
-    ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text(encoding="utf-8").split()]
+    ranks = [
+        int(pid)
+        for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children")
+        .read_text(encoding="utf-8")
+        .split()
+    ]
     assert len(ranks) >= 2
     for pid in (run.pid, *ranks):
         os.kill(pid, signal.SIGKILL)
@@ -206,7 +239,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(inputs: Path, whole: Comple
         "config.yaml",
         "run.dir=runs/killed",
     ]
-    killed = subprocess.Popen(command, cwd=inputs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    killed = subprocess.Popen(
+        command, cwd=inputs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert killed.stdout is not None
     before = []
     for line in killed.stdout:
@@ -296,10 +331,16 @@ def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path: Path, models: dict[s
     write_jsonl(tmp_path / "eval.jsonl", chats(50, seed=1))
     seconds = []
     for every_steps in (0, 1):
-        settings = ("eval.baseline=false", f"eval.every_steps={every_steps}", f"run.dir=runs/{every_steps}")
+        settings = (
+            "eval.baseline=false",
+            f"eval.every_steps={every_steps}",
+            f"run.dir=runs/{every_steps}",
+        )
         done = train(1, *settings, "train.max_steps=3", "export.final=false", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        seconds.append([step["seconds"] for step in read_metrics(tmp_path / f"runs/{every_steps}", "step")[1:]])
+        seconds.append(
+            [step["seconds"] for step in read_metrics(tmp_path / f"runs/{every_steps}", "step")[1:]]
+        )
     without, with_evaluations = seconds
     assert min(with_evaluations) < 3 * max(without)
 
@@ -309,10 +350,23 @@ def test_a_large_seed_and_a_name_that_the_terminal_cannot_show(
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
     write_jsonl(tmp_path / "train.jsonl", [record | {"źródło": "x"} for record in chats(12)])
-    settings = [f"model.path={models['llama']}", "data.train=train.jsonl", "data.max_length=128", "train.max_steps=1"]
+    settings = [
+        f"model.path={models['llama']}",
+        "data.train=train.jsonl",
+        "data.max_length=128",
+        "train.max_steps=1",
+    ]
     (tmp_path / "config.yaml").touch()
-    command = [sys.executable, str(REPOSITORY / "train_fsdp.py"), "--config", "config.yaml", f"run.seed={2**63 - 1}"]
-    done = subprocess.run([*command, *settings], cwd=tmp_path, capture_output=True, check=False, timeout=120)
+    command = [
+        sys.executable,
+        str(REPOSITORY / "train_fsdp.py"),
+        "--config",
+        "config.yaml",
+        f"run.seed={2**63 - 1}",
+    ]
+    done = subprocess.run(
+        [*command, *settings], cwd=tmp_path, capture_output=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert rb"\u017ar\xf3d\u0142o" in done.stdout.replace(b"\xf3", rb"\xf3")
 
@@ -336,5 +390,7 @@ def test_what_is_switched_off_is_said(tmp_path: Path, models: dict[str, Path]) -
     assert not {"baseline", "eval"} & set(dict(lines))
     assert done.stdout.count("Evaluation is skipped") == 1 and "eval.every_steps = 2" in done.stdout
     assert not (tmp_path / "runs/config/model").exists()
-    with safe_open(tmp_path / "runs/config/checkpoints/checkpoint_0000005/rank_00000.safetensors", "pt") as file:
+    with safe_open(
+        tmp_path / "runs/config/checkpoints/checkpoint_0000005/rank_00000.safetensors", "pt"
+    ) as file:
         assert file.metadata()["format"] == "pt"

@@ -12,19 +12,29 @@ from pathlib import Path
 
 import pytest
 from conftest import chats, read_metrics, write_jsonl
-from ranks import on_ranks, run_script, train
+from helpers.ranks import on_ranks, run_script, train
+from helpers.small_runs import digests, steps_of
 from safetensors.torch import load_file
-from small_runs import digests, steps_of
 from test_run import Completed, said, with_dropout, write_inputs
 
-RESUMABLE = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "checkpoint.every_steps=1", "checkpoint.keep=3")
+RESUMABLE = (
+    "scheduler.name=constant",
+    "scheduler.warmup_ratio=0",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=3",
+)
 
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
     """A folder with a finished run of one rank and three steps, each with its checkpoint."""
     folder = tmp_path_factory.mktemp("earlier")
-    done = train(1, *RESUMABLE, "train.max_steps=3", cwd=write_inputs(folder, with_dropout(folder, models["llama"])))
+    done = train(
+        1,
+        *RESUMABLE,
+        "train.max_steps=3",
+        cwd=write_inputs(folder, with_dropout(folder, models["llama"])),
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -53,9 +63,18 @@ def test_what_may_change_is_said(tmp_path: Path, run_again: Callable[..., Comple
         "logging.every_steps was 1, is 2",
     ):
         assert f"Changed since checkpoint_0000003: {change}\n" in done.stdout
-    assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "step")] == [1, 2, 3, 4, 5]
+    assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "step")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "eval")] == [0, 3, 5]
-    assert [(kind, match[1]) for kind, match in said(done.stdout) if kind == "step"] == [("step", "4"), ("step", "5")]
+    assert [(kind, match[1]) for kind, match in said(done.stdout) if kind == "step"] == [
+        ("step", "4"),
+        ("step", "5"),
+    ]
 
     other = tmp_path / "uninterrupted"
     shutil.copytree(tmp_path, other, ignore=shutil.ignore_patterns("runs", "uninterrupted"))
@@ -63,9 +82,13 @@ def test_what_may_change_is_said(tmp_path: Path, run_again: Callable[..., Comple
     assert steps_of(other / "runs/config") == steps_of(tmp_path / "runs/config")
 
 
-def test_what_may_not_change_is_refused(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+def test_what_may_not_change_is_refused(
+    tmp_path: Path, run_again: Callable[..., Completed]
+) -> None:
     before = digests(tmp_path / "runs")
-    done = run_again("train.max_steps=5", "optimizer.lr=2e-3", "run.seed=7", "train.max_grad_norm=null")
+    done = run_again(
+        "train.max_steps=5", "optimizer.lr=2e-3", "run.seed=7", "train.max_grad_norm=null"
+    )
     assert done.returncode == 2
     errors = done.stderr.splitlines()
     assert len(errors) == 3 and all(error.startswith("ERROR: ") for error in errors)
@@ -79,7 +102,9 @@ def test_what_may_not_change_is_refused(tmp_path: Path, run_again: Callable[...,
 
     write_jsonl(tmp_path / "train.jsonl", chats(36))
     done = run_again("train.max_steps=5")
-    assert done.returncode == 2 and "the data" in done.stderr and digests(tmp_path / "runs") == before
+    assert (
+        done.returncode == 2 and "the data" in done.stderr and digests(tmp_path / "runs") == before
+    )
 
 
 def flip_a_byte(checkpoint: Path) -> None:
@@ -136,7 +161,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert steps_of(tmp_path / "runs/config") == undisturbed
 
 
-def test_without_an_intact_checkpoint_nothing_is_touched(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+def test_without_an_intact_checkpoint_nothing_is_touched(
+    tmp_path: Path, run_again: Callable[..., Completed]
+) -> None:
     for checkpoint, damage in zip(
         sorted((tmp_path / "runs/config/checkpoints").iterdir()),
         (flip_a_byte, truncate_manifest, remove_complete),
@@ -148,17 +175,25 @@ def test_without_an_intact_checkpoint_nothing_is_touched(tmp_path: Path, run_aga
     assert done.returncode == 2 and digests(tmp_path / "runs") == before
     errors = done.stderr.splitlines()
     assert len(errors) == 4 and "run.resume=never" in errors[-1]
-    assert all(name in line for name, line in zip(("COMPLETE", "manifest.json", "rank_00000"), errors, strict=False))
+    assert all(
+        name in line
+        for name, line in zip(("COMPLETE", "manifest.json", "rank_00000"), errors, strict=False)
+    )
 
 
-def test_starting_anew_sets_the_earlier_run_aside(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+def test_starting_anew_sets_the_earlier_run_aside(
+    tmp_path: Path, run_again: Callable[..., Completed]
+) -> None:
     """All of it, with a save that was prepared and has no name yet."""
     newest = tmp_path / "runs/config/checkpoints/checkpoint_0000003"
     prepared = newest.rename(newest.with_name(".checkpoint_0000003.0123456789ab"))
     before = digests(tmp_path / "runs/config")
     refused = run_again("run.resume=never", "train.max_steps=1", "data.train=missing.jsonl")
     assert refused.returncode == 2 and digests(tmp_path / "runs/config") == before
-    before = {file.replace(prepared.name, f"{newest.name}.aside1"): digest for file, digest in before.items()}
+    before = {
+        file.replace(prepared.name, f"{newest.name}.aside1"): digest
+        for file, digest in before.items()
+    }
 
     done = run_again("run.resume=never", "train.max_steps=1")
     assert done.returncode == 0, done.stderr
@@ -172,7 +207,9 @@ def test_starting_anew_sets_the_earlier_run_aside(tmp_path: Path, run_again: Cal
         }
         assert kept == {file: digest for file, digest in before.items() if file.startswith(name)}
     assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "eval")] == [0, 1]
-    assert [path.name for path in (tmp_path / "runs/config/checkpoints").iterdir()] == ["checkpoint_0000001"]
+    assert [path.name for path in (tmp_path / "runs/config/checkpoints").iterdir()] == [
+        "checkpoint_0000001"
+    ]
 
 
 def test_resuming_from_a_named_checkpoint_leaves_what_came_after_it(
@@ -194,14 +231,23 @@ def test_resuming_from_a_named_checkpoint_leaves_what_came_after_it(
     assert steps_of(run_dir) == undisturbed
 
 
-def test_resuming_from_another_runs_checkpoint(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+def test_resuming_from_another_runs_checkpoint(
+    tmp_path: Path, run_again: Callable[..., Completed]
+) -> None:
     """The other run keeps its files, and what lay in this run's folder is not mixed with its own."""
     undisturbed = steps_of(tmp_path / "runs/config")
     before = digests(tmp_path / "runs/config")
     assert run_again("run.dir=runs/other", "run.seed=7", "train.max_steps=3").returncode == 0
-    done = run_again("run.dir=runs/other", "run.resume=runs/config/checkpoints/checkpoint_0000001", "train.max_steps=3")
+    done = run_again(
+        "run.dir=runs/other",
+        "run.resume=runs/config/checkpoints/checkpoint_0000001",
+        "train.max_steps=3",
+    )
     assert done.returncode == 0, done.stderr
-    assert 'Changed since checkpoint_0000001: run.dir was "runs/config", is "runs/other"\n' in done.stdout
+    assert (
+        'Changed since checkpoint_0000001: run.dir was "runs/config", is "runs/other"\n'
+        in done.stdout
+    )
     assert steps_of(tmp_path / "runs/other") == undisturbed[1:]
     assert digests(tmp_path / "runs/config") == before
     assert sorted(path.name for path in (tmp_path / "runs/other").iterdir()) == [
@@ -216,12 +262,19 @@ def test_resuming_from_another_runs_checkpoint(tmp_path: Path, run_again: Callab
     ]
 
 
-def test_a_named_checkpoint_that_is_none_is_refused(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+def test_a_named_checkpoint_that_is_none_is_refused(
+    tmp_path: Path, run_again: Callable[..., Completed]
+) -> None:
     """Also with a name of its own, such as an unfinished save has one that begins with a dot."""
-    mine = Path(shutil.copytree(tmp_path / "runs/config/checkpoints/checkpoint_0000001", tmp_path / ".mine"))
+    mine = Path(
+        shutil.copytree(tmp_path / "runs/config/checkpoints/checkpoint_0000001", tmp_path / ".mine")
+    )
     flip_a_byte(mine)
     before = digests(tmp_path / "runs")
-    for name, words in (("runs/config/checkpoints/checkpoint_0000009", "not a complete"), (".mine", "rank_00000")):
+    for name, words in (
+        ("runs/config/checkpoints/checkpoint_0000009", "not a complete"),
+        (".mine", "rank_00000"),
+    ):
         done = run_again(f"run.resume={name}")
         assert done.returncode == 2 and words in done.stderr
     (mine / "COMPLETE").unlink()
@@ -252,15 +305,24 @@ def test_a_disk_that_takes_no_more(
     assert full.returncode == 1
     assert re.fullmatch(rf"ERROR: {what} was not .*File too large.* - .*\n", full.stderr)
     assert digests(run_dir / "checkpoints") == before
-    assert {path.name for path in run_dir.iterdir()} == {".lock", "checkpoints", "config.yaml", "metrics.jsonl"}
+    assert {path.name for path in run_dir.iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+    }
 
     again = run_again(f"train.max_steps={max_steps}")
     assert again.returncode == 0, again.stderr
-    assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(range(1, max_steps + 1))
+    assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(
+        range(1, max_steps + 1)
+    )
     assert load_file(run_dir / "model/model.safetensors")
 
 
-def test_an_interrupted_save_leaves_nothing_behind(tmp_path: Path, run_again: Callable[..., Completed]) -> None:
+def test_an_interrupted_save_leaves_nothing_behind(
+    tmp_path: Path, run_again: Callable[..., Completed]
+) -> None:
     checkpoints = tmp_path / "runs/config/checkpoints"
     for abandoned in (".checkpoint_0000009.writing", ".checkpoint_0000001.deleting"):
         (checkpoints / abandoned).mkdir()
@@ -269,5 +331,10 @@ def test_an_interrupted_save_leaves_nothing_behind(tmp_path: Path, run_again: Ca
         file.write('{"kind": "step", "step": 4, "loss": 1.0}\n{"kind": "st')
     assert run_again("train.max_steps=4").returncode == 0
     assert not list(checkpoints.glob(".*"))
-    assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "step")] == [1, 2, 3, 4]
+    assert [entry["step"] for entry in read_metrics(tmp_path / "runs/config", "step")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     assert read_metrics(tmp_path / "runs/config", "step")[-1]["loss"] != 1.0

@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-from documented import require_documented
-from faults import Fault, gets, run_with
-from launches import break_rank, descendants, end, environment, start
-from ranks import on_nodes, on_ranks, run_script, train
+from helpers.documented import require_documented
+from helpers.faults import Fault, gets, run_with
+from helpers.launches import break_rank, descendants, end, environment, start
+from helpers.ranks import on_nodes, on_ranks, run_script, train
 from safetensors.torch import load_file, save_file
 
-from shardtune import signals
-from shardtune.errors import AGAIN, Ended
+from shardtune.distributed import signals
+from shardtune.errors import AGAIN, Aborted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LONG = (
@@ -59,12 +59,18 @@ def wait_for_steps(run_dir: Path, count: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_signal_saves_exits_75_and_the_same_command_resumes(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     """SIGHUP does not, under nohup."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     arguments = command(*LONG, f"model.path={models['llama']}", "run.dir=run")
     process = subprocess.Popen(
-        ["nohup", *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ["nohup", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for_steps(tmp_path / "run", 3)
     process.send_signal(signal.SIGHUP)
@@ -88,12 +94,19 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path: Path, mo
     )
     assert again.returncode == 0, again.stderr
     assert f"Resumed from checkpoint_{step:07d}" in again.stdout
-    assert [entry["step"] for entry in read_metrics(tmp_path / "run", "step")] == list(range(1, step + 2))
+    assert [entry["step"] for entry in read_metrics(tmp_path / "run", "step")] == list(
+        range(1, step + 2)
+    )
 
 
-def test_ranks_end_with_torchrun_and_the_same_command_goes_on(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_ranks_end_with_torchrun_and_the_same_command_goes_on(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-    arguments = [*command(*LONG, f"model.path={models['llama']}", "run.dir=run"), "checkpoint.every_steps=1"]
+    arguments = [
+        *command(*LONG, f"model.path={models['llama']}", "run.dir=run"),
+        "checkpoint.every_steps=1",
+    ]
     arguments.remove("checkpoint.every_steps=0")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     process = subprocess.Popen(
@@ -117,10 +130,14 @@ def test_ranks_end_with_torchrun_and_the_same_command_goes_on(tmp_path: Path, mo
     assert len(re.findall(said, again.stdout)) == 1
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_reader_that_goes_away_does_not_end_the_run(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     arguments = command(*LONG, f"model.path={models['llama']}", "run.dir=run", "train.max_steps=5")
-    process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     errors = process.stderr.read().decode()
@@ -143,7 +160,9 @@ def one_node(
     )
 
 
-def two_nodes(tmp_path: Path, worker_cwd: Path, common: list[str], worker: list[str]) -> list[tuple[int, str, str]]:
+def two_nodes(
+    tmp_path: Path, worker_cwd: Path, common: list[str], worker: list[str]
+) -> list[tuple[int, str, str]]:
     """Both launch scripts over loopback; (exit code, stdout, stderr) of each."""
     where = {"MASTER_PORT": a_free_port(), "JOIN_TIMEOUT": "90"}
     nodes = [
@@ -159,11 +178,15 @@ def test_node_0_says_why_node_1_refused(tmp_path: Path, models: dict[str, Path])
     master, worker = two_nodes(tmp_path, tmp_path, common, ["optimizer.lrr=1"])
     assert master[0] == worker[0] == 2
     for _, _, errors in (master, worker):
-        assert "optimizer.lrr" in errors.splitlines()[-1] and "optimizer.lr" in errors.splitlines()[-1]
+        assert (
+            "optimizer.lrr" in errors.splitlines()[-1] and "optimizer.lr" in errors.splitlines()[-1]
+        )
     assert "node 1" in master[2].splitlines()[-1]
 
 
-def test_nodes_with_different_configurations_are_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_nodes_with_different_configurations_are_refused(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     """By the run itself, where no preflight has compared them; run.dir may be each node's own."""
     folders = [tmp_path / name for name in ("one", "two")]
     for folder, settings in zip(folders, ("", "optimizer: {lr: 1.0e-3}\n"), strict=True):
@@ -171,15 +194,28 @@ def test_nodes_with_different_configurations_are_refused(tmp_path: Path, models:
         write_jsonl(folder / "train.jsonl", chats(10))
         own = f"run: {{dir: {folder / 'run'}, seed: {7 if settings else 1234}}}\n"
         (folder / "config.yaml").write_text(own + settings, encoding="utf-8")
-    arguments = ["--config", "config.yaml", *LONG, f"model.path={models['llama']}", "train.max_steps=1"]
+    arguments = [
+        "--config",
+        "config.yaml",
+        *LONG,
+        f"model.path={models['llama']}",
+        "train.max_steps=1",
+    ]
     done = on_nodes([(folder, 1) for folder in folders], run_script, arguments)
     assert done.returncode == 2, done.stderr
-    for said in ("run.seed is 1234 on node 0 and 7 on node 1", "optimizer.lr is 1e-05 on node 0 and 0.001 on node 1"):
-        assert done.stderr.count(f"ERROR: {said} - start every node with the same configuration") == 2
+    for said in (
+        "run.seed is 1234 on node 0 and 7 on node 1",
+        "optimizer.lr is 1e-05 on node 0 and 0.001 on node 1",
+    ):
+        assert (
+            done.stderr.count(f"ERROR: {said} - start every node with the same configuration") == 2
+        )
     assert done.stderr.count("ERROR: ") == 4 and "Parameters:" not in done.stdout
 
 
-def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_signal_before_the_first_step_ends_the_run_with_a_line(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     """Rank 0 tokenises and the other waits for it."""
     write_jsonl(tmp_path / "train.jsonl", chats(40_000, longest_answer=90))
     with (tmp_path / "log").open("w") as log:
@@ -190,13 +226,17 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(tmp_path: Path,
         time.sleep(0.1)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=25) == 1  # torchrun would need 30 s to kill a process that does not hear
+    assert (
+        process.wait(timeout=25) == 1
+    )  # torchrun would need 30 s to kill a process that does not hear
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
     assert last.startswith("ERROR: ended by SIGINT before the first step")
     require_documented("running", last)
 
 
-def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_pipe_that_ends_first_does_not_stop_the_save(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     """Ctrl-C reaches the launch script and `tee` alike: nobody reads what the run says of its end."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     process = one_node(models, "2", subprocess.PIPE, cwd=tmp_path)
@@ -214,7 +254,9 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(tmp_path: Path, models: d
     [
         # Of different kinds, because the system may make one of several of a kind.
         ((signal.SIGINT, signal.SIGHUP, signal.SIGTERM), False),
-        pytest.param((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), False, marks=pytest.mark.full),
+        pytest.param(
+            (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), False, marks=pytest.mark.full
+        ),
         pytest.param((signal.SIGTERM,) * 3, True, marks=pytest.mark.full),
     ],
 )
@@ -223,7 +265,7 @@ def test_a_scheduler_that_signals_every_process_asks_once(
 ) -> None:
     """The launch script and torchrun pass theirs on to the rank, which has it already, and wait for its save."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-    saving = ("shardtune.checkpoint.disk", "write_file")
+    saving = ("shardtune.checkpoint.durable_fs", "write_file")
     # Longer than torchrun gives its processes by default.
     settings = break_rank(tmp_path, 0, saving, "time.sleep(33)", nth=1) if is_slow else {}
     with (tmp_path / "log").open("w") as log:
@@ -234,7 +276,10 @@ def test_a_scheduler_that_signals_every_process_asks_once(
     assert process.wait(timeout=240) == 75
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
-    assert re.match(f"ERROR: stopped by SIG(INT|HUP|TERM) on {platform.node()} after saving step {step} - ", last)
+    assert re.match(
+        f"ERROR: stopped by SIG(INT|HUP|TERM) on {platform.node()} after saving step {step} - ",
+        last,
+    )
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
 
@@ -278,7 +323,9 @@ def test_a_launch_in_the_background_of_a_script(tmp_path: Path, models: dict[str
     assert process.wait(timeout=240) == 75
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
-    assert last.startswith(f"ERROR: stopped by SIGTERM on {platform.node()} after saving step {step} - ")
+    assert last.startswith(
+        f"ERROR: stopped by SIGTERM on {platform.node()} after saving step {step} - "
+    )
 
 
 def ask_again_and_again() -> None:
@@ -293,7 +340,9 @@ def ask_again_and_again() -> None:
             signal.raise_signal(other)
             assert stop.received == f"{number.name} on {platform.node()}"
         clock.now_s += 5
-        with pytest.raises(Ended, match=f"^ended by a second signal, {number.name}, .* - ") as ended:
+        with pytest.raises(
+            Aborted, match=f"^ended by a second signal, {number.name}, .* - "
+        ) as ended:
             signal.raise_signal(number)
         assert ended.value.code == 1
 
@@ -303,7 +352,9 @@ def test_only_a_later_signal_is_another_request(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def forked(cwd: Path, *arguments: str, faults: Sequence[Fault], ranks: int) -> subprocess.CompletedProcess[str]:
+def forked(
+    cwd: Path, *arguments: str, faults: Sequence[Fault], ranks: int
+) -> subprocess.CompletedProcess[str]:
     """A run that saves after each step."""
     write_jsonl(cwd / "train.jsonl", chats(30))
     (cwd / "config.yaml").touch()
@@ -316,7 +367,9 @@ def test_what_resumes_after_a_signal_is_said(
     number: signal.Signals, resume: str, tmp_path: Path, models: dict[str, Path]
 ) -> None:
     asked = Fault("open", "*/rank_00000.safetensors", gets(number, number, signal.SIGTERM), rank=0)
-    done = forked(tmp_path, f"model.path={models['llama']}", f"run.resume={resume}", faults=[asked], ranks=2)
+    done = forked(
+        tmp_path, f"model.path={models['llama']}", f"run.resume={resume}", faults=[asked], ranks=2
+    )
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     how = "" if resume == "auto" else " with run.resume=auto"
     line = f"ERROR: stopped by {number.name} on {platform.node()} after saving step {step} - "
@@ -334,17 +387,23 @@ def insist(do: Any, *arguments: Any) -> Any:
     return do(*arguments)
 
 
-def test_a_second_request_does_not_wait_for_the_save(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_second_request_does_not_wait_for_the_save(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     asked = Fault("open", "*/.checkpoint_0000001.*/rank_00000.safetensors", gets(signal.SIGTERM))
     asked_again = Fault("write", "*/.checkpoint_000000[2-9].*/rank_00000.safetensors", insist)
     done = forked(tmp_path, f"model.path={models['llama']}", faults=[asked, asked_again], ranks=1)
     line = f"ERROR: ended by a second signal, SIGTERM, without a save - {AGAIN}\n"
     assert done.returncode == 1 and done.stderr.endswith(line), done.stderr
     require_documented("running", line.strip())
-    assert [path.parent.name for path in tmp_path.glob("run/checkpoints/*/COMPLETE")] == ["checkpoint_0000001"]
+    assert [path.parent.name for path in tmp_path.glob("run/checkpoints/*/COMPLETE")] == [
+        "checkpoint_0000001"
+    ]
 
 
-def test_what_the_model_cannot_know_is_refused_by_name(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_what_the_model_cannot_know_is_refused_by_name(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     """A tokenizer of another model, and a generation config that cannot be read."""
     write_jsonl(tmp_path / "train.jsonl", chats(10))
     small, damaged = tmp_path / "small", tmp_path / "damaged"
@@ -368,6 +427,14 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, models: dict[str, 
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     done = train(1, *LONG, "data.eval=train.jsonl", f"model.path={broken}", cwd=tmp_path)
     assert done.returncode == 1
-    assert "step 1 was not taken" in done.stderr and "model.layers.1.mlp.up_proj.weight" in done.stderr.splitlines()[-1]
+    assert (
+        "step 1 was not taken" in done.stderr
+        and "model.layers.1.mlp.up_proj.weight" in done.stderr.splitlines()[-1]
+    )
     for line in (tmp_path / "runs/config/metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        json.loads(line, parse_constant=lambda name: (_ for _ in ()).throw(AssertionError(f"{name} is not JSON")))
+        json.loads(
+            line,
+            parse_constant=lambda name: (_ for _ in ()).throw(
+                AssertionError(f"{name} is not JSON")
+            ),
+        )

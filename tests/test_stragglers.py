@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import chats, read_metrics, write_jsonl
-from documented import QUOTES, is_in
-from ranks import on_ranks, run_script, train, train_until
+from helpers.documented import QUOTES, is_in
+from helpers.ranks import on_ranks, run_script, train, train_until
 
-from shardtune import feeding, optim
-from shardtune.stragglers import slowest
+from shardtune.training import optim
+from shardtune.training import prefetch as feeding
+from shardtune.training.stragglers import slowest
 
 ARGUMENTS = (
     "--config",
@@ -44,16 +45,23 @@ def run_with_a_slow_rank(rank: int, phase: str, arguments: list[str]) -> None:
     if int(os.environ["RANK"]) == rank:
         module, name = {
             "data": (feeding, "build_batch"),
-            "forward and backward": (torch.nn.functional, "silu"),  # within a layer, between its collectives
+            "forward and backward": (
+                torch.nn.functional,
+                "silu",
+            ),  # within a layer, between its collectives
             "optimizer": (optim, "clip_gradients"),
         }[phase]
-        setattr(module, name, slowed(getattr(module, name), SLOW_DATA_S if phase == "data" else SLOW_S))
+        setattr(
+            module, name, slowed(getattr(module, name), SLOW_DATA_S if phase == "data" else SLOW_S)
+        )
     run_script(arguments)
 
 
 def run(folder: Path, model: Path, ranks: int, rank: int, phase: str, *more: str) -> str:
     write_jsonl(folder / "train.jsonl", chats(30))
-    (folder / "config.yaml").write_text("run: {dir: run}\ndata: {train: train.jsonl}\n", encoding="utf-8")
+    (folder / "config.yaml").write_text(
+        "run: {dir: run}\ndata: {train: train.jsonl}\n", encoding="utf-8"
+    )
     arguments = [*ARGUMENTS, f"model.path={model}", "checkpoint.every_steps=0", *more]
     done = on_ranks(ranks, run_with_a_slow_rank, rank, phase, arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -84,20 +92,35 @@ def test_a_slow_rank_is_named(
     assert len(lines) == 1 and is_in(QUOTES["slow"][0], said)
     entries = read_metrics(tmp_path / "run", "ranks")
     assert [entry["step"] for entry in entries] == [11, 21]
-    assert lines == [(str(rank), socket.gethostname(), f"{entries[1]['ratio']:.2f}", phase)]  # slow for the second time
+    assert lines == [
+        (str(rank), socket.gethostname(), f"{entries[1]['ratio']:.2f}", phase)
+    ]  # slow for the second time
     for entry in entries:
-        assert (entry["slowest_rank"], entry["host"], entry["phase"]) == (rank, socket.gethostname(), phase)
+        assert (entry["slowest_rank"], entry["host"], entry["phase"]) == (
+            rank,
+            socket.gethostname(),
+            phase,
+        )
         assert entry["seconds"][phase] > SLOW_S
-    steps = read_metrics(tmp_path / "run", "step")[2:]  # the first waits for what is made when the run begins
+    steps = read_metrics(tmp_path / "run", "step")[
+        2:
+    ]  # the first waits for what is made when the run begins
     waited = sum(step["data_seconds"] for step in steps) / sum(step["seconds"] for step in steps)
     assert 0.5 < waited < 1 if phase == "data" else 0 < waited < 0.1
 
 
 @pytest.mark.full
-def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     """The run is killed after the report at step 11, and goes on from step 8."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-    arguments = [*ARGUMENTS[2:], f"model.path={models['llama']}", "data.train=train.jsonl", "checkpoint.every_steps=8"]
+    arguments = [
+        *ARGUMENTS[2:],
+        f"model.path={models['llama']}",
+        "data.train=train.jsonl",
+        "checkpoint.every_steps=8",
+    ]
     arguments.append("checkpoint.mode=sync")
     train_until(13, 0, 2, *arguments, cwd=tmp_path)
     run_dir = tmp_path / "runs/config"
@@ -109,6 +132,10 @@ def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(tmp_path: Path, mo
 
 
 def test_which_rank_is_the_slowest() -> None:
-    assert slowest([[0.1, 1.0, 0.1], [0.1, 2.3, 0.1], [0.1, 1.1, 0.1]]) == (1, pytest.approx(2.5 / 1.3), 1)
+    assert slowest([[0.1, 1.0, 0.1], [0.1, 2.3, 0.1], [0.1, 1.1, 0.1]]) == (
+        1,
+        pytest.approx(2.5 / 1.3),
+        1,
+    )
     assert slowest([[0.1, 1.0, 0.1], [1.1, 0.9, 0.1]]) == (1, pytest.approx(2.1 / 1.2), 0)
     assert slowest([[1.0, 1.0, 1.0]]) == (0, 1.0, 0)

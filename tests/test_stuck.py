@@ -20,13 +20,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import chats, write_jsonl
-from documented import require_documented
-from ranks import on_ranks, run_script
+from helpers.documented import require_documented
+from helpers.ranks import on_ranks, run_script
 
-from distTest.children import die_with_parent
-from distTest.local_ranks import LocalRanks
-from shardtune import loss, model, watchdog, world
-from shardtune.progress import Progress
+from shardtune.cluster.children import die_with_parent
+from shardtune.cluster.local_ranks import LocalRanks
+from shardtune.distributed import watchdog, world
+from shardtune.distributed.progress import Progress
+from shardtune.model import build as model
+from shardtune.model import loss
 
 HOST = socket.gethostname()
 BEHIND = r"rank 1 on {host}: did not arrive within 4 s \(at hang, .+\), in step 1 \(forward and backward\) - "
@@ -71,7 +73,9 @@ def hang_in_the_first_step(rank: str, arguments: list[str]) -> None:
         ),
     ],
 )
-def test_a_rank_that_is_stuck_in_the_first_step(rank: str, replicas: int, said: str, folder: Path) -> None:
+def test_a_rank_that_is_stuck_in_the_first_step(
+    rank: str, replicas: int, said: str, folder: Path
+) -> None:
     arguments = ["--config", "config.yaml", "distributed.step_timeout_s=1", "eval.baseline=false"]
     arguments.append(f"parallel.replicate={replicas}")
     done = on_ranks(2, hang_in_the_first_step, rank, arguments, cwd=folder, grace_s=10)
@@ -90,17 +94,29 @@ def work() -> None:
         sum(range(10_000))
 
 
-@pytest.mark.parametrize(("wait", "code"), [(hang, 1), pytest.param(work, 0, marks=pytest.mark.full)])
-def test_a_rank_that_takes_long_outside_of_steps(wait: Callable[[], object], code: int, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("wait", "code"), [(hang, 1), pytest.param(work, 0, marks=pytest.mark.full)]
+)
+def test_a_rank_that_takes_long_outside_of_steps(
+    wait: Callable[[], object], code: int, folder: Path
+) -> None:
     """It may, as long as it does something."""
-    arguments = ["--config", "config.yaml", "distributed.step_timeout_s=3", "train.max_steps=1", "export.final=false"]
+    arguments = [
+        "--config",
+        "config.yaml",
+        "distributed.step_timeout_s=3",
+        "train.max_steps=1",
+        "export.final=false",
+    ]
     done = on_ranks(2, dawdle, wait, arguments, cwd=folder, grace_s=10)
     assert done.returncode == code, done.stderr
     if code:
         said = rf"rank 1 on {HOST}: did not arrive within 3 s \(at hang, test_stuck.py:\d+\), in loading the model"
         assert done.stderr.count("ERROR: ") == 1, done.stderr
         (line,) = re.findall("^ERROR: (.*)", done.stderr, re.MULTILINE)
-        assert re.match(rf"{said} - see its traceback there, or raise distributed.step_timeout_s if ", line), line
+        assert re.match(
+            rf"{said} - see its traceback there, or raise distributed.step_timeout_s if ", line
+        ), line
         require_documented("running", f"ERROR: {line}")
 
 
@@ -136,14 +152,21 @@ def fail_without_a_store(error: Exception) -> None:
     ("error", "said"),
     [
         (OSError(116, "Stale file handle"), r"OSError: \[Errno 116\] Stale file handle, in "),
-        (dist.DistError("it is gone"), r"node 0 \({host}\) is out of reach, .* has not answered for 3 s, in "),
+        (
+            dist.DistError("it is gone"),
+            r"node 0 \({host}\) is out of reach, .* has not answered for 3 s, in ",
+        ),
     ],
 )
-def test_a_rank_that_fails_while_node_0_is_silent(error: Exception, said: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_while_node_0_is_silent(
+    error: Exception, said: str, tmp_path: Path
+) -> None:
     """What it asks of the store is never answered, and it ends all the same, with a word."""
     done = on_ranks(1, fail_without_a_store, error, cwd=tmp_path, timeout_s=30)
     line = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and re.match(rf"ERROR: rank 0 on {HOST}: {said.format(host=HOST)}", line), done.stderr
+    assert done.returncode == 1 and re.match(
+        rf"ERROR: rank 0 on {HOST}: {said.format(host=HOST)}", line
+    ), done.stderr
     require_documented("running", line)
 
 

@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
-from faults import DiskOs, Fault, fails
-from ranks import on_ranks, run_script, train, type_command
+from helpers.faults import DiskOs, Fault, fails
+from helpers.ranks import on_ranks, run_script, train, type_command
+from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
 from safetensors.torch import load_file
-from small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from shardtune import export
 from shardtune.__main__ import run
-from shardtune.checkpoint import disk, open_checkpoint, verify_checkpoint
-from shardtune.checkpoint.files import DamagedCheckpoint, read_chunk
+from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint import export, open_checkpoint, verify_checkpoint
+from shardtune.checkpoint.manifest import DamagedCheckpoint, read_chunk
 
 Runs = Callable[[str, int], Path]
 
@@ -72,7 +72,9 @@ def in_its_last_tensor(directory: Path) -> str:
     flip(directory / "rank_00001.safetensors", -1)
     last = max(
         (chunk["begin"], name)
-        for name, tensor in json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["tensors"].items()
+        for name, tensor in json.loads((directory / "manifest.json").read_text(encoding="utf-8"))[
+            "tensors"
+        ].items()
         for chunk in tensor["chunks"]
         if chunk["file"] == "rank_00001.safetensors"
     )[1]
@@ -139,7 +141,11 @@ def test_verify_names_the_first_bad_file(
     named = damage(copied)
     assert run(["verify", str(copied)]) == 1
     errors = capsys.readouterr().err.splitlines()
-    remedy = "name all parts of the checkpoint, or restore it" if damage is missing else "restore it, or use another .*"
+    remedy = (
+        "name all parts of the checkpoint, or restore it"
+        if damage is missing
+        else "restore it, or use another .*"
+    )
     assert re.fullmatch(f"ERROR: {named} - {remedy}", errors[0]), errors[0]
     assert len(errors) == (2 if damage is swapped else 1)
 
@@ -147,13 +153,18 @@ def test_verify_names_the_first_bad_file(
 def test_verify_of_what_is_sound_and_of_what_is_no_checkpoint(copied: Path, tmp_path: Path) -> None:
     """The command as it is typed: exit codes, and a progress bar nowhere but on a terminal."""
     command = [sys.executable, "-m", "shardtune", "verify", str(copied)]
-    sound = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    sound = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (sound.returncode, sound.stderr) == (0, "")
     assert re.fullmatch(r"checkpoint_0000002: intact, \d+ files, 0\.00 GB\n", sound.stdout)
     (copied / "COMPLETE").unlink()
     torn = type_command("verify", copied, cwd=tmp_path)
     assert torn.returncode == 1 and torn.stdout == ""
-    assert torn.stderr.startswith(f"ERROR: {copied}/COMPLETE: cannot be read") and torn.stderr.count("\n") == 1
+    assert (
+        torn.stderr.startswith(f"ERROR: {copied}/COMPLETE: cannot be read")
+        and torn.stderr.count("\n") == 1
+    )
     (copied / "manifest.json").unlink()
     no_checkpoint = type_command("verify", copied, cwd=tmp_path)
     assert no_checkpoint.returncode == 2 and "not a complete checkpoint" in no_checkpoint.stderr
@@ -186,7 +197,9 @@ def test_verify_reads_each_byte_once(copied: Path) -> None:
     before = bytes_read()
     assert verify_checkpoint([copied]) == []
     read = bytes_read() - before - bytes_read_by_asking
-    assert 0 <= read - sum(path.stat().st_size for path in copied.rglob("*") if path.is_file()) < 500
+    assert (
+        0 <= read - sum(path.stat().st_size for path in copied.rglob("*") if path.is_file()) < 500
+    )
 
 
 def exported(checkpoint_dir: Path, out: Path, *options: str) -> Path:
@@ -219,13 +232,20 @@ def test_export_makes_the_runs_own_model(
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
 def test_export_in_another_dtype(dtype: str, runs: Runs, tmp_path: Path) -> None:
     source = checkpoint(runs("glm", 2), 2)
-    plain, converted = exported(source, tmp_path / "plain"), exported(source, tmp_path / "other", "--dtype", dtype)
+    plain, converted = (
+        exported(source, tmp_path / "plain"),
+        exported(source, tmp_path / "other", "--dtype", dtype),
+    )
     expected = load_file(plain / "model.safetensors")
     for key, tensor in load_file(converted / "model.safetensors").items():
-        exact = key.endswith("e_score_correction_bias")  # of which transformers says that it must be float32
+        exact = key.endswith(
+            "e_score_correction_bias"
+        )  # of which transformers says that it must be float32
         assert tensor.dtype == (torch.float32 if exact else getattr(torch, dtype)), key
         assert torch.equal(tensor, expected[key].to(tensor.dtype)), key
-    assert AutoModelForCausalLM.from_pretrained(converted, dtype="auto").dtype == getattr(torch, dtype)
+    assert AutoModelForCausalLM.from_pretrained(converted, dtype="auto").dtype == getattr(
+        torch, dtype
+    )
 
 
 def test_a_checkpoint_is_enough_by_itself(tmp_path: Path, models: dict[str, Path]) -> None:
@@ -246,7 +266,9 @@ def test_export_refuses_what_was_not_saved(
 ) -> None:
     tensors = json.loads((copied / "manifest.json").read_text(encoding="utf-8"))["tensors"]
     name = "model.model.layers.1.mlp.experts.down_proj"
-    chunk = next(chunk for chunk in tensors[name]["chunks"] if chunk["file"] == "rank_00001.safetensors")
+    chunk = next(
+        chunk for chunk in tensors[name]["chunks"] if chunk["file"] == "rank_00001.safetensors"
+    )
     flip(copied / file, chunk["begin"] if file.startswith("rank") else 100)
     assert run(["export", str(copied), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
@@ -267,7 +289,10 @@ def test_a_chunk_is_what_was_saved_or_an_error(copied: Path) -> None:
     flip(file, chunk.end - 1)
     for length in (len(content), chunk.end - 1, chunk.begin, 0):
         os.truncate(file, length)
-        with pytest.raises(DamagedCheckpoint, match=re.escape(f"{file}: tensor {chunk.tensor} is not what was saved")):
+        with pytest.raises(
+            DamagedCheckpoint,
+            match=re.escape(f"{file}: tensor {chunk.tensor} is not what was saved"),
+        ):
             read_chunk(saved, chunk)
     file.unlink()
     file.symlink_to("/proc/self/mem")  # whose first pages cannot be read: EIO
@@ -281,12 +306,17 @@ def test_export_refuses_what_cannot_be_made(
 ) -> None:
     (tmp_path / "file").touch()
     assert run(["export", str(copied), str(tmp_path / out)]) == 2
-    assert re.fullmatch(rf"ERROR: {tmp_path / out} cannot be made: .+ - name another .+\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        rf"ERROR: {tmp_path / out} cannot be made: .+ - name another .+\n", capsys.readouterr().err
+    )
     assert names(tmp_path) == ["copied", "file"]
 
 
 def test_export_to_a_full_disk(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    copied: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     full = DiskOs(Fault("write", "*/model.safetensors", fails(errno.ENOSPC), nth=9))
     monkeypatch.setattr(disk, "os", full)
@@ -342,7 +372,11 @@ def test_export_is_whole_or_not_there(
 
 
 def test_two_exports_to_one_place(
-    copied: Path, tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copied: Path,
+    tmp_path: Path,
+    runs: Runs,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second, which comes while the first writes, is refused and disturbs nothing."""
     out, write_file, codes = tmp_path / "out", disk.write_file, []
@@ -386,12 +420,21 @@ def test_a_large_model_is_in_several_files(
     sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in files.values()]
     assert index["metadata"]["total_size"] == sum(sizes) and max(sizes) <= 50_000
     monkeypatch.undo()
-    single = load_file(exported(checkpoint(tmp_path / "run", 1), tmp_path / "single") / "model.safetensors")
-    assert all(torch.equal(tensor, single[key]) for tensors in files.values() for key, tensor in tensors.items())
-    opened, expected = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("out", "single")
+    single = load_file(
+        exported(checkpoint(tmp_path / "run", 1), tmp_path / "single") / "model.safetensors"
     )
-    assert opened.keys() == expected.keys() and all(torch.equal(opened[key], expected[key]) for key in expected)
+    assert all(
+        torch.equal(tensor, single[key])
+        for tensors in files.values()
+        for key, tensor in tensors.items()
+    )
+    opened, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("out", "single")
+    )
+    assert opened.keys() == expected.keys() and all(
+        torch.equal(opened[key], expected[key]) for key in expected
+    )
 
 
 def export_until_a_signal(source: str, out: str) -> None:
@@ -408,7 +451,9 @@ def test_an_export_that_is_ended_says_so_and_leaves_nothing(copied: Path, tmp_pa
     (exports := tmp_path / "exports").mkdir()
     ended = on_ranks(1, export_until_a_signal, str(copied), str(exports / "out"), cwd=tmp_path)
     line = "ERROR: ended by SIGTERM before it was done - run the same command again\n"
-    assert ended.returncode == 1 and ended.stderr.endswith(line), ended.stderr  # runpy may warn before it
+    assert ended.returncode == 1 and ended.stderr.endswith(line), (
+        ended.stderr
+    )  # runpy may warn before it
     assert ended.stderr.count("ERROR") == 1 and "Traceback" not in ended.stderr
     assert names(exports) == []
 
@@ -441,15 +486,30 @@ def export_and_measure(source: str, out: str) -> None:
 
 def test_export_needs_memory_for_one_tensor(tmp_path: Path, models: dict[str, Path]) -> None:
     """Of 48 layers of seven tensors of at most half a MiB, in halves on two ranks."""
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     config = LlamaConfig(**shape, vocab_size=331, num_hidden_layers=48, tie_word_embeddings=True)
     write_inputs(tmp_path, models["llama"])
     config.save_pretrained(tmp_path / "model")
-    settings = (*SETTINGS, *CONSTANT, "model.init=random", "train.max_steps=1", "export.final=false")
+    settings = (
+        *SETTINGS,
+        *CONSTANT,
+        "model.init=random",
+        "train.max_steps=1",
+        "export.final=false",
+    )
     done = train(2, *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     measured = on_ranks(
-        1, export_and_measure, str(checkpoint(tmp_path / "run", 1)), str(tmp_path / "out"), cwd=tmp_path
+        1,
+        export_and_measure,
+        str(checkpoint(tmp_path / "run", 1)),
+        str(tmp_path / "out"),
+        cwd=tmp_path,
     )
     assert measured.returncode == 0, measured.stderr
     whole = (tmp_path / "out/model.safetensors").stat().st_size

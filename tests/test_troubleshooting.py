@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import REPOSITORY, a_free_port, needs_namespaces
-from documented import DOCUMENT, MET, QUOTES, is_in
-from launches import environment
-from ranks import on_ranks
+from helpers.documented import DOCUMENT, MET, QUOTES, is_in
+from helpers.launches import environment
+from helpers.ranks import on_ranks
 
 SECONDS = datetime.timedelta(seconds=1)
 
@@ -29,9 +29,23 @@ SECONDS = datetime.timedelta(seconds=1)
 def torchrun_alone(node: int) -> str:
     """What a node says when the other one does not come, or when something else listens at its port."""
     port = a_free_port()
-    options = [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}", "--rdzv_conf=timeout=2"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", *options, "distTest/demo_reduce.py"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    options = [
+        f"--node_rank={node}",
+        "--master_addr=127.0.0.1",
+        f"--master_port={port}",
+        "--rdzv_conf=timeout=2",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        *options,
+        "distTest/demo_reduce.py",
+    ]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     return done.stderr
 
@@ -39,7 +53,9 @@ def torchrun_alone(node: int) -> str:
 def port_taken(folder: Path) -> str:
     with socket.create_server(("", 0)) as listener:
         try:
-            dist.TCPStore("127.0.0.1", listener.getsockname()[1], 2, is_master=True, timeout=2 * SECONDS)
+            dist.TCPStore(
+                "127.0.0.1", listener.getsockname()[1], 2, is_master=True, timeout=2 * SECONDS
+            )
         except dist.DistNetworkError as error:
             return f"torch.distributed.DistNetworkError: {error}"
     raise AssertionError("the port was free")
@@ -76,7 +92,9 @@ def one_has_ended() -> None:
 
 def others_than_each_other(impatient: int = 0) -> None:
     """The impatient one gives up first."""
-    dist.init_process_group("gloo", timeout=SECONDS * (1 if int(os.environ["RANK"]) == impatient else 30))
+    dist.init_process_group(
+        "gloo", timeout=SECONDS * (1 if int(os.environ["RANK"]) == impatient else 30)
+    )
     if dist.get_rank() == 0:
         dist.broadcast(torch.ones(3), 0)
     else:
@@ -104,7 +122,11 @@ TORCH: dict[str, Callable[[Path], str]] = {
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=[pytest.mark.full] if "Timed out init" in part else []) for part in TORCH]
+    "part",
+    [
+        pytest.param(part, marks=[pytest.mark.full] if "Timed out init" in part else [])
+        for part in TORCH
+    ],
 )
 def test_what_torch_says(part: str, tmp_path: Path) -> None:
     (quote,) = [quote for quote in QUOTES["torch"] if part in quote]
@@ -121,11 +143,17 @@ def said_by_python(file: Path) -> Iterator[str]:
     nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
     parts = [part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values]
-    named = [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "what"]
+    named = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "what"
+    ]
     for node in nodes:
         text = ""
         if isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values
+            )
         elif isinstance(node, ast.Constant) and node not in parts + docstrings:
             text = str(node.value)
         what, dash, _ = text.partition(" - ")
@@ -142,8 +170,12 @@ def said_by_bash(file: Path) -> Iterator[str]:
 def test_every_message_of_ours_is_quoted() -> None:
     """What a launch can end with, as its source has it: the parts of it that do not vary stand in a quote, in order."""
     rehearsal = ("rehearse", "terminals", "namespaces", "tiny", "demo_reduce")
-    modules = [file for file in (REPOSITORY / "distTest").glob("*.py") if file.stem not in rehearsal]
-    modules += [REPOSITORY / "shardtune" / name for name in ("watchdog.py", "world.py", "signals.py")]
+    modules = [
+        file for file in (REPOSITORY / "distTest").glob("*.py") if file.stem not in rehearsal
+    ]
+    modules += [
+        REPOSITORY / "shardtune" / name for name in ("watchdog.py", "world.py", "signals.py")
+    ]
     said = [text for file in modules for text in said_by_python(file)]
     said += said_by_bash(REPOSITORY / "distTest/launch.sh")
     assert len(said) > 60
@@ -186,6 +218,12 @@ def test_the_ladder(tmp_path: Path, models: dict[str, Path]) -> None:
     here = environment(PATH=path, MASTER_PORT=a_free_port(), GPUS_PER_NODE="2")
     for command in commands:
         done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=here, capture_output=True, text=True, timeout=240, check=False
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=here,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
         assert done.returncode == 0 and "Step 2/2 | Loss" in done.stdout, done.stdout + done.stderr

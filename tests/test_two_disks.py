@@ -12,14 +12,24 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from faults import Fault, fails, run_with
-from ranks import on_nodes, run_script, train, train_on_nodes
+from helpers.faults import Fault, fails, run_with
+from helpers.ranks import on_nodes, run_script, train, train_on_nodes
+from helpers.small_runs import (
+    CONSTANT,
+    SETTINGS,
+    checkpoint,
+    close_to,
+    digests,
+    names,
+    steps_of,
+    write_inputs,
+)
 from safetensors.torch import load_file
-from small_runs import CONSTANT, SETTINGS, checkpoint, close_to, digests, names, steps_of, write_inputs
 
 import shardtune.checkpoint
 from shardtune.__main__ import run
-from shardtune.checkpoint import Checkpoint, Saver, disk
+from shardtune.checkpoint import Checkpoint, Saver
+from shardtune.checkpoint import durable_fs as disk
 
 SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "checkpoint.keep=9")
 HIDDEN = ".checkpoint_0000004.0123456789ab0001"
@@ -38,7 +48,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> 
 def earlier(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
     """Two nodes, `a` of two ranks and `b` of one, whose run has been going for four steps."""
     root = tmp_path_factory.mktemp("disks")
-    nodes = [(write_inputs(root / name, models["glm"], dropout=0.2), ranks) for name, ranks in (("a", 2), ("b", 1))]
+    nodes = [
+        (write_inputs(root / name, models["glm"], dropout=0.2), ranks)
+        for name, ranks in (("a", 2), ("b", 1))
+    ]
     done = train_on_nodes(nodes, *SAVES, "train.max_steps=4", "export.final=false")
     assert done.returncode == 0, done.stderr
     return root
@@ -70,7 +83,9 @@ def test_a_run_goes_on_as_on_one_disk(a: Path, b: Path, whole: Path) -> None:
     assert steps_of(a / "run") == steps_of(whole)
     for step in (2, 4, 6):
         one, other = (digests(checkpoint(folder / "run", step)) for folder in (a, b))
-        assert {name for name in one if name.startswith("rank_")} == {f"rank_0000{n}.safetensors" for n in (0, 1)}
+        assert {name for name in one if name.startswith("rank_")} == {
+            f"rank_0000{n}.safetensors" for n in (0, 1)
+        }
         assert other.keys() - one.keys() == {"rank_00002.safetensors"}
         assert {name for name in one.keys() & other.keys() if one[name] == other[name]} >= {
             "manifest.json",
@@ -80,9 +95,9 @@ def test_a_run_goes_on_as_on_one_disk(a: Path, b: Path, whole: Path) -> None:
         }
     assert last_files(a, b) == digests(checkpoint(whole, 6), "*.safetensors")
     exported = digests(a / "run/model")
-    assert exported.pop(".exported") and {".exported": None} | exported == digests(whole / "model") | {
-        ".exported": None
-    }
+    assert exported.pop(".exported") and {".exported": None} | exported == digests(
+        whole / "model"
+    ) | {".exported": None}
     assert names(b / "run") == [".lock", "checkpoints"] and len(names(a / "run")) == 5
 
 
@@ -116,13 +131,18 @@ def test_ranks_may_find_their_parts_on_another_disk(
         pytest.param({"a": 1, "c": 1, "b": 2}, marks=pytest.mark.full),
     ],
 )
-def test_another_number_of_ranks_and_of_disks(sizes: dict[str, int], tmp_path: Path, models: dict[str, Path]) -> None:
+def test_another_number_of_ranks_and_of_disks(
+    sizes: dict[str, int], tmp_path: Path, models: dict[str, Path]
+) -> None:
     settings = (*SAVES, "export.final=true")
 
     def go_on(root: Path, nodes: dict[str, int], last: int) -> str:
         rows = f"train.gradient_accumulation_steps={12 // sum(nodes.values())}"
         done = train_on_nodes(
-            [(root / name, n) for name, n in nodes.items()], *settings, rows, f"train.max_steps={last}"
+            [(root / name, n) for name, n in nodes.items()],
+            *settings,
+            rows,
+            f"train.max_steps={last}",
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -135,11 +155,15 @@ def test_another_number_of_ranks_and_of_disks(sizes: dict[str, int], tmp_path: P
     go_on(tmp_path, {"one": 1}, 4)
     first = tmp_path / next(iter(sizes))
     assert steps_of(first / "run")[-2:] == close_to(steps_of(tmp_path / "one/run")[-2:])
-    model, expected = (load_file(folder / "run/model/model.safetensors") for folder in (first, tmp_path / "one"))
+    model, expected = (
+        load_file(folder / "run/model/model.safetensors") for folder in (first, tmp_path / "one")
+    )
     assert all((model[key] - expected[key]).abs().max().item() < 1e-4 for key in expected)
 
 
-def test_a_node_whose_part_is_gone_is_named(a: Path, b: Path, tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_node_whose_part_is_gone_is_named(
+    a: Path, b: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
     """A new disk: nothing is whole, so nothing is touched. With the part of the older one brought back, it does."""
     new = write_inputs(tmp_path / "new", models["glm"], dropout=0.2)
     before = digests(a / "run")
@@ -154,13 +178,24 @@ def test_a_node_whose_part_is_gone_is_named(a: Path, b: Path, tmp_path: Path, mo
     shutil.copytree(checkpoint(b / "run", 2), checkpoint(new / "run", 2))
     done = train_on_nodes([(a, 2), (new, 1)], *SAVES, "train.max_steps=6")
     assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
-    assert f"Not accepted: checkpoint_0000004: rank_00002.safetensors, written on node 1 ({host})" in done.stdout
-    aside = {f"checkpoint_0000004.aside1/{name}" for name in names(checkpoint(a / "run", 4)) if "." in name}
-    assert aside - {"checkpoint_0000004.aside1/huggingface"} <= digests(a / "run/checkpoints").keys()
+    assert (
+        f"Not accepted: checkpoint_0000004: rank_00002.safetensors, written on node 1 ({host})"
+        in done.stdout
+    )
+    aside = {
+        f"checkpoint_0000004.aside1/{name}"
+        for name in names(checkpoint(a / "run", 4))
+        if "." in name
+    }
+    assert (
+        aside - {"checkpoint_0000004.aside1/huggingface"} <= digests(a / "run/checkpoints").keys()
+    )
 
 
 @pytest.mark.parametrize("renamed", ["a", pytest.param("b", marks=pytest.mark.full), "none"])
-def test_a_crash_between_the_phases_rolls_forward(renamed: str, a: Path, b: Path, whole: Path) -> None:
+def test_a_crash_between_the_phases_rolls_forward(
+    renamed: str, a: Path, b: Path, whole: Path
+) -> None:
     """Prepared everywhere, and renamed on one disk or on none."""
     for folder in (a, b):
         if folder.name != renamed:
@@ -169,7 +204,9 @@ def test_a_crash_between_the_phases_rolls_forward(renamed: str, a: Path, b: Path
     assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
     assert steps_of(a / "run") == steps_of(whole)
     for folder in (a, b):
-        assert names(folder / "run/checkpoints") == [f"checkpoint_000000{step}" for step in (2, 4, 6)]
+        assert names(folder / "run/checkpoints") == [
+            f"checkpoint_000000{step}" for step in (2, 4, 6)
+        ]
 
 
 def test_a_part_without_its_name_yet_is_set_aside_with_the_damaged_other(a: Path, b: Path) -> None:
@@ -186,7 +223,9 @@ def test_a_part_without_its_name_yet_is_set_aside_with_the_damaged_other(a: Path
 
 
 @pytest.mark.parametrize("lacks", ["COMPLETE", pytest.param("everything", marks=pytest.mark.full)])
-def test_what_is_not_prepared_everywhere_was_never_saved(lacks: str, a: Path, b: Path, whole: Path) -> None:
+def test_what_is_not_prepared_everywhere_was_never_saved(
+    lacks: str, a: Path, b: Path, whole: Path
+) -> None:
     """It is collected, but not before there is another one to go on from."""
     for folder in (a, b):
         checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / HIDDEN)
@@ -203,7 +242,9 @@ def test_what_is_not_prepared_everywhere_was_never_saved(lacks: str, a: Path, b:
     assert "Not accepted: checkpoint_0000004: rank_00002.safetensors" in done.stdout
     assert steps_of(a / "run") == steps_of(whole)
     for folder in (a, b):
-        assert names(folder / "run/checkpoints") == [f"checkpoint_000000{step}" for step in (2, 4, 6)]
+        assert names(folder / "run/checkpoints") == [
+            f"checkpoint_000000{step}" for step in (2, 4, 6)
+        ]
 
 
 def test_a_crash_in_the_first_save_is_no_reason_to_refuse(a: Path, b: Path, whole: Path) -> None:
@@ -234,15 +275,26 @@ def test_a_node_that_dies_where_it_would_rename(node: str, a: Path, b: Path, who
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     killed = on_nodes([(a, 2), (b, 1)], die_at_the_last_rename, arguments, node)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert any(name.startswith(".checkpoint_0000006.") for name in names((a, b)[int(node)] / "run/checkpoints"))
+    assert any(
+        name.startswith(".checkpoint_0000006.")
+        for name in names((a, b)[int(node)] / "run/checkpoints")
+    )
     again = on_nodes([(a, 2), (b, 1)], run_script, arguments)
     assert again.returncode == 0 and "Finished: checkpoint_0000006" in again.stdout, again.stderr
     assert last_files(a, b) == digests(checkpoint(whole, 6), "*.safetensors")
-    assert (a / "run/model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+    assert (a / "run/model/model.safetensors").read_bytes() == (
+        whole / "model/model.safetensors"
+    ).read_bytes()
 
 
-def test_verify_and_export_take_all_parts(a: Path, b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other, older = str(checkpoint(a / "run", 4)), str(checkpoint(b / "run", 4)), str(checkpoint(b / "run", 2))
+def test_verify_and_export_take_all_parts(
+    a: Path, b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other, older = (
+        str(checkpoint(a / "run", 4)),
+        str(checkpoint(b / "run", 4)),
+        str(checkpoint(b / "run", 2)),
+    )
     written = []
     for number, parts in enumerate(([one, other], [other, one])):
         assert run(["verify", *parts]) == 0
@@ -259,11 +311,15 @@ def test_verify_and_export_take_all_parts(a: Path, b: Path, tmp_path: Path, caps
         assert run(["verify", *parts]) == code
         assert f"ERROR: {named} - " in capsys.readouterr().err
         assert run(["export", *parts, str(tmp_path / "none")]) == 2
-        assert re.fullmatch(r"ERROR: .* (is missing in|is not of the same) .* - name .*\n", capsys.readouterr().err)
+        assert re.fullmatch(
+            r"ERROR: .* (is missing in|is not of the same) .* - name .*\n", capsys.readouterr().err
+        )
         assert not (tmp_path / "none").exists() and not (tmp_path / ".none.writing").exists()
 
 
-def test_verify_reads_the_copies_of_all_parts(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_the_copies_of_all_parts(
+    a: Path, b: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parts = [str(checkpoint(folder / "run", 4)) for folder in (a, b)]
     copy = Path(parts[1]) / "huggingface/config.json"
     copy.write_bytes(copy.read_bytes() + b" ")
@@ -272,7 +328,9 @@ def test_verify_reads_the_copies_of_all_parts(a: Path, b: Path, capsys: pytest.C
         assert f"ERROR: {copy}: " in capsys.readouterr().err
 
 
-def test_the_final_model_is_that_of_a_shared_disk(a: Path, b: Path, whole: Path, tmp_path: Path) -> None:
+def test_the_final_model_is_that_of_a_shared_disk(
+    a: Path, b: Path, whole: Path, tmp_path: Path
+) -> None:
     """And what `export` makes of the parts."""
     assert train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6").returncode == 0
     parts = [str(checkpoint(folder / "run", 6)) for folder in (b, a)]
@@ -309,7 +367,11 @@ def damage_before_the_export(arguments: list[str], damage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["flipped", *(pytest.param(damage, marks=pytest.mark.full) for damage in ("truncated", "missing"))]
+    "damage",
+    [
+        "flipped",
+        *(pytest.param(damage, marks=pytest.mark.full) for damage in ("truncated", "missing")),
+    ],
 )
 def test_nobody_waits_for_a_part_that_is_not_sound(damage: str, a: Path, b: Path) -> None:
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
@@ -336,22 +398,34 @@ def damage_before_the_load(arguments: list[str], damage: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("flipped", f"DamagedCheckpoint: .*/rank_00000.safetensors: tensor {SPOILT} is not what was saved"),
-        ("missing", "FileNotFoundError: rank_00000.safetensors is in none of .*/checkpoint_0000004"),
+        (
+            "flipped",
+            f"DamagedCheckpoint: .*/rank_00000.safetensors: tensor {SPOILT} is not what was saved",
+        ),
+        (
+            "missing",
+            "FileNotFoundError: rank_00000.safetensors is in none of .*/checkpoint_0000004",
+        ),
     ],
 )
-def test_what_goes_bad_between_check_and_load_ends_all_ranks(damage: str, said: str, a: Path, b: Path) -> None:
+def test_what_goes_bad_between_check_and_load_ends_all_ranks(
+    damage: str, said: str, a: Path, b: Path
+) -> None:
     """The disks were swapped: the ranks wait for what the other node sends."""
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     done = on_nodes([(b, 2), (a, 1)], damage_before_the_load, arguments, damage)
     assert done.returncode == 1 and "Step " not in done.stdout
-    assert re.match(rf"ERROR: rank 2 on \S+: {said}, in loading the model - ", done.stderr.splitlines()[-1])
+    assert re.match(
+        rf"ERROR: rank 2 on \S+: {said}, in loading the model - ", done.stderr.splitlines()[-1]
+    )
 
 
 KEEP_2 = (*SAVES[:-1], "checkpoint.keep=2", "export.final=false")
 
 
-def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(a: Path, b: Path, tmp_path: Path) -> None:
+def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(
+    a: Path, b: Path, tmp_path: Path
+) -> None:
     """Its node can take part, even as the first, when all parts are on disks that are still there. As many as are kept
     must be on all disks before an older one is deleted on any."""
     new = write_inputs(tmp_path / "new", a / "model", dropout=0.2)
@@ -359,16 +433,22 @@ def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(a: Path, b: Path
         shutil.copy(file, checkpoint(a / "run", 4))
     for last, of_new, of_old in ((6, [6], [2, 4, 6]), (8, [6, 8], [6, 8])):
         done = train_on_nodes([(new, 1), (a, 2)], *KEEP_2, f"train.max_steps={last}")
-        assert done.returncode == 0 and f"Resumed from checkpoint_000000{last - 2}\n" in done.stdout, done.stderr
+        assert (
+            done.returncode == 0 and f"Resumed from checkpoint_000000{last - 2}\n" in done.stdout
+        ), done.stderr
         for folder, steps in ((new, of_new), (a, of_old)):
-            assert names(folder / "run/checkpoints") == [f"checkpoint_000000{step}" for step in steps]
+            assert names(folder / "run/checkpoints") == [
+                f"checkpoint_000000{step}" for step in steps
+            ]
 
 
 def test_what_has_no_name_on_one_disk_does_not_count_on_the_others(a: Path, b: Path) -> None:
     unnamed = Fault("rename", "*/.checkpoint_0000006.*", fails(errno.EIO), rank=2)
     arguments = ["--config", "config.yaml", *KEEP_2, "train.max_steps=8"]
     done = on_nodes([(a, 2), (b, 1)], run_with, [unnamed], arguments)
-    assert done.returncode == 0 and "Not saved: checkpoint_0000006: rank 2 on " in done.stdout, done.stderr
+    assert done.returncode == 0 and "Not saved: checkpoint_0000006: rank 2 on " in done.stdout, (
+        done.stderr
+    )
     for folder, steps in ((a, (4, 6, 8)), (b, (4, 8))):
         named = [name for name in names(folder / "run/checkpoints") if not name.startswith(".")]
         assert named == [f"checkpoint_000000{step}" for step in steps]

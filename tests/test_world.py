@@ -9,58 +9,66 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import on_nodes, on_ranks
+from helpers.ranks import on_nodes, on_ranks
 
-import shardtune.world
+import shardtune.distributed.world
 from shardtune.config import DistributedConfig
-from shardtune.errors import Refused
-from shardtune.world import World, join_world, run
+from shardtune.distributed.world import World, join_world, run
+from shardtune.errors import UserError
+from shardtune.log import logger, setup_logging
 
 HOST = socket.gethostname()
 
 
 def fail_differently(world: World) -> None:
     def work() -> None:
-        raise Refused("all see this - do that", f"only rank {world.rank} sees this - do that")
+        raise UserError("all see this - do that", f"only rank {world.rank} sees this - do that")
 
-    world.agree(work)
+    world.run_on_all_ranks(work)
 
 
 def fail_on_one(world: World) -> None:
     """While another is far from its end."""
-    world.agree(lambda: {}["lost"] if world.rank == 2 else time.sleep(60 * (world.rank == 0)))
+    world.run_on_all_ranks(
+        lambda: {}["lost"] if world.rank == 2 else time.sleep(60 * (world.rank == 0))
+    )
 
 
 def refuse_on_one(world: World) -> None:
     """Likewise."""
-    vars(shardtune.world)["_OTHERS_REFUSE_WITHIN_S"] = 0.5
+    vars(shardtune.distributed.world)["_OTHERS_REFUSE_WITHIN_S"] = 0.5
 
     def work() -> None:
         if world.rank == 2:
-            raise Refused("this is wrong - mend it", "that is wrong - mend it")
+            raise UserError("this is wrong - mend it", "that is wrong - mend it")
         time.sleep(60 * (world.rank == 0))
 
-    world.agree(work)
+    world.run_on_all_ranks(work)
 
 
 def refuse_on_main(world: World) -> None:
     def work() -> None:
         assert world.is_main
-        raise Refused("rank 0 alone looked - mend it")
+        raise UserError("rank 0 alone looked - mend it")
 
-    world.from_main(work)
+    world.on_rank0(work)
 
 
 def agree(world: World) -> None:
-    assert world.gather(world.rank * 10) == [0, 10, 20]
-    assert world.agree(lambda: world.rank) == world.rank
-    assert world.from_main(lambda: ["of", world.rank]) == ["of", 0]
-    assert world.on_each_node(lambda: world.rank) == 0
-    world.say(f"said by {world.rank}")
+    assert world.all_gather_json(world.rank * 10) == [0, 10, 20]
+    assert world.run_on_all_ranks(lambda: world.rank) == world.rank
+    assert world.on_rank0(lambda: ["of", world.rank]) == ["of", 0]
+    assert world.on_local_rank0(lambda: world.rank) == 0
+    logger.info(f"said by {world.rank}")
 
 
 def take_part(work: Any) -> None:
-    run(lambda: work(join_world(DistributedConfig())))
+    def main() -> None:
+        world = join_world(DistributedConfig())
+        setup_logging(world.is_main, world.is_node_main)
+        work(world)
+
+    run(main)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +77,16 @@ def take_part(work: Any) -> None:
         (
             fail_differently,
             2,
-            ["all see this - do that", *(f"only rank {rank} sees this - do that" for rank in range(3))],
+            [
+                "all see this - do that",
+                *(f"only rank {rank} sees this - do that" for rank in range(3)),
+            ],
         ),
-        (fail_on_one, 1, [r"rank 2 on \S+: KeyError: 'lost', in start-up - see the traceback there; .*"]),
+        (
+            fail_on_one,
+            1,
+            [r"rank 2 on \S+: KeyError: 'lost', in start-up - see the traceback there; .*"],
+        ),
         (refuse_on_one, 2, ["this is wrong - mend it", "that is wrong - mend it"]),
         (refuse_on_main, 2, ["rank 0 alone looked - mend it"]),
         (agree, 0, []),
@@ -82,7 +97,9 @@ def test_all_ranks_end_together(work: Any, code: int, errors: list[str], tmp_pat
     assert done.returncode == code, done.stderr
     found = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     assert len(found) == len(errors)
-    assert all(re.fullmatch(f"ERROR: {error}", line) for error, line in zip(errors, found, strict=True)), found
+    assert all(
+        re.fullmatch(f"ERROR: {error}", line) for error, line in zip(errors, found, strict=True)
+    ), found
     assert done.stdout == ("said by 0\n" if work is agree else "")
 
 
@@ -92,7 +109,9 @@ def test_a_problem_that_not_all_nodes_have_names_those_that_do(tmp_path: Path) -
         folder.mkdir()
     done = on_nodes(nodes, take_part, fail_differently, timeout_s=15)
     found = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    of_ranks = [f"node {rank // 2} ({HOST}): only rank {rank} sees this - do that" for rank in range(3)]
+    of_ranks = [
+        f"node {rank // 2} ({HOST}): only rank {rank} sees this - do that" for rank in range(3)
+    ]
     assert done.returncode == 2 and sorted(set(found)) == sorted(
         f"ERROR: {said}" for said in ["all see this - do that", *of_ranks]
     )

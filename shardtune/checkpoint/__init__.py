@@ -7,14 +7,22 @@ checkpoint_0001000/
   COMPLETE                 written last; holds the manifest's digest
 """
 
-from . import disk
-from .choose import agree_on_checkpoint, delete_unfinished, set_aside
-from .commit import move_aside
-from .files import ASSETS, Checkpoint, Chunk, DamagedCheckpoint, open_checkpoint, read_chunk, read_tensor
-from .load import TRANSFER_TIMEOUT, load_checkpoint, transfer
-from .saver import Saver
-from .streamed import DTYPES, write_safetensors
-from .verify import verify_checkpoint
+from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint.commit import move_aside
+from shardtune.checkpoint.load import TRANSFER_TIMEOUT, load_checkpoint, transfer
+from shardtune.checkpoint.manifest import (
+    ASSETS,
+    Checkpoint,
+    Chunk,
+    DamagedCheckpoint,
+    open_checkpoint,
+    read_chunk,
+    read_tensor,
+)
+from shardtune.checkpoint.resume import agree_on_checkpoint, delete_unfinished, set_aside
+from shardtune.checkpoint.safetensors_writer import DTYPES, write_safetensors
+from shardtune.checkpoint.saver import Saver
+from shardtune.checkpoint.verify import verify_checkpoint
 
 __all__ = [
     "ASSETS",

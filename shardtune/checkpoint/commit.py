@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch.distributed as dist
 import xxhash
 
-from ..store import post, read, unpost, wait_for
-from ..world import World
-from . import disk
-from .files import ASSETS, find_committed, rank_file, step_of
+from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint.manifest import ASSETS, find_committed, rank_file, step_of
+from shardtune.distributed.store import delete_value, post, read, wait_for
+from shardtune.distributed.world import World
 
 _DECISION_ARRIVES_S = 60
 
@@ -34,7 +34,7 @@ class NotSaved(Exception):
 
 
 @dataclass(frozen=True)
-class Attempt:
+class SaveAttempt:
     """One save: where it is written on this rank's disk, and the ranks that take part."""
 
     hidden: Path
@@ -61,7 +61,7 @@ def channel(world: World) -> dist.Store:
 
 
 def write_and_commit(
-    attempt: Attempt,
+    attempt: SaveAttempt,
     write: Callable[[Path], dict[str, Any]],
     make_manifest: Callable[[list[dict[str, Any]]], dict[str, Any]],
 ) -> str | None:
@@ -82,7 +82,9 @@ def write_and_commit(
             report["done"] = write(attempt.hidden)
             if attempt.is_leader:
                 report["done"]["assets"] = _write_assets(attempt)
-        except Exception as error:  # whatever it is, training must go on and the others must hear of it
+        except (
+            Exception
+        ) as error:  # whatever it is, training must go on and the others must hear of it
             report = {"problem": _problem(attempt, error)}
         post(attempt.store, f"report/{attempt.rank}", report)
         if attempt.rank == 0:
@@ -92,7 +94,10 @@ def write_and_commit(
         outcome = _wait(attempt, "outcome", deadline + _DECISION_ARRIVES_S)
     except (TimeoutError, dist.DistError) as error:
         # Rank 0 may still commit what was reported to it: that is not deleted before the next start.
-        outcome = {"problem": f"{_problem(attempt, error)}: no word from rank 0", "decided": "done" in report}
+        outcome = {
+            "problem": f"{_problem(attempt, error)}: no word from rank 0",
+            "decided": "done" in report,
+        }
     if "problem" in outcome:
         if not outcome.get("decided"):
             _clean(attempt)
@@ -105,17 +110,25 @@ def write_and_commit(
     return None
 
 
-def _lead(attempt: Attempt, deadline: float, make_manifest: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
+def _lead(
+    attempt: SaveAttempt,
+    deadline: float,
+    make_manifest: Callable[[list[dict[str, Any]]], dict[str, Any]],
+) -> None:
     """Rank 0's part: the decisions, each posted whatever happens, so that nobody waits for one in vain."""
     outcome: dict[str, Any] = {}
     others = attempt.leaders[1:]
     try:
-        raw = json.dumps(make_manifest(_collect(attempt, "report", range(len(attempt.leader_of)), deadline)))
+        raw = json.dumps(
+            make_manifest(_collect(attempt, "report", range(len(attempt.leader_of)), deadline))
+        )
         post(attempt.store, "manifest", {"manifest": raw} if others else {})
         _prepare(attempt, raw.encode())
         _collect(attempt, "prepared", others, deadline)
         if time.monotonic() > deadline:
-            raise NotSaved(f"it took longer than {attempt.timeout_s} s (distributed.save_timeout_s)")
+            raise NotSaved(
+                f"it took longer than {attempt.timeout_s} s (distributed.save_timeout_s)"
+            )
         post(attempt.store, "commit", {})
         # From here on it is a checkpoint: where renaming fails, the next start takes it up.
         outcome["decided"] = bool(others)
@@ -131,7 +144,7 @@ def _lead(attempt: Attempt, deadline: float, make_manifest: Callable[[list[dict[
     post(attempt.store, "outcome", outcome)
 
 
-def _follow(attempt: Attempt, deadline: float) -> None:
+def _follow(attempt: SaveAttempt, deadline: float) -> None:
     """The part of the other disks' first ranks."""
     parts: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
         ("manifest", lambda told: _prepare(attempt, told["manifest"].encode()), "prepared"),
@@ -148,7 +161,7 @@ def _follow(attempt: Attempt, deadline: float) -> None:
         post(attempt.store, f"{done}/{attempt.rank}", report)
 
 
-def _write_assets(attempt: Attempt) -> dict[str, Any]:
+def _write_assets(attempt: SaveAttempt) -> dict[str, Any]:
     if not attempt.assets:
         return {}
     disk.make_directory(attempt.hidden / ASSETS)
@@ -157,25 +170,32 @@ def _write_assets(attempt: Attempt) -> dict[str, Any]:
         for name, content in attempt.assets.items()
     }
     disk.sync_directory(attempt.hidden / ASSETS)
-    return {name: {"bytes": file.bytes, "xxh3_128": file.xxh3_128} for name, file in written.items()}
+    return {
+        name: {"bytes": file.bytes, "xxh3_128": file.xxh3_128} for name, file in written.items()
+    }
 
 
-def _prepare(attempt: Attempt, raw: bytes) -> None:
+def _prepare(attempt: SaveAttempt, raw: bytes) -> None:
     """Manifest, then COMPLETE, then the names of all: from here on the directory is a checkpoint.
 
     Raises:
         OSError: also if a file of this disk's ranks is not here as it was reported.
     """
     for name, file in json.loads(raw)["files"].items():
-        if attempt.leader_of[file["rank"]] == attempt.rank and (attempt.hidden / name).stat().st_size != file["bytes"]:
-            raise OSError(f"{name} has not the {file['bytes']} bytes that rank {file['rank']} wrote")
+        if (
+            attempt.leader_of[file["rank"]] == attempt.rank
+            and (attempt.hidden / name).stat().st_size != file["bytes"]
+        ):
+            raise OSError(
+                f"{name} has not the {file['bytes']} bytes that rank {file['rank']} wrote"
+            )
     disk.write_file(attempt.hidden / "manifest.json", [memoryview(raw)])
     complete = xxhash.xxh3_128(raw).hexdigest() + "\n"
     disk.write_file(attempt.hidden / "COMPLETE", [memoryview(complete.encode())])
     disk.sync_directory(attempt.hidden)
 
 
-def _rename(attempt: Attempt) -> list[str]:
+def _rename(attempt: SaveAttempt) -> list[str]:
     """Give this disk's part its name; the names of all checkpoints there up to this one, newest first."""
     if os.path.lexists(attempt.final):
         move_aside(attempt.final)
@@ -184,7 +204,7 @@ def _rename(attempt: Attempt) -> list[str]:
     return [path.name for path in find_committed(attempt.final.parent) if step_of(path) <= step]
 
 
-def _collect(attempt: Attempt, what: str, ranks: Iterable[int], deadline: float) -> list[Any]:
+def _collect(attempt: SaveAttempt, what: str, ranks: Iterable[int], deadline: float) -> list[Any]:
     """The reports of these ranks, in their order.
 
     Raises:
@@ -211,10 +231,12 @@ def _collect(attempt: Attempt, what: str, ranks: Iterable[int], deadline: float)
     return [report["done"] for report in reports]
 
 
-def _clean(attempt: Attempt) -> None:
+def _clean(attempt: SaveAttempt) -> None:
     """Delete this attempt's files: their space may be what the next save lacks."""
     with contextlib.suppress(OSError):  # what stays is deleted at the next start
-        disk.delete(attempt.hidden if attempt.is_leader else attempt.hidden / rank_file(attempt.rank))
+        disk.delete(
+            attempt.hidden if attempt.is_leader else attempt.hidden / rank_file(attempt.rank)
+        )
         if attempt.hidden.is_dir() and not any(attempt.hidden.iterdir()):
             disk.delete(attempt.hidden)
 
@@ -240,13 +262,13 @@ def move_aside(path: Path, name: Path | None = None) -> Path:
     return aside
 
 
-def _problem(attempt: Attempt, error: Exception) -> str:
+def _problem(attempt: SaveAttempt, error: Exception) -> str:
     text = (str(error).splitlines() or [""])[0]
     what = text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
     return f"rank {attempt.rank} on {socket.gethostname()}: {what}"
 
 
-def _wait(attempt: Attempt, key: str, deadline: float) -> dict[str, Any]:
+def _wait(attempt: SaveAttempt, key: str, deadline: float) -> dict[str, Any]:
     wait_for(attempt.store, [key], deadline - time.monotonic())
     return cast(dict[str, Any], read(attempt.store, key))
 
@@ -256,4 +278,4 @@ def forget(store: dist.Store, size: int) -> None:
     keys = ["manifest", "commit", "outcome"]
     keys += [f"{what}/{rank}" for what in ("report", "prepared", "renamed") for rank in range(size)]
     for key in keys:
-        unpost(store, key)
+        delete_value(store, key)

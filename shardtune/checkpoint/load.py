@@ -9,14 +9,17 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, set_seed
 
-from ..rundir import RunDir
-from ..world import World
-from .files import Checkpoint, Chunk, read_chunk
-from .plan import plan_load
-from .state import RANDOM, restore_random_state, training_state
-from .streamed import DTYPES
+from shardtune.checkpoint.manifest import Checkpoint, Chunk, read_chunk
+from shardtune.checkpoint.plan import plan_load
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.safetensors_writer import DTYPES
+from shardtune.checkpoint.train_state import RANDOM, restore_random_state, training_state
+from shardtune.distributed.world import World
+from shardtune.log import logger
 
-TRANSFER_TIMEOUT = datetime.timedelta(days=2)  # a slow link is not an error; a dead rank closes its connection
+TRANSFER_TIMEOUT = datetime.timedelta(
+    days=2
+)  # a slow link is not an error; a dead rank closes its connection
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def load_checkpoint(
     What lies on the disks of other nodes only is sent by a rank that has it.
 
     Raises:
-        Refused: on every rank, if tensors are missing or of another shape.
+        UserError: on every rank, if tensors are missing or of another shape.
         OSError, DamagedCheckpoint: on the rank that reads it, if what was intact when it was checked is not so now.
     """
     tensors = training_state(model, optimizer)
@@ -50,10 +53,16 @@ def load_checkpoint(
     def read_own() -> list[_Wanted]:
         planner, items = plan_load(tensors, checkpoint)
         own = [checkpoint.chunks[name][0] for name in random]
-        wanted = [_Wanted(chunk, [slice(0, n) for n in chunk.sizes], random[chunk.tensor]) for chunk in own]
+        wanted = [
+            _Wanted(chunk, [slice(0, n) for n in chunk.sizes], random[chunk.tensor])
+            for chunk in own
+        ]
         for item in items:
             chunk = checkpoint.chunks[item.storage_index.fqn][item.storage_index.index or 0]
-            box = [slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True)]
+            box = [
+                slice(start, start + n)
+                for start, n in zip(item.storage_offsets, item.lengths, strict=True)
+            ]
             wanted.append(_Wanted(chunk, box, planner.resolve_tensor(item).detach()))
         elsewhere = []
         for part in wanted:
@@ -63,11 +72,13 @@ def load_checkpoint(
                 elsewhere.append(part)
         return elsewhere
 
-    _receive(checkpoint, world.agree(read_own), run_dir, world)
+    _receive(checkpoint, world.run_on_all_ranks(read_own), run_dir, world)
     if random:
         restore_random_state(random, world.rank, world.device)
     else:
-        world.say(f"Random states (dropout) start anew: {checkpoint.name} has those of another world size")
+        logger.info(
+            f"Random states (dropout) start anew: {checkpoint.name} has those of another world size"
+        )
         set_seed((seed + world.rank + 2654435761 * checkpoint.step) % 2**32)
 
 
@@ -77,19 +88,26 @@ def _random_targets(checkpoint: Checkpoint, world: World) -> dict[str, torch.Ten
     return {
         name: torch.empty(stored[name]["shape"], dtype=DTYPES[stored[name]["dtype"]])
         for name in stored
-        if name.startswith(RANDOM) and name.endswith(f".{world.rank:05d}") and checkpoint.world_size == world.size
+        if name.startswith(RANDOM)
+        and name.endswith(f".{world.rank:05d}")
+        and checkpoint.world_size == world.size
     }
 
 
 def _receive(checkpoint: Checkpoint, wanted: list[_Wanted], run_dir: RunDir, world: World) -> None:
     """All ranks go through all requests in one order, so that each send meets its receive."""
-    requests = world.gather(
-        [[part.chunk.tensor, part.chunk.file, [[s.start, s.stop] for s in part.box]] for part in wanted]
+    requests = world.all_gather_json(
+        [
+            [part.chunk.tensor, part.chunk.file, [[s.start, s.stop] for s in part.box]]
+            for part in wanted
+        ]
     )
     if not any(requests):
         return
-    amounts = world.gather(sum(part.target.numel() * part.target.element_size() for part in wanted))
-    world.say(f"Read from the disks of other nodes: {sum(amounts) / 1e9:.2f} GB")
+    amounts = world.all_gather_json(
+        sum(part.target.numel() * part.target.element_size() for part in wanted)
+    )
+    logger.info(f"Read from the disks of other nodes: {sum(amounts) / 1e9:.2f} GB")
     group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
     for receiver, of_rank in enumerate(requests):
         for number, (name, file, bounds) in enumerate(of_rank):

@@ -18,11 +18,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
-from ..errors import Refused
-from ..world import World
-from .files import Checkpoint, dtype_name
+from shardtune.checkpoint.manifest import Checkpoint, dtype_name
+from shardtune.distributed.world import World
+from shardtune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,10 @@ def plan_save(tensors: Mapping[str, torch.Tensor], world: World) -> list[list[Pa
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=world.is_main)
     items = [_to_json(item) for item in planner.create_local_plan().items]
-    plans = [SavePlan([_from_json(item, tensors) for item in of_rank]) for of_rank in world.gather(items)]
+    plans = [
+        SavePlan([_from_json(item, tensors) for item in of_rank])
+        for of_rank in world.all_gather_json(items)
+    ]
     plans, _ = planner.create_global_plan(plans)
     return [[part for item in plan.items if 0 not in (part := _part(item)).sizes] for plan in plans]
 
@@ -73,11 +82,13 @@ def _part(item: WriteItem) -> Part:
     return Part(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def plan_load(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint) -> tuple[DefaultLoadPlanner, list[ReadItem]]:
+def plan_load(
+    tensors: dict[str, torch.Tensor], checkpoint: Checkpoint
+) -> tuple[DefaultLoadPlanner, list[ReadItem]]:
     """What this rank reads, and the planner that knows where it goes.
 
     Raises:
-        Refused: the checkpoint lacks tensors, or has them in another shape or dtype.
+        UserError: the checkpoint lacks tensors, or has them in another shape or dtype.
     """
     stored = checkpoint.manifest["tensors"]
     wrong = [
@@ -86,7 +97,7 @@ def plan_load(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint) -> tuple
         if name not in stored or _stored_kind(stored[name]) != _kind(tensor)
     ]
     if wrong:
-        raise Refused(
+        raise UserError(
             f"{checkpoint.name}: not of this model and optimizer: {wrong[0]}, {len(wrong)} tensors in all "
             "- resume with what it was saved with"
         )

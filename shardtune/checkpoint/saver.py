@@ -20,16 +20,25 @@ import transformers
 import xxhash
 from transformers import PreTrainedModel
 
-from ..config import CheckpointConfig
-from ..errors import AGAIN, Stopped
-from ..rundir import RunDir
-from ..signals import remark_on_kill_delay
-from ..world import World
-from .commit import Attempt, NotSaved, channel, forget, write_and_commit
-from .files import FORMAT, Checkpoint, checkpoint_name, dtype_name, find_committed, open_checkpoint, rank_file
-from .plan import Part, plan_save
-from .state import local, random_state, training_state
-from .streamed import write_safetensors
+from shardtune.checkpoint.commit import NotSaved, SaveAttempt, channel, forget, write_and_commit
+from shardtune.checkpoint.manifest import (
+    FORMAT,
+    Checkpoint,
+    checkpoint_name,
+    dtype_name,
+    find_committed,
+    open_checkpoint,
+    rank_file,
+)
+from shardtune.checkpoint.plan import Part, plan_save
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.safetensors_writer import write_safetensors
+from shardtune.checkpoint.train_state import local, random_state, training_state
+from shardtune.config import CheckpointConfig
+from shardtune.distributed.signals import remark_on_kill_delay
+from shardtune.distributed.world import World
+from shardtune.errors import AGAIN, RunFailed
+from shardtune.log import logger, node_logger
 
 _STUCK_AFTER_S = 90  # past the deadline, by when every attempt has ended whose disk still answers
 
@@ -56,11 +65,13 @@ class Saver:
         self._tensors = training_state(model, optimizer)
         self._tied = dict(model.all_tied_weights_keys)
         self._parts = plan_save(self._tensors, world)
-        self._places = world.gather({"node": world.node_rank, "host": socket.gethostname()})
-        self._run = world.from_main(lambda: secrets.token_hex(4))
+        self._places = world.all_gather_json(
+            {"node": world.node_rank, "host": socket.gethostname()}
+        )
+        self._run = world.on_rank0(lambda: secrets.token_hex(4))
         self._store = dist.PrefixStore(self._run, channel(world))
         self._attempts = 0
-        self._flight: _Flight | None = None
+        self._flight: SaveTask | None = None
         self._name = ""
         self._problem: str | None = None
         self._longest_s = 0.0
@@ -77,18 +88,18 @@ class Saver:
         `before` makes durable, on this rank, what must not be behind the checkpoint. What does not succeed is said, and
         training goes on.
         """
-        self._settle()
+        self._wait()
         if not self._is_warned and (remark := remark_on_kill_delay(self._longest_s)):
             self._is_warned = True
-            self._world.say(remark)
+            logger.info(remark)
         self._name = name = checkpoint_name(state["step"])
         if self._flight:
-            self._world.say(f"Not saved: {name}: the save before it has not ended, {self._problem}")
+            logger.info(f"Not saved: {name}: the save before it has not ended, {self._problem}")
             return
         if self._world.is_main and self._attempts:
             forget(dist.PrefixStore(f"{self._attempts}", self._store), self._world.size)
         self._attempts += 1
-        attempt = Attempt(
+        attempt = SaveAttempt(
             hidden=self._directory / f".{name}.{self._run}{self._attempts:04d}",
             final=self._directory / name,
             rank=self._world.rank,
@@ -98,10 +109,10 @@ class Saver:
             store=dist.PrefixStore(f"{self._attempts}", self._store),
             timeout_s=self._timeout_s,
         )
-        self._flight = _Flight(self, attempt, *self._stage(), state, before)
+        self._flight = SaveTask(self, attempt, *self._stage(), state, before)
         self._flight.start()
         if self._config.mode == "sync":
-            self._settle()
+            self._wait()
 
     def say_if_ended(self) -> None:
         """Say how the save in flight has ended, if it has."""
@@ -112,30 +123,38 @@ class Saver:
         """Wait for the save in flight, and open it.
 
         Raises:
-            Stopped: on every rank, if it did not succeed.
+            RunFailed: on every rank, if it did not succeed.
         """
-        self._settle()
+        self._wait()
         if self._problem:
-            raise Stopped(f"{self._name} was not saved: {self._problem} - make room or mend the disk; {AGAIN}")
+            raise RunFailed(
+                f"{self._name} was not saved: {self._problem} - make room or mend the disk; {AGAIN}"
+            )
         checkpoint = open_checkpoint(self._directory / self._name)
-        holders = {file: [self._leader_of[entry["rank"]]] for file, entry in checkpoint.files.items()}
+        holders = {
+            file: [self._leader_of[entry["rank"]]] for file, entry in checkpoint.files.items()
+        }
         return replace(checkpoint, holders=holders)
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Wait until the save in flight has ended on every rank, and say how.
 
         Raises:
-            Stopped: on every rank, if it still writes the tensors of the run long after its deadline.
+            RunFailed: on every rank, if it still writes the tensors of the run long after its deadline.
         """
         flight = self._flight
         if flight is None:
             return
         flight.join(self._timeout_s + _STUCK_AFTER_S)
-        reports = self._world.gather(None if flight.is_alive() else [flight.problem, flight.seconds])
+        reports = self._world.all_gather_json(
+            None if flight.is_alive() else [flight.problem, flight.seconds]
+        )
         if stuck := [rank for rank, report in enumerate(reports) if report is None]:
             self._problem = f"the disk of rank {stuck[0]} does not answer"
-            if self._config.mode == "sync":  # what it writes, when it does, are the tensors of the run
-                raise Stopped(
+            if (
+                self._config.mode == "sync"
+            ):  # what it writes, when it does, are the tensors of the run
+                raise RunFailed(
                     f"{self._name} was not saved: {self._problem}, and checkpoint.mode=sync cannot go on meanwhile - "
                     f"mend the disk; {AGAIN}"
                 )
@@ -167,24 +186,37 @@ class Saver:
         }
         for report in reports:
             for name, chunk in report["chunks"].items():
-                own = {"dtype": chunk.pop("dtype"), "shape": chunk["sizes"], "chunks": []}  # of a rank's own tensor
+                own = {
+                    "dtype": chunk.pop("dtype"),
+                    "shape": chunk["sizes"],
+                    "chunks": [],
+                }  # of a rank's own tensor
                 tensors.setdefault(name, own)["chunks"].append(chunk)
         for name, tensor in tensors.items():
             covered = sum(torch.Size(chunk["sizes"]).numel() for chunk in tensor["chunks"])
             if covered != torch.Size(tensor["shape"]).numel():
-                raise ValueError(f"{covered} elements of {name}, which is {tensor['shape']}, were written")
+                raise ValueError(
+                    f"{covered} elements of {name}, which is {tensor['shape']}, were written"
+                )
         files = {
             report["file"]: report["written"] | {"rank": rank} | self._places[rank]
             for rank, report in enumerate(reports)
         }
-        files |= {name: asset | {"rank": 0} | self._places[0] for name, asset in reports[0]["assets"].items()}
+        files |= {
+            name: asset | {"rank": 0} | self._places[0]
+            for name, asset in reports[0]["assets"].items()
+        }
         return {
             "format": FORMAT,
             "state": state,
-            "config_xxh3_128": xxhash.xxh3_128(json.dumps(state["config"], sort_keys=True).encode()).hexdigest(),
+            "config_xxh3_128": xxhash.xxh3_128(
+                json.dumps(state["config"], sort_keys=True).encode()
+            ).hexdigest(),
             "world": {
                 "size": self._world.size,
-                "mesh": dict(zip(self._world.mesh.mesh_dim_names or (), self._world.mesh.shape, strict=True)),
+                "mesh": dict(
+                    zip(self._world.mesh.mesh_dim_names or (), self._world.mesh.shape, strict=True)
+                ),
                 "nodes": [place["node"] for place in self._places],
             },
             "versions": {
@@ -199,13 +231,13 @@ class Saver:
         }
 
 
-class _Flight(threading.Thread):
+class SaveTask(threading.Thread):
     """One save of this rank, from its staged tensors to its outcome."""
 
     def __init__(
         self,
         saver: Saver,
-        attempt: Attempt,
+        attempt: SaveAttempt,
         tensors: dict[str, torch.Tensor],
         parts: dict[str, Part],
         state: dict[str, Any],
@@ -215,7 +247,13 @@ class _Flight(threading.Thread):
         self.attempt = attempt
         self.problem: str | None = None
         self.seconds = 0.0
-        self._saver, self._tensors, self._parts, self._state, self._before = saver, tensors, parts, state, before
+        self._saver, self._tensors, self._parts, self._state, self._before = (
+            saver,
+            tensors,
+            parts,
+            state,
+            before,
+        )
         self._remark: str | None = None
         self._is_said = False
 
@@ -223,7 +261,9 @@ class _Flight(threading.Thread):
         started = time.monotonic()
         try:
             self._remark = write_and_commit(
-                self.attempt, self._write, lambda reports: self._saver.manifest(reports, self._state)
+                self.attempt,
+                self._write,
+                lambda reports: self._saver.manifest(reports, self._state),
             )
         except NotSaved as error:
             self.problem = str(error)
@@ -238,11 +278,11 @@ class _Flight(threading.Thread):
         self._is_said = True
         name = self.attempt.final.name
         if self.problem:
-            world.say(f"Not saved: {name}: {self.problem}", on_every_node=True)
+            node_logger.info(f"Not saved: {name}: {self.problem}")
         else:
-            world.say(f"Saved {name}")
+            logger.info(f"Saved {name}")
         if self._remark:
-            world.say(self._remark, on_every_node=True)
+            node_logger.info(self._remark)
 
     def _write(self, directory: Path) -> dict[str, Any]:
         """This rank's file; what rank 0 must know of it."""
@@ -268,4 +308,8 @@ class _Flight(threading.Thread):
             }
             for name, digest in zip(names, written.parts[1:], strict=True)
         }
-        return {"file": file, "written": {"bytes": written.bytes, "xxh3_128": written.xxh3_128}, "chunks": chunks}
+        return {
+            "file": file,
+            "written": {"bytes": written.bytes, "xxh3_128": written.xxh3_128},
+            "chunks": chunks,
+        }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .files import check_files, open_checkpoint
+from shardtune.checkpoint.manifest import check_files, open_checkpoint
 
 
 def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
@@ -18,12 +18,23 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
     Returns for each file with which something is wrong `<what> - <what to do>`.
 
     Raises:
-        Refused, DamagedCheckpoint: as open_checkpoint.
+        UserError, DamagedCheckpoint: as open_checkpoint.
     """
     checkpoint = open_checkpoint(*directories)
-    total = sum(int(entry["bytes"]) * len(checkpoint.find_all(name)) for name, entry in checkpoint.files.items())
-    with tqdm(total=total, unit="B", unit_scale=True, desc=checkpoint.name, disable=not sys.stderr.isatty()) as bar:
-        verdicts = check_files(checkpoint, sorted(checkpoint.files), os.cpu_count() or 1, bar.update)
+    total = sum(
+        int(entry["bytes"]) * len(checkpoint.find_all(name))
+        for name, entry in checkpoint.files.items()
+    )
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc=checkpoint.name,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        verdicts = check_files(
+            checkpoint, sorted(checkpoint.files), os.cpu_count() or 1, bar.update
+        )
     problems = [
         f"{problem} - "
         + (

@@ -1,0 +1,1 @@
+"""Both launch scripts as several nodes of this one machine."""

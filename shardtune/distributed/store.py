@@ -1,0 +1,51 @@
+"""Values that processes leave for one another in the launcher's store, where one may come hours after another."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+
+_VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
+
+
+def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float) -> None:
+    """Return when all keys are in the store. It asks again and again: a wait of the store's own hears no signals.
+
+    Raises:
+        TimeoutError: they are not within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no word under {keys[0]} within {timeout_s:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(0.2, 1.5 * pause_s)
+
+
+def post(store: dist.Store, key: str, value: Any) -> None:
+    """Make a JSON-able value readable under `key`, in pieces that the store takes; the key itself appears last."""
+    packed = zlib.compress(json.dumps(value).encode(), level=1)
+    pieces = [packed[start : start + _VALUE_BYTES] for start in range(0, len(packed), _VALUE_BYTES)]
+    for number, piece in enumerate(pieces):
+        cast(Any, store).set(f"{key}/{number}", piece)  # bytes, which its type hints do not know
+    store.set(key, str(len(pieces)))
+
+
+def read(store: dist.Store, key: str) -> Any:
+    """What was posted under `key`, which must be there."""
+    pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
+    return json.loads(zlib.decompress(b"".join(pieces)))
+
+
+def delete_value(store: dist.Store, key: str) -> None:
+    """Take what was posted under `key`, if anything, out of the store: its memory is the launcher's."""
+    if store.check([key]):
+        for number in range(int(store.get(key))):
+            store.delete_key(f"{key}/{number}")
+        store.delete_key(key)

@@ -1,0 +1,46 @@
+"""Lines for people on standard output: from rank 0, or once a node; and quiet libraries beside them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+logger = logging.getLogger("shardtune")  # its lines appear once a run
+node_logger = logging.getLogger("shardtune.node")  # its lines appear once a node
+
+
+class StdoutHandler(logging.Handler):
+    """Write each line in one piece to standard output, which may close before the run ends (`| tee`)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(f"{record.getMessage()}\n", end="", flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def setup_logging(is_main: bool, is_node_main: bool) -> None:
+    """Print the lines of `logger` where `is_main`, those of `node_logger` where `is_node_main`."""
+    for each, is_shown in ((logger, is_main), (node_logger, is_node_main)):
+        each.handlers = [StdoutHandler()] if is_shown else [logging.NullHandler()]
+        each.propagate = False
+        each.setLevel(logging.INFO)
+
+
+def quiet_libraries(is_main: bool) -> None:
+    """Progress bars only on a terminal, where a carriage return redraws them; other ranks report nothing but errors.
+
+    Neither do they ask: a model or tokenizer that needs code of its own is refused, on a terminal too.
+    """
+    import datasets
+    import huggingface_hub.utils
+    import transformers
+
+    transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    if not (is_main and sys.stderr.isatty()):
+        transformers.utils.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
+    if not is_main:
+        transformers.utils.logging.set_verbosity_error()

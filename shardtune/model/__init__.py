@@ -1,0 +1,1 @@
+"""A HuggingFace model, sharded: files, construction, attention, loss, FLOPs."""

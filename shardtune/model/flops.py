@@ -1,0 +1,290 @@
+"""Model FLOPs: what a step's documents need, and the share of the devices' peak that they got (MFU).
+
+The forward costs 2 FLOPs for every parameter that a token is multiplied by, and in each layer 2 FLOPs for every
+(query, key) pair, head and dimension, once for the scores and once for the values; the backward costs twice the
+forward. That is the MFU of PaLM (arXiv 2204.02311, appendix B), which has all L x L pairs of a row, with three
+corrections for what is needed and no more: a document of L tokens has the L (L + 1) / 2 pairs of causal attention, or
+those of its window; only the positions whose next token is trained reach the head; of a layer's experts a token is
+multiplied by those that it is routed to. Looking up embeddings, norms, activations, softmax and the optimizer count
+nothing, padding counts nothing, and neither does what activation checkpointing computes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.data.schedule import Cost
+from shardtune.distributed.world import World
+from shardtune.log import logger
+
+_TOP_K_NAMES = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+    "moe_k",
+)
+_EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# What a layer of each type says of its span; other types have no pairs, or pairs that depend on the data.
+_SPANS = {
+    "full_attention": "",
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+
+# TFLOP/s in bfloat16, dense, with float32 accumulation: the vendors' data sheets, where half of the figure with
+# sparsity. The first entry of which the device's name has all words.
+_PUBLISHED_TFLOPS = {
+    "GB200": 2500,
+    "B200": 2250,
+    "GH200": 989,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H800": 989,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "A40": 149.7,
+    "A10": 125,
+    "L40S": 362,
+    "L4": 121,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71,
+    "MI300X": 1307.4,
+    "MI325X": 1307.4,
+}
+_OTHER_DEVICES = {"MIG", "Laptop", "D"}  # with one of these words in its name it is a smaller one
+_GEMM_SIZE = 1024
+_MEASURED_S = 0.3
+
+
+class NotCounted(Exception):
+    """The architecture has no known number of FLOPs; the message says why."""
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of a model's forward."""
+
+    per_token: float
+    per_trained_token: float  # the head
+    layers: Counter[
+        tuple[float, str, int]
+    ]  # how many there are of each: FLOPs of a pair, type, span in tokens
+
+    def of_step(self, lengths: np.ndarray, trained_tokens: int) -> float:
+        """FLOPs of forward and backward over documents of so many tokens each."""
+        tokens = int(lengths.sum(dtype=np.int64))
+        forward = self.per_token * tokens + self.per_trained_token * trained_tokens
+        for (per_pair, layer_type, span), count in self.layers.items():
+            forward += count * per_pair * attended_pairs(lengths, layer_type, span)
+        return 3 * forward
+
+
+def attended_pairs(lengths: np.ndarray, layer_type: str, span: int) -> int:
+    """The (query, key) pairs of one layer over documents of so many tokens each.
+
+    A token attends to itself and the tokens before it: to all of them, to `span` tokens in all (sliding), or to those
+    of its own stretch of `span` tokens (chunked).
+    """
+    lengths = np.asarray(lengths, np.int64)
+    if layer_type == "full_attention":
+        return int((lengths * (lengths + 1) // 2).sum())
+    if layer_type == "sliding_attention":
+        within = np.minimum(lengths, span)
+        return int((within * (within + 1) // 2 + (lengths - within) * span).sum())
+    rest = lengths % span
+    return int((lengths // span * (span * (span + 1) // 2) + rest * (rest + 1) // 2).sum())
+
+
+def count_flops(model: PreTrainedModel) -> ModelFlops:
+    """The FLOPs of a model, sharded or not, from its own parameters and, for its attention, its config.
+
+    Raises:
+        NotCounted: some of its layers are no attention, or attend to what depends on the data; or its experts, heads
+            or head are not where other architectures have them.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    kind = config.model_type
+    if model._is_stateful:
+        raise NotCounted(f"{kind} keeps a state instead of attending")
+    if getattr(head, "weight", None) is None:
+        raise NotCounted(f"{kind} has no head")
+    skipped = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
+    skipped |= {id(p) for p in head.parameters()}
+    # Of a model that sees or hears too, only the decoder runs on text.
+    multiplied = model if config is model.config else model.get_decoder()
+    per_token = sum(
+        2.0 * parameter.numel() * _used_share(name, parameter, config)
+        for name, parameter in multiplied.named_parameters()
+        if id(parameter) not in skipped
+    )
+    layers = Counter(_attention(layer, i) for i, layer in enumerate(config.per_layer_config))
+    return ModelFlops(per_token, 2.0 * head.weight.numel(), layers)
+
+
+def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
+    """The share of a parameter by which a token is multiplied."""
+    # Decoders made for an encoder keep what attends to it, and without one leave it out.
+    if parameter.dim() < 2 or name.endswith("bias") or ".encoder_attn." in name:
+        return 0.0
+    is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None
+    if parameter.dim() == 2 and not is_listed:
+        return 1.0
+    top_k = _first(config, _TOP_K_NAMES)
+    experts = _first(config, _EXPERTS_NAMES) if is_listed else parameter.shape[0]
+    if top_k is None or experts is None or parameter.dim() > 3 or "expert" not in name:
+        raise NotCounted(f"{config.model_type} does not say how often a token meets its {name}")
+    return min(1.0, top_k / experts)
+
+
+def _attention(config: Any, layer: int) -> tuple[float, str, int]:
+    """Of a layer with this config: FLOPs of a pair (a query by a key, a weight by a value), its type, its span."""
+    heads, width = _first(config, ("num_attention_heads",)), _first(config, ("hidden_size",))
+    if not heads or not width:
+        raise NotCounted(f"{config.model_type} does not say how many heads its layers have")
+    of_query = _first(config, ("head_dim",)) or width // heads
+    if latent := _first(config, ("qk_nope_head_dim",)):
+        of_query = latent + config.qk_rope_head_dim
+    of_value = _first(config, ("v_head_dim",)) or of_query
+    if types := getattr(config, "layer_types", None):
+        layer_type = types[layer]
+    elif types := getattr(config, "attention_layers", None):  # GPT-Neo's
+        layer_type = "full_attention" if types[layer] == "global" else f"{types[layer]} attention"
+    else:
+        layer_type = (
+            "sliding_attention" if _first(config, ("sliding_window",)) else "full_attention"
+        )
+    if layer_type not in _SPANS:
+        raise NotCounted(f"{config.model_type} has layers of {layer_type}")
+    span = _first(config, (_SPANS[layer_type],))
+    return 2.0 * heads * (of_query + of_value), layer_type if span else "full_attention", span or 0
+
+
+def _first(config: Any, names: Sequence[str]) -> int | None:
+    """The first of these settings that is a number, the same in all layers."""
+    for name in names:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # transformers' word for one that differs from layer to layer
+            if isinstance(value := getattr(config, name, None), int):
+                return value
+    return None
+
+
+class MfuMeter:
+    """The MFU of a run's steps: model FLOPs per second over the peak of all its devices together."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
+        """Every rank calls it; what the MFU is measured against, or why there is none, is said."""
+        self._flops: ModelFlops | None = None
+        try:
+            flops = count_flops(model)
+            self._peak, self._flops = _peak_of_all(dtype, world), flops
+        except NotCounted as reason:
+            logger.info(f"MFU is left out: {reason}")
+
+    def of_step(self, lengths: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
+        """From 0 to 1, of a step over documents of so many tokens each; None where it is not known."""
+        if self._flops is None:
+            return None
+        return self._flops.of_step(lengths, trained_tokens) / seconds / self._peak
+
+
+def _peak_of_all(dtype: torch.dtype, world: World) -> float:
+    """FLOP/s of all ranks together."""
+    name = str(dtype).removeprefix("torch.")
+    if world.device.type == "cpu":
+        measure_matmul_rate(dtype, seconds=0)
+        world.all_reduce_max(
+            0
+        )  # all at once: cores and memory that ranks share must not count twice
+        rates = world.all_gather_json(measure_matmul_rate(dtype))
+        source = f"measured on this CPU in {name}"
+    else:
+        device = torch.cuda.get_device_name(world.device)
+        rates = world.all_gather_json(published_peak(device, dtype))
+        source = f"published for {device} in {name}"
+        if None in rates:
+            raise NotCounted(f"the peak of {device} in {name} is not in the table")
+    mean = sum(rates) / world.size
+    logger.info(
+        f"MFU counts model FLOPs against {mean / 1e12:.3g} TFLOP/s ({source}) x {world.size} (ranks)"
+    )
+    return mean * world.size
+
+
+def published_peak(device_name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU in bfloat16 or float16, dense; None where it is not known."""
+    words = set(re.split(r"[\s-]+", device_name))
+    if dtype not in (torch.bfloat16, torch.float16) or words & _OTHER_DEVICES:
+        return None
+    return next(
+        (1e12 * peak for key, peak in _PUBLISHED_TFLOPS.items() if words.issuperset(key.split())),
+        None,
+    )
+
+
+def measure_matmul_rate(dtype: torch.dtype, seconds: float = _MEASURED_S) -> float:
+    """FLOP/s of square matrices of 1024, multiplied for so many seconds with this process's number of threads."""
+    a, b, product = torch.ones(
+        3, _GEMM_SIZE, _GEMM_SIZE, dtype=dtype
+    )  # no random numbers: those are the run's
+    started, count = time.perf_counter(), 0
+    while True:
+        torch.mm(a, b.T, out=product)
+        count += 1
+        if (passed := time.perf_counter() - started) >= seconds:
+            return count * 2 * _GEMM_SIZE**3 / passed
+
+
+def cost_of(model: PreTrainedModel) -> Cost:
+    """Two FLOPs for each parameter that a token is multiplied by, and four for each dimension of a head and pair.
+
+    An estimate, from which nothing but the balance between ranks follows: of stacked experts as many count as a token
+    meets, the head is for trained tokens alone, and an architecture that does not say how many heads it has has no
+    attention.
+    """
+    config: Any = model.config
+    text = config.get_text_config()
+
+    def number(name: str) -> int:
+        value = getattr(text, name, None)
+        return value if isinstance(value, int) else 0
+
+    met, heads = number("num_experts_per_tok") or 1, number("num_attention_heads")
+    head: Any = model.get_output_embeddings()
+    of_head = {} if head is None else {id(p): p.numel() for p in head.parameters()}
+    looked_up = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
+    of_others = sum(
+        p.numel() * met // p.shape[0] if p.dim() == 3 else p.numel()
+        for p in model.parameters()
+        if id(p) not in of_head.keys() | looked_up
+    )
+    width = (heads * number("head_dim") or number("hidden_size")) if heads else 0
+    return Cost(2 * of_others, 2 * sum(of_head.values()), 4 * number("num_hidden_layers") * width)

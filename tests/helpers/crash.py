@@ -1,0 +1,440 @@
+"""The disks of two saves in a model of a POSIX filesystem, and a judge who resumes from what a crash leaves on them.
+
+Recorded are all calls by which the ranks of a real run's `Saver` change its directory. In the model a file's bytes last
+from fsync of the file on, and a name (made, changed or removed) from fsync of its directory on; what has not been
+synced may be there after the crash or not, each name by itself, and bytes may be lost, zeros, or there in part.
+https://pubs.opengroup.org/onlinepubs/9799919799/functions/fsync.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from helpers.faults import Call, install
+from helpers.ranks import on_ranks, world_of
+from shardtune.checkpoint import (
+    Saver,
+    agree_on_checkpoint,
+    delete_unfinished,
+    load_checkpoint,
+    open_checkpoint,
+    set_aside,
+)
+from shardtune.checkpoint.manifest import (
+    DamagedCheckpoint,
+    check_files,
+    checkpoint_name,
+    find_checkpoints,
+    step_of,
+)
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.train_state import random_state, training_state
+from shardtune.config import CheckpointConfig, DistributedConfig
+from shardtune.distributed.world import World, join_world
+from shardtune.errors import UserError
+
+SAVES = (1, 2)
+CHECKPOINTS = "checkpoints"
+SYNC, RENAME, SAID = "sync", "rename", "said"
+
+
+class TinyConfig(PreTrainedConfig):
+    model_type = "tiny"
+
+
+class Tiny(PreTrainedModel):
+    """A model of fifteen numbers, no rank's share of which is that of another."""
+
+    config_class = TinyConfig
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.linear = torch.nn.Linear(4, 3)
+        self.post_init()
+
+
+def build(mesh: DeviceMesh | None = None) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    model = Tiny(TinyConfig())
+    if mesh:
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+# The recording
+
+
+def save_twice(folder: Path, disks: int) -> None:
+    """A rank that saves, changes everything and saves again, keeping one; ranks are dealt to the disks."""
+    world = join_world(DistributedConfig(backend="gloo"))
+    model, optimizer = build(world.mesh)
+    leader_of = [rank % disks for rank in range(world.size)]
+    run_dir = RunDir(folder / f"disk{leader_of[world.rank]}", leader_of, None)
+    run_dir.path.mkdir(exist_ok=True)
+    stand_in = install(keeps_data=True)
+
+    class Ear:
+        def write(self, text: str) -> None:
+            if text.startswith("Saved "):
+                stand_in.calls.append(
+                    Call(time.monotonic(), SAID, text.removeprefix("Saved ").rstrip(), ())
+                )
+
+        def flush(self) -> None: ...
+
+    config, assets = (
+        CheckpointConfig(keep=1, mode="sync"),
+        {"config.json": b"{}\n", "tokenizer.json": b"{1}\n"},
+    )
+    saver = Saver(run_dir, config, 60, model, optimizer, assets, world)
+    for step in SAVES:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        saved = {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in training_state(model, optimizer).items()
+        }
+        saved = {name: tensor.detach().clone() for name, tensor in saved.items()}
+        save_file(
+            saved | random_state(world.rank, world.device),
+            folder / f"saved{step}_{world.rank}.safetensors",
+        )
+        with contextlib.redirect_stdout(Ear()):
+            saver.save({"step": step, "config": {}})
+    calls = [
+        [c.ended_s, c.operation, c.path, [_to_json(a) for a in c.arguments]] for c in stand_in.calls
+    ]
+    (folder / f"calls{world.rank}.json").write_text(json.dumps(calls), encoding="utf-8")
+    dist.barrier()
+
+
+def _to_json(argument: Any) -> Any:
+    if isinstance(argument, bytes):
+        return argument.decode("latin-1")
+    return os.fspath(argument) if isinstance(argument, os.PathLike) else argument
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A change of a disk, in terms of its files and directories, which are numbers; or that a step is said to be saved.
+
+    `label` names it for people, by the path at that time.
+    """
+
+    kind: str  # create, write, sync, rename, remove or said
+    label: str
+    inode: int = 0  # what is created, written or synced
+    directory: int = 0  # where a name changes
+    name: str = ""
+    new_name: str = ""
+    data: bytes = b""
+    step: int = 0
+
+
+@dataclass
+class Recording:
+    """Two saves, and what was saved in each."""
+
+    operations: list[Operation]
+    directories: set[int]
+    disks: int
+    saved: dict[int, dict[str, torch.Tensor]]
+
+
+def record(folder: Path, ranks: int, disks: int) -> Recording:
+    done = on_ranks(ranks, save_twice, folder, disks, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    calls = [
+        call
+        for rank in range(ranks)
+        for call in json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))
+    ]
+    saved: dict[int, dict[str, torch.Tensor]] = {
+        step: {
+            name: tensor
+            for rank in range(ranks)
+            for name, tensor in load_file(folder / f"saved{step}_{rank}.safetensors").items()
+        }
+        for step in SAVES
+    }
+    inodes = {str(folder / f"disk{number}"): number for number in range(disks)}
+    directories = set(range(disks))
+    operations = []
+    for _, kind, path, arguments in sorted(calls):
+        label, parent, name = (
+            path.removeprefix(f"{folder}/"),
+            inodes.get(str(Path(path).parent), -1),
+            Path(path).name,
+        )
+        if kind == SAID:
+            operations.append(Operation(SAID, label, step=step_of(Path(path))))
+        elif kind == "mkdir" or (kind == "open" and arguments[0] & os.O_CREAT):
+            inode = inodes[path] = len(inodes) + 1000 * len(operations)
+            if kind == "mkdir":
+                directories.add(inode)
+            operations.append(Operation("create", label, inode, parent, name))
+        elif kind == "write":
+            operations.append(
+                Operation("write", label, inodes[path], data=arguments[0].encode("latin-1"))
+            )
+        elif kind == "fsync":
+            operations.append(Operation(SYNC, label, inodes[path]))
+        elif kind == "rename":
+            new = arguments[0]
+            operations.append(Operation(RENAME, label, inodes[path], parent, name, Path(new).name))
+            for old in [old for old in inodes if old == path or old.startswith(f"{path}/")]:
+                inodes[new + old.removeprefix(path)] = inodes.pop(old)
+        elif kind in ("unlink", "rmdir"):
+            operations.append(Operation("remove", label, inodes.pop(path), parent, name))
+    return Recording(operations, directories, disks, saved)
+
+
+# The model of a filesystem
+
+Tree = tuple[tuple[str, Any], ...]  # of names, each with a file's bytes or another tree
+
+
+@dataclass
+class Disks:
+    """What lasts, and what would be lost now."""
+
+    directories: set[int]
+    names: dict[int, dict[str, int]] = field(default_factory=dict)  # that last, of each directory
+    unsynced_names: list[Operation] = field(default_factory=list)
+    bytes: dict[int, bytes] = field(default_factory=dict)  # that last, of each file
+    unsynced_bytes: dict[int, bytes] = field(
+        default_factory=dict
+    )  # these in their place, if they are kept
+
+    def apply(self, operation: Operation) -> None:
+        inode = operation.inode
+        if operation.kind in ("create", RENAME, "remove"):
+            self.unsynced_names.append(operation)
+        elif operation.kind == "write":
+            self.unsynced_bytes[inode] = (
+                self.unsynced_bytes.get(inode, self.bytes.get(inode, b"")) + operation.data
+            )
+        elif operation.kind == SYNC and inode in self.directories:
+            self.names[inode] = self._names_with(self.unsynced_names).get(inode, {})
+            self.unsynced_names = [
+                change for change in self.unsynced_names if change.directory != inode
+            ]
+        elif operation.kind == SYNC and inode in self.unsynced_bytes:
+            self.bytes[inode] = self.unsynced_bytes.pop(inode)
+
+    def after_a_crash(self, roots: int) -> Iterator[tuple[Tree, ...]]:
+        """Every state of the disks."""
+        for changes in self._kept_changes():
+            names = self._names_with(changes)
+            for crash in (_kept, _lost, _zeroed, _half) if self.unsynced_bytes else (_kept,):
+                yield tuple(self._tree(root, names, crash) for root in range(roots))
+
+    def _kept_changes(self) -> Iterator[list[Operation]]:
+        """All of them, none; each one alone, all but one."""
+        changes = self.unsynced_names
+        yield changes
+        if changes:
+            yield []
+        if len(changes) > 1:
+            for number, change in enumerate(changes):
+                yield [change]
+                yield changes[:number] + changes[number + 1 :]
+
+    def _names_with(self, changes: Sequence[Operation]) -> dict[int, dict[str, int]]:
+        names = {directory: dict(of_one) for directory, of_one in self.names.items()}
+        for change in changes:
+            of_one = names.setdefault(change.directory, {})
+            if change.kind == "remove":
+                of_one.pop(change.name, None)
+            elif change.kind == "create":
+                of_one[change.name] = change.inode
+            else:
+                of_one.pop(change.name, None)
+                of_one[change.new_name] = change.inode
+        return names
+
+    def _tree(
+        self,
+        directory: int,
+        names: dict[int, dict[str, int]],
+        crash: Callable[[bytes, bytes], bytes],
+    ) -> Tree:
+        def content(inode: int) -> Any:
+            if inode in self.directories:
+                return self._tree(inode, names, crash)
+            lasting = self.bytes.get(inode, b"")
+            return (
+                crash(lasting, self.unsynced_bytes[inode])
+                if inode in self.unsynced_bytes
+                else lasting
+            )
+
+        return tuple(
+            (name, content(inode)) for name, inode in sorted(names.get(directory, {}).items())
+        )
+
+
+def _kept(lasting: bytes, current: bytes) -> bytes:
+    return current
+
+
+def _lost(lasting: bytes, current: bytes) -> bytes:
+    return lasting
+
+
+def _zeroed(lasting: bytes, current: bytes) -> bytes:
+    return lasting + bytes(len(current) - len(lasting))
+
+
+def _half(lasting: bytes, current: bytes) -> bytes:
+    return current[: (len(lasting) + len(current)) // 2]
+
+
+# What is demanded
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a state: what is wrong with it, from which step a run would go on, and which name every disk shows."""
+
+    problem: str
+    resumed: int
+    visible: int
+
+
+class Judge:
+    """Resumes from states, each once."""
+
+    def __init__(self, recording: Recording, folder: Path) -> None:
+        self.recording, self.folder = recording, folder
+        self.verdicts: dict[tuple[Tree, ...], Verdict] = {}
+
+    def first_violation(self, operations: Sequence[Operation]) -> tuple[str, int]:
+        """The first crash that breaks a promise, as a sentence, or ""; and how many different states there were."""
+        disks, said, seen = Disks(self.recording.directories), 0, set()
+        for operation in operations:
+            disks.apply(operation)
+            said = operation.step or said
+            for trees in disks.after_a_crash(self.recording.disks):
+                seen.add(trees)
+                verdict = self.of(trees)
+                problem = verdict.problem
+                if not problem and min(verdict.resumed, verdict.visible) < said:
+                    problem = f"step {said} was said to be saved, and there is {verdict}"
+                if problem:
+                    return f"after {operation.kind} {operation.label}: {problem}", len(seen)
+        return "", len(seen)
+
+    def of(self, trees: tuple[Tree, ...]) -> Verdict:
+        if trees not in self.verdicts:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            roots = [self.folder / f"disk{number}" for number in range(len(trees))]
+            for root, tree in zip(roots, trees, strict=True):
+                _make(root, tree)
+            try:
+                self.verdicts[trees] = self._judge(roots)
+            except (AssertionError, UserError, DamagedCheckpoint) as wrong:
+                self.verdicts[trees] = Verdict(
+                    repr(wrong), 0, 0
+                )  # never empty, as the words of an error may be
+        return self.verdicts[trees]
+
+    def _judge(self, roots: list[Path]) -> Verdict:
+        """
+        Raises:
+            AssertionError, UserError, DamagedCheckpoint: what looks like a checkpoint is none, or none can be used.
+        """
+        self._require_whole(roots)
+        visible = [
+            max(map(step_of, find_checkpoints(root / CHECKPOINTS)), default=0) for root in roots
+        ]
+        steps = _on_threads(len(roots), lambda world: self._resume(roots[world.rank], world))
+        assert len(set(steps)) == 1, f"the ranks go on from {steps}"
+        self._require_whole(roots)
+        for root in roots:
+            assert not list((root / CHECKPOINTS).glob(".*")), (
+                "an unfinished save or deletion was left"
+            )
+        if steps[0]:
+            self._require_saved(roots, steps[0])
+        return Verdict("", steps[0], min(visible))
+
+    def _require_whole(self, roots: list[Path]) -> None:
+        for number, root in enumerate(roots):
+            for path in find_checkpoints(root / CHECKPOINTS):
+                checkpoint = open_checkpoint(path)
+                mine = [
+                    name
+                    for name, file in checkpoint.files.items()
+                    if file["rank"] % len(roots) == number
+                ]
+                problems = [
+                    problem for problem in check_files(checkpoint, mine, 1).values() if problem
+                ]
+                assert not problems, problems
+
+    def _resume(self, root: Path, world: World) -> int:
+        """What a run does at its start, up to loading."""
+        run_dir = RunDir(root, list(range(world.size)), None)
+        checkpoint = agree_on_checkpoint(run_dir, "auto", world)
+        set_aside(run_dir, checkpoint, world)
+        delete_unfinished(run_dir, checkpoint, world)
+        return checkpoint.step if checkpoint else 0
+
+    def _require_saved(self, roots: list[Path], step: int) -> None:
+        checkpoint = open_checkpoint(
+            *(root / CHECKPOINTS / checkpoint_name(step) for root in roots)
+        )
+        checkpoint = replace(checkpoint, holders={name: [0] for name in checkpoint.files})
+        saved = self.recording.saved[step]
+        assert checkpoint.state == {"step": step, "config": {}}, checkpoint.state
+        assert set(checkpoint.manifest["tensors"]) == set(saved), list(
+            checkpoint.manifest["tensors"]
+        )
+        model, optimizer = build()
+        load_checkpoint(
+            checkpoint,
+            model,
+            optimizer,
+            0,
+            RunDir(roots[0], [0], None),
+            world_of(0, 1, dist.HashStore()),
+        )
+        loaded = training_state(model, optimizer)
+        if checkpoint.world_size == 1:
+            loaded |= random_state(0, torch.device("cpu"))
+        for name, tensor in loaded.items():
+            assert torch.equal(tensor, saved[name]), name
+
+
+def _make(directory: Path, tree: Tree) -> None:
+    directory.mkdir(parents=True)
+    for name, content in tree:
+        if isinstance(content, tuple):
+            _make(directory / name, content)
+        else:
+            (directory / name).write_bytes(content)
+
+
+def _on_threads(size: int, work: Callable[[World], int]) -> list[int]:
+    """Ranks that share no disk; threads, for agreement goes through a store."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(world_of(rank, size, store)), range(size)))

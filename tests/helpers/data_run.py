@@ -1,0 +1,82 @@
+"""A tiny real model directory, records for it, and what one start of a run makes of them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from shardtune.config import DataConfig
+from shardtune.data.dataset import PreparedData, build_encoder, open_prepared, prepare_data
+from shardtune.errors import UserError
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_model(folder: Path, template: str | None = TEMPLATE) -> Path:
+    """A tokenizer and a configuration as a model's directory holds them, without weights."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=300,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello world how are you user assistant system"] * 9, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    LlamaConfig(vocab_size=len(fast), eos_token_id=fast.eos_token_id).save_pretrained(folder)
+    return folder
+
+
+class Run:
+    """What one start of a run prepares and says."""
+
+    def __init__(self, model: Path, train: Path, date: str = "2026-01-31", **data: Any) -> None:
+        config = DataConfig(train=str(train), **data)
+        self.said: list[str] = []
+        self.encoder = build_encoder(str(model), config, datetime.date.fromisoformat(date))
+        self.entry = prepare_data(config, self.encoder, self.said.append)
+        self.prepared: PreparedData = open_prepared(self.entry)
+
+    def texts(self) -> list[tuple[str, str]]:
+        """Text and trained text of each sequence of the training set."""
+        decode = self.encoder.tokenizer.decode
+        rows = [self.prepared.train[i] for i in range(len(self.prepared.train))]
+        return [(decode(tokens), decode(tokens[trained])) for tokens, trained in rows]
+
+
+def chat(question: Any, answer: str = "fine", **fields: Any) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ],
+        **fields,
+    }
+
+
+def write(file: Path, records: list[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return file
+
+
+def problems_of(model: Path, train: Path, **data: Any) -> list[str]:
+    with pytest.raises(UserError) as refused:
+        Run(model, train, **data)
+    return refused.value.problems

@@ -1,0 +1,275 @@
+"""The launch scripts as tests start them, on this machine's loopback or in network namespaces: one node, or two of two
+ranks each; and faults in the processes that they start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
+
+from shardtune.cluster.children import is_running
+
+GONE_WITHIN_S = 60
+ARGUMENTS = (
+    "--config",
+    "config.yaml",
+    "train.epochs=9999",
+    "scheduler.name=constant",
+    "checkpoint.every_steps=2",
+    "export.final=false",
+)
+Prefixes = tuple[list[str], list[str]]
+DATA, FORWARD = ("shardtune.data.packing", "build_batch"), ("shardtune.model.loss", "summed_loss")
+# In one rank it replaces the function of a module by one that fails in its nth call; it is imported at the start of
+# every Python process whose PYTHONPATH names its folder.
+FAULT = """
+import os, signal, sys, time
+if os.environ.get("RANK") == "{rank}":
+    sys.path.insert(0, "{repository}")
+    import {module}
+    original, calls = {module}.{function}, 0
+    def {function}(*arguments, **options):
+        global calls
+        calls += 1
+        if calls == {nth}:
+            {effect}
+        return original(*arguments, **options)
+    {module}.{function} = {function}
+"""
+
+
+def write_run(folder: Path, model: Path) -> Path:
+    """The data and the configuration of a run in this folder; the folder."""
+    write_jsonl(folder / "train.jsonl", chats(30))
+    (folder / "config.yaml").write_text(
+        f"model: {{path: {model}, compute_dtype: float32}}\ndata: {{train: train.jsonl, max_length: 128}}\n"
+        "run: {dir: run}\n",
+        encoding="utf-8",
+    )
+    return folder
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """This one's, without what would choose another Python; everything goes to and from 127.0.0.1."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "NODE_RANK", "JOIN_TIMEOUT")
+    }
+    inherited["VIRTUAL_ENV"] = sys.prefix
+    return (
+        inherited
+        | {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "1"}
+        | settings
+    )
+
+
+def start(script: Path | str, *arguments: str, cwd: Path, **settings: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(REPOSITORY / script), *arguments],
+        cwd=cwd,
+        env=environment(**settings),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, errors = node.communicate(timeout=240)
+    return node.returncode, output, errors
+
+
+class Nodes:
+    """Two nodes, with two ranks each if nothing else is set. `logs` are what `tee` would have written."""
+
+    def __init__(
+        self, folder: Path, *arguments: str, prefixes: Prefixes = ([], []), **settings: str
+    ) -> None:
+        self._folder, port = folder, a_free_port()
+        self.logs = [folder / f"log{node}" for node in (0, 1)]
+        self.scripts = []
+        self._seen: set[int] = set()
+        for node, (log, prefix) in enumerate(zip(self.logs, prefixes, strict=True)):
+            with log.open("w") as file:
+                self.scripts.append(
+                    subprocess.Popen(
+                        [
+                            *prefix,
+                            str(REPOSITORY / f"launch_node{node}.sh"),
+                            *ARGUMENTS,
+                            *arguments,
+                        ],
+                        cwd=folder,
+                        env=environment(MASTER_PORT=port, **{"GPUS_PER_NODE": "2"} | settings),
+                        stdout=file,
+                        stderr=file,
+                    )
+                )
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while not (self._folder / "run/metrics.jsonl").is_file() or not any(
+            entry["step"] >= step for entry in read_metrics(self._folder / "run", "step")
+        ):
+            assert time.monotonic() < deadline and all(
+                script.poll() is None for script in self.scripts
+            ), self.texts()
+            time.sleep(0.1)
+        self.remember()
+
+    def wait_for_words(self, words: str) -> None:
+        """Until node 0 has said them."""
+        deadline = time.monotonic() + 120
+        while words not in self.texts()[0]:
+            assert time.monotonic() < deadline and all(
+                script.poll() is None for script in self.scripts
+            ), self.texts()
+            time.sleep(0.1)
+        self.remember()
+
+    def remember(self) -> None:
+        """Take note of every process there is."""
+        for script in self.scripts:
+            self._seen.update(descendants(script.pid))
+
+    def torchrun(self, node: int) -> int:
+        return next(
+            pid
+            for pid in descendants(self.scripts[node].pid)
+            if "shardtune.cluster.torchrun" in command(pid)
+        )
+
+    def count_ranks(self) -> int:
+        started = [command(pid) for script in self.scripts for pid in descendants(script.pid)]
+        return sum(
+            "train_fsdp.py" in line
+            and "shardtune.cluster.torchrun" not in line
+            and "bash" not in line
+            for line in started
+        )
+
+    def end(self) -> list[tuple[int, str]]:
+        """Exit code and last line of each node, when every process that was ever seen is gone."""
+        turns = 0
+        while left := [pid for pid in self._seen if is_running(pid)]:
+            turns += 1  # which stretch on a busy machine, as those of the watchdogs do
+            assert turns * 0.2 < GONE_WITHIN_S, [command(pid) for pid in left] + self.texts()
+            self.remember()
+            for script in self.scripts:
+                script.poll()
+            time.sleep(0.2)
+        ended = [
+            (script.wait(10), text.splitlines()[-1])
+            for script, text in zip(self.scripts, self.texts(), strict=True)
+        ]
+        for (code, last), text in zip(ended, self.texts(), strict=True):
+            assert code < 0 or text.count(last) == 1, (
+                text
+            )  # a killed script leaves the last word to the ranks
+        return ended
+
+    def texts(self) -> list[str]:
+        return [log.read_text(encoding="utf-8") for log in self.logs]
+
+
+@contextlib.contextmanager
+def two_nodes(
+    folder: Path, *arguments: str, prefixes: Prefixes = ([], []), **settings: str
+) -> Iterator[Nodes]:
+    nodes = Nodes(folder, *arguments, prefixes=prefixes, **settings)
+    try:
+        yield nodes
+    finally:
+        nodes.remember()
+        for pid in nodes._seen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for script in nodes.scripts:
+            script.wait()
+
+
+def resumes(folder: Path, **settings: str) -> None:
+    step = read_metrics(folder / "run", "step")[-1]["step"] + 3
+    with two_nodes(folder, f"train.max_steps={step}", **settings) as nodes:
+        nodes.remember()
+        for script in nodes.scripts:
+            assert script.wait(240) == 0, nodes.texts()
+        assert "Resumed from checkpoint_" in nodes.texts()[0]
+    steps = [entry["step"] for entry in read_metrics(folder / "run", "step")]
+    assert steps == list(range(1, step + 1))
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A filesystem of a megabyte in a new folder; only root can mount one."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """The file that takes all the room that was left in it."""
+    filler = folder / "filler"
+    with contextlib.suppress(OSError), filler.open("ab", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return filler
+
+
+def break_rank(
+    folder: Path, rank: int, where: tuple[str, str], effect: str, nth: int = 5
+) -> dict[str, str]:
+    """The settings of a launch in which this rank fails in its nth step."""
+    (folder / "fault").mkdir()
+    if where == DATA:  # made two steps ahead: until the loop waits for it
+        effect = f"time.sleep(3); {effect}"
+    module, function = where
+    text = FAULT.format(
+        rank=rank, repository=REPOSITORY, module=module, function=function, nth=nth, effect=effect
+    )
+    (folder / "fault/sitecustomize.py").write_text(text, encoding="utf-8")
+    return {"PYTHONPATH": str(folder / "fault")}
+
+
+def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
+    """The settings of a launch in which processes of this name, or this rank, do that when they begin."""
+    (folder / "fault").mkdir()
+    (folder / "fault/sitecustomize.py").write_text(
+        "import os, signal, socket, sys, threading, time\n"
+        f"if os.environ.get('RANK') == {program!r} or any(a.endswith({program!r}) for a in sys.orig_argv[1:4]):\n"
+        f"    {effect}\n",
+        encoding="utf-8",
+    )
+    return {"PYTHONPATH": str(folder / "fault")}
+
+
+def command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
+    return ""
+
+
+def descendants(pid: int) -> list[int]:
+    found = [pid]
+    with contextlib.suppress(OSError):
+        for child in children(pid):
+            found += descendants(child)
+    return found
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child)
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    ]

@@ -1,0 +1,69 @@
+"""Small runs with checkpoints: their inputs, and what two of them are compared by."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from conftest import chats, read_metrics, write_jsonl
+
+SETTINGS = (
+    "model.path=model",
+    "model.compute_dtype=float32",
+    "data.train=train.jsonl",
+    "data.max_length=128",
+    "optimizer.lr=1e-3",
+)
+MEASURED = {"seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes"}
+# The learning rate of a step then does not depend on how many there are.
+CONSTANT = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "train.epochs=9")
+
+
+def write_inputs(folder: Path, model: Path, dropout: float = 0.0, records: int = 37) -> Path:
+    """What SETTINGS name: a copy of the model, with that much attention dropout, and chats. The run is in `run`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("run: {dir: run}\n", encoding="utf-8")
+    copied = Path(shutil.copytree(model, folder / "model"))
+    config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
+    (copied / "config.json").write_text(
+        json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8"
+    )
+    write_jsonl(folder / "train.jsonl", chats(records))
+    return folder
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What `metrics.jsonl` says of the steps, but for how fast they were and in how much memory."""
+    return [
+        {key: value for key, value in entry.items() if key not in MEASURED}
+        for entry in read_metrics(run_dir, "step")
+    ]
+
+
+def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
+    """Of every file in a folder and those below it, by its path there."""
+    return {
+        str(path.relative_to(folder)): xxhash.xxh3_128(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob(pattern))
+        if path.is_file()
+    }
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"checkpoint_{step:07d}"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def close_to(steps: list[dict[str, float]]) -> list[object]:
+    """The same steps over the same tokens; losses and norms to 1e-5."""
+    return [
+        step | {key: pytest.approx(step[key], rel=1e-5, abs=1e-5) for key in ("loss", "grad_norm")}
+        for step in steps
+    ]
