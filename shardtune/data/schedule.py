@@ -104,6 +104,17 @@ class Schedule:
     def steps_per_epoch(self) -> int:
         return -(-self.rows_per_epoch // self.rows_per_step)
 
+    @property
+    def unpacked_steps_per_epoch(self) -> int:
+        """Steps of an epoch with `data.packing=false`, where each sequence is a row."""
+        return -(-len(self.dataset) // self.rows_per_step)
+
+    @property
+    def records_per_row(self) -> float:
+        """Records in a row, on average."""
+        n_records = 1 + np.count_nonzero(np.diff(self.dataset.record))
+        return float(n_records / self.rows_per_epoch)
+
     def steps(self) -> Iterator[Step]:
         lengths, trained_counts = self.dataset.lengths, self.dataset.trained_counts
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
