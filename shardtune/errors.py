@@ -1,18 +1,18 @@
-"""How a run ends early."""
+"""The errors that end a run early, and helpers for their one-line messages. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-# What to do after most failures; distTest/launch.sh has the same words.
+# The remedy of most failures; distTest/launch.sh has the same words.
 AGAIN = "the same command with run.resume=auto resumes from the last checkpoint, if any"
 
 
 class UserError(Exception):
-    """The run cannot start: every problem found, each as `<what> - <what to do>`.
+    """The run cannot start. `problems` holds every reason, each as `<what> - <what to do>`.
 
-    The command prints one `ERROR:` line a problem on stderr and exits with 2.
+    The command prints one `ERROR:` line per problem on stderr and exits with 2.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -21,14 +21,13 @@ class UserError(Exception):
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop, and it has saved: `<what> - <what to do>`; exit code 75."""
+    """The run has saved and stops on a signal: `<what> - <what to do>`; exit code 75."""
 
 
 class Aborted(KeyboardInterrupt):
-    """This process ends at once, and the run with it, by a signal or where others would be long in coming: `<what> -
-    <what to do>`. There is nothing to save.
+    """This process ends at once without saving, and the run with it: `<what> - <what to do>`.
 
-    `code` is 2 where it refuses, 75 where the same command goes on from what was saved, else 1.
+    `code` is 2 for a refusal, 75 where the same command goes on from a checkpoint, else 1.
     """
 
     def __init__(self, problem: str, code: int) -> None:
@@ -37,7 +36,7 @@ class Aborted(KeyboardInterrupt):
 
 
 class RunFailed(Exception):
-    """All ranks stop the run together for a cause that they share, `<what> - <what to do>`; exit code 1."""
+    """All ranks end the run together for a cause that they share: `<what> - <what to do>`; code 1."""
 
 
 class OutOfMemory(Exception):
@@ -45,17 +44,28 @@ class OutOfMemory(Exception):
 
 
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
-    """The results of all checks, each run although another refused.
+    """Run every check, even after one has refused, and return their results.
 
     Raises:
-        UserError: with the problems of all that did.
+        UserError: with the problems of all checks that refused.
     """
     results, problems = [], []
     for check in checks:
         try:
             results.append(check())
-        except UserError as refused:
-            problems += refused.problems
+        except UserError as error:
+            problems += error.problems
     if problems:
         raise UserError(*problems)
     return results
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, or the name of its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def first_few(names: Sequence[object], limit: int) -> str:
+    """Return at most `limit` names and the number of the others: "a, b and 3 more"."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(str, names[:limit])) + more
