@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from shardtune.config import Config
+from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger
@@ -174,7 +175,7 @@ def kernel_lacks(
     if device_type != "cuda":
         return f"a {device_type.upper()}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return str(dtype).removeprefix("torch.")
+        return dtype_name(dtype)
     return "values wider than their keys" if value_width > width else ""
 
 

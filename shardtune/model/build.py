@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig as NoParallelism
 
 from shardtune.config import Config
+from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
@@ -48,8 +49,6 @@ _PRODUCTS = [
         "_scaled_dot_product_cudnn_attention",
     )
 ] + [torch.ops.torch_attn._varlen_attn.default]
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
+from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -117,7 +117,9 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             names = sorted(opened.keys())
-            return _DTYPES.get(opened.get_slice(names[0]).get_dtype()) if names else None
+            return (
+                DTYPES_IN_SAFETENSORS.get(opened.get_slice(names[0]).get_dtype()) if names else None
+            )
     return None
 
 

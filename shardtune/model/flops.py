@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.data.schedule import Cost
+from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.log import logger
 
@@ -213,7 +214,7 @@ class MfuMeter:
 
 def _peak_of_all(dtype: torch.dtype, world: World) -> float:
     """FLOP/s of all ranks together."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if world.device.type == "cpu":
         measure_matmul_rate(dtype, seconds=0)
         world.all_reduce_max(

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtune.config import Config
+from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.model.build import DTYPES, compute_dtype, local_bytes
+from shardtune.model.build import compute_dtype, local_bytes
 from shardtune.training.memory import _free_bytes
 
 _SHARE = 0.5  # of the free memory that may be taken; the rest is for activations

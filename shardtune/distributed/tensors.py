@@ -1,0 +1,34 @@
+"""Dtypes by name, and the part of a sharded tensor that this rank holds."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+# https://github.com/huggingface/safetensors#format
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {dtype_name(dtype): dtype for dtype in SAFETENSORS_NAMES}
+DTYPES_IN_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
