@@ -23,7 +23,7 @@ import xxhash
 
 from shardtune.checkpoint import durable_fs as disk
 from shardtune.checkpoint.manifest import ASSETS, find_committed, rank_file, step_of
-from shardtune.distributed.store import delete_value, post, read, wait_for
+from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
 from shardtune.distributed.world import World
 
 _DECISION_ARRIVES_S = 60
@@ -86,7 +86,7 @@ def write_and_commit(
             Exception
         ) as error:  # whatever it is, training must go on and the others must hear of it
             report = {"problem": _problem(attempt, error)}
-        post(attempt.store, f"report/{attempt.rank}", report)
+        set_value(attempt.store, f"report/{attempt.rank}", report)
         if attempt.rank == 0:
             _lead(attempt, deadline, make_manifest)
         elif attempt.is_leader:
@@ -122,14 +122,14 @@ def _lead(
         raw = json.dumps(
             make_manifest(_collect(attempt, "report", range(len(attempt.leader_of)), deadline))
         )
-        post(attempt.store, "manifest", {"manifest": raw} if others else {})
+        set_value(attempt.store, "manifest", {"manifest": raw} if others else {})
         _prepare(attempt, raw.encode())
         _collect(attempt, "prepared", others, deadline)
         if time.monotonic() > deadline:
             raise NotSaved(
                 f"it took longer than {attempt.timeout_s} s (distributed.save_timeout_s)"
             )
-        post(attempt.store, "commit", {})
+        set_value(attempt.store, "commit", {})
         # From here on it is a checkpoint: where renaming fails, the next start takes it up.
         outcome["decided"] = bool(others)
         own = _rename(attempt)
@@ -140,8 +140,8 @@ def _lead(
         outcome["problem"] = str(error) if isinstance(error, NotSaved) else _problem(attempt, error)
         for decision in ("manifest", "commit"):
             if not attempt.store.check([decision]):
-                post(attempt.store, decision, outcome)
-    post(attempt.store, "outcome", outcome)
+                set_value(attempt.store, decision, outcome)
+    set_value(attempt.store, "outcome", outcome)
 
 
 def _follow(attempt: SaveAttempt, deadline: float) -> None:
@@ -158,7 +158,7 @@ def _follow(attempt: SaveAttempt, deadline: float) -> None:
             report = {"done": act(told)}
         except Exception as error:
             report = {"problem": _problem(attempt, error)}
-        post(attempt.store, f"{done}/{attempt.rank}", report)
+        set_value(attempt.store, f"{done}/{attempt.rank}", report)
 
 
 def _write_assets(attempt: SaveAttempt) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _collect(attempt: SaveAttempt, what: str, ranks: Iterable[int], deadline: fl
     except TimeoutError as error:
         problems = [rank for rank, key in keys.items() if attempt.store.check([key])]
         for rank in problems:
-            if "problem" in (told := read(attempt.store, keys[rank])):
+            if "problem" in (told := get_value(attempt.store, keys[rank])):
                 raise NotSaved(told["problem"]) from error
         late = [rank for rank, key in keys.items() if not attempt.store.check([key])]
         if late:
@@ -224,7 +224,7 @@ def _collect(attempt: SaveAttempt, what: str, ranks: Iterable[int], deadline: fl
                 f"no word from rank {', '.join(map(str, late[:8]))} within {attempt.timeout_s} s "
                 "(distributed.save_timeout_s)"
             ) from error
-    reports = [read(attempt.store, key) for key in keys.values()]
+    reports = [get_value(attempt.store, key) for key in keys.values()]
     for report in reports:
         if "problem" in report:
             raise NotSaved(report["problem"])
@@ -270,7 +270,7 @@ def _problem(attempt: SaveAttempt, error: Exception) -> str:
 
 def _wait(attempt: SaveAttempt, key: str, deadline: float) -> dict[str, Any]:
     wait_for(attempt.store, [key], deadline - time.monotonic())
-    return cast(dict[str, Any], read(attempt.store, key))
+    return cast(dict[str, Any], get_value(attempt.store, key))
 
 
 def forget(store: dist.Store, size: int) -> None:

@@ -28,7 +28,7 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float) -> None:
         pause_s = min(0.2, 1.5 * pause_s)
 
 
-def post(store: dist.Store, key: str, value: Any) -> None:
+def set_value(store: dist.Store, key: str, value: Any) -> None:
     """Make a JSON-able value readable under `key`, in pieces that the store takes; the key itself appears last."""
     packed = zlib.compress(json.dumps(value).encode(), level=1)
     pieces = [packed[start : start + _VALUE_BYTES] for start in range(0, len(packed), _VALUE_BYTES)]
@@ -37,14 +37,14 @@ def post(store: dist.Store, key: str, value: Any) -> None:
     store.set(key, str(len(pieces)))
 
 
-def read(store: dist.Store, key: str) -> Any:
-    """What was posted under `key`, which must be there."""
+def get_value(store: dist.Store, key: str) -> Any:
+    """The value under `key`, which must be there."""
     pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
     return json.loads(zlib.decompress(b"".join(pieces)))
 
 
 def delete_value(store: dist.Store, key: str) -> None:
-    """Take what was posted under `key`, if anything, out of the store: its memory is the launcher's."""
+    """Delete the value under `key`, if there is one: its memory is the launcher's."""
     if store.check([key]):
         for number in range(int(store.get(key))):
             store.delete_key(f"{key}/{number}")

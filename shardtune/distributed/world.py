@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardtune.config import DistributedConfig
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.signals import end_on_signal, end_with_torchrun, ignore_signals
-from shardtune.distributed.store import delete_value, post, read, wait_for
+from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
 from shardtune.distributed.watchdog import (
     FIRST_STEP_TIMEOUT_S,
     Peer,
@@ -99,11 +99,11 @@ class World:
         self.progress.arrive()
         number = next(self._round)
         keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
-        post(self.store, keys[self.rank], value)
+        set_value(self.store, keys[self.rank], value)
         wait_for(self.store, keys, timeout_s)
         # Who has come to this round has read the one before.
         delete_value(self.store, f"gather/{number - 1}/{self.rank}")
-        return [read(self.store, key) for key in keys]
+        return [get_value(self.store, key) for key in keys]
 
     def limit_steps(self, timeout_s: float) -> None:
         """From now on the run ends when no rank moves for so long within a step too, naming the one that is behind.
@@ -311,9 +311,9 @@ def _watch_others(
     """Start the watchdog when all ranks have made theirs."""
     if size == 1:
         return
-    post(store, f"peer/{rank}", [node_rank, socket.gethostname(), os.getpid()])
+    set_value(store, f"peer/{rank}", [node_rank, socket.gethostname(), os.getpid()])
     wait_for(store, _keys("peer", size), config.join_timeout_s)
-    peers = [Peer(other, *read(store, key)) for other, key in enumerate(_keys("peer", size))]
+    peers = [Peer(other, *get_value(store, key)) for other, key in enumerate(_keys("peer", size))]
     watchdog = Watchdog(rank, peers, store, progress, config.step_timeout_s, config.save_timeout_s)
     store.set(f"watching/{rank}", "")
     wait_for(store, _keys("watching", size), config.join_timeout_s)
