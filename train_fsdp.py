@@ -20,8 +20,8 @@ from transformers import PretrainedConfig, set_seed
 from shardtune import checkpoint
 from shardtune.checkpoint.export import model_assets, write_final_model
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir
-from shardtune.config import Config, remarks, to_dict, write_config
-from shardtune.config_io import read_run_arguments
+from shardtune.config import Config
+from shardtune.config_io import read_run_arguments, remarks, to_dict, write_config
 from shardtune.data.batch import Batch
 from shardtune.data.dataset import (
     PreparedData,

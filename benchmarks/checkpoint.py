@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from shardtune import checkpoint
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir
 from shardtune.checkpoint.train_state import training_state
-from shardtune.config import load_config, to_dict
+from shardtune.config_io import load_config, to_dict
 from shardtune.data.batch import Batch
 from shardtune.distributed.world import World, join_world, run
 from shardtune.log import quiet_libraries

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from shardtune.config import load_config
+from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
 from shardtune.distributed.world import World, join_world, run
 from shardtune.model.build import build_model

@@ -8,8 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shardtune.config import Config, load_config
+from shardtune.config import (
+    Config,
+    changed_keys,
+    load_config,
+    remarks,
+    to_dict,
+    write_config,
+)
 from shardtune.errors import UserError
+
+__all__ = [
+    "Parser",
+    "changed_keys",
+    "load_config",
+    "read_run_arguments",
+    "remarks",
+    "to_dict",
+    "write_config",
+]
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from shardtune import config as config_module
-from shardtune.config import Config, load_config, remarks, to_dict
+from shardtune.config import Config
+from shardtune.config_io import load_config, remarks, to_dict
 from shardtune.errors import UserError
 
 MINIMAL = "model: {path: m}\ndata: {train: d.jsonl}\n"

@@ -11,7 +11,7 @@ from conftest import REPOSITORY
 from test_config import DEFAULTS, KEYS, load, value
 
 from shardtune import config as config_module
-from shardtune.config import changed_keys, load_config, remarks, to_dict, write_config
+from shardtune.config_io import changed_keys, load_config, remarks, to_dict, write_config
 
 SHIPPED = REPOSITORY / "config.yaml"
 

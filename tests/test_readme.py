@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY, a_free_port, chats, write_jsonl
 
-from shardtune.config import load_config, write_config
+from shardtune.config_io import load_config, write_config
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)

@@ -23,7 +23,7 @@ from helpers.small_runs import MEASURED, steps_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shardtune.config import load_config, to_dict
+from shardtune.config_io import load_config, to_dict
 
 CONFIG = """
 model: {{path: {model}, compute_dtype: float32}}

@@ -34,8 +34,8 @@ from distTest.rehearse import namespaces
 from distTest.rehearse.node_processes import Failed, Place, Terminals
 from distTest.rehearse.tiny_model import ROW_TOKENS, make_model, write_chats
 from shardtune.__main__ import run as run_tool
-from shardtune.config import Config, load_config, to_dict
-from shardtune.config_io import Parser
+from shardtune.config import Config
+from shardtune.config_io import Parser, load_config, to_dict
 from shardtune.distributed.signals import end_on_signal
 from shardtune.errors import Aborted, UserError
 from shardtune.log import quiet_libraries

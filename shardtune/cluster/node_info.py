@@ -20,7 +20,7 @@ import xxhash
 from shardtune.cluster.children import Child, results
 from shardtune.cluster.control import Link, Message
 from shardtune.cluster.environment import DATA_SUFFIXES, REPOSITORY, Settings, existing_part
-from shardtune.config import to_dict
+from shardtune.config_io import to_dict
 
 # More than this is not read whole: then blocks at even distances of every file.
 _WHOLE_BYTES = 4 << 30

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtune.config import DataConfig, load_config
+from shardtune.config import DataConfig
+from shardtune.config_io import load_config
 from shardtune.data.chat_encoder import ChatEncoder
 from shardtune.data.dataset import (
     PreparedData,

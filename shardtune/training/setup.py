@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from shardtune.checkpoint import Checkpoint, agree_on_checkpoint
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.config import Config, ModelConfig, changed_keys, to_dict
+from shardtune.config import Config, ModelConfig
+from shardtune.config_io import changed_keys, to_dict
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Position, Schedule, make_schedule
 from shardtune.distributed.world import World

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from conftest import REPOSITORY
 
-from shardtune.config import Config, load_config
+from shardtune.config import Config
+from shardtune.config_io import load_config
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.world import World
 from shardtune.training.metrics import Metrics
