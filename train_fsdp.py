@@ -112,8 +112,7 @@ def main() -> None:
     )
     if resumed:
         require_same_model(resumed, assets)
-    for moved in checkpoint.delete_unfinished(run_dir, resumed, world):
-        logger.info(f"Set aside, prepared and not named on this disk: {moved}")
+    checkpoint.delete_unfinished(run_dir, resumed, world)
     owed = owed_evaluation(config, resumed, run_dir, world)
     if resumed and resumed.step >= schedule.total_steps and owed is None:
         write_final_model(resumed, config.export, assets, run_dir, world)
@@ -195,8 +194,7 @@ def build_train_context(
         compile_layers(model, config, world)
     if resumed:
         checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run_dir, world)
-    for moved in checkpoint.set_aside(run_dir, resumed, world):
-        logger.info(f"Set aside, not being part of this run: {moved}")
+    checkpoint.set_aside(run_dir, resumed, world)
     world.on_rank0(lambda: write_config(config, run_dir.path / "config.yaml"))
     metrics = Metrics(run_dir.path / "metrics.jsonl", world, resumed.step if resumed else None)
     return TrainContext(config, world, data, model, is_flat, residency, optimizer, metrics)
@@ -258,7 +256,7 @@ def train(
         if is_owed and not must_stop:
             is_owed = not evaluate_at(step.number, job, lambda: bool(stop.received))
             must_stop = is_owed or world.all_reduce_max(stop.received is not None)[0]
-        saver.say_if_ended()
+        saver.log_if_ended()
         world.progress.enter("saving")
         if is_last or must_stop or is_due(step.number, config.checkpoint.every_steps):
             saver.save(vars(step.end) | {"owes_evaluation": is_owed} | fixed, job.metrics.sync)

@@ -432,7 +432,7 @@ def test_nothing_that_is_moved_aside_is_lost(three_steps: Path) -> None:
         "checkpoint_0000009/": "checkpoint_0000009.aside2/",
     }
     for old, new in moved.items():
-        assert f"Set aside, not being part of this run: run/checkpoints/{new[:-1]}\n" in done.stdout
+        assert f"Moved aside, not part of this run: run/checkpoints/{new[:-1]}\n" in done.stdout
         before = {name.replace(old, new): digest for name, digest in before.items()}
     after = digests(checkpoints)
     assert before.items() <= after.items()

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +186,11 @@ def _take_up(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoin
     )
 
 
-def delete_unfinished(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list[str]:
+def delete_unfinished(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> None:
     """End unfinished saves and deletions on every disk, when it is agreed on which checkpoint to go on from.
 
     What is prepared here and has its name on another disk is a part of a checkpoint; this, and what is prepared where
-    no checkpoint was asked for, is set aside, and returned.
+    no checkpoint was asked for, is moved aside, and logged.
     """
     directory = run_dir.path / "checkpoints"
     is_leader = run_dir.leader_of[world.rank] == world.rank
@@ -216,10 +217,11 @@ def delete_unfinished(run_dir: RunDir, resumed: Checkpoint | None, world: World)
     own = [digest(path) for path in find_checkpoints(directory)] if is_leader else []
     named = {found for of_rank in world.all_gather_json(own) for found in of_rank}
     moved = world.run_on_all_ranks(lambda: delete(named) if is_leader else [])
-    return [name for of_rank in world.all_gather_json(moved) for name in of_rank]
+    for path in chain(*world.all_gather_json(moved)):
+        logger.info(f"Moved aside, uncommitted: {path}")
 
 
-def set_aside(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list[str]:
+def set_aside(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> None:
     """Make way for this run on every disk, and say what was moved: what would be mistaken for its own is renamed,
     checkpoints newer than the one it resumes from, or, when it comes from elsewhere, all that an earlier run left."""
     directory = run_dir.path / "checkpoints"
@@ -243,7 +245,8 @@ def set_aside(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list
     moved = world.run_on_all_ranks(
         lambda: make_way() if run_dir.leader_of[world.rank] == world.rank else []
     )
-    return [name for of_rank in world.all_gather_json(moved) for name in of_rank]
+    for path in chain(*world.all_gather_json(moved)):
+        logger.info(f"Moved aside, not part of this run: {path}")
 
 
 def _is_part(path: Path, checkpoint: Checkpoint | None) -> bool:

@@ -114,10 +114,10 @@ class Saver:
         if self._config.mode == "sync":
             self._wait()
 
-    def say_if_ended(self) -> None:
-        """Say how the save in flight has ended, if it has."""
+    def log_if_ended(self) -> None:
+        """Log the outcome of the save in flight if it has ended."""
         if self._flight and not self._flight.is_alive():
-            self._flight.say_once(self._world)
+            self._flight.log_once(self._world)
 
     def finish(self) -> Checkpoint:
         """Wait for the save in flight, and open it.
@@ -159,7 +159,7 @@ class Saver:
                     f"mend the disk; {AGAIN}"
                 )
             return
-        flight.say_once(self._world)
+        flight.log_once(self._world)
         self._flight = None
         self._longest_s = max(self._longest_s, *(seconds for _, seconds in reports))
         self._problem = next((problem for problem, _ in reports if problem), None)
@@ -255,7 +255,7 @@ class SaveTask(threading.Thread):
             before,
         )
         self._remark: str | None = None
-        self._is_said = False
+        self._is_logged = False
 
     def run(self) -> None:
         started = time.monotonic()
@@ -272,10 +272,10 @@ class SaveTask(threading.Thread):
         self._tensors.clear()
         self.seconds = time.monotonic() - started
 
-    def say_once(self, world: World) -> None:
-        if self._is_said:
+    def log_once(self, world: World) -> None:
+        if self._is_logged:
             return
-        self._is_said = True
+        self._is_logged = True
         name = self.attempt.final.name
         if self.problem:
             node_logger.info(f"Not saved: {name}: {self.problem}")
