@@ -26,9 +26,9 @@ from shardtune.data.batch import Batch
 from shardtune.data.dataset import (
     PreparedData,
     build_encoder,
+    find_sources,
     open_prepared,
     prepare_data,
-    require_sources,
 )
 from shardtune.data.schedule import Schedule, Step
 from shardtune.distributed.signals import StopRequest, end_on_signal
@@ -90,7 +90,7 @@ def main() -> None:
     model_config, _ = world.run_on_all_ranks(
         lambda: all_of(
             weights_fit()(lambda: read_model_config(config.model, config.data.max_length)),
-            lambda: require_sources(config.data) if world.is_node_main else None,
+            lambda: find_sources(config.data) if world.is_node_main else None,
         )
     )
     require_same_revision(config.model, world)
@@ -98,7 +98,7 @@ def main() -> None:
         lambda: build_encoder(config.model.path, config.data, datetime.date.fromisoformat(date))
     )
     data = open_prepared(
-        Path(world.on_local_rank0(lambda: str(prepare_data(config.data, encoder, logger.info))))
+        Path(world.on_local_rank0(lambda: str(prepare_data(config.data, encoder))))
     )
     world.run_on_all_ranks(
         lambda: data.require_vocabulary(

@@ -235,7 +235,7 @@ BAD_DATA: dict[str, tuple[str, bytes | None, str]] = {
     "no hub dataset": ("data/chats/train", None, "data.train=data/chats/train: no such file"),
     "another kind of file": ("train.csv", b"a,b\n", ".csv"),
     "no parquet": ("train.parquet", b"PAR0", "train.parquet[0]: cannot be read"),
-    "empty": ("empty.jsonl", b"", "data.train: no record"),
+    "empty": ("empty.jsonl", b"", "data.train=empty.jsonl: no record"),
     "not UTF-8": ("latin.jsonl", b'{"text": "\xe9"}\n', "latin.jsonl:1: "),
     "nothing to train": (
         "asked.jsonl",

@@ -36,7 +36,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from shardtune.data.packing import plan_rows
+from shardtune.data.order import plan_rows
 from shardtune.data.schedule import Cost, assign_rows
 
 

@@ -1,1 +1,1 @@
-"""Records become rows of tokens: reading, chat templates, tokens, packing, the schedule of steps."""
+"""Records become rows of tokens."""

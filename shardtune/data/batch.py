@@ -1,4 +1,4 @@
-"""What one rank feeds the model in one micro-batch."""
+"""The tensors that one rank feeds to the model in one micro-batch."""
 
 from __future__ import annotations
 
@@ -13,69 +13,89 @@ from shardtune.data.dataset import TokenDataset
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank feeds the model in one micro-batch, and the positions whose next token the loss counts.
+    """The sequences of one micro-batch of one rank, flat or padded.
 
-    Flat, its sequences stand in one row of T tokens, `input_ids` and `position_ids` of shape (1, T): positions restart
-    with each sequence, which is how transformers tells documents apart. Else the shape is (sequences, longest), padded
-    on the right, which causal attention never looks at.
+    The documents a b c and d e, of which b, c and e are trained, as a flat batch:
+
+        input_ids       a b c d e       [1, tokens]
+        position_ids    0 1 2 0 1       [1, tokens], restart with each document
+        attention_mask  None
+        boundaries      0     3   5     begin of each document in the row, and the end
+        predicting      0 1   3         positions whose next token is trained
+        targets         b c   e         that token
+
+    Attention keeps documents apart by `boundaries`, or by the positions, as transformers does.
+    And as a padded batch, a row for each document:
+
+        input_ids       a b c           [documents, longest]
+                        d e 0
+        position_ids    None
+        attention_mask  1 1 1           [documents, longest]
+                        1 1 0
+        predicting      0 1   3         positions in the flattened rows
+        targets         b c   e
+
+    Padding is on the right, where causal attention does not look.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
-    predicting: torch.Tensor  # (n,) positions in the flattened logits
-    targets: torch.Tensor  # (n,) the token that each of them is to predict
-    lengths: list[int]  # of the sequences
-    boundaries: torch.Tensor  # int32 (sequences + 1,): where each begins in a flat row, and the end
+    predicting: torch.Tensor  # int64 [trained tokens]
+    targets: torch.Tensor  # int64 [trained tokens]
+    lengths: list[int]  # tokens of each document
+    boundaries: torch.Tensor  # int32 [documents + 1]
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What a model's forward gets."""
+        """Return the arguments of a model's forward."""
         names = ("input_ids", "position_ids", "attention_mask")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def to(self, device: torch.device) -> Batch:
-        """Its copy there. To a GPU from pinned memory, on the current stream: the host does not wait for it."""
+        """Copy to a device; to a GPU from pinned memory, so that the host does not wait."""
+        if device.type == "cpu":
+            return self
 
-        def moved(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or device.type == "cpu":
-                return value
-            return value.pin_memory().to(device, non_blocking=True)
+        def move(value: Any) -> Any:
+            is_tensor = isinstance(value, torch.Tensor)
+            return value.pin_memory().to(device, non_blocking=True) if is_tensor else value
 
-        return Batch(**{name: moved(value) for name, value in vars(self).items()})
+        return Batch(**{name: move(value) for name, value in vars(self).items()})
 
 
 def build_batch(dataset: TokenDataset, sequences: list[int], is_flat: bool) -> Batch:
-    """The batch of these sequences; without any, the shortest one, nothing of it trained (the rank must take part)."""
-    pairs = [dataset[i] for i in sequences]
-    if not pairs:
-        # Not a token of our choice: in gemma3n a row of padding, whose embedding is zero, has no finite gradient.
+    """Build the batch of these sequences.
+
+    Without any, it holds the shortest sequence of the dataset, untrained: the rank must take part.
+    """
+    documents = [dataset[i] for i in sequences]
+    if not documents:
+        # A real sequence: in gemma3n a row of padding, whose embedding is zero, has gradients
+        # that are not finite.
         tokens, _ = dataset[int(dataset.lengths.argmin())]
-        pairs = [(tokens, np.zeros(len(tokens), np.bool_))]
-    lengths = [len(ids) for ids, _ in pairs]
-    ends = np.cumsum([0, *lengths])
+        documents = [(tokens, np.zeros(len(tokens), np.bool_))]
+    lengths = [len(tokens) for tokens, _ in documents]
+    boundaries = np.cumsum([0, *lengths])
     width = sum(lengths) if is_flat else max(lengths)
-    starts = ends[:-1] if is_flat else np.arange(len(pairs)) * width
-    size = width if is_flat else len(pairs) * width
-    ids, real, positions = (
-        np.zeros(size, np.int64),
-        np.zeros(size, np.int64),
-        np.zeros(size, np.int64),
-    )
+    n_rows = 1 if is_flat else len(documents)
+    starts = boundaries[:-1] if is_flat else np.arange(n_rows) * width
+    input_ids, mask, positions = np.zeros((3, n_rows * width), np.int64)
     predicting, targets = [], []
-    for (tokens, trained), start, length in zip(pairs, starts.tolist(), lengths, strict=True):
-        ids[start : start + length] = tokens
-        real[start : start + length] = 1
-        positions[start : start + length] = np.arange(length)
-        counted = np.flatnonzero(trained[1:])  # a token is predicted at the position before it
-        predicting.append(counted + start)
-        targets.append(np.asarray(tokens, np.int64)[counted + 1])
-    shape = (-1, width)
+    for (tokens, trained), start in zip(documents, starts.tolist(), strict=True):
+        document = slice(start, start + len(tokens))
+        input_ids[document] = tokens
+        mask[document] = 1
+        positions[document] = np.arange(len(tokens))
+        before_trained = np.flatnonzero(trained[1:])
+        predicting.append(before_trained + start)
+        targets.append(tokens[before_trained + 1])
+    shape = (n_rows, width)
     return Batch(
-        torch.from_numpy(ids).view(shape),
+        torch.from_numpy(input_ids).view(shape),
         torch.from_numpy(positions).view(shape) if is_flat else None,
-        None if is_flat else torch.from_numpy(real).view(shape),
+        None if is_flat else torch.from_numpy(mask).view(shape),
         torch.from_numpy(np.concatenate(predicting)),
         torch.from_numpy(np.concatenate(targets)),
         lengths,
-        torch.from_numpy(ends.astype(np.int32)),
+        torch.from_numpy(boundaries.astype(np.int32)),
     )

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import itertools
 import json
+import logging
 import os
 import sys
 from collections import Counter
@@ -24,12 +25,15 @@ from shardtune.data.dataset import (
     PreparedData,
     TokenDataset,
     build_encoder,
+    find_sources,
     open_prepared,
     prepare_data,
 )
-from shardtune.data.records import Chunk, check_record, find_source
-from shardtune.data.tokenize import Tokeniser, encode_record, kept_pieces
-from shardtune.log import quiet_libraries
+from shardtune.data.overflow import fit_to_length
+from shardtune.data.records import check_record
+from shardtune.data.sources import RecordChunk
+from shardtune.data.tokenize import ChunkTokenizer, encode_record
+from shardtune.log import logger, quiet_libraries
 
 _RECORDS_IN_PICTURE = 3
 _COLOURED = ("\033[1;32m", "\033[0m")
@@ -45,12 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--records",
         type=int,
         metavar="N",
-        help=f"show the first N records of data.train (default: {_RECORDS_IN_PICTURE}; all of them with --json)",
+        help="show the first N records of data.train "
+        f"(default: {_RECORDS_IN_PICTURE}; all of them with --json)",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help='one object a line per sequence, before packing: {"record": n, "input_ids": [...], "trained": [...]}',
+        help="one object a line per sequence, before packing: "
+        '{"record": n, "input_ids": [...], "trained": [...]}',
     )
     parser.add_argument(
         "assignments", nargs="*", metavar="section.key=value", help="override the configuration"
@@ -60,28 +66,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def inspect_data(
     config_path: Path, assignments: Sequence[str], n_records: int | None, as_json: bool
 ) -> None:
-    """Tokenise the data of a configuration as a run does, and print its first `n_records` records.
+    """Tokenize the data of a configuration as a run does, and print its first `n_records` records.
 
     Raises:
         UserError: a wrong configuration, no tokenizer, broken data.
     """
     config = load_config(config_path, assignments, os.environ)
     quiet_libraries(is_main=True)
+    logger.handlers = [logging.StreamHandler(sys.stderr)]  # standard output is for the records
+    logger.setLevel(logging.INFO)
     encoder = build_encoder(config.model.path, config.data, datetime.date.today())
-    prepared = open_prepared(prepare_data(config.data, encoder, _say_on_stderr))
+    prepared = open_prepared(prepare_data(config.data, encoder))
     if as_json:
         _print_json(prepared.train, n_records)
         for line in prepared.lines():
-            _say_on_stderr(line)
+            logger.info(line)
     else:
-        _print_picture(
-            config.data, encoder, _RECORDS_IN_PICTURE if n_records is None else n_records
-        )
+        n_shown = _RECORDS_IN_PICTURE if n_records is None else n_records
+        _print_picture(config.data, encoder, n_shown)
         _print_summary(prepared)
-
-
-def _say_on_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _print_json(dataset: TokenDataset, n_records: int | None) -> None:
@@ -97,8 +100,8 @@ def _print_json(dataset: TokenDataset, n_records: int | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """One sequence of a record, and how many tokens it had before it was cut to a row."""
+class _Piece:
+    """A sequence as it is trained; it had `uncut_length` tokens before it was cut to a row."""
 
     tokens: list[int]
     trained: npt.NDArray[np.bool_]
@@ -107,67 +110,63 @@ class _Shown:
 
 
 def _print_picture(data: DataConfig, encoder: ChatEncoder, n_records: int) -> None:
-    colour = (
+    has_colour = (
         sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     )
-    tokens_of: Counter[str] = Counter()
-    trained_of: Counter[str] = Counter()
+    begin, end = _COLOURED if has_colour else _BRACKETED
+    tokens_by_role: Counter[str] = Counter()
+    trained_by_role: Counter[str] = Counter()
     for chunk, i, value in itertools.islice(_raw_records(data), n_records):
         title = f"Record {chunk.first_record + i} ({chunk.place(i)})"
         record, _ = check_record(value)
-        if Tokeniser(encoder, data).is_held_out(record):
+        if ChunkTokenizer(encoder, data).is_held_out(record):
             print(f"{title}: taken for evaluation (data.eval_fraction)\n")
             continue
-        sequences = _sequences(data, encoder, record)
-        if not sequences:
+        pieces = _pieces(data, encoder, record)
+        if not pieces:
             print(f"{title}: dropped, no token to train\n")
-        for number, shown in enumerate(sequences, start=1):
-            cut = f", of {shown.uncut_length}" if shown.uncut_length > len(shown.tokens) else ""
+        for number, piece in enumerate(pieces, start=1):
+            cut = f", of {piece.uncut_length}" if piece.uncut_length > len(piece.tokens) else ""
             print(
-                f"{title}, sequence {number} of {len(sequences)}: {len(shown.tokens)} tokens{cut}, "
-                f"{shown.trained.sum()} trained"
+                f"{title}, sequence {number} of {len(pieces)}: {len(piece.tokens)} tokens{cut}, "
+                f"{piece.trained.sum()} trained"
             )
-            print(_picture(encoder.tokenizer, shown, *(_COLOURED if colour else _BRACKETED)) + "\n")
-            tokens_of.update(shown.roles)
-            trained_of.update(
-                role for role, flag in zip(shown.roles, shown.trained, strict=True) if flag
-            )
-    if tokens_of:
+            print(_picture(encoder.tokenizer, piece, begin, end) + "\n")
+            tokens_by_role.update(piece.roles)
+            trained_by_role.update(itertools.compress(piece.roles, piece.trained))
+    if tokens_by_role:
         print(f"{'In the records above':<24}{'tokens':>12}{'trained':>12}")
-        for role, count in tokens_of.most_common():
-            print(f"  {role:<22}{count:>12}{trained_of[role]:>12}")
+        for role, count in tokens_by_role.most_common():
+            print(f"  {role:<22}{count:>12}{trained_by_role[role]:>12}")
         print()
 
 
-def _raw_records(data: DataConfig) -> Iterator[tuple[Chunk, int, Any]]:
-    source = find_source(
-        "data.train", data.train, say=lambda line: None
-    )  # said when the data was prepared
-    for chunk in source.chunks("train"):
-        for i, value in enumerate(chunk.parsed()):
+def _raw_records(data: DataConfig) -> Iterator[tuple[RecordChunk, int, Any]]:
+    for chunk in find_sources(data)["train"].chunks("train"):
+        for i, value in enumerate(chunk.parse()):
             yield chunk, i, value
 
 
-def _sequences(data: DataConfig, encoder: ChatEncoder, record: dict[str, Any]) -> list[_Shown]:
+def _pieces(data: DataConfig, encoder: ChatEncoder, record: dict[str, Any]) -> list[_Piece]:
     return [
-        _Shown(sequence.input_ids[piece], trained, sequence.roles[piece], len(sequence.input_ids))
+        _Piece(sequence.input_ids[piece], trained, sequence.roles[piece], len(sequence.input_ids))
         for sequence in encode_record(encoder, record, with_roles=True).sequences
-        for piece, trained in kept_pieces(sequence.trained, data.max_length, data.overflow)
+        for piece, trained in fit_to_length(sequence.trained, data.max_length, data.overflow)
     ]
 
 
-def _picture(tokenizer: Any, shown: _Shown, begin: str, end: str) -> str:
-    """The tokens with a stroke between them, and each trained stretch between `begin` and `end`."""
-    stretches = []
-    pairs = zip(shown.tokens, shown.trained, strict=True)
-    for trained, stretch in itertools.groupby(pairs, key=lambda pair: bool(pair[1])):
-        text = _BETWEEN_TOKENS.join(_token_text(tokenizer, token) for token, _ in stretch)
-        stretches.append(begin + text + end if trained else text)
-    return "".join(stretches)
+def _picture(tokenizer: Any, piece: _Piece, begin: str, end: str) -> str:
+    """Return the tokens with a stroke between them, each trained run within `begin` and `end`."""
+    runs = []
+    pairs = zip(piece.tokens, piece.trained, strict=True)
+    for trained, run in itertools.groupby(pairs, key=lambda pair: bool(pair[1])):
+        text = _BETWEEN_TOKENS.join(_token_text(tokenizer, token) for token, _ in run)
+        runs.append(begin + text + end if trained else text)
+    return "".join(runs)
 
 
 def _token_text(tokenizer: Any, token: int) -> str:
-    """What a token writes, with everything visible that a terminal would not show."""
+    """Return the text of a token, with everything visible that a terminal would not show."""
     entry = str(tokenizer.convert_ids_to_tokens(token))
     text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if "\ufffd" in text or not text:

@@ -1,4 +1,4 @@
-"""What one message says, and whether a text still says it."""
+"""The texts that a message holds, and whether a rendered conversation still holds them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ from typing import Any
 Message = dict[str, Any]
 
 MARK = "Qq0Mark0qQ"  # letters and digits only: no filter of a template changes them
-REASONING_KEYS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # the names that transformers reads, in its order
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # in the order of transformers
 _TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}
 
 
-def function_of(call: Any) -> dict[str, Any]:
-    """The {name, arguments} of a tool call (or tool), which stand under `function` or for themselves."""
+def tool_function(call: Any) -> dict[str, Any]:
+    """Return the {name, arguments} of a tool call or tool, which may stand under `function`."""
     inner = call.get("function", call) if isinstance(call, dict) else None
     return inner if isinstance(inner, dict) else {}
 
 
-def texts_of(message: Message) -> Iterator[tuple[str, Any]]:
-    """(what it is, value) of everything that a message says; values in tool-call arguments may be numbers."""
+def message_texts(message: Message) -> Iterator[tuple[str, Any]]:
+    """Yield (description, value) of each text; values in tool-call arguments may be numbers."""
     content = message.get("content")
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) else part
@@ -35,93 +31,93 @@ def texts_of(message: Message) -> Iterator[tuple[str, Any]]:
     if isinstance(reasoning, str):
         yield "reasoning", reasoning
     for call in message.get("tool_calls") or []:
-        name = function_of(call).get("name")
+        name = tool_function(call).get("name")
         yield "name of a tool call", name
-        for value in _leaves(function_of(call).get("arguments")):
+        for value in _keys_and_values(tool_function(call).get("arguments")):
             yield f"arguments of tool call {name!r}", value
 
 
-def _leaves(value: Any) -> list[Any]:
-    """The keys and values in tool-call arguments."""
+def _keys_and_values(value: Any) -> list[Any]:
     if isinstance(value, dict):
         value = [*value, *value.values()]
-    return (
-        [leaf for inner in value for leaf in _leaves(inner)] if isinstance(value, list) else [value]
-    )
+    if isinstance(value, list):
+        return [leaf for inner in value for leaf in _keys_and_values(inner)]
+    return [value]
 
 
-def squeeze(text: str) -> str:
-    """`text` without what a template may change when it writes a value: whitespace, quotes and escapes."""
+def normalize(text: str) -> str:
+    """Remove what a template may change when it writes a value: whitespace, quotes, escapes."""
     return "".join(text.split()).replace("\\", "").replace('"', "").replace("'", "")
 
 
-def holds(squeezed: str, value: Any, times: int = 1) -> bool:
-    """Whether a squeezed text holds a value so many times, as it is or in one of the ways to write it as JSON."""
-    if value is None or squeezed.count(squeeze(str(value))) >= times:
+def contains(normalized: str, value: Any, times: int = 1) -> bool:
+    """Whether a normalized text holds a value at least `times` times, as it is or as JSON."""
+    if value is None or normalized.count(normalize(str(value))) >= times:
         return True
-    forms = (squeeze(json.dumps(value, ensure_ascii=ascii_only)) for ascii_only in (False, True))
-    return any(squeezed.count(form) >= times for form in forms)
+    forms = (normalize(json.dumps(value, ensure_ascii=ascii_only)) for ascii_only in (False, True))
+    return any(normalized.count(form) >= times for form in forms)
 
 
-def lost_from(message: Message, squeezed: str) -> str | None:
-    """What the first thing of a message is that a squeezed text does not hold."""
-    seen: Counter[tuple[type, Any]] = Counter()  # two calls alike must be there twice
-    for what, value in texts_of(message):
-        seen[type(value), value] += 1
-        if not holds(squeezed, value, seen[type(value), value]):
-            return what
+def first_missing(message: Message, normalized: str) -> str | None:
+    """Return the description of the first text of a message that a normalized text lacks."""
+    times: Counter[tuple[type, Any]] = Counter()  # two equal calls must be there twice
+    for description, value in message_texts(message):
+        times[type(value), value] += 1
+        if not contains(normalized, value, times[type(value), value]):
+            return description
     return None
 
 
 def with_marks(value: Any, mark: str = MARK, everything: bool = False) -> Any:
-    """A message with a mark at the end of each of its texts; roles, names and types stay what they are."""
+    """Copy a message with a mark at the end of each text.
+
+    Roles, names and types stay as they are, unless `everything` is marked.
+    """
     if isinstance(value, dict):
         marked = {
             key: with_marks(inner, mark, everything or key == "arguments")
             for key, inner in value.items()
         }
-        return (
-            marked
-            if everything
-            else {key: marked[key] if key in _TEXT_KEYS else value[key] for key in value}
-        )
+        if everything:
+            return marked
+        return {key: marked[key] if key in _TEXT_KEYS else value[key] for key in value}
     if isinstance(value, list):
         return [with_marks(inner, mark, everything) for inner in value]
     if not isinstance(value, str) or not value.strip():
-        return value  # for an empty text templates often write nothing
-    body = value.rstrip()  # a trim stays a trim
+        return value  # templates often write nothing for an empty text
+    body = value.rstrip()  # a template that trims still trims
     return body + mark + value[len(body) :]
 
 
 def with_tags(message: Message) -> tuple[Message, dict[str, str]]:
-    """A message with a mark of its own in each part that is not empty, and by mark what the part is.
+    """Copy a message with a tag of its own in each part; also return the parts by their tags.
 
-    The parts are content, reasoning, and the name and the arguments of each tool call.
+    The parts are content, reasoning, and the name and the arguments of each tool call, where they
+    are not empty.
     """
     parts: dict[str, str] = {}
 
-    def tagged(value: Any, what: str, tag: str = "") -> Any:
+    def tagged(value: Any, part: str, tag: str = "") -> Any:
         tag = tag or f"Qq{len(parts)}Tag{len(parts)}qQ"
         marked = with_marks(value, tag, everything=isinstance(value, dict))
         if isinstance(value, dict) and value:
             marked[tag] = tag  # the values may all be numbers
         if marked != value:
-            parts[tag] = what
+            parts[tag] = part
         return marked
 
     def tagged_call(call: dict[str, Any]) -> dict[str, Any]:
-        function = function_of(call)
+        function = tool_function(call)
         name = function.get("name")
-        written = function | {"name": tagged(name, "name of a tool call")}
+        copy = function | {"name": tagged(name, "name of a tool call")}
         if "arguments" in function:
-            written["arguments"] = tagged(function["arguments"], f"arguments of tool call {name!r}")
-        return call | ({"function": written} if "function" in call else written)
+            copy["arguments"] = tagged(function["arguments"], f"arguments of tool call {name!r}")
+        return call | ({"function": copy} if "function" in call else copy)
 
-    result = message | {
-        key: tagged(message[key], "reasoning", "QqRTagRqQ")
-        for key in REASONING_KEYS
-        if key in message
-    }
+    result = dict(message)
+    for key in REASONING_KEYS:
+        if key in message:
+            result[key] = tagged(message[key], "reasoning", "QqRTagRqQ")
     if "content" in message:
         result["content"] = tagged(message["content"], "text")
     if message.get("tool_calls"):

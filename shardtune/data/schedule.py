@@ -1,4 +1,4 @@
-"""The optimizer steps of a run, and which rank computes which rows."""
+"""The optimizer steps of a run, and which rank gets which rows of a step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.packing import Rows, count_rows, plan_rows
+from shardtune.data.order import plan_rows
+from shardtune.data.packing import Rows, count_rows
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: the steps taken, and in which epoch (from 0) how many of its rows are done."""
+    """How far a run is: the steps taken, the epoch (from 0), and how many of its rows are done."""
 
     step: int = 0
     epoch: int = 0
@@ -22,14 +23,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row costs, in any unit: so much for a token, for a trained one more, for a pair in causal attention."""
+    """The cost of a row in any unit: per token, more per trained token, per pair in attention."""
 
     per_token: int
     per_trained_token: int
     per_pair: int
 
     def of_rows(self, rows: Rows, lengths: np.ndarray, trained_counts: np.ndarray) -> np.ndarray:
-        """int64 [rows]; `lengths` and `trained_counts` are those of `rows.members`."""
+        """Return int64 [rows], from the lengths and trained counts of `rows.members`."""
         lengths = lengths.astype(np.int64)
         costs = self.per_token * lengths + self.per_trained_token * trained_counts.astype(np.int64)
         costs += self.per_pair * (lengths * (lengths + 1) // 2)
@@ -39,42 +40,43 @@ class Cost:
 def assign_rows(
     rows: Rows, costs: np.ndarray, rank: int, ranks: int, rows_per_micro_batch: int
 ) -> list[list[int]]:
-    """The sequences of each of this rank's micro-batches; the same number of them on every rank.
+    """Return the sequences of each of this rank's micro-batches, as many on every rank.
 
-    Ranks wait for one another in each micro-batch, so rows that cost alike are in the same one, on different ranks, and
-    the rank with the least so far gets the most. `costs`: int64 [rows]. Where rows do not suffice for all,
-    micro-batches differ by at most one row, and a rank's last one may be empty.
+    Ranks wait for one another in each micro-batch. So rows of like cost are in the same
+    micro-batch on different ranks, and the rank with the least so far gets the most. Where rows
+    do not suffice for all ranks, shares differ by at most one row and may be empty.
+
+    Args:
+        costs: int64 [rows].
     """
-    order, at_once = np.argsort(-costs, kind="stable"), ranks * rows_per_micro_batch
+    order, rows_at_once = np.argsort(-costs, kind="stable"), ranks * rows_per_micro_batch
     totals = np.zeros(ranks, np.int64)
-    mine = []
-    for begin in range(0, len(rows), at_once):
+    micro_batches = []
+    for begin in range(0, len(rows), rows_at_once):
         shares: list[list[int]] = [[] for _ in range(ranks)]
-        costs_of_shares = np.zeros(ranks, np.int64)
-        for first in range(begin, min(begin + at_once, len(rows)), ranks):
+        share_costs = np.zeros(ranks, np.int64)
+        for first in range(begin, min(begin + rows_at_once, len(rows)), ranks):
             chosen = order[first : first + ranks]
-            lightest = np.argsort(costs_of_shares, kind="stable")[: len(chosen)]
-            costs_of_shares[lightest] += costs[chosen]
+            lightest = np.argsort(share_costs, kind="stable")[: len(chosen)]
+            share_costs[lightest] += costs[chosen]
             for share, row in zip(lightest.tolist(), chosen.tolist(), strict=True):
                 shares[share].append(row)
-        heaviest, least = (
-            np.argsort(-costs_of_shares, kind="stable"),
-            np.argsort(totals, kind="stable"),
-        )
-        totals[least] += costs_of_shares[heaviest]
-        mine.append(shares[heaviest[np.flatnonzero(least == rank)[0]]])
-    return [[sequence for row in share for sequence in rows[row].tolist()] for share in mine]
+        heaviest_shares = np.argsort(-share_costs, kind="stable")
+        idlest_ranks = np.argsort(totals, kind="stable")
+        totals[idlest_ranks] += share_costs[heaviest_shares]
+        micro_batches.append(shares[heaviest_shares[np.flatnonzero(idlest_ranks == rank)[0]]])
+    return [[i for row in share for i in rows[row].tolist()] for share in micro_batches]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: its rows over all ranks, what they hold, and where it leaves the run."""
+    """One optimizer step: its rows over all ranks, and the position of the run after it."""
 
     number: int  # from 1
     epoch: int  # from 0
     rows: Rows
     lengths: np.ndarray  # tokens of each of rows.members
-    trained_counts: np.ndarray  # those of them that are trained
+    trained_counts: np.ndarray  # trained tokens of each
     tokens: int  # real tokens, no padding
     trained_tokens: int
     end: Position
@@ -82,14 +84,14 @@ class Step:
     def micro_batches(
         self, cost: Cost, rank: int, ranks: int, rows_per_micro_batch: int
     ) -> list[list[int]]:
-        """See `assign_rows`."""
+        """Return the sequences of this rank's micro-batches (`assign_rows`)."""
         costs = cost.of_rows(self.rows, self.lengths, self.trained_counts)
         return assign_rows(self.rows, costs, rank, ranks, rows_per_micro_batch)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of the run from `start` on, each of `rows_per_step` rows but the last of an epoch."""
+    """The steps of a run after `start`, each of `rows_per_step` rows but the last of an epoch."""
 
     dataset: TokenDataset
     max_length: int
@@ -116,33 +118,25 @@ class Schedule:
         return float(n_records / self.rows_per_epoch)
 
     def steps(self) -> Iterator[Step]:
-        lengths, trained_counts = self.dataset.lengths, self.dataset.trained_counts
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
         while number < self.total_steps:
+            lengths = self.dataset.lengths
             rows = plan_rows(lengths, self.max_length, self.packing, self.seed, epoch)
             for begin in range(first, len(rows), self.rows_per_step):
                 if number == self.total_steps:
                     return
                 number += 1
                 end = min(begin + self.rows_per_step, len(rows))
-                chosen = rows.part(begin, end)
-                tokens, trained = lengths[chosen.members], trained_counts[chosen.members]
-                after = (
-                    Position(number, epoch, end)
-                    if end < len(rows)
-                    else Position(number, epoch + 1, 0)
-                )
-                yield Step(
-                    number,
-                    epoch,
-                    chosen,
-                    tokens,
-                    trained,
-                    int(tokens.sum()),
-                    int(trained.sum()),
-                    after,
-                )
+                is_epoch_end = end == len(rows)
+                after = Position(number, epoch + is_epoch_end, 0 if is_epoch_end else end)
+                yield self._step(epoch, rows.part(begin, end), after)
             epoch, first = epoch + 1, 0
+
+    def _step(self, epoch: int, rows: Rows, end: Position) -> Step:
+        lengths = self.dataset.lengths[rows.members]
+        trained = self.dataset.trained_counts[rows.members]
+        n_tokens, n_trained = int(lengths.sum()), int(trained.sum())
+        return Step(end.step, epoch, rows, lengths, trained, n_tokens, n_trained, end)
 
 
 def make_schedule(
@@ -156,17 +150,16 @@ def make_schedule(
     max_steps: int | None,
     start: Position,
 ) -> Schedule:
-    """The schedule from `start` to the end of `epochs` epochs or to step `max_steps`, whichever comes first.
+    """Return the steps after `start`, to the end of `epochs` epochs or to step `max_steps`.
 
-    Where an earlier part of the run had other rows per step, it counts with the steps that it took.
+    Steps before `start` count as they were taken, even with other `rows_per_step`.
     """
     rows = count_rows(dataset.lengths, max_length, packing)
-    left = 0
+    total = start.step
     if start.epoch < epochs:
-        left = -(-(rows - start.row) // rows_per_step) + (epochs - start.epoch - 1) * -(
-            -rows // rows_per_step
-        )
-    total = start.step + left
+        steps_in_epoch = -(-rows // rows_per_step)
+        total += -(-(rows - start.row) // rows_per_step)
+        total += (epochs - start.epoch - 1) * steps_in_epoch
     if max_steps is not None:
         total = max(start.step, min(total, max_steps))
     return Schedule(dataset, max_length, packing, seed, rows_per_step, rows, start, total)

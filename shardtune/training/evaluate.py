@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from shardtune.data.batch import build_batch
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.packing import plan_rows
+from shardtune.data.order import plan_rows
 from shardtune.data.schedule import assign_rows
 from shardtune.distributed.world import World
 from shardtune.model.build import forward_only

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from shardtune.config import DataConfig
 from shardtune.data.dataset import PreparedData, build_encoder, open_prepared, prepare_data
 from shardtune.errors import UserError
+from shardtune.log import logger
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -43,14 +47,28 @@ def save_model(folder: Path, template: str | None = TEMPLATE) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """The lines that the code within logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
 class Run:
-    """What one start of a run prepares and says."""
+    """The data of one start of a run; `lines` are those that it logs meanwhile."""
 
     def __init__(self, model: Path, train: Path, date: str = "2026-01-31", **data: Any) -> None:
         config = DataConfig(train=str(train), **data)
-        self.said: list[str] = []
         self.encoder = build_encoder(str(model), config, datetime.date.fromisoformat(date))
-        self.entry = prepare_data(config, self.encoder, self.said.append)
+        with log_lines() as self.lines:
+            self.entry = prepare_data(config, self.encoder)
         self.prepared: PreparedData = open_prepared(self.entry)
 
     def texts(self) -> list[tuple[str, str]]:

@@ -11,12 +11,12 @@ import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from shardtune.data.chat_encoder import ChatEncoder, ChatError, Encoded, stop_token_ids
+from shardtune.data.chat_encoder import ChatEncoder, ChatError, EncodedSequence, stop_token_ids
 from shardtune.errors import UserError
 
 DATE = datetime.date(2026, 3, 9)
 CASES = yaml.safe_load(
-    (Path(__file__).parent / "data" / "chat" / "cases.yaml").read_text(encoding="utf-8")
+    (Path(__file__).parents[1] / "data" / "chat" / "cases.yaml").read_text(encoding="utf-8")
 )
 TEMPLATES = CASES["templates"]
 CHATML, GLM = TEMPLATES["chatml"], TEMPLATES["glm-4.5"]
@@ -94,7 +94,7 @@ def encoder(
     )
 
 
-def show(tokenizer: PreTrainedTokenizerFast, sequence: Encoded) -> str:
+def show(tokenizer: PreTrainedTokenizerFast, sequence: EncodedSequence) -> str:
     """The text of a sequence with its trained runs in ‹ ›."""
     assert len(sequence.input_ids) == len(sequence.trained)
     runs: list[tuple[bool, list[int]]] = []

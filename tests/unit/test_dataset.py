@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 
-from shardtune.data import tokenize as tokenise
-from shardtune.data.tokenize import kept_pieces
+from shardtune.data import tokenize
+from shardtune.data.overflow import fit_to_length
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def names_in(folder: Path) -> list[str]:
@@ -61,7 +61,7 @@ def test_nothing_to_train_is_dropped_loudly_or_refused(model: Path, tmp_path: Pa
     (problem,) = problems_of(model, write(tmp_path / "b.jsonl", [silent]))
     assert "data.train: no token to train in 1 record" in problem
     (problem,) = problems_of(model, write(tmp_path / "c.jsonl", []))
-    assert "data.train: no record in it" in problem
+    assert problem == f"data.train={tmp_path}/c.jsonl: no record in it - name data that has some"
     (problem,) = problems_of(model, tmp_path / "a.jsonl", eval=str(tmp_path / "b.jsonl"))
     assert "data.eval: no token to train" in problem
 
@@ -71,7 +71,7 @@ def test_pieces_hold_each_trained_token_once() -> None:
     for _ in range(500):
         n, length = draw.randint(1, 40), draw.randint(2, 12)
         trained = np.array([False] + [draw.random() < 0.5 for _ in range(n - 1)])
-        pieces = kept_pieces(trained, length, "split")
+        pieces = fit_to_length(trained, length, "split")
         positions = [piece.start + int(t) for piece, flags in pieces for t in np.flatnonzero(flags)]
         assert positions == np.flatnonzero(trained).tolist()
         assert all(2 <= piece.stop - piece.start == len(flags) <= length for piece, flags in pieces)
@@ -163,9 +163,9 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
 ) -> None:
     train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
     first = Run(model, train)
-    assert first.said[-1].startswith("Data: tokenised in ")
+    assert first.lines[-1].startswith("Data: tokenized in ")
     again = Run(model, train.rename(tmp_path / "renamed.jsonl"), date="2027-01-31", packing=False)
-    assert again.said == [f"Data: cached in {first.entry}"]
+    assert again.lines == [f"Data: cached in {first.entry}"]
     assert again.prepared.key == first.prepared.key
     train = tmp_path / "renamed.jsonl"
     elsewhere = save_model(tmp_path / "copy")
@@ -214,7 +214,7 @@ def test_a_damaged_entry_is_built_again(model: Path, tmp_path: Path, cache: Path
         texts = first.texts()
         damage()
         again = Run(model, train)
-        assert [line for line in again.said if "is damaged" in line] == [
+        assert [line for line in again.lines if "is damaged" in line] == [
             f"Data: {first.entry} is damaged, building it again"
         ]
         assert again.texts() == texts
@@ -250,18 +250,20 @@ def test_a_refused_build_leaves_nothing(model: Path, tmp_path: Path, cache: Path
 PREPARE = """
 import datetime, sys
 from shardtune.config import DataConfig
-from shardtune.dataset import build_encoder, open_prepared, prepare_data
-from shardtune import tokenise
-from shardtune.world import run
+from shardtune.data import tokenize
+from shardtune.data.dataset import build_encoder, open_prepared, prepare_data
+from shardtune.distributed.world import run
+from shardtune.log import setup_logging
 def main():
-    model, train, alone_s, *more = sys.argv[1:]
-    tokenise._ALONE_S = float(alone_s)
+    model, train, single_process_s, *more = sys.argv[1:]
+    tokenize._SINGLE_PROCESS_S = float(single_process_s)
+    setup_logging(True, True)
     for train in (train, *more):
         data = DataConfig(train=train)
         encoder = build_encoder(model, data, datetime.date(2026, 1, 31))
         print("ready", flush=True)
         input()
-        entry = prepare_data(data, encoder, print)
+        entry = prepare_data(data, encoder)
         open_prepared(entry)
         print(entry, flush=True)
 if __name__ == "__main__":
@@ -302,11 +304,11 @@ def test_processes_that_race_share_one_entry(model: Path, tmp_path: Path, cache:
     go_together(processes)
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert all("Data: tokenised" in output for output in outputs)
+    assert all("Data: tokenized" in output for output in outputs)
     (name,) = names_in(cache)
     assert [output.splitlines()[-1] for output in outputs] == [str(cache / name)] * 2
     run = Run(model, train)
-    assert run.said == [f"Data: cached in {cache / name}"]
+    assert run.lines == [f"Data: cached in {cache / name}"]
     assert len(run.texts()) == 1000
 
 
@@ -333,7 +335,7 @@ def test_workers_write_the_same_entry(
     alone = Run(model, train, max_length=40, eval_fraction=0.2)
     kept = tmp_path / "alone"
     shutil.move(alone.entry, kept)
-    monkeypatch.setattr(tokenise, "_ALONE_S", 0.0)
+    monkeypatch.setattr(tokenize, "_SINGLE_PROCESS_S", 0.0)
     together = Run(model, train, max_length=40, eval_fraction=0.2)
     names = names_in(kept)
     assert names == names_in(together.entry)

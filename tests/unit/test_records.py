@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.data_run import Run, chat, problems_of, save_model, write
 
-from shardtune.data.records import RecordError, Source, check_record
+from shardtune.data.records import RecordError, check_record
+from shardtune.data.sources import Source
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +138,7 @@ def answering(**fields: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content is a number"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-            "a part that is no text",
+            "a part that is not text",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": ["f"]}]},
@@ -158,7 +159,7 @@ def answering(**fields: Any) -> dict[str, Any]:
             "messages[0] has different texts as thinking and reasoning",
         ),
         (chat("q", tools={"name": "f"}), "tools is an object"),
-        (chat("q", tools="f("), "tools is a string that is no JSON"),
+        (chat("q", tools="f("), "tools is a string that is not JSON"),
     ],
 )
 def test_what_no_record_is(record: Any, what: str) -> None:
@@ -212,8 +213,8 @@ def test_a_directory_is_read_by_name(model: Path, tmp_path: Path) -> None:
     run = Run(model, tmp_path / "d")
     assert [text.split()[0] for text, _ in run.texts()] == ["first", "second", "third", "fourth"]
     assert run.prepared.train.record.tolist() == [0, 1, 2, 3]
-    assert [line for line in run.said if "README.md" in line] == [run.said[0]]
-    assert "hidden" not in str(run.said)
+    assert [line for line in run.lines if "README.md" in line] == [run.said[0]]
+    assert "hidden" not in str(run.lines)
 
 
 @pytest.mark.parametrize(
@@ -334,15 +335,15 @@ def test_a_hub_dataset_is_read_like_a_file(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"text": f"number {i}", "id": i} for i in range(600)]).save_to_disk(
         tmp_path / "saved"
     )
-    source = Source(hub_name="org/name", hub=datasets.load_from_disk(tmp_path / "saved"))
+    source = Source("", hub_name="org/name", hub=datasets.load_from_disk(tmp_path / "saved"))
     chunks = list(source.chunks("train"))
     assert [chunk.first_record for chunk in chunks] == [0, 512]
     assert chunks[1].place(1) == "org/name[513]"
-    assert list(chunks[1].parsed())[1] == {"text": "number 513"}
+    assert list(chunks[1].parse())[1] == {"text": "number 513"}
     assert chunks[0].unread_columns == ("id",)
     assert (
         source.digest()
-        == Source(hub_name="org/name", hub=datasets.load_from_disk(tmp_path / "saved")).digest()
+        == Source("", hub_name="org/name", hub=datasets.load_from_disk(tmp_path / "saved")).digest()
     )
 
 

@@ -15,14 +15,14 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shardtune.data.chat_encoder import ChatEncoder, ChatError, Encoded
+from shardtune.data.chat_encoder import ChatEncoder, ChatError, EncodedSequence
 
 DATE = datetime.date(2026, 1, 2)
 
 
 @pytest.fixture(scope="session")
 def templates() -> Path:
-    default = Path(__file__).parents[1] / ".venv" / "trl_templates"
+    default = Path(__file__).parents[2] / ".venv" / "trl_templates"
     folder = Path(os.environ.get("SHARDTUNE_TRL_TEMPLATES", default))
     if not list(folder.glob("*.jinja")):
         pytest.fail(
@@ -330,7 +330,7 @@ def make_tokenizer(stops: str, *texts: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def runs(tokenizer: PreTrainedTokenizerFast, sequence: Encoded) -> list[tuple[int, int]]:
+def runs(tokenizer: PreTrainedTokenizerFast, sequence: EncodedSequence) -> list[tuple[int, int]]:
     """(first, end) of each run of trained tokens."""
     flags = [False, *sequence.trained, False]
     edges = [i for i in range(1, len(flags)) if flags[i] != flags[i - 1]]
@@ -477,7 +477,7 @@ def test_training_twin(templates: Path, name: str) -> None:
             messages, tools=tools, tokenize=False
         ) != tokenizer.decode(marked["input_ids"])
         assert other == (case in OTHER_TEXT.get(name, "").split()), case
-        twin_sequence = Encoded(
+        twin_sequence = EncodedSequence(
             marked["input_ids"], [flag == 1 for flag in marked["assistant_masks"]], []
         )
         twin_first, twin_end = runs(tokenizer, twin_sequence)[-1]

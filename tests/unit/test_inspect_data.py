@@ -14,7 +14,7 @@ from helpers.ranks import type_command
 
 from shardtune.__main__ import run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, LlamaC
 
 from shardtune.data.batch import build_batch
 from shardtune.data.dataset import TokenDataset, build_encoder, open_prepared, prepare_data
-from shardtune.data.packing import Rows, count_rows, plan_rows
+from shardtune.data.order import plan_rows
+from shardtune.data.packing import Rows, count_rows
 from shardtune.data.schedule import Cost, Position, assign_rows, make_schedule
 from shardtune.model.flops import ModelFlops, cost_of, count_flops
 from shardtune.model.loss import summed_loss
@@ -463,7 +464,7 @@ def test_packed_and_padded_batches_have_the_same_loss_and_an_empty_one_none(
     write_jsonl(tmp_path / "train.jsonl", chats(12))
     data = config_for(models[family], tmp_path, "data.max_length=250").data
     encoder = build_encoder(str(models[family]), data, datetime.date(2025, 1, 1))
-    train = open_prepared(prepare_data(data, encoder, print)).train
+    train = open_prepared(prepare_data(data, encoder)).train
     model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
     model.config.use_cache = False
     alone = sum(
