@@ -1,552 +1,292 @@
-"""The strict configuration: a YAML file, then `section.key=value` assignments, checked as a whole before anything runs.
+"""The configuration: every section and key with its type, default and meaning.
 
-A key is one line of a dataclass below: its name, its type with the allowed values, and its default.
+The text below a field is its description in `shardtune config-schema` and docs/configuration.md. The marks in
+`json_schema_extra` say whether a resume may change a key, and which of its values are built so far.
+config_io.py reads a configuration from a file, the environment and the command line. This module does not import torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import os
-import re
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
-from difflib import SequenceMatcher
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, cast
 
-import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
 
-from shardtune.errors import UserError
+MAY_CHANGE: JsonDict = {"resume": "may change"}  # on a section: all of its keys
 
 
-class Constraint(NamedTuple):
-    """What a value must be, in words, and the test of it once its type is right."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-Text = Annotated[str, Constraint("text that is not empty", bool)]
-Count = Annotated[int, Constraint("an integer of at least 1", lambda n: n >= 1)]
-CountOrZero = Annotated[int, Constraint("an integer of at least 0", lambda n: n >= 0)]
-Length = Annotated[int, Constraint("an integer of at least 2", lambda n: n >= 2)]
-Seed = Annotated[int, Constraint("an integer from 0 to 2**63 - 1", lambda n: 0 <= n < 2**63)]
-Positive = Annotated[float, Constraint("a number above 0", lambda x: x > 0)]
-NotNegative = Annotated[float, Constraint("a number of at least 0", lambda x: x >= 0)]
-Fraction = Annotated[float, Constraint("a number from 0 to 1", lambda x: 0 <= x <= 1)]
-FractionBelowOne = Annotated[float, Constraint("a number from 0 to below 1", lambda x: 0 <= x < 1)]
-Seconds = Annotated[
-    float, Constraint("a number of seconds, above 0 and at most 1e9", lambda x: 0 < x <= 1e9)
-]
-Betas = Annotated[
-    tuple[float, float],
-    Constraint(
-        "a list of two numbers from 0 to below 1", lambda betas: all(0 <= b < 1 for b in betas)
-    ),
-]
-Names = Annotated[
-    tuple[str, ...], Constraint("a list of module names", lambda names: bool(names) and all(names))
-]
+def _expand_home(path: str) -> str:
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError:
+        raise PydanticCustomError("unknown_home", "cannot expand ~") from None
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    dir: Text = field(
-        metadata={"example": "runs/mine"}
-    )  # runs/<name of the file>, known once there is a file
-    seed: Seed = 1234
-    resume: Text = "auto"  # auto, never or a checkpoint directory
-    ignore_plan: bool = False
+Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[Text, AfterValidator(_expand_home)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=10**9)]
+# YAML has lists and no tuples, so these types are not strict.
+Betas = Annotated[tuple[FractionBelowOne, FractionBelowOne], Field(strict=False)]
+Steps = Annotated[tuple[Count, Count], Field(strict=False)]
+Names = Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    path: Text = field(metadata={"example": "zai-org/GLM-4.5-Air"})
+class Section(BaseModel):
+    """A section of the configuration file. Types are strict, but an integer may stand for a float."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class RunConfig(Section):
+    """The run itself."""
+
+    dir: PathText = Field(default="runs/<config name>", json_schema_extra=MAY_CHANGE)
+    """Directory of everything that the run writes."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    """Seed of the data order, of dropout (seed + data-parallel rank) and of random weights."""
+    resume: PathText = Field(default="auto", json_schema_extra=MAY_CHANGE)
+    """`auto`: resume from the newest checkpoint that every rank accepts; `never`: start anew; or a checkpoint's path."""
+    ignore_plan: bool = Field(default=False, json_schema_extra=MAY_CHANGE)
+    """Start although the plan says that the run does not fit."""
+
+
+class ModelConfig(Section):
+    """The model, its dtypes and how it computes."""
+
+    path: PathText = Field(examples=["zai-org/GLM-4.5-Air"])
+    """Hub id or local directory of a causal language model."""
     init: Literal["pretrained", "random"] = "pretrained"
-    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """`random`: draw the weights from the model's config alone, for rehearsals and benchmarks."""
+    master_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", json_schema_extra={"built": ["float32"]}
+    )
+    """Dtype in which sharded parameters are stored and updated. `bfloat16`: stochastic rounding, bfloat16 moments."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of forward and backward. `auto`: bfloat16 where the device computes it natively, else float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
-    compile: bool = False
+    """Dtype in which gradients are reduced and accumulated."""
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none", json_schema_extra=MAY_CHANGE
+    )
+    """Activations that the backward computes again. `selective`: all but matrix products and attention."""
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        default="auto", json_schema_extra=MAY_CHANGE
+    )
+    """`auto`: the fastest implementation on this device that keeps documents apart."""
+    compile: bool = Field(default=False, json_schema_extra=MAY_CHANGE)
+    """Compile each transformer block."""
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    train: Text = field(metadata={"example": "data/train.jsonl"})
-    eval: Text | None = None
+class DataConfig(Section):
+    """The records and how they become rows of tokens."""
+
+    train: PathText = Field(examples=["data/train.jsonl"])
+    """A `.jsonl`, `.json` or `.parquet` file, a directory of them, or a hub dataset `org/name[:config][:split]`."""
+    eval: PathText | None = None
+    """Evaluation data, named as `data.train`."""
+    columns: dict[Text, Text] | None = Field(default=None, json_schema_extra={"built": [None]})
+    """Maps our field names to the data's."""
+    template_options: dict[str, Any] = Field(default={}, json_schema_extra={"built": [{}]})
+    """Options for the chat template, such as `enable_thinking`."""
     eval_fraction: FractionBelowOne = 0.0
-    max_length: Length = 4096  # tokens in a row
-    overflow: Literal["truncate", "split", "drop", "error"] = "truncate"
+    """Fraction of `data.train` held out for evaluation, chosen by a hash of the record, when `data.eval` is not given."""
+    max_length: Annotated[int, Field(ge=2)] = 4096
+    """Tokens in a row."""
+    overflow: Literal["turns", "truncate", "split", "drop", "error"] = Field(
+        default="truncate", json_schema_extra={"built": ["truncate", "split", "drop", "error"]}
+    )
+    """A record longer than a row: keep its start, train it in pieces, leave it out, or refuse the data."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """Trained tokens: those of every assistant turn, of the last one, or all."""
     packing: bool = True
+    """Put several records into a row. They never attend to one another."""
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):
+    """How the model is divided over the ranks."""
+
     replicate: Count = 1
-    expert: Count = 1
+    """Copies of the sharded model (HSDP). 2 keeps sharding traffic inside each of 2 nodes; the world size is DDP."""
+    expert: Count = Field(default=1, json_schema_extra={"built": [1]})
+    """Expert parallel degree. It divides world size / `replicate` and the number of experts."""
 
 
-@dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section, json_schema_extra=MAY_CHANGE):
+    """Length and batch of the training."""
+
     epochs: Count = 3
+    """Passes over the data."""
     max_steps: Count | None = None
-    micro_batch_size: Count = 1  # rows per rank per forward
+    """Ends the run after this many optimizer steps, if the epochs do not end first."""
+    micro_batch_size: Count = 1
+    """Rows per rank in a forward."""
     gradient_accumulation_steps: Count = 1
+    """Forwards and backwards per optimizer step."""
     max_grad_norm: Positive | None = 1.0
+    """Clip gradients to this global norm. `null`: no clipping."""
 
 
-@dataclass(frozen=True)
-class OptimizerConfig:
-    name: Literal["adamw", "adamw8bit"] = "adamw"
-    lr: NotNegative = 1e-5
+class OptimizerConfig(Section):
+    """The optimizer. Norms and biases have no weight decay."""
+
+    name: Literal["adamw", "adamw8bit"] = Field(
+        default="adamw", json_schema_extra={"built": ["adamw"]}
+    )
+    """The optimizer's name. `adamw8bit`: moments of 8 bits."""
+    lr: NotNegative = Field(default=1e-5, json_schema_extra=MAY_CHANGE)
+    """Learning rate at the end of the warmup. 0 trains nothing."""
     betas: Betas = (0.9, 0.95)
+    """Decay of the averages of gradients and of squared gradients."""
     eps: Positive = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: NotNegative = 0.0
+    """A step shrinks weight matrices by the learning rate times this."""
 
 
-@dataclass(frozen=True)
-class LoraConfig:
-    rank: Count | None = None
-    alpha: Positive | None = None  # 2 x rank, once there is a rank
-    targets: Literal["all-linear"] | Names = "all-linear"
+class LoraConfig(Section):
+    """Low-rank adapters in place of full fine-tuning."""
+
+    rank: Count | None = Field(default=None, json_schema_extra={"built": [None]})
+    """Rank of the adapters. `null`: full fine-tuning."""
+    alpha: Positive | None = Field(default=None, validate_default=True)
+    """The adapters' output is scaled by `alpha` / `rank`. `null`: 2 x `rank`."""
+    dropout: FractionBelowOne = 0.0
+    """Dropout of the adapters' input."""
+    targets: Literal["all-linear", "attention", "experts"] | Names = "all-linear"
+    """Modules that get adapters. `all-linear`: attention, MLPs and experts; not routers, not the head."""
+
+    @field_validator("alpha")
+    @classmethod
+    def _twice_the_rank(cls, alpha: float | None, info: ValidationInfo) -> float | None:
+        rank = info.data.get("rank")
+        return 2.0 * rank if alpha is None and rank is not None else alpha
 
 
-@dataclass(frozen=True)
-class SchedulerConfig:
+class SchedulerConfig(Section, json_schema_extra=MAY_CHANGE):
+    """The learning rate over the run."""
+
     name: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay after the warmup."""
     warmup_ratio: Fraction = 0.03
+    """Fraction of all steps in which the learning rate rises."""
     min_lr_ratio: Fraction = 0.1
+    """The last learning rate as a fraction of `optimizer.lr`."""
 
 
-@dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Section, json_schema_extra=MAY_CHANGE):
+    """Evaluation, which needs `data.eval` or `data.eval_fraction`."""
+
     baseline: bool = True
+    """Evaluate before the first update."""
     every_steps: CountOrZero = 0
+    """Steps between evaluations. 0: only at the end."""
+    keep_best: bool = Field(default=False, json_schema_extra={"built": [False]})
+    """Keep the weights of the lowest evaluation loss in `best/`."""
 
 
-@dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, json_schema_extra=MAY_CHANGE):
+    """Checkpoints, from which a run resumes."""
+
     every_steps: CountOrZero = 500
+    """Steps between checkpoints. 0: only at the end."""
     keep: Count = 2
+    """Committed checkpoints to keep."""
     mode: Literal["async", "sync"] = "async"
+    """`async`: train on from a copy in host memory while it is written; `sync`: wait for the disks."""
 
 
-@dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(Section, json_schema_extra=MAY_CHANGE):
+    """The trained model as `from_pretrained` opens it."""
+
     final: bool = True
+    """Write `model/` at the end."""
     dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
+    """Dtype of the written model. `source`: the dtypes of `model.path`."""
+    merge: bool = True
+    """With LoRA: write `model/`, with the adapters merged, beside `adapter/`."""
 
 
-@dataclass(frozen=True)
-class LoggingConfig:
+class LoggingConfig(Section, json_schema_extra=MAY_CHANGE):
+    """What the run reports, and where."""
+
     every_steps: Count = 1
+    """Steps between two printed step lines."""
+    tensorboard: bool = Field(default=False, json_schema_extra={"built": [False]})
+    """Write TensorBoard events beside `metrics.jsonl`."""
+    wandb: Text | None = Field(default=None, json_schema_extra={"built": [None]})
+    """Weights & Biases project."""
+    profile_steps: Steps | None = Field(default=None, json_schema_extra={"built": [None]})
+    """First and last step to profile."""
 
 
-@dataclass(frozen=True)
-class DistributedConfig:
+class DistributedConfig(Section, json_schema_extra=MAY_CHANGE):
+    """Communication and its time limits."""
+
     backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """`auto`: NCCL with GPUs, else Gloo."""
     join_timeout_s: Seconds = 300.0
+    """Seconds that the nodes wait for one another at the start. `JOIN_TIMEOUT` in the environment overrides the file."""
     step_timeout_s: Seconds = 600.0
+    """Seconds without progress of any rank, after which the run ends and names the rank that is behind."""
     save_timeout_s: Seconds = 3600.0
+    """Seconds in which all ranks must have written a checkpoint."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """Every section, and where each `section.key` came from: default, file, environment or command line."""
+class Config(Section):
+    """Configuration of a shardtune run."""
 
-    run: RunConfig
+    run: RunConfig = RunConfig()
     model: ModelConfig
     data: DataConfig
-    parallel: ParallelConfig
-    train: TrainConfig
-    optimizer: OptimizerConfig
-    lora: LoraConfig
-    scheduler: SchedulerConfig
-    eval: EvalConfig
-    checkpoint: CheckpointConfig
-    export: ExportConfig
-    logging: LoggingConfig
-    distributed: DistributedConfig
-    origins: dict[str, str] = field(compare=False)
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
+    logging: LoggingConfig = LoggingConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    # Where each `section.key` came from: default, file, environment or command line.
+    origins: SkipJsonSchema[dict[str, str]] = Field(default={}, exclude=True, repr=False)
 
 
-_PATHS = ("run.dir", "run.resume", "model.path", "data.train", "data.eval")
-
-# Of each key with values that are still to come, those that work so far.
-_BUILT: dict[str, tuple[Any, ...]] = {
-    "parallel.expert": (1,),
-    "optimizer.name": ("adamw",),
-    "lora.rank": (None,),
-    "model.master_dtype": ("float32",),
+SECTIONS: dict[str, type[Section]] = {
+    name: cast(type[Section], field.annotation)
+    for name, field in Config.model_fields.items()
+    if name != "origins"
+}
+KEYS: dict[str, FieldInfo] = {
+    f"{name}.{key}": field
+    for name, section in SECTIONS.items()
+    for key, field in section.model_fields.items()
 }
 
-_RESUME_MAY_CHANGE = re.compile(
-    r"run\.(dir|resume|ignore_plan)|train\.(?!max_grad_norm$).+"
-    r"|(parallel|eval|checkpoint|export|logging|distributed)\..+"
-)
 
-_SECTIONS: dict[str, type] = {
-    name: hint for name, hint in get_type_hints(Config).items() if name != "origins"
-}
-_FIELDS: dict[str, Field[Any]] = {
-    f"{name}.{key.name}": key for name, cls in _SECTIONS.items() for key in fields(cls)
-}
-_TYPES: dict[str, Any] = {
-    f"{name}.{key}": hint
-    for name, cls in _SECTIONS.items()
-    for key, hint in get_type_hints(cls, include_extras=True).items()
-}
-
-# The plain values of YAML 1.2. PyYAML keeps to 1.1, where `1e-5` is text, `no` is false, `1:30` is 90 and `010` is 8.
-# Longer integers than any key takes fall through to float, which turns them into inf where int would raise.
-_PLAIN: tuple[tuple[str, Callable[[str], Any]], ...] = (
-    (r"~|null|Null|NULL|", lambda text: None),
-    (r"true|True|TRUE", lambda text: True),
-    (r"false|False|FALSE", lambda text: False),
-    (r"[-+]?[0-9]{1,19}", int),
-    (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", float),
-)
+def resume_may_change(key: str) -> bool:
+    """Return whether a resumed run may have another value of `section.key` than the checkpoint's."""
+    section = SECTIONS.get(key.partition(".")[0])
+    is_changeable = section and section.model_config.get("json_schema_extra") == MAY_CHANGE
+    return bool(is_changeable) or (key in KEYS and "resume" in marks(key))
 
 
-class _Given(NamedTuple):
-    """A value that was asked for: as read, as written, and where."""
-
-    value: Any
-    text: str
-    where: str
-    origin: str
-
-
-def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """The configuration of `path`, overridden by JOIN_TIMEOUT of `environ` and then by `section.key=value` assignments.
-
-    Raises Refused with every problem found in all three.
-    """
-    problems: list[str] = []
-    in_file = _read_file(path, problems)
-    given = dict(in_file or {})
-    if join_timeout := environ.get("JOIN_TIMEOUT"):
-        given["distributed.join_timeout_s"] = _read_value(
-            join_timeout, "environment JOIN_TIMEOUT", "environment"
-        )
-    given |= _read_assignments(assignments, problems)
-    values: dict[str, Any] = {}
-    for key, declared in _FIELDS.items():
-        if key in given:
-            try:
-                values[key] = _fit(given[key].value, _TYPES[key])
-                if key in _PATHS and str(values[key]).startswith("~"):
-                    values[key] = str(Path(values[key]).expanduser())
-            except ValueError as error:
-                problems.append(_misfit(key, given[key], str(error)))
-            except RuntimeError:  # pathlib's, where it finds no home
-                problems.append(
-                    f"{key} = {given[key].text} ({given[key].where}) is in no known home - write it out"
-                )
-            else:
-                if values[key] not in _BUILT.get(key, (values[key],)):
-                    built = " or ".join(
-                        v if isinstance(v, str) else json.dumps(v) for v in _BUILT[key]
-                    )
-                    problems.append(
-                        f"{key} = {given[key].text} ({given[key].where}) is not built yet - use {built}"
-                    )
-        elif key == "run.dir":
-            values[key] = f"runs/{path.stem}"
-        elif declared.default is not MISSING:
-            values[key] = declared.default
-        elif in_file is not None:
-            problems.append(f"{key} is required - for example {key}={declared.metadata['example']}")
-    if problems:
-        raise UserError(*problems)
-    if values["lora.alpha"] is None and values["lora.rank"] is not None:
-        values["lora.alpha"] = 2.0 * values["lora.rank"]
-    sections: dict[str, Any] = {
-        name: cls(**{key.name: values[f"{name}.{key.name}"] for key in fields(cls)})
-        for name, cls in _SECTIONS.items()
-    }
-    return Config(
-        **sections,
-        origins={key: given[key].origin if key in given else "default" for key in _FIELDS},
-    )
-
-
-def remarks(config: Config) -> list[str]:
-    """A line for each value that the user set and that another setting switches off."""
-    data, lora, export = config.data, config.lora, config.export
-    no_lora = "lora.rank is null, so every weight is trained"
-    without_data = data.eval is None and data.eval_fraction == 0
-    switched_off = [
-        ("run.ignore_plan", config.run.ignore_plan, "no plan refuses a run yet"),
-        (
-            "data.eval_fraction",
-            data.eval_fraction > 0 and data.eval is not None,
-            "data.eval is given",
-        ),
-        ("lora.alpha", lora.rank is None and lora.alpha is not None, no_lora),
-        ("lora.targets", lora.rank is None and lora.targets != "all-linear", no_lora),
-        (
-            "scheduler.min_lr_ratio",
-            config.scheduler.name == "constant",
-            "scheduler.name is constant",
-        ),
-        (
-            "eval.every_steps",
-            without_data and config.eval.every_steps > 0,
-            "no evaluation data is given",
-        ),
-        ("export.dtype", not export.final and export.dtype != "source", "export.final is false"),
-    ]
-    values = _flat(to_dict(config))
-    return [
-        f"{key} = {_yaml(values[key])} ({config.origins[key]}) has no effect: {why}"
-        for key, is_off, why in switched_off
-        if is_off and config.origins[key] != "default"
-    ]
-
-
-def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Section, key, value, in nothing but JSON's types."""
-    sections = {name: asdict(getattr(config, name)) for name in _SECTIONS}
-    return cast(dict[str, dict[str, Any]], json.loads(json.dumps(sections)))
-
-
-def write_config(config: Config, path: Path) -> None:
-    """Write, whole or not at all, a YAML file that `load_config` reads back, with the origin behind every value."""
-    lines = []
-    for name, values in to_dict(config).items():
-        lines.append(f"{name}:")
-        lines += [
-            f"  {key}: {_yaml(value)}  # {config.origins[f'{name}.{key}']}"
-            for key, value in values.items()
-        ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-Change = tuple[str, Any, Any]
-
-
-def changed_keys(
-    saved: Mapping[str, Mapping[str, Any]], current: Config
-) -> tuple[list[Change], list[Change]]:
-    """Each (section.key, saved value, current value) that differs: what may change on a resume, and what may not.
-
-    `saved` is what `to_dict` gave. A key that it lacks had its default; one that is no longer known is None now.
-    """
-    new = _flat(to_dict(current))
-    defaults = {
-        key: declared.default
-        for key, declared in _FIELDS.items()
-        if declared.default is not MISSING
-    }
-    old = json.loads(json.dumps(defaults)) | _flat(saved)
-    changes = [
-        (key, old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)
-    ]
-    may = [change for change in changes if _RESUME_MAY_CHANGE.fullmatch(change[0])]
-    return may, [change for change in changes if change not in may]
-
-
-def _flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()
-    }
-
-
-def _yaml(value: Any) -> str:
-    """One line that `_value` reads back. Text is always quoted: what PyYAML would leave bare may be a number here."""
-    if isinstance(value, str):
-        return str(yaml.safe_dump(value, default_style='"', width=1 << 30)).strip()
-    return (
-        f"[{', '.join(_yaml(item) for item in value)}]"
-        if isinstance(value, list)
-        else json.dumps(value)
-    )
-
-
-def _value(node: yaml.Node | None) -> Any:
-    """The plain value, or list of plain values, of a node; any other stays a node, which no key's type accepts."""
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(item) if isinstance(item, yaml.ScalarNode) else item for item in node.value]
-    if not isinstance(node, yaml.ScalarNode) or node.tag != yaml.BaseLoader.DEFAULT_SCALAR_TAG:
-        return node
-    if node.style is not None:
-        return node.value
-    return next(
-        (read(node.value) for pattern, read in _PLAIN if re.fullmatch(pattern, node.value)),
-        node.value,
-    )
-
-
-def _read_file(path: Path, problems: list[str]) -> dict[str, _Given] | None:
-    """The known keys of the file; None if it is no mapping or cannot be read at all."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8 text")
-        problems.append(
-            f"the configuration file {path} cannot be read: {reason} - name one with --config FILE"
-        )
-        return None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        problems.append(
-            f"{path}{f':{mark.line + 1}' if mark else ''} is not YAML: {reason} - correct it"
-        )
-        return None
-    if not isinstance(root, yaml.MappingNode | None):
-        problems.append(
-            f"{path} is not a mapping - write sections such as `model:` with keys such as `  path: ...` below"
-        )
-        return None
-    given: dict[str, _Given] = {}
-    seen: dict[str, str] = {}
-    for name, node, where in _items(root, str(path)):
-        is_mapping = isinstance(node, yaml.MappingNode)
-        if name in seen:
-            problems.append(f"{name} is given twice ({seen[name]} and {where}) - keep one of them")
-        elif name in _FIELDS:
-            source = " ".join(text[node.start_mark.index : node.end_mark.index].split()) or "null"
-            given[name] = _Given(_value(node), source, where, "file")
-        elif name not in _SECTIONS:
-            problems.append(_unknown(name, where, _SECTIONS if is_mapping else _FIELDS))
-        elif not is_mapping and _value(node) is not None:
-            problems.append(f"{name} ({where}) is a section - write its keys below it")
-        seen.setdefault(name, where)
-    return given
-
-
-def _items(
-    mapping: yaml.MappingNode | None, file: str, prefix: str = ""
-) -> Iterator[tuple[str, yaml.Node, str]]:
-    """Each section and each `section.key`, known or not, with its node and its `file:line`."""
-    for key, node in mapping.value if mapping else ():
-        name = f"{prefix}{key.value}"
-        yield name, node, f"{file}:{key.start_mark.line + 1}"
-        if name in _SECTIONS and isinstance(node, yaml.MappingNode):
-            yield from _items(node, file, f"{name}.")
-
-
-def _read_assignments(assignments: Sequence[str], problems: list[str]) -> dict[str, _Given]:
-    given: dict[str, _Given] = {}
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals:
-            problems.append(f"{assignment} is not an assignment - write section.key=value")
-        elif name not in _FIELDS:
-            problems.append(_unknown(name, "command line", _FIELDS))
-        elif name in given:
-            problems.append(
-                f"{name} is assigned twice ({given[name].text} and {text}) - keep one of them"
-            )
-        else:
-            given[name] = _read_value(text, "command line", "command line")
-    return given
-
-
-def _read_value(text: str, where: str, origin: str) -> _Given:
-    """Text that is not YAML, or that YAML would cut at a `#`, has the error for its value, which no type accepts."""
-    try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
-        if text[node.end_mark.index if node else 0 :].strip():
-            raise yaml.YAMLError("a comment")
-        return _Given(_value(node), text, where, origin)
-    except yaml.YAMLError as error:
-        return _Given(error, text, where, origin)
-
-
-def _unknown(name: str, where: str, known: Iterable[str]) -> str:
-    """The problem of a name that is not in `known`, keys or sections: `train.lr` and `lr` are near `optimizer.lr`."""
-
-    def likeness(other: str) -> tuple[float, float]:
-        whole = SequenceMatcher(None, name.lower(), other).ratio()
-        last = SequenceMatcher(
-            None, name.lower().rpartition(".")[2], other.rpartition(".")[2]
-        ).ratio()
-        return max(whole, last), whole
-
-    nearest = max(known, key=likeness)
-    is_near = likeness(nearest)[0] >= 0.6
-    advice = (
-        f"the nearest known one is {nearest}"
-        if is_near
-        else f"the sections are {', '.join(_SECTIONS)}"
-    )
-    return f"{name} ({where}) is not known - {advice}"
-
-
-def _misfit(key: str, given: _Given, accepted: str) -> str:
-    """The problem of a value that its key's type does not accept."""
-    told = f"{key} = {given.text} ({given.where})"
-    if isinstance(given.value, bool | int | float | yaml.YAMLError) and Text in (
-        _TYPES[key],
-        *get_args(_TYPES[key]),
-    ):
-        quoted = json.dumps(given.text, ensure_ascii=False)
-        advice = (
-            f"'{key}={quoted}'"
-            if given.origin == "command line"
-            else f"{key.rpartition('.')[2]}: {quoted}"
-        )
-        return f"{told} is not text to YAML - quote it: {advice}"
-    return f"{told} is not allowed - use {accepted}"
-
-
-def _fit(value: Any, hint: Any) -> Any:
-    """The value in the type of `hint`; else ValueError, with what that type accepts in words."""
-    kind, options = get_origin(hint), get_args(hint)
-    if kind is Annotated:
-        with contextlib.suppress(ValueError):
-            value = _fit(value, options[0])
-            if options[1].holds(value):
-                return value
-        raise ValueError(options[1].text)
-    if kind in (Union, types.UnionType):
-        wanted = []
-        for option in options:
-            try:
-                return _fit(value, option)
-            except ValueError as error:
-                wanted.append(str(error))
-        raise ValueError(" or ".join(wanted))
-    if kind is Literal:
-        if value in options:
-            return value
-        raise ValueError(" or ".join(options))
-    if kind is tuple:
-        if isinstance(value, list) and (options[1] is ... or len(value) == len(options)):
-            return tuple(_fit(item, options[0]) for item in value)
-        raise ValueError("a list")
-    if (
-        hint in (int, float)
-        and type(value) in (int, float)
-        and math.isfinite(value)
-        and hint(value) == value
-    ):
-        return hint(value)
-    if hint not in (int, float) and type(value) is hint:
-        return value
-    raise ValueError({bool: "true or false", types.NoneType: "null"}.get(hint, hint.__name__))
+def marks(key: str) -> dict[str, Any]:
+    """Return the marks of one key: `resume`, and `built` with the values that are built so far."""
+    return cast(dict[str, Any], KEYS[key].json_schema_extra or {})

@@ -1,0 +1,490 @@
+"""Reading a configuration: the values that are accepted, and the message of each refusal."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.configs import DEFAULTS, MINIMAL, NOT_BUILT, load, value
+
+from shardtune.config import KEYS, LoraConfig, marks
+from shardtune.config_io import load_config, read_run_arguments, remarks, to_dict
+from shardtune.errors import UserError
+
+SECTIONS = ", ".join(DEFAULTS)
+
+
+def problems(
+    folder: Path, *assignments: str, text: str = MINIMAL, environ: dict[str, str] | None = None
+) -> list[str]:
+    with pytest.raises(UserError) as refused:
+        load(folder, *assignments, text=text, environ=environ)
+    file = str(folder / "small.yaml")
+    lines = [problem.replace(file, "FILE") for problem in refused.value.problems]
+    for line in lines:
+        assert re.fullmatch(r".+ - .+", line), "each is one line of <what> - <what to do>"
+    return lines
+
+
+def test_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert to_dict(config) == DEFAULTS
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.origins == {
+        key: "file" if key in ("model.path", "data.train") else "default" for key in KEYS
+    }
+
+
+def test_values_come_from_file_then_environment_then_command_line(tmp_path: Path) -> None:
+    distributed = "distributed: {join_timeout_s: 7, step_timeout_s: 8}\n"
+    text = f"{MINIMAL}{distributed}train: {{epochs: 4, max_steps: 9}}\n"
+    config = load(tmp_path, "train.epochs=5", text=text)
+    assert (config.train.epochs, config.origins["train.epochs"]) == (5, "command line")
+    assert (config.train.max_steps, config.origins["train.max_steps"]) == (9, "file")
+
+    key = "distributed.join_timeout_s"
+    for assignments, environ, expected in [
+        ([], {}, (7, "file")),
+        ([], {"JOIN_TIMEOUT": ""}, (7, "file")),
+        ([], {"JOIN_TIMEOUT": "30"}, (30, "environment")),
+        ([f"{key}=2"], {"JOIN_TIMEOUT": "soon"}, (2, "command line")),
+    ]:
+        config = load(tmp_path, *assignments, text=text, environ=environ)
+        assert (config.distributed.join_timeout_s, config.origins[key]) == expected
+    overridden = load(tmp_path, "lora.rank=null", text=MINIMAL + "lora: {rank: 8}\n")
+    assert overridden.lora.rank is None
+
+
+ACCEPTED = [
+    ("optimizer.lr", "1e-5", 1e-5),
+    ("optimizer.lr", "1E5", 1e5),
+    ("optimizer.lr", ".5e-3", 5e-4),
+    ("optimizer.lr", "2.", 2.0),
+    ("optimizer.lr", "+3", 3.0),
+    ("optimizer.lr", "0", 0.0),
+    ("train.max_steps", "1e3", 1000),
+    ("train.max_steps", "5.0", 5),
+    ("train.max_steps", "010", 10),
+    ("train.max_steps", "null", None),
+    ("train.max_steps", "~", None),
+    ("data.eval", "", None),
+    ("run.seed", str(2**63 - 1), 2**63 - 1),
+    (
+        "run.resume",
+        "runs/a/checkpoints/checkpoint_0000100",
+        "runs/a/checkpoints/checkpoint_0000100",
+    ),
+    ("run.dir", "'123'", "123"),
+    ("run.dir", '"1e5"', "1e5"),
+    ("run.dir", "2026-01-01", "2026-01-01"),
+    ("run.dir", "1:30", "1:30"),
+    ("run.dir", "no", "no"),
+    ("run.dir", "a=b", "a=b"),
+    ("data.train", "org/name:config:train[:10%]", "org/name:config:train[:10%]"),
+    ("data.packing", "False", False),
+    ("data.packing", "true", True),
+    ("data.eval_fraction", "0", 0.0),
+    ("data.max_length", "2", 2),
+    ("optimizer.betas", "[0, 0.5]", [0.0, 0.5]),
+    ("scheduler.warmup_ratio", "1", 1.0),
+    ("checkpoint.every_steps", "0", 0),
+    ("lora.targets", "[q_proj, v_proj]", ["q_proj", "v_proj"]),
+    ("lora.targets", "experts", "experts"),
+    ("model.activation_checkpointing", "none", "none"),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "expected"), ACCEPTED)
+def test_accepted(tmp_path: Path, key: str, text: str, expected: Any) -> None:
+    section, _, name = key.partition(".")
+    sections = yaml.safe_load(MINIMAL)
+    sections.setdefault(section, {})[name] = "HERE"
+    in_file = yaml.safe_dump(sections).replace("HERE", text)
+    for config, origin in [
+        (load(tmp_path, f"{key}={text}"), "command line"),
+        (load(tmp_path, text=in_file), "file"),
+    ]:
+        read = value(config, key)
+        assert (read, type(read)) == (expected, type(expected))
+        assert config.origins[key] == origin
+
+
+NOT_ALLOWED = """
+an integer of at least 1
+  0 -1 1.5 true three 1_000 .inf 1e999 [1]
+  train.epochs train.micro_batch_size train.gradient_accumulation_steps checkpoint.keep
+  logging.every_steps parallel.replicate parallel.expert
+an integer of at least 1 or null
+  0 2.5 false none
+  train.max_steps lora.rank
+an integer of at least 0
+  -1 0.5 true null
+  eval.every_steps checkpoint.every_steps
+an integer of at least 2
+  1 null
+  data.max_length
+an integer of at least 0 and below 9223372036854775808
+  -1 1.5 9223372036854775808 null
+  run.seed
+a number of at least 0
+  -1e-9 .nan .inf 1e999 true fast null
+  optimizer.lr optimizer.weight_decay
+a number above 0
+  0 -1 null
+  optimizer.eps
+a number above 0 or null
+  0 -1 true
+  train.max_grad_norm lora.alpha
+a number of at least 0 and at most 1
+  -0.1 1.1 null
+  scheduler.warmup_ratio scheduler.min_lr_ratio
+a number of at least 0 and below 1
+  -0.1 1 null
+  data.eval_fraction lora.dropout
+a number above 0 and at most 1000000000
+  0 -5 1e10 null [5]
+  distributed.join_timeout_s distributed.step_timeout_s distributed.save_timeout_s
+a list of two values, each a number of at least 0 and below 1
+  0.9 [0.9] [0.9,1] [0.9,0.9,0.9] [a,b] [[0],[0]] null
+  optimizer.betas
+a list of two values, each an integer of at least 1 or null
+  3 [1] [0,1] [1,2.5]
+  logging.profile_steps
+a mapping
+  3 [a] null
+  data.template_options
+a mapping or null
+  3 [a] {a:1}
+  data.columns
+true or false
+  yes off 1 null
+  data.packing run.ignore_plan model.compile eval.baseline eval.keep_best export.final export.merge
+  logging.tensorboard
+all-linear or attention or experts or a list of values, each text that is not empty
+  q_proj [] [1] ['']
+  lora.targets
+text that is not empty
+  null '' [a,b] {a:} !!int
+  run.dir run.resume model.path
+text that is not empty
+  null '' !!int
+  data.train
+text that is not empty or null
+  '' !!int
+  data.eval logging.wandb
+pretrained or random
+  scratch
+  model.init
+float32 or bfloat16
+  float16 auto null
+  model.master_dtype model.reduce_dtype
+auto or float32 or bfloat16
+  float16
+  model.compute_dtype
+none or selective or full
+  true
+  model.activation_checkpointing
+auto or sdpa or eager
+  flash
+  model.attention
+turns or truncate or split or drop or error
+  cut
+  data.overflow
+assistant or last or all
+  user
+  data.loss_on
+adamw or adamw8bit
+  sgd
+  optimizer.name
+cosine or linear or constant
+  step
+  scheduler.name
+async or sync
+  never
+  checkpoint.mode
+source or float32 or bfloat16 or float16
+  fp8
+  export.dtype
+auto or nccl or gloo
+  mpi
+  distributed.backend
+"""
+WRONG_VALUES = [
+    (key, text, use)
+    for use, texts, keys in re.findall(r"^(\w.+)\n  (.+)\n((?:  .+\n)+)", NOT_ALLOWED, re.MULTILINE)
+    for key in keys.split()
+    for text in texts.split()
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "use"),
+    [
+        *WRONG_VALUES,
+        ("train.epochs", "!mine 3", "an integer of at least 1"),
+        ("train.epochs", "9" * 5000, "an integer of at least 1"),
+        ("lora.alpha", "&a [*a]", "a number above 0 or null"),
+    ],
+)
+def test_not_allowed(tmp_path: Path, key: str, text: str, use: str) -> None:
+    (problem,) = problems(tmp_path, f"{key}={text}")
+    assert problem == f"{key} = {text} (command line) is not allowed - use {use}"
+
+
+def test_every_key_has_a_value_that_is_not_allowed() -> None:
+    assert {key for key, _, _ in WRONG_VALUES} == set(KEYS)
+
+
+def test_a_path_may_begin_with_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for key in ("run.dir", "run.resume", "model.path", "data.train", "data.eval"):
+        assert value(load(tmp_path, f"{key}=~/x"), key) == f"{tmp_path}/x"
+        assert problems(tmp_path, f"{key}=~nobody-of-this-name/x") == [
+            f"{key} = ~nobody-of-this-name/x (command line): cannot expand ~ - write the whole path"
+        ]
+
+
+@pytest.mark.parametrize("text", ["123", "1e5", "true", "@here", "[half", "run #2", "#2"])
+def test_text_that_yaml_takes_for_something_else_wants_quotes(tmp_path: Path, text: str) -> None:
+    for key in ("run.dir", "data.eval"):
+        advice = f"'{key}=\"{text}\"'"
+        assert problems(tmp_path, f"{key}={text}") == [
+            f"{key} = {text} (command line) is not text to YAML - quote it: {advice}"
+        ]
+        assert value(load(tmp_path, advice.strip("'")), key) == text
+    if text in ("123", "1e5", "true"):
+        (problem,) = problems(tmp_path, text=f"{MINIMAL}run:\n  dir: {text}  # here\n")
+        assert problem == f'run.dir = {text} (FILE:4) is not text to YAML - quote it: dir: "{text}"'
+
+
+def test_a_value_of_the_file_is_named_with_its_line_and_as_it_was_written(tmp_path: Path) -> None:
+    train = "train:\n  # a\n  epochs: '3'\n  max_steps:\n  - 1\n  - 2\n  micro_batch_size:\n"
+    assert problems(tmp_path, text=MINIMAL + train) == [
+        "train.epochs = '3' (FILE:5) is not allowed - use an integer of at least 1",
+        "train.max_steps = - 1 - 2 (FILE:6) is not allowed - use an integer of at least 1 or null",
+        "train.micro_batch_size = null (FILE:9) is not allowed - use an integer of at least 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("lr", "optimizer.lr"),
+        ("train.lr", "optimizer.lr"),
+        ("optimiser.lr", "optimizer.lr"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("OPTIMIZER.LR", "optimizer.lr"),
+        ("--run.dir", "run.dir"),
+        ("train.epoch", "train.epochs"),
+        ("batch_size", "train.micro_batch_size"),
+        ("max_steps", "train.max_steps"),
+        ("eval.steps", "eval.every_steps"),
+        ("checkpoints.every_steps", "checkpoint.every_steps"),
+        ("scheduler.warmup", "scheduler.warmup_ratio"),
+    ],
+)
+def test_unknown_key_names_the_nearest(tmp_path: Path, name: str, nearest: str) -> None:
+    assert problems(tmp_path, f"{name}=1") == [
+        f"{name} (command line) is not known - the nearest known one is {nearest}"
+    ]
+
+
+def test_unknown_names_in_the_file(tmp_path: Path) -> None:
+    text = "optimiser:\n  lr: 1\n  betas: 2\nlr: 3\ntrain:\n  epoch: 1\n  frobnicate_it: 2\neval: 5\nlogging:\n"
+    assert problems(tmp_path, "train=1", text=MINIMAL + text) == [
+        "optimiser (FILE:3) is not known - the nearest known one is optimizer",
+        "lr (FILE:6) is not known - the nearest known one is optimizer.lr",
+        "train.epoch (FILE:8) is not known - the nearest known one is train.epochs",
+        f"train.frobnicate_it (FILE:9) is not known - the sections are {SECTIONS}",
+        "eval = 5 (FILE:10) is a section - give values to its keys",
+        "train = 1 (command line) is a section - give values to its keys",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "run: {seed: 1, seed: 2}\n",
+            "run.seed is given twice (1 (FILE:3) and 2 (FILE:3)) - keep one of them",
+        ),
+        ("data:\n  eval: e\n", "data is given twice (FILE:2 and FILE:3) - keep one of them"),
+        (
+            "run:\n  seed: 1\nrun.seed: 2\n",
+            "run.seed is given twice (1 (FILE:4) and 2 (FILE:5)) - keep one of them",
+        ),
+        (
+            "train: {epochs: 1\n",
+            "FILE:4 is not YAML: expected ',' or '}', but got '<stream end>' - correct it",
+        ),
+        ("a: b: c\n", "FILE:3 is not YAML: mapping values are not allowed here - correct it"),
+        ("--- {}\n", "FILE:3 is not YAML: but found another document - correct it"),
+        (
+            "a: \x07\n",
+            "FILE is not YAML: unacceptable character #x0007: special characters are not allowed"
+            " - correct it",
+        ),
+        ("<<: {}\n", f"<< (FILE:3) is not known - the sections are {SECTIONS}"),
+    ],
+)
+def test_broken_file(tmp_path: Path, text: str, problem: str) -> None:
+    assert problems(tmp_path, text=MINIMAL + text) == [problem]
+
+
+@pytest.mark.parametrize("text", ["- a\n", "text\n", "3\n"])
+def test_a_file_must_be_a_mapping(tmp_path: Path, text: str) -> None:
+    (problem,) = problems(tmp_path, text=text)
+    assert problem.startswith("FILE is not a mapping - ")
+
+
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes("run: {dir: é}".encode("latin-1"))
+    for name, reason in {
+        "none.yaml": "No such file or directory",
+        ".": "Is a directory",
+        "latin.yaml": "it is not UTF-8 text",
+    }.items():
+        with pytest.raises(UserError) as refused:
+            load_config(tmp_path / name, ["lr=1"], {})
+        file = f"the configuration file {tmp_path / name}"
+        assert refused.value.problems == [
+            f"{file} cannot be read: {reason} - name one with --config FILE",
+            "lr (command line) is not known - the nearest known one is optimizer.lr",
+        ]
+
+
+def test_required_keys_come_with_an_example(tmp_path: Path) -> None:
+    required = {
+        "model.path": "model.path is required - for example model.path=zai-org/GLM-4.5-Air",
+        "data.train": "data.train is required - for example data.train=data/train.jsonl",
+    }
+    assert problems(tmp_path, text="") == list(required.values())
+    assert problems(tmp_path, "model.path=m", text="# nothing\n") == [required["data.train"]]
+    assert load(tmp_path, "model.path=m", "data.train=d", text="").model.path == "m"
+
+
+def test_assignments_must_be_of_the_form_key_equals_value(tmp_path: Path) -> None:
+    assert problems(tmp_path, "other.yaml", "train.epochs=1", "train.epochs=2") == [
+        "other.yaml is not an assignment - write section.key=value",
+        "train.epochs is given twice (1 (command line) and 2 (command line)) - keep one of them",
+    ]
+
+
+def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
+    text = "model: {pat: m}\ntrain: {epochs: 0}\nrun: {seed: 1, seed: 2}\n"
+    assignments = ["lr=1", "export.dtype=fp8", "nonsense", "parallel.expert=2"]
+    lines = problems(tmp_path, *assignments, text=text, environ={"JOIN_TIMEOUT": "soon"})
+    starts = [
+        "model.pat ",
+        "run.seed is given twice",
+        "nonsense ",
+        "lr ",
+        "model.path is required",
+        "data.train is required",
+        "parallel.expert = 2 (command line) is not built yet",
+        "train.epochs = 0",
+        "export.dtype = fp8",
+        "distributed.join_timeout_s = soon (environment JOIN_TIMEOUT) is not allowed",
+    ]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+
+
+@pytest.mark.parametrize("key", NOT_BUILT)
+def test_a_value_that_is_not_built_yet_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    asked, instead = NOT_BUILT[key]
+    assert problems(tmp_path, f"{key}={asked}") == [
+        f"{key} = {asked} (command line) is not built yet - use {instead}"
+    ]
+    for built in instead.split(" or "):
+        load(tmp_path, f"{key}={built}")
+
+
+def test_forms_of_the_data_that_are_not_built_yet(tmp_path: Path) -> None:
+    assert set(NOT_BUILT) == {key for key in KEYS if "built" in marks(key)}
+    for assignment in ("data.train=[{path: a}]", "data.eval={a: b.jsonl}"):
+        key, _, text = assignment.partition("=")
+        assert problems(tmp_path, assignment) == [
+            f"{key} = {text} (command line) is not built yet - use one file, directory or hub dataset"
+        ]
+
+
+def test_alpha_is_twice_the_rank() -> None:
+    assert LoraConfig(rank=16).alpha == 32
+    assert LoraConfig(rank=16, alpha=8).alpha == 8
+    assert LoraConfig().alpha is None
+
+
+NO_LORA = "has no effect: lora.rank is null, so every weight is trained"
+
+
+@pytest.mark.parametrize(
+    ("assignments", "remark"),
+    [
+        (
+            ["data.eval=e", "data.eval_fraction=0.1"],
+            "data.eval_fraction = 0.1 (command line) has no effect: data.eval is given",
+        ),
+        (["lora.alpha=8"], f"lora.alpha = 8.0 (command line) {NO_LORA}"),
+        (["lora.dropout=0.5"], f"lora.dropout = 0.5 (command line) {NO_LORA}"),
+        (["lora.targets=[q]"], f'lora.targets = ["q"] (command line) {NO_LORA}'),
+        (["export.merge=false"], f"export.merge = false (command line) {NO_LORA}"),
+        (
+            ["scheduler.name=constant", "scheduler.min_lr_ratio=0.1"],
+            "scheduler.min_lr_ratio = 0.1 (command line) has no effect: scheduler.name is constant",
+        ),
+        (
+            ["run.ignore_plan=true"],
+            "run.ignore_plan = true (command line) has no effect: no plan refuses a run yet",
+        ),
+        (
+            ["eval.every_steps=5"],
+            "eval.every_steps = 5 (command line) has no effect: no evaluation data is given",
+        ),
+        (
+            ["export.final=false", "export.dtype=float32"],
+            'export.dtype = "float32" (command line) has no effect: export.final is false',
+        ),
+    ],
+)
+def test_a_value_that_another_setting_switches_off_is_remarked(
+    tmp_path: Path, assignments: list[str], remark: str
+) -> None:
+    assert remarks(load(tmp_path, *assignments)) == [remark]
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        [],
+        ["scheduler.name=constant"],
+        ["data.eval=e", "eval.every_steps=5"],
+        ["data.eval_fraction=0.1", "eval.every_steps=5"],
+        ["data.eval=e", "data.eval_fraction=0"],
+        ["export.final=false"],
+        ["lora.alpha=null", "lora.targets=all-linear"],
+        ["scheduler.min_lr_ratio=0"],
+        ["export.dtype=float32"],
+    ],
+)
+def test_a_value_that_is_used_or_was_not_given_is_not_remarked(
+    tmp_path: Path, assignments: list[str]
+) -> None:
+    assert remarks(load(tmp_path, *assignments)) == []
+
+
+def test_an_option_may_stand_between_assignments(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(MINIMAL, encoding="utf-8")
+    arguments = ["train.epochs=1", "--config", str(file), "train.max_steps=2"]
+    config = read_run_arguments(arguments, Path("config.yaml"))
+    assert (config.train.epochs, config.train.max_steps) == (1, 2)
+
+
+def test_a_configuration_is_read_without_torch() -> None:
+    code = "import shardtune.config_io, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
