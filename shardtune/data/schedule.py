@@ -106,6 +106,10 @@ class Schedule:
     def steps_per_epoch(self) -> int:
         return -(-self.rows_per_epoch // self.rows_per_step)
 
+    def is_due(self, step: int, every_steps: int) -> bool:
+        """Return whether `step` is one of every so many (0: of none), or the last one."""
+        return step == self.total_steps or (every_steps > 0 and step % every_steps == 0)
+
     @property
     def unpacked_steps_per_epoch(self) -> int:
         """Steps of an epoch with `data.packing=false`, where each sequence is a row."""

@@ -1,4 +1,7 @@
-"""Python's garbage collector, run at the same micro-batch on all ranks: while one pauses for it, the others wait."""
+"""Python's garbage collector, run at the same micro-batches on all ranks.
+
+While one rank collects, the others wait for it in their next collective.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import gc
 from collections.abc import Iterator
 from itertools import count
 
-# With activation checkpointing each leaves some 12 kB a layer.
+# With activation checkpointing each micro-batch leaves some 12 kB a layer.
 _EVERY_MICRO_BATCHES = 50
 _micro_batches = count(1)  # of training and of evaluation
 
 
 @contextlib.contextmanager
 def collected_by_micro_batch() -> Iterator[None]:
-    """Collect nothing but what `micro_batch_ended` does, and never look again at what is there now."""
+    """Leave collecting to `micro_batch_ended`, and never scan what exists now again."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -26,6 +29,6 @@ def collected_by_micro_batch() -> Iterator[None]:
 
 
 def micro_batch_ended() -> None:
-    """Every rank calls it after each micro-batch; each fiftieth time it collects."""
+    """Collect after every fiftieth micro-batch; every rank calls it after each."""
     if next(_micro_batches) % _EVERY_MICRO_BATCHES == 0:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Whether a step fits the memory, and what to change where it does not."""
+"""Whether a step fits the memory, and which keys to change where it does not."""
 
 from __future__ import annotations
 
@@ -12,77 +12,80 @@ import torch
 
 from shardtune.config import Config
 from shardtune.distributed.world import World
-from shardtune.errors import OutOfMemory
+from shardtune.errors import OutOfMemory, first_line
 
-# The file of a control group's limit, that of its use, and the line of memory.stat with the files that it keeps cached.
+# A control group's limit, its use, and the line of memory.stat that counts its cached files.
 _GROUP_FILES = ("memory.max", "memory.current", "inactive_file")
-
-
 _GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 @contextlib.contextmanager
-def memory_suffices(config: Config, saved: Callable[[], object]) -> Iterator[None]:
-    """Raises OutOfMemory, with the keys that take less, where there is no memory for a step or an evaluation.
+def memory_suffices(config: Config, has_saved: Callable[[], object]) -> Iterator[None]:
+    """Name the keys that need less memory if a step or an evaluation runs out of it.
 
-    `saved`: whether there is a checkpoint; what goes on from it may not change most of these keys.
+    `has_saved`: whether there is a checkpoint; resuming from it forbids to change most of the keys.
+
+    Raises:
+        OutOfMemory: in place of the allocator's error.
     """
     rows, length = config.train.micro_batch_size, config.data.max_length
     noun, verb = ("row", "does") if rows == 1 else ("rows", "do")
     what = (
         f"{rows} (train.micro_batch_size) {noun} of up to {length} (data.max_length) tokens {verb}"
     )
-    with _said_if_it_does_not_fit(what, lambda: _what_takes_less(config, bool(saved()))):
+    with _explain_out_of_memory(what, lambda: _keys_to_lower(config, bool(has_saved()))):
         yield
 
 
-def _what_takes_less(config: Config, is_saved: bool) -> str:
+def _keys_to_lower(config: Config, has_saved: bool) -> str:
     rows, is_full = config.train.micro_batch_size, config.model.activation_checkpointing == "full"
-    if not is_saved:
+    if not has_saved:
         lower = "lower one of the two" if rows > 1 else "lower data.max_length"
         return lower if is_full else f"{lower}, or set model.activation_checkpointing=full"
-    at_resume = "use more GPUs or nodes"
-    if config.parallel.replicate > 1:
-        at_resume = "lower parallel.replicate"
-    if rows > 1:
+    if not is_full:
+        at_resume = "set model.activation_checkpointing=full"
+    elif rows > 1:
         at_resume = (
             "lower train.micro_batch_size and raise train.gradient_accumulation_steps as much"
         )
-    anew = (
-        "a lower data.max_length"
-        if is_full
-        else "a lower data.max_length or model.activation_checkpointing=full"
-    )
-    return f"{at_resume}, or start anew with another run.dir and {anew}"
+    elif config.parallel.replicate > 1:
+        at_resume = "lower parallel.replicate"
+    else:
+        at_resume = "use more GPUs or nodes"
+    return f"{at_resume}, or start anew with another run.dir and a lower data.max_length"
 
 
 @contextlib.contextmanager
 def weights_fit() -> Iterator[None]:
-    """Raises OutOfMemory where there is no memory for the weights and what the optimizer keeps of them."""
+    """Name what helps if the weights, or the optimizer's state of them, run out of memory.
+
+    Raises:
+        OutOfMemory: in place of the allocator's error.
+    """
     remedy = "share it among more GPUs or nodes, use some with more memory, or a smaller model"
-    with _said_if_it_does_not_fit(
+    with _explain_out_of_memory(
         "the model with its gradients and its optimizer's state does", lambda: remedy
     ):
         yield
 
 
 @contextlib.contextmanager
-def _said_if_it_does_not_fit(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+def _explain_out_of_memory(what: str, remedy: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except OutOfMemory:
         raise
-    except (
-        Exception
-    ) as error:  # of any class, where a CPU's allocator or the mapping of a file fails
+    except Exception as error:  # a CPU's allocator and the mapping of files raise various classes
         is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not is_known and "t allocate memory" not in str(error):
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OutOfMemory(f"{what} not fit the memory ({reason}) - {remedy()}") from error
+        raise OutOfMemory(
+            f"{what} not fit the memory ({first_line(error)}) - {remedy()}"
+        ) from error
 
 
-def _free_bytes(world: World) -> float:
+def free_bytes(world: World) -> float:
+    """Return the memory that this rank may still take: of its GPU, or its share of the host's."""
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
         return (
@@ -94,15 +97,16 @@ def _free_bytes(world: World) -> float:
 
 
 def free_host_bytes(
-    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+    groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """What this process and the others here may still take: of the machine, or of their container or job, if less.
+    """Return the memory that all processes here may still take: of the machine or their container.
 
-    A limit holds for a control group (version 2 or 1) and all below it. Files that may leave its cache count as free.
+    A limit holds for a control group (version 2 or 1) and all below it. Cached files count as free
+    where the kernel may drop them.
     """
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError):  # a kernel without control groups
-        for line in own.read_text(encoding="utf-8").splitlines():
+        for line in membership.read_text(encoding="utf-8").splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
@@ -115,9 +119,8 @@ def free_host_bytes(
 
 
 def _free_in_group(folder: Path, limit: str, used: str, cached: str) -> float:
-    with contextlib.suppress(
-        OSError, ValueError, KeyError
-    ):  # no such group here, or "max": no limit
+    # No such group here, or "max": no limit.
+    with contextlib.suppress(OSError, ValueError, KeyError):
         statistics = dict(
             line.split()
             for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()

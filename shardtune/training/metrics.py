@@ -1,32 +1,92 @@
-"""What the run says of each step: a line for people, an object in `metrics.jsonl` for programs."""
+"""The numbers of each step: gathered from all ranks, logged as a line, kept in `metrics.jsonl`."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import os
 import re
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from shardtune.checkpoint import disk
+from shardtune.config import Config
+from shardtune.data.schedule import Schedule, Step
 from shardtune.distributed.world import World
 from shardtune.log import logger
+from shardtune.model.build import compute_dtype
+from shardtune.model.flops import MfuMeter
+
+
+class StepStats(NamedTuple):
+    """The numbers of a step that all ranks have."""
+
+    loss: float  # nats per trained token
+    grad_norm: float  # of the whole model, before clipping
+    must_stop: bool  # a signal asked some rank to stop
+    peak_memory_bytes: int  # of the rank with the most; step 1 lacks the optimizer's state
+    data_seconds: float  # of the rank that waited longest for its batches
+    straggler_seconds: list[list[float]]  # [rank][phase], see Stragglers; empty in most steps
+
+
+def all_gather_step_stats(
+    nll_sum: torch.Tensor,
+    squared_grad_norm: torch.Tensor,
+    trained_tokens: int,
+    must_stop: bool,
+    straggler_seconds: Sequence[float],
+    world: World,
+) -> StepStats:
+    """Gather this rank's numbers of a step from all ranks. Collective.
+
+    The host waits for the device here, and nowhere else in a step.
+
+    nll_sum, squared_grad_norm: float64 scalars on the device.
+    trained_tokens: of the global batch.
+    """
+    per_rank = world.all_gather_scalars(
+        nll_sum,
+        squared_grad_norm,
+        must_stop,
+        peak_memory_bytes(world.device),
+        world.progress.seconds_in("data"),
+        *straggler_seconds,
+    )
+    nll_sums, squared_norms, stops, memory, data, *phases = per_rank.unbind(dim=1)
+    reduced = torch.stack(
+        [
+            nll_sums.sum() / max(1, trained_tokens),
+            # Each replica has all gradients.
+            (squared_norms.sum() / world.replicas).sqrt(),
+            stops.amax(),
+            memory.amax(),
+            data.amax(),
+        ]
+    )
+    loss, grad_norm, any_stop, peak, waited, *seconds = torch.cat([reduced, *phases]).tolist()
+    by_rank = np.reshape(seconds, (-1, world.size)).T.tolist() if seconds else []
+    return StepStats(loss, grad_norm, any_stop > 0, int(peak), waited, by_rank)
 
 
 class Metrics:
-    """`metrics.jsonl` of the run, written by rank 0. Opening it after a resume drops what lies behind that step.
+    """`metrics.jsonl` of the run, written by rank 0.
 
-    Lines that the disk does not take, such as a full one, are kept and written with the next that it takes.
+    Opening it after a resume drops the lines of later steps. Lines that cannot be written, as on a
+    full disk, wait in memory for the next one.
     """
 
     def __init__(self, path: Path, world: World, resumed_step: int | None) -> None:
         self._file: IO[bytes] | None = None
-        self._world, self._lock = world, threading.Lock()
-        self._unwritten, self._is_said = b"", False
+        self._lock = threading.Lock()
+        self._unwritten, self._has_warned = b"", False
         if not world.is_main:
             return
         kept = _lines_up_to(path, resumed_step) if resumed_step is not None else []
@@ -35,32 +95,30 @@ class Metrics:
         self._append(b"".join(kept))
         self.sync()
         temporary.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(directory)
-        os.close(directory)
+        disk.sync_directory(path.parent)
 
     def write(self, kind: str, **values: Any) -> None:
-        if self._file is not None:
-            try:
-                line = (
-                    json.dumps(
-                        {"kind": kind} | {key: _finite(value) for key, value in values.items()}
-                    )
-                    + "\n"
+        """Append an object of this kind, with the time; None stands for NaN and infinity."""
+        if self._file is None:
+            return
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        entry = {"kind": kind, **values, "time": now}
+        line = json.dumps({key: _finite(value) for key, value in entry.items()}) + "\n"
+        try:
+            self._append(line.encode())
+        except OSError as error:
+            if not self._has_warned:
+                logger.info(
+                    f"metrics.jsonl cannot be written now ({error.strerror}): "
+                    "its lines wait in memory"
                 )
-                self._append(line.encode())
-            except OSError as error:
-                if not self._is_said:
-                    logger.info(
-                        f"metrics.jsonl cannot be written now ({error.strerror}): its lines wait in memory"
-                    )
-                self._is_said = True
+            self._has_warned = True
 
     def sync(self) -> None:
-        """Bring what was written to the disk: a checkpoint that follows must not know more steps than the file.
+        """Bring the lines to the disk, before a checkpoint of their steps.
 
         Raises:
-            OSError: lines wait that the disk has not taken, or it fails now.
+            OSError: the disk does not take them.
         """
         if self._file is not None:
             self._append(b"")
@@ -75,12 +133,12 @@ class Metrics:
 
 
 def _finite(value: Any) -> Any:
-    """`value`, or None for a float that JSON cannot hold."""
+    """Return `value`, or None for a float that JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines_up_to(path: Path, step: int) -> list[bytes]:
-    """The whole lines of steps up to `step`; a line that a crash cut short, or garbled, is not one."""
+    """Return the lines of steps up to `step`, without those that a crash cut short or garbled."""
     kept: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:
@@ -92,14 +150,14 @@ def _lines_up_to(path: Path, step: int) -> list[bytes]:
     return kept
 
 
-def has_evaluation(path: Path, step: int) -> bool:
-    """Whether the lines hold the evaluation of this step."""
+def kinds_of_step(path: Path, step: int) -> set[str]:
+    """Return the kinds of the objects that `metrics.jsonl` holds of this step."""
     entries = map(json.loads, _lines_up_to(path, step))
-    return any(entry.get("kind") == "eval" and entry["step"] == step for entry in entries)
+    return {entry.get("kind") for entry in entries if entry["step"] == step}
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held so far: of its GPU, or of its process on a CPU."""
+    """Return the most memory that this rank has held so far: of its GPU, or of its process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Not ru_maxrss, which a process inherits from the one that started it.
@@ -107,30 +165,78 @@ def peak_memory_bytes(device: torch.device) -> int:
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
-class StepLines:
-    """Says every so many steps, and at the last one, where the run is and the mean speed since the line before."""
+class StepLog:
+    """Write each step to `metrics.jsonl`; log a line every `logging.every_steps` and at the end.
 
-    def __init__(self, world: World, total_steps: int, every_steps: int) -> None:
-        self._world, self._total_steps, self._every_steps = world, total_steps, every_steps
-        self._steps, self._seconds, self._tokens, self._mfu_seconds = 0, 0.0, 0.0, 0.0
+    A line has the mean speed since the line before it. Making one is collective.
+    """
 
-    def step_ended(self, step: int, told: Mapping[str, Any]) -> None:
-        """`told`: what `metrics.jsonl` gets of the step."""
-        seconds, mfu = told["seconds"], told["mfu"]
-        self._steps, self._seconds = self._steps + 1, self._seconds + seconds
-        self._tokens += told["tokens"]
-        self._mfu_seconds += (mfu or 0.0) * seconds
-        if step % self._every_steps and step != self._total_steps:
-            return
-        left = (self._total_steps - step) * self._seconds / self._steps
-        utilisation = f"MFU {self._mfu_seconds / self._seconds:.1%} | " if mfu is not None else ""
-        memory = f"{told['memory_bytes'] / 1e9:.1f} GB"
-        logger.info(
-            f"Step {step}/{self._total_steps} | Loss: {told['loss']:.4f} | Grad Norm: {told['grad_norm']:.3f} | "
-            f"LR: {told['lr']:.2e} | {self._steps / self._seconds:.2f} it/s | "
-            f"{self._tokens / self._seconds:.0f} tok/s | {utilisation}{memory} | ETA {_duration(left)}"
+    def __init__(
+        self,
+        metrics: Metrics,
+        model: PreTrainedModel,
+        schedule: Schedule,
+        config: Config,
+        world: World,
+    ) -> None:
+        self._metrics, self._schedule = metrics, schedule
+        self._every_steps = config.logging.every_steps
+        self._mfu = MfuMeter(model, compute_dtype(config.model.compute_dtype, world.device), world)
+        self._started = time.perf_counter()
+        self._clear_sums()
+
+    def start_clock(self) -> None:
+        """Let the seconds of the next step begin now."""
+        self._started = time.perf_counter()
+
+    def step_ended(self, step: Step, stats: StepStats, lr: float) -> None:
+        seconds = time.perf_counter() - self._started
+        mfu = self._mfu.of_step(step.lengths, step.trained_tokens, seconds)
+        self._metrics.write(
+            "step",
+            step=step.number,
+            epoch=step.epoch,
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            lr=lr,
+            tokens=step.tokens,
+            trained_tokens=step.trained_tokens,
+            tokens_per_second=step.tokens / seconds,
+            seconds=seconds,
+            mfu=mfu,
+            memory_bytes=stats.peak_memory_bytes,
+            data_seconds=stats.data_seconds,
         )
-        self._steps, self._seconds, self._tokens, self._mfu_seconds = 0, 0.0, 0.0, 0.0
+        self._steps += 1
+        self._seconds += seconds
+        self._tokens += step.tokens
+        self._mfu_seconds += (mfu or 0.0) * seconds
+        if not self._schedule.is_due(step.number, self._every_steps):
+            return
+        steps_left = self._schedule.total_steps - step.number
+        fields = [
+            f"Step {step.number}/{self._schedule.total_steps}",
+            f"Loss: {stats.loss:.4f}",
+            f"Grad Norm: {stats.grad_norm:.3f}",
+            f"LR: {lr:.2e}",
+            f"{three_digits(self._steps / self._seconds)} it/s",
+            f"{self._tokens / self._seconds:.0f} tok/s",
+            *([f"MFU {self._mfu_seconds / self._seconds:.1%}"] if mfu is not None else []),
+            f"{stats.peak_memory_bytes / 1e9:.1f} GB",
+            f"ETA {_duration(steps_left * self._seconds / self._steps)}",
+            time.strftime("%H:%M:%S"),
+        ]
+        logger.info(" | ".join(fields))
+        self._clear_sums()
+
+    def _clear_sums(self) -> None:
+        self._steps, self._seconds, self._tokens, self._mfu_seconds = 0, 0.0, 0, 0.0
+
+
+def three_digits(value: float) -> str:
+    """Return a positive number with three significant digits: 0.0312, 26.2."""
+    exponent = int(f"{value:.2e}".partition("e")[2])
+    return f"{value:.{max(0, 2 - exponent)}f}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The batches of the coming steps, made and moved to the device by a thread while the loop trains."""
+"""A thread that makes the batches of the coming steps and moves them to the device."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from shardtune.distributed.world import World
 from shardtune.model.flops import cost_of
 
 _STEPS_AHEAD = 2
-_END_S = 2.0  # for the thread to end; it may hang in a disk, and ends with the process then
+_JOIN_S = 2.0  # a thread that hangs in a disk ends with the process
 
-Fed = tuple[Step, list[Batch]]
+StepBatches = tuple[Step, list[Batch]]
 
 
 @contextlib.contextmanager
-def feed(
+def prefetch(
     schedule: Schedule,
     model: PreTrainedModel,
     rows_per_micro_batch: int,
     is_flat: bool,
     world: World,
-) -> Iterator[Iterator[Fed]]:
-    """Each step that is left, with this rank's micro-batches on `world.device`, at most two steps ahead of the loop.
+) -> Iterator[Iterator[StepBatches]]:
+    """Make each step that is left, with this rank's micro-batches on `world.device`.
 
-    What fails in the thread is raised where the loop takes the next step, with its traceback. The thread ends with the
-    context, and never keeps the process alive.
+    The thread is at most two steps ahead of the loop. Its exception is raised, with its traceback,
+    where the loop takes the next step. It ends with the context, and never keeps the process alive.
     """
-    made: SimpleQueue[Fed | BaseException] = SimpleQueue()
-    room, is_over = threading.Semaphore(_STEPS_AHEAD), threading.Event()
+    queue: SimpleQueue[StepBatches | BaseException] = SimpleQueue()
+    room, has_ended = threading.Semaphore(_STEPS_AHEAD), threading.Event()
     cost = cost_of(model)
 
     def make() -> None:
@@ -44,33 +44,33 @@ def feed(
                 torch.cuda.set_device(world.device)  # each thread has its own
             for step in schedule.steps():
                 room.acquire()
-                if is_over.is_set():
+                if has_ended.is_set():
                     return
                 shares = step.micro_batches(cost, world.rank, world.size, rows_per_micro_batch)
                 batches = [
                     build_batch(schedule.dataset, share, is_flat).to(world.device)
                     for share in shares
                 ]
-                made.put((step, batches))
+                queue.put((step, batches))
         except BaseException as error:
-            made.put(error)
+            queue.put(error)
 
-    thread = threading.Thread(target=make, name="feeding", daemon=True)
+    thread = threading.Thread(target=make, name="prefetch", daemon=True)
 
-    def take() -> Iterator[Fed]:
+    def take() -> Iterator[StepBatches]:
         for number in range(schedule.start.step + 1, schedule.total_steps + 1):
             world.progress.enter("data", number)
             with world.progress.working_in(thread):
-                fed = made.get()
-            if isinstance(fed, BaseException):
-                raise fed
+                step_batches = queue.get()
+            if isinstance(step_batches, BaseException):
+                raise step_batches
             room.release()
-            yield fed
+            yield step_batches
 
     thread.start()
     try:
         yield take()
     finally:
-        is_over.set()
+        has_ended.set()
         room.release()
-        thread.join(_END_S)
+        thread.join(_JOIN_S)

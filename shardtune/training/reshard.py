@@ -1,12 +1,16 @@
-"""What FSDP keeps unsharded from one micro-batch of a step to the next, where memory allows it.
+"""Where gradient accumulation meets resharding: what stays unsharded between micro-batches.
 
-Sharded again each time, parameters are gathered twice and gradients reduced once in every micro-batch. Kept, both
-happen once a step, which is the same sum in another order.
+                      freed after each forward and backward     kept for the whole step
+    parameters        gathered twice in every micro-batch       gathered once a step
+    gradients         reduced in every micro-batch              reduced once a step
 
-When a layer is gathered is left to FSDP2: on a GPU the next layer's parameters travel while this one computes. Forward,
-because the host runs ahead of the device (except in layers that wait for it, as some architectures' experts do);
-backward, because FSDP2 asks for them in the reverse of the forward's order. To prefetch further ahead would hold more
-whole layers, for a gain that nobody has measured here.
+The sums are the same, in another order. Kept tensors need memory, so the free memory decides.
+
+FSDP2 itself decides when a layer is gathered: on a GPU the next layer's parameters travel while
+this one computes. In the forward because the host runs ahead of the device (except in layers that
+wait for it, as some architectures' experts do); in the backward because FSDP2 prefetches in the
+reverse of the forward's order. Prefetching further ahead would hold more whole layers, for a gain
+that nobody has measured here.
 """
 
 from __future__ import annotations
@@ -19,73 +23,67 @@ from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.build import compute_dtype, local_bytes
-from shardtune.training.memory import _free_bytes
+from shardtune.training.memory import free_bytes
 
 _SHARE = 0.5  # of the free memory that may be taken; the rest is for activations
 
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """Whether whole parameters and whole gradients stay until the last micro-batch of a step."""
+    """Whether unsharded parameters and gradients are kept until the last micro-batch of a step."""
 
-    parameters: bool
-    gradients: bool
+    keep_parameters: bool
+    keep_gradients: bool
 
-    def before_forward(self, model: Any, is_last: bool) -> None:
-        """Call it before each forward of a step."""
-        model.set_requires_gradient_sync(is_last or not self.gradients)
-        model.set_requires_all_reduce(
-            is_last
-        )  # between replicas, of what is reduced within each of them
-        model.set_reshard_after_backward(is_last or not self.parameters)
+    def before_forward(self, model: Any, is_last_micro_batch: bool) -> None:
+        """Tell FSDP what the coming forward and backward keep and reduce."""
+        model.set_requires_gradient_sync(is_last_micro_batch or not self.keep_gradients)
+        # Between replicas; within each one the line above decides.
+        model.set_requires_all_reduce(is_last_micro_batch)
+        model.set_reshard_after_backward(is_last_micro_batch or not self.keep_parameters)
 
 
 def choose_reshard_policy(
-    model: Any, config: Config, saved: list[bool] | None, world: World
+    model: Any, config: Config, saved: ReshardPolicy | None, world: World
 ) -> ReshardPolicy:
-    """Decide by the memory that is free on the fullest rank, and say so; `saved` is what the resumed run decided.
+    """Decide by the free memory of the fullest rank, and log why. Collective.
 
-    The order of a sum is part of what a resumed run must not change, the place of parameters is not.
+    `saved` is the decision of the resumed run. It holds for gradients, because a resume must not
+    change the order of a sum.
     """
     numel = sum(parameter.numel() for parameter in model.parameters())
-    of_gradients = numel * DTYPES[config.model.reduce_dtype].itemsize
-    of_parameters = numel * compute_dtype(config.model.compute_dtype, world.device).itemsize
-    parameters_take, gradients_take = (
-        f"whole they take {n / 1e9:.2f} GB" for n in (of_parameters, of_gradients)
-    )
-    after_last = "reduced once a step, after its last micro-batch"
+    gradients = numel * DTYPES[config.model.reduce_dtype].itemsize
+    parameters = numel * compute_dtype(config.model.compute_dtype, world.device).itemsize
+    once = "reduced once a step, after its last micro-batch"
     if world.mesh["shard"].size() == 1:
         if world.size > 1:
             logger.info(
-                f"Parameters: whole on each rank ({parameters_take}) | Gradients: {after_last} ({gradients_take})"
+                f"Parameters: whole on each rank ({_gb(parameters)}) | "
+                f"Gradients: {once} ({_gb(gradients)} unsharded)"
             )
-        return ReshardPolicy(parameters=False, gradients=world.size > 1)
+        return ReshardPolicy(keep_parameters=False, keep_gradients=world.size > 1)
     micro_batches = config.train.gradient_accumulation_steps
-    # Two moments and the sharded gradients are still to come.
-    room = _SHARE * min(world.all_gather_json(_free_bytes(world) - 3 * local_bytes(model)))
-    gradients = saved[1] if saved else micro_batches > 1 and of_gradients <= room
-    room_of_parameters = room - gradients * of_gradients
-    parameters = of_parameters <= room_of_parameters
-    if parameters:
+    # The sharded gradients and the two moments are not allocated yet.
+    free = free_bytes(world) - 3 * local_bytes(model)
+    room = max(0.0, _SHARE * min(world.all_gather_json(free)))
+    keep_gradients = saved.keep_gradients if saved else micro_batches > 1 and gradients <= room
+    room_for_parameters = max(0.0, room - keep_gradients * gradients)
+    keep_parameters = parameters <= room_for_parameters
+    if keep_parameters:
         model.set_reshard_after_forward(False)
-    half = "half of what is free"
-    when = "once a step" if parameters else "in each forward and each backward"
+    gathered = "once a step" if keep_parameters else "in each forward and each backward"
     logger.info(
-        f"Parameters: gathered {when} ({parameters_take}; room for {max(0.0, room_of_parameters) / 1e9:.2f} GB, "
-        f"{half}{' less the whole gradients' * gradients}), "
-        + (
-            "each layer's while the one before it computes"
-            if world.device.type == "cuda"
-            else "while the CPU waits"
-        )
+        f"Parameters: gathered {gathered}"
+        f" ({_gb(parameters)} unsharded, room for {_gb(room_for_parameters)})"
     )
     if micro_batches > 1:
-        why = (
-            "as before the resume, whatever is free"
-            if saved
-            else f"room for {max(0.0, room) / 1e9:.2f} GB, {half}"
-        )
+        reason = "as before the resume" if saved else f"room for {_gb(room)}"
         logger.info(
-            f"Gradients: {after_last if gradients else 'reduced in each micro-batch'} ({gradients_take}; {why})"
+            f"Gradients: {once if keep_gradients else 'reduced in each micro-batch'}"
+            f" ({_gb(gradients)} unsharded, {reason})"
         )
-    return ReshardPolicy(parameters, gradients)
+    return ReshardPolicy(keep_parameters, keep_gradients)
+
+
+def _gb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.2f} GB"

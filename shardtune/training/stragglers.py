@@ -1,10 +1,14 @@
-"""Which rank the others wait for, how much longer it takes than they do, and for what.
+"""The rank that the others wait for, how much slower it is than they are, and in which phase.
 
-In FSDP all ranks finish a step together, however fast each is: what tells them apart is the time that each did not
-wait. On a CPU a collective blocks the host, and that is what is taken off. On a GPU it is what the compute stream waits
-for others: between two events around FSDP's waits for gathered parameters and reduced gradients, which hold FSDP's
-own copies too (memory traffic of the layer's size, alike on all ranks). A host too slow to feed its GPU thus counts as
-its own rank's time. A slow network makes all ranks wait alike and names none.
+In FSDP all ranks end a step together, however fast each is. The time in which a rank does not wait
+tells them apart:
+
+- On a CPU a collective blocks the host: its seconds are taken off.
+- On a GPU the compute stream waits, between two events around FSDP's waits for gathered parameters
+  and reduced gradients. These hold FSDP's own copies too, alike on all ranks.
+
+A host too slow to feed its GPU counts as its own rank's time. A slow network makes all ranks wait
+alike and names none.
 """
 
 from __future__ import annotations
@@ -28,61 +32,57 @@ from shardtune.log import logger
 from shardtune.training.metrics import Metrics
 
 _EVERY_STEPS = 10
-_SAID_ABOVE = 1.2  # times the median
-_REPORTED = (*STEP_PHASES, "waiting")
+_LOG_ABOVE = 1.2  # times the median
+_PHASES = (*STEP_PHASES, "waiting")
 
 
 class Stragglers:
-    """Every rank calls `step_ended`; of each ten steps the slowest rank goes to `metrics.jsonl`, and one that is slow
-    again is said.
+    """Find the slowest rank of every ten steps.
 
-    Every tenth step each rank has something to tell, `owed`, which the next step gathers with its loss: the host waits
-    for the device once a step.
+    It goes to `metrics.jsonl`, and is logged if it is slow for the second time in a row.
+
+    After every tenth step `pending` holds this rank's mean seconds in each of `_PHASES`. The next
+    step gathers them with its loss, so that the host waits for the device once a step.
     """
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
         self._metrics, self._world = metrics, world
         self._hosts = world.all_gather_json(socket.gethostname())
         self._seconds: Counter[str] = Counter()
-        self.owed: list[float] = []  # this rank's seconds of a step in each of `_REPORTED`
+        self.pending: list[float] = []
         self._suspect: int | None = None
         self._steps = -1  # the first step also sets things up, and is no measure
         for module in model.modules():
             if isinstance(module, FSDPModule) and world.size > 1:
                 _watch_collectives(module, world)
 
-    def step_ended(self, step: int, of_ranks: list[float]) -> None:
-        """Call it once a step, after the synchronisation with the device in it, before any evaluation or save.
+    def step_ended(self, step: int, seconds_by_rank: list[list[float]]) -> None:
+        """Count the step's seconds; every rank calls it after the step's host sync.
 
-        `of_ranks`: what all ranks owed when the step began, rank by rank.
+        `seconds_by_rank`: [rank][phase], what was `pending` on each rank when the step began.
         """
-        if of_ranks:
-            self._report(
-                step - 1,
-                [of_ranks[i : i + len(_REPORTED)] for i in range(0, len(of_ranks), len(_REPORTED))],
-            )
-            self.owed = []
+        if seconds_by_rank:
+            self._report(step - 1, seconds_by_rank)
+            self.pending = []
         seconds = self._world.progress.take_seconds()
         self._world.progress.enter("reporting")
         self._steps += 1
         if self._steps == 0 or self._world.size == 1:
             return
-        self._seconds.update({phase: seconds[phase] for phase in _REPORTED})
-        if self._steps % _EVERY_STEPS:
-            return
-        self.owed = [self._seconds[phase] / _EVERY_STEPS for phase in _REPORTED]
-        self._seconds.clear()
+        self._seconds.update({phase: seconds[phase] for phase in _PHASES})
+        if self._steps % _EVERY_STEPS == 0:
+            self.pending = [self._seconds[phase] / _EVERY_STEPS for phase in _PHASES]
+            self._seconds.clear()
 
-    def _report(self, step: int, of_ranks: list[list[float]]) -> None:
-        rank, ratio, phase = slowest([seconds[: len(STEP_PHASES)] for seconds in of_ranks])
-        seconds = dict(zip(_REPORTED, of_ranks[rank], strict=True))
-        is_slow = ratio > _SAID_ABOVE
-        # Once may be chance, the same one twice in a row is not.
-        if is_slow and self._suspect == rank:
+    def _report(self, step: int, seconds_by_rank: list[list[float]]) -> None:
+        rank, ratio, phase = slowest([seconds[: len(STEP_PHASES)] for seconds in seconds_by_rank])
+        seconds = dict(zip(_PHASES, seconds_by_rank[rank], strict=True))
+        is_slow = ratio > _LOG_ABOVE
+        if is_slow and self._suspect == rank:  # once may be chance
             spent = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
             logger.info(
-                f"Slowest: rank {rank} on {self._hosts[rank]}, {ratio:.2f} x the median, in {STEP_PHASES[phase]} "
-                f"(a step: {spent})"
+                f"Slowest: rank {rank} on {self._hosts[rank]}, {ratio:.2f} x the median, "
+                f"in {STEP_PHASES[phase]} (a step: {spent})"
             )
         self._suspect = rank if is_slow else None
         self._metrics.write(
@@ -97,20 +97,20 @@ class Stragglers:
 
 
 def slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, int]:
-    """Of each rank's seconds in each phase: the rank with the most, their ratio to the median of the ranks, and the
-    phase in which it exceeds that phase's median by most.
+    """Return the slowest rank, its time as a multiple of the median, and the phase to blame.
 
-    The median is the lower one, so that of two ranks the other is the measure.
+    `seconds`: [rank][phase]. The phase is the one in which the rank is furthest above the median of
+    that phase. A median is the lower one: of two ranks, the other one is the measure.
     """
-    totals = [sum(of_rank) for of_rank in seconds]
+    totals = [sum(phases) for phases in seconds]
     rank = max(range(len(totals)), key=totals.__getitem__)
-    usual = [median_low(of_phase) for of_phase in zip(*seconds, strict=True)]
-    phase = max(range(len(usual)), key=lambda number: seconds[rank][number] - usual[number])
+    medians = [median_low(ranks) for ranks in zip(*seconds, strict=True)]
+    phase = max(range(len(medians)), key=lambda number: seconds[rank][number] - medians[number])
     return rank, totals[rank] / max(median_low(totals), 1e-9), phase
 
 
 class _Collective(AllGather, ReduceScatter):
-    """FSDP2's own way to gather or to reduce, counted; and timed where it blocks the host."""
+    """FSDP2's own all-gather or reduce-scatter, counted; and timed where it blocks the host."""
 
     def __init__(self, run: Callable[..., Any], progress: Progress, blocks: bool) -> None:
         self._run, self._progress, self._blocks = run, progress, blocks
@@ -119,8 +119,8 @@ class _Collective(AllGather, ReduceScatter):
     def allocate(
         self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        # Counted here: where each replica is whole, FSDP2 scatters nothing, and asks for no more than this before it
-        # reduces between the replicas.
+        # Counted here: where each replica is whole, FSDP2 scatters nothing, and calls no more than
+        # this before it reduces between the replicas.
         self._progress.arrive()
         allocated = torch.empty(*size, dtype=dtype, device=device)
         self._note_end()
@@ -139,7 +139,7 @@ class _Collective(AllGather, ReduceScatter):
             self._ended = self._progress.mark()
 
     def reduced_between_replicas(self, _: torch.Tensor) -> None:
-        """FSDP2 calls it behind its all-reduce, and nothing before it, which begins when what this did has ended."""
+        """Count the time since this collective as waiting; FSDP2 calls it after its all-reduce."""
         self._progress.stalled_since(self._ended)
 
 

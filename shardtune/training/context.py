@@ -1,0 +1,50 @@
+"""What the parts of the training loop share."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardtune.checkpoint import Checkpoint, Saver
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.config import Config
+from shardtune.data.dataset import PreparedData
+from shardtune.distributed.world import World
+from shardtune.training.metrics import Metrics
+from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.stragglers import Stragglers
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its configuration, its processes, its directory and where it begins."""
+
+    config: Config
+    world: World
+    directory: RunDir
+    resumed: Checkpoint | None
+    date: datetime.date  # of its first start, for chat templates that print it
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.directory.path / "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainContext:
+    """All that the steps of a run share."""
+
+    run: Run
+    data: PreparedData
+    model: Any
+    is_flat: bool  # a batch is one row without padding
+    optimizer: torch.optim.Optimizer
+    reshard: ReshardPolicy
+    metrics: Metrics
+    stragglers: Stragglers
+    saver: Saver
+    run_state: dict[str, Any]  # goes into each checkpoint, beside the position in the data
