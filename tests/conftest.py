@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import random
@@ -231,5 +232,9 @@ def launch(
 
 
 def read_metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The objects of this kind, without their time, which has to be in UTC."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+    entries = [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+    times = [datetime.datetime.fromisoformat(entry.pop("time")) for entry in entries]
+    assert all(time.utcoffset() == datetime.timedelta(0) for time in times)
+    return entries

@@ -33,7 +33,7 @@ from shardtune.training import evaluate
 from shardtune.training import garbage_collection as garbage
 from shardtune.training import prefetch as feeding
 from shardtune.training.metrics import Metrics
-from shardtune.training.prefetch import feed
+from shardtune.training.prefetch import prefetch as feed
 
 
 class Sequences:
@@ -74,7 +74,7 @@ def schedule_of(sequences: Sequences) -> Schedule:
 
 
 def feeders() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "feeding"]
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
 def test_the_loop_gets_each_step_with_its_batches_in_order(model, world):
@@ -152,7 +152,7 @@ def test_where_the_thread_is_that_the_loop_waits_for_is_where_the_rank_is(model,
 
 
 def test_a_thread_that_hangs_keeps_neither_the_loop_nor_the_process(model, world, monkeypatch):
-    monkeypatch.setattr(feeding, "_END_S", 0.1)
+    monkeypatch.setattr(feeding, "_JOIN_S", 0.1)
     go_on = threading.Event()
     sequences = Sequences(lambda: sequences.read == 1 or go_on.wait())
     with feed(schedule_of(sequences), model, 1, True, world):
@@ -300,6 +300,6 @@ def test_a_step_asks_the_device_for_numbers_once(tmp_path, models):
     each = ("train.gradient_accumulation_steps=2", "train.max_steps=13", "train.epochs=99")
     on_two_ranks(run_and_count, tmp_path, models["llama"], *each)
     steps = read_metrics(tmp_path / "run", "step")
-    assert [step["asked"] for step in steps[1:]] == [{"train_step": 1}] * 12, (
+    assert [step["asked"] for step in steps[1:]] == [{"all_gather_step_stats": 1}] * 12, (
         "also where the slowest rank is looked for"
     )

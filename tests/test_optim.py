@@ -104,8 +104,8 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
     for name, parameter in model.named_parameters():
         parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)
 
-    def norm_of_all() -> torch.Tensor:
-        return world.all_gather_scalars(squared_gradients(model)).sum().sqrt().float()
+    def norm_of_all() -> float:
+        return world.all_gather_scalars(squared_gradients(model)).sum().sqrt().item()
 
     norm = norm_of_all()
     clip_gradients(model, 1.0, norm)
@@ -115,7 +115,7 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
     if world.rank == 1:
         model.get_parameter("model.norm.weight").grad.to_local()[3] = math.inf
         model.get_parameter("lm_head.weight").detach().to_local()[0, 3] = math.nan
-    seen = [norm.item(), clipped.item(), unchanged.item(), non_finite_tensors(model)]
+    seen = [norm, clipped, unchanged, non_finite_tensors(model)]
     out.with_suffix(f".{world.rank}").write_text(json.dumps(seen), encoding="utf-8")
 
 

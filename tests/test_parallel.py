@@ -33,8 +33,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from shardtune.checkpoint import export
 from shardtune.errors import OutOfMemory
 from shardtune.model import build as model
-from shardtune.training import reshard as residency
-from shardtune.training.memory import memory_suffices, weights_fit
+from shardtune.training import reshard
+from shardtune.training.memory import free_host_bytes, memory_suffices, weights_fit
 
 RATES = (3e-3,) * 4
 
@@ -53,15 +53,15 @@ def expected(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> dict
 
 def run_without_room(arguments: list[str]) -> None:
     """On a rank: as if no memory were free."""
-    residency._SHARE = 0.0
+    reshard._SHARE = 0.0
     run_script(arguments)
 
 
 def run_in_little_memory(since: str, arguments: list[str]) -> None:
     """On a rank: rank 1 has 40 MB more than it holds just before the model is tried, or at its second micro-batch."""
     owner, name, wanted = {
-        "trial": (residency, "choose_residency", 1),
-        "step": (residency.ReshardPolicy, "begin_micro_batch", 2),
+        "trial": (reshard, "choose_reshard_policy", 1),
+        "step": (reshard.ReshardPolicy, "before_forward", 2),
     }[since]
     original, called = getattr(owner, name), count(1)
 
@@ -110,9 +110,8 @@ def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
         "lower one of the two, or set model.activation_checkpointing=full"
     )
     at_resume = (
-        "lower train.micro_batch_size and raise train.gradient_accumulation_steps as much, or start anew with another "
-        "run.dir and a lower data.max_length or "
-        "model.activation_checkpointing=full"
+        "set model.activation_checkpointing=full, or start anew with another run.dir and a lower "
+        "data.max_length"
     )
     assert remedy("step", r"step 2 \(forward and backward\)") == at_resume
     assert remedy("trial", "loading the model") == at_resume
@@ -219,11 +218,11 @@ def test_free_memory_is_that_of_the_container_or_job(
         (folder / limit).write_text(f"{bound}\n", encoding="utf-8")
         (folder / used).write_text("30000000\n", encoding="utf-8")
         (folder / "memory.stat").write_text(f"cache 8000000\n{cached} 5000000\n", encoding="utf-8")
-    assert residency.free_host_bytes(tmp_path / "groups", own) == 25_000_000
+    assert free_host_bytes(tmp_path / "groups", own) == 25_000_000
     (tmp_path / "groups" / root / "job" / limit).write_text("20000000\n", encoding="utf-8")
-    assert residency.free_host_bytes(tmp_path / "groups", own) == 0
+    assert free_host_bytes(tmp_path / "groups", own) == 0
     own.write_text("0::/elsewhere\n", encoding="utf-8")
-    assert residency.free_host_bytes(tmp_path / "groups", own) > 50_000_000
+    assert free_host_bytes(tmp_path / "groups", own) > 50_000_000
 
 
 def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) -> tuple[str, Path]:
@@ -261,7 +260,7 @@ def test_a_decision_is_said_with_what_it_was_made_on(
     """Whole gradients stay whole after a resume, where there is no room left for anything."""
     first, _ = run(sharp["llama"], tmp_path, 2, "train.max_steps=1")
     assert re.search(
-        r"^Gradients: .+ \(whole they take 0\.00 GB; room for \d+\.\d\d GB, half of what is free\)$",
+        r"^Gradients: .+ \(0\.00 GB unsharded, room for \d+\.\d\d GB\)$",
         first,
         re.MULTILINE,
     )
@@ -270,14 +269,14 @@ def test_a_decision_is_said_with_what_it_was_made_on(
     )
     assert "Resumed from checkpoint_0000001" in resumed
     assert re.search(
-        r"^Parameters: gathered in each forward and each backward \(whole they take 0\.00 GB; room for 0\.00 GB, "
-        r"half of what is free less the whole gradients\), ",
+        r"^Parameters: gathered in each forward and each backward "
+        r"\(0\.00 GB unsharded, room for 0\.00 GB\)$",
         resumed,
         re.MULTILINE,
     )
     assert (
-        "Gradients: reduced once a step, after its last micro-batch (whole they take 0.00 GB; as before the resume, "
-        "whatever is free)\n"
+        "Gradients: reduced once a step, after its last micro-batch "
+        "(0.00 GB unsharded, as before the resume)\n"
     ) in resumed
 
 
@@ -314,14 +313,14 @@ def test_replicas_and_reductions_equal_plain_pytorch(
         assert "Mesh: 2 (replicas) x 2 (shards) = 4 ranks, each within one node" in said
     if replicate == 4:
         assert re.search(
-            r"^Parameters: whole on each rank \(whole they take \d\.\d\d GB\) \| Gradients: reduced once a step, "
-            r"after its last micro-batch \(whole they take \d\.\d\d GB\)$",
+            r"^Parameters: whole on each rank \(\d\.\d\d GB\) \| Gradients: reduced once a step, "
+            r"after its last micro-batch \(\d\.\d\d GB unsharded\)$",
             said,
             re.MULTILINE,
         )
     else:
         when = "once a step, after its last micro-batch" if room else "in each micro-batch"
-        assert f"Gradients: reduced {when} (whole they take " in said
+        assert f"Gradients: reduced {when} (" in said
         assert (
             f"Parameters: gathered {'once a step' if room else 'in each forward and each backward'} ("
             in said

@@ -117,7 +117,7 @@ def test_other_numbers_of_ranks(
 def run_and_signal(nth: int, arguments: list[str]) -> None:
     """Rank 1 gets SIGTERM in the third micro-batch of the nth evaluation; the ranks ask one another after each."""
     evaluate: Any = shardtune.training.evaluate
-    evaluate._ASKS_EVERY_S = 0
+    evaluate._ASK_TO_STOP_EVERY_S = 0
     assign_rows, summed_loss, evaluations, batches = (
         evaluate.assign_rows,
         evaluate.summed_loss,

@@ -39,7 +39,8 @@ PLAN = r"Steps per epoch: (\d+) \| Total steps: (\d+) \| Records: (\d+) \| Train
 BASELINE = rf"Baseline Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+)"
 STEP = (
     rf"Step (\d+)/(\d+) \| Loss: {NUMBER} \| Grad Norm: (\d+\.\d{{3}}) \| LR: (\d\.\d\de[-+]\d\d) \| "
-    r"\d+\.\d\d it/s \| \d+ tok/s \| MFU \d+\.\d% \| \d+\.\d GB \| ETA (?:\d+h\d\dm|\d+m\d\ds)"
+    r"(?:0\.0*[1-9]\d\d|\d\.\d\d|\d\d\.\d|\d{3,}) it/s \| \d+ tok/s \| MFU \d+\.\d% \| \d+\.\d GB \| "
+    r"ETA (?:\d+h\d\dm|\d+m\d\ds) \| \d\d:\d\d:\d\d"
 )
 EVAL = rf"Eval Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+) \| Step: (\d+)"
 SAVED = r"Saved checkpoint_(\d{7})"
