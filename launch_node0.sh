@@ -1,3 +1,20 @@
 #!/usr/bin/env bash
-# Node 0. Settings: MASTER_ADDR MASTER_PORT NNODES GPUS_PER_NODE NODE_RANK NCCL_SOCKET_IFNAME JOIN_TIMEOUT (README.md).
-NODE_RANK=${NODE_RANK:-0} exec bash "$(dirname "$(readlink -f "$0")")/distTest/launch.sh" "$@"
+# Node 0. Environment: MASTER_ADDR MASTER_PORT NNODES GPUS_PER_NODE NODE_RANK NCCL_SOCKET_IFNAME JOIN_TIMEOUT
+# MAX_RESTARTS (./launch_node0.sh --help). Arguments go to train_fsdp.py.
+here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]:-$0}")")" && pwd)
+python=python3
+if [ -x "$here/.venv/bin/python" ]; then python=$here/.venv/bin/python; fi
+if [ -n "${CONDA_PREFIX:-}" ]; then python=$CONDA_PREFIX/bin/python; fi
+if [ -n "${VIRTUAL_ENV:-}" ]; then python=$VIRTUAL_ENV/bin/python; fi
+if ! command -v "$python" > /dev/null; then
+    echo "ERROR: there is no $python - activate the environment of requirements.txt, or unset VIRTUAL_ENV and \
+CONDA_PREFIX where they name one that is gone" >&2
+    exit 2
+fi
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' > /dev/null; then
+    echo "ERROR: $python is older than Python 3.11, which transformers needs - activate the environment of \
+requirements.txt" >&2
+    exit 2
+fi
+# -P: a folder of the caller's may be named as a module is.
+NODE_RANK=${NODE_RANK:-0} PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m shardtune.cluster "$@"

@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# Node 1. Settings: MASTER_ADDR MASTER_PORT NNODES GPUS_PER_NODE NODE_RANK NCCL_SOCKET_IFNAME JOIN_TIMEOUT (README.md).
-NODE_RANK=${NODE_RANK:-1} exec bash "$(dirname "$(readlink -f "$0")")/distTest/launch.sh" "$@"
+# Node 1: as launch_node0.sh, with another rank.
+NODE_RANK=${NODE_RANK:-1} exec bash "$(dirname "$(readlink -f "$0")")/launch_node0.sh" "$@"

@@ -21,9 +21,9 @@ from shardtune.config_io import read_run_arguments, write_config
 from shardtune.data.batch import Batch
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Schedule, Step
+from shardtune.distributed.exit import run as run_and_exit
+from shardtune.distributed.join import join_world
 from shardtune.distributed.signals import StopRequest, end_on_signal
-from shardtune.distributed.world import join_world
-from shardtune.distributed.world import run as run_and_exit
 from shardtune.errors import AGAIN, Preempted
 from shardtune.log import logger
 from shardtune.model.attention import choose_attention

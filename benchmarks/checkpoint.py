@@ -35,7 +35,9 @@ from shardtune.checkpoint.run_dir import RunDir, open_run_dir
 from shardtune.checkpoint.train_state import training_state
 from shardtune.config_io import load_config, to_dict
 from shardtune.data.batch import Batch
-from shardtune.distributed.world import World, join_world, run
+from shardtune.distributed.exit import run
+from shardtune.distributed.join import join_world
+from shardtune.distributed.world import World
 from shardtune.log import quiet_libraries
 from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config

@@ -25,7 +25,9 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
-from shardtune.distributed.world import World, join_world, run
+from shardtune.distributed.exit import run
+from shardtune.distributed.join import join_world
+from shardtune.distributed.world import World
 from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config
 from shardtune.model.loss import summed_loss, use_loss_head

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torch.profiler import ProfilerActivity, profile
 
 import train_fsdp
-from shardtune.distributed.world import run
+from shardtune.distributed.exit import run
 
 LABEL = "Seconds of a step by operation: "
 KINDS = {

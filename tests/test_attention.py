@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.data.batch import Batch
-from shardtune.distributed.world import World, join_world
+from shardtune.distributed.join import join_world
+from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.attention import choose_attention, kernel_lacks
 from shardtune.model.build import shard

@@ -38,7 +38,8 @@ from shardtune.checkpoint import Saver
 from shardtune.checkpoint import durable_fs as disk
 from shardtune.checkpoint import run_dir as rundir
 from shardtune.checkpoint.run_dir import open_run_dir
-from shardtune.distributed.world import join_world, run
+from shardtune.distributed.exit import run
+from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config
 from shardtune.training.optim import build_optimizer

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from shardtune.config import Config
-from shardtune.distributed.world import join_world
+from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 
 Tensors = dict[str, torch.Tensor]

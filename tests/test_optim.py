@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.config import Config, OptimizerConfig, SchedulerConfig
-from shardtune.distributed.world import join_world
+from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.training.optim import (
     build_optimizer,

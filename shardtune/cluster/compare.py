@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardtune.cluster.control import Message
+from shardtune.cluster.child import Message
 from shardtune.cluster.node_info import digest_of
 
 _MOST_LINES = 10
@@ -39,7 +39,7 @@ def problems_of_files(facts: Sequence[Message], names: Sequence[str]) -> list[st
     problems += _differences("environment", facts, names, _SAME_VARIABLE)
     same = [_at_the_same_paths(each, facts[0]) for each in facts]
     problems += _differences("data", same, names, _SAME_FILES)
-    problems += _differences("model", same, names, _SAME_FILES, lambda entry: entry["told"])
+    problems += _differences("model", same, names, _SAME_FILES, lambda entry: entry["shown"])
     problems += _world_problems(facts, names)
     problems += _differences("config", facts, names, _SAME_CONFIG)
     problems += _differences("versions", facts, names, _SAME_VERSIONS)
@@ -208,7 +208,7 @@ def _machine_warnings(each: Message) -> Iterator[str]:
         yield f"/dev/shm has {each['shm_bytes'] / 1e6:.0f} MB, NCCL wants {_SHM_BYTES / 1e6:.0f} (docker: --shm-size)"
     if 0 <= each["nofile"] < _FILES:
         yield f"only {each['nofile']} open files are allowed (ulimit -n), {_FILES} are safe"
-    if each["has_rdma"] and 0 <= each["memlock"] < math.inf and each["device"] == "GPU":
+    if each["rdma_ports"] and 0 <= each["memlock"] < math.inf and each["device"] == "GPU":
         yield f"only {each['memlock']} bytes may be locked in memory (ulimit -l), RDMA wants no limit"
 
 

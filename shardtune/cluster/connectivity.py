@@ -1,19 +1,20 @@
-"""Whether any two nodes reach each other as NCCL and gloo need it: on any port, and with large messages."""
+"""Tries the paths between any two nodes as NCCL and gloo need them: any port, and large messages."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 
 from shardtune.cluster import network
-from shardtune.cluster.environment import Settings
-from shardtune.cluster.meeting import Meeting
+from shardtune.cluster.control import Control
+from shardtune.cluster.environment import Environment
 
 _CONNECT_TIMEOUT_S = 5.0
 _MESSAGE_TIMEOUT_S = 5.0
@@ -25,78 +26,93 @@ _GATHER_TIMEOUT_S = 60.0
 _NO_NETWORK, _NO_HOST = os.strerror(errno.ENETUNREACH), os.strerror(errno.EHOSTUNREACH)
 
 
-def require_paths(meeting: Meeting, settings: Settings) -> None:
+async def require_paths(control: Control, environment: Environment) -> None:
     """Connect every node with every other, and send both ways; afterwards nothing of it is left.
 
     Raises:
-        UserError: on every node, with who cannot reach whom, and how.
+        LaunchEnded: on every node, with the nodes that cannot reach each other, and how.
     """
-    assert settings.own_ip is not None
-    with network.listen(0, settings.own_ip) as listener:
+    assert environment.own_ip is not None
+    with network.listen(0, environment.own_ip) as listener:
         threading.Thread(target=_answer_all, args=(listener,), daemon=True).start()
-        mtu = psutil.net_if_stats()[settings.interface].mtu
+        mtu = psutil.net_if_stats()[environment.interface].mtu
         place = {
-            "ip": settings.own_ip,
+            "ip": environment.own_ip,
             "port": listener.getsockname()[1],
-            "mtu": f"{settings.interface} {mtu}",
+            "mtu": f"{environment.interface} {mtu}",
         }
-        places = meeting.gather("ports that can be reached", place, _GATHER_TIMEOUT_S)
-        # By way of the master port.
-        known = (
-            {0: settings.master_ip}
-            if meeting.node
-            else {m.node: m.address for m in meeting.members}
-        )
+        what = "ports that can be reached"
+        places = await control.gather(what, place, _GATHER_TIMEOUT_S)
+        limit = asyncio.Semaphore(_AT_ONCE)
 
-        def problem_towards(node: int) -> str | None:
-            me, other = meeting.members[meeting.node].name, meeting.members[node].name
-            ip, port = places[node]["ip"], places[node]["port"]
-            if (trouble := _try(ip, port)) is None:
-                return None
-            if trouble == "large":
-                mtus = f"{places[meeting.node]['mtu']} here and {places[node]['mtu']} there"
-                return (
-                    f"small messages pass between {me} and {other}, large ones do not: the MTU ({mtus}) is more than "
-                    "the way between them carries - set one that every interface and switch takes (ip link set dev "
-                    "INTERFACE mtu N)"
-                )
-            if trouble in (_SILENT, _CUT_OFF):
-                return (
-                    f"{me} connects to {other} at port {port} of {ip} and {trouble}: its preflight is stopped, its "
-                    "machine hangs, or another answers for it - look there, and for a firewall or proxy on the way"
-                )
-            if trouble == "slow":
-                return (
-                    f"{_LARGE_BYTES >> 10} KiB pass between {me} and {other}, {_BYTES[-1] >> 10} KiB do not within "
-                    f"{_MESSAGE_TIMEOUT_S:.0f} s: a cable, a switch or an interface has fallen back to a slower rate, "
-                    "the way is full, or one of the two is stopped - see `ethtool INTERFACE` on both, and what else "
-                    "they send"
-                )
-            if trouble == _NO_NETWORK:
-                return (
-                    f"{me} cannot reach {other} at {ip} ({trouble}), though it reaches MASTER_ADDR - mend the route, "
-                    "or set NCCL_SOCKET_IFNAME to an interface whose network all nodes share"
-                )
-            if trouble == _NO_HOST and known.get(node) != ip:
-                return (
-                    f"{me} cannot reach {other} at port {port} of {ip} ({trouble}), though both reach MASTER_ADDR: a "
-                    "firewall rejects it, or there is no way between the two - open all ports between the nodes in "
-                    "the firewall, or set NCCL_SOCKET_IFNAME to an interface whose network all nodes share"
-                )
-            return (
-                f"{me} cannot reach {other} at port {port} of {ip} ({trouble}): ports other than {settings.port} are "
-                "blocked, and NCCL and gloo need them - open all ports between the nodes in the firewall"
-            )
+        async def problem_towards(node: int) -> str | None:
+            async with limit:
+                ip, port = places[node]["ip"], places[node]["port"]
+                trouble = await asyncio.to_thread(_try, ip, port)
+                return trouble and _describe(trouble, node, places, control, environment)
 
-        others = [node for node in range(len(meeting.members)) if node != meeting.node]
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            problems = [problem for problem in threads.map(problem_towards, others) if problem]
-        meeting.gather("connections between the nodes", {"problems": problems}, _GATHER_TIMEOUT_S)
+        others = [node for node in range(len(control.nodes)) if node != control.node]
+        troubles = await asyncio.gather(*map(problem_towards, others))
+        value = {"problems": [trouble for trouble in troubles if trouble]}
+        await control.gather("connections between the nodes", value, _GATHER_TIMEOUT_S)
         _end(listener)
 
 
+def _describe(
+    trouble: str,
+    node: int,
+    places: list[dict[str, Any]],
+    control: Control,
+    environment: Environment,
+) -> str:
+    """`<what> - <what to do>` for what `_try` met on the way to a node."""
+    me, other = control.me.name, control.nodes[node].name
+    ip, port = places[node]["ip"], places[node]["port"]
+    # The addresses by which the nodes have met at the master port.
+    known = {0: environment.master_ip}
+    if control.node == 0:
+        known = {each.node or 0: each.address for each in control.nodes}
+    if trouble == "large":
+        mtus = f"{places[control.node]['mtu']} here and {places[node]['mtu']} there"
+        return (
+            f"small messages pass between {me} and {other}, large ones do not: the MTU ({mtus}) is "
+            "more than the way between them carries - set one that every interface and switch "
+            "takes (ip link set dev INTERFACE mtu N)"
+        )
+    if trouble in (_SILENT, _CUT_OFF):
+        return (
+            f"{me} connects to {other} at port {port} of {ip} and {trouble}: its preflight is "
+            "stopped, its machine hangs, or another answers for it - look there, and for a "
+            "firewall or proxy on the way"
+        )
+    if trouble == "slow":
+        return (
+            f"{_LARGE_BYTES >> 10} KiB pass between {me} and {other}, {_BYTES[-1] >> 10} KiB do "
+            f"not within {_MESSAGE_TIMEOUT_S:.0f} s: a cable, a switch or an interface has fallen "
+            "back to a slower rate, the way is full, or one of the two is stopped - see `ethtool "
+            "INTERFACE` on both, and what else they send"
+        )
+    if trouble == _NO_NETWORK:
+        return (
+            f"{me} cannot reach {other} at {ip} ({trouble}), though it reaches MASTER_ADDR - mend "
+            "the route, or set NCCL_SOCKET_IFNAME to an interface whose network all nodes share"
+        )
+    if trouble == _NO_HOST and known.get(node) != ip:
+        return (
+            f"{me} cannot reach {other} at port {port} of {ip} ({trouble}), though both reach "
+            "MASTER_ADDR: a firewall rejects it, or there is no way between the two - open all "
+            "ports between the nodes in the firewall, or set NCCL_SOCKET_IFNAME to an interface "
+            "whose network all nodes share"
+        )
+    return (
+        f"{me} cannot reach {other} at port {port} of {ip} ({trouble}): ports other than "
+        f"{environment.port} are blocked, and NCCL and gloo need them - open all ports between the "
+        "nodes in the firewall"
+    )
+
+
 def _try(ip: str, port: int) -> str | None:
-    """What keeps messages from passing both ways: `large` if only a small one comes, `slow` if more do."""
+    """Name the trouble on the way, or None: `large` if only a small message passes, `slow` if more do."""
     try:
         connection = socket.create_connection((ip, port), _CONNECT_TIMEOUT_S)
     except OSError as error:

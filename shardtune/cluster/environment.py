@@ -1,4 +1,4 @@
-"""What the environment and the arguments ask of this node, and what one node alone can find wrong with it."""
+"""The environment and arguments of this node's launch, and the problems that one node can see."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ DEFAULTS = {
     "NODE_RANK": "0",
     "NCCL_SOCKET_IFNAME": "enp26s0np0",
 }
-_LARGEST = {
-    "MASTER_PORT": 65535,
-    "NNODES": 99_999,
-    "GPUS_PER_NODE": 9_999,
-    "JOIN_TIMEOUT": 999_999_999,
+_RANGES = {
+    "MASTER_PORT": (1, 65535),
+    "NNODES": (1, 99_999),
+    "GPUS_PER_NODE": (1, 9_999),
+    "JOIN_TIMEOUT": (1, 999_999_999),
+    "MAX_RESTARTS": (0, 9_999),
 }
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
-_PATIENCE_S = 300.0  # where neither JOIN_TIMEOUT nor a readable configuration names one
+_JOIN_TIMEOUT_S = 300.0  # where neither JOIN_TIMEOUT nor a readable configuration names one
 
 
 @dataclass(frozen=True)
-class Settings:
+class Environment:
     """One node's part. A number that could not be read is None; `problems` says so.
 
-    `master_ip` is MASTER_ADDR resolved, `own_ip` the interface's address that is nearest to it. `problems` are
-    `<what> - <what to do>`.
+    `master_ip` is MASTER_ADDR resolved, `own_ip` the interface's address that is nearest to it.
+    `port` is MASTER_PORT; `store_port`, where the ranks meet, differs from it only for one node
+    alone. `problems` are `<what> - <what to do>`.
     """
 
     node: int | None
@@ -48,10 +50,12 @@ class Settings:
     master: str
     master_ip: str | None
     port: int | None
+    store_port: int | None
     interface: str
     own_ip: str | None
     owns_master: bool
     join_timeout_s: float
+    max_restarts: int
     config: Config | None
     problems: tuple[str, ...]
 
@@ -70,53 +74,58 @@ class Settings:
         return self.nodes == 1 and self.node == 0
 
 
-def read_settings(environ: Mapping[str, str], arguments: Sequence[str]) -> Settings:
-    """Everything of it that can be known without asking another node; it takes no longer than a name's resolution."""
+def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> Environment:
+    """Read what can be known without asking another node.
+
+    One node alone (NNODES=1) uses loopback, and no interface or address; MASTER_PORT where it is
+    set, else a free port.
+    """
     values = {name: environ.get(name) or default for name, default in DEFAULTS.items()}
-    if environ.get("JOIN_TIMEOUT"):
-        values["JOIN_TIMEOUT"] = environ["JOIN_TIMEOUT"]
+    for name in ("JOIN_TIMEOUT", "MAX_RESTARTS"):
+        if environ.get(name):
+            values[name] = environ[name]
     problems: list[str] = []
-    if of_torchrun := sorted(name for name in environ if name.startswith("PET_")):
-        problems.append(
-            f"{', '.join(of_torchrun)} would change how torchrun is started - unset what begins with PET_, or start "
-            "torchrun without the launch scripts"
-        )
-    numbers = {name: _number(values, name, problems) for name in _LARGEST if name in values}
+    numbers = {name: _number(values, name, problems) for name in _RANGES if name in values}
     node, nodes = _node_rank(values, numbers["NNODES"], problems), numbers["NNODES"]
+    if nodes == 1 and node == 0:
+        values |= {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": network.loopback()}
+    port = store_port = numbers["MASTER_PORT"]
+    if nodes == 1 and node == 0 and not environ.get("MASTER_PORT"):
+        store_port = network.free_port()
     config = _config(arguments, numbers, problems)
-    is_alone = nodes == 1 and node == 0
-    own_ip = _own_ip(values["NCCL_SOCKET_IFNAME"], problems)
-    master_ip = _master_ip(values["MASTER_ADDR"], own_ip, is_alone, problems)
+    interface, master = values["NCCL_SOCKET_IFNAME"], values["MASTER_ADDR"]
+    own_ip = _own_ip(interface, problems)
+    master_ip = _master_ip(master, own_ip, problems)
     owns_master = master_ip is not None and bool(network.interfaces_of(master_ip))
     if master_ip and own_ip:
-        own_ip = network.address_towards(values["NCCL_SOCKET_IFNAME"], master_ip)
-        way_problems = _way_problems(values, master_ip, owns_master, node, is_alone)
-        problems += way_problems or _link_problems(values["NCCL_SOCKET_IFNAME"])
-    patience_s = (
-        config.distributed.join_timeout_s if config else numbers.get("JOIN_TIMEOUT") or _PATIENCE_S
-    )
-    return Settings(
+        own_ip = network.address_towards(interface, master_ip)
+        route_problems = _route_problems(interface, master, master_ip, owns_master, node)
+        problems += route_problems or _link_problems(interface)
+    join_timeout_s = numbers.get("JOIN_TIMEOUT") or _JOIN_TIMEOUT_S
+    return Environment(
         node=node,
         nodes=nodes,
         processes=numbers["GPUS_PER_NODE"],
-        master=values["MASTER_ADDR"],
+        master=master,
         master_ip=master_ip,
-        port=numbers["MASTER_PORT"],
-        interface=values["NCCL_SOCKET_IFNAME"],
+        port=port,
+        store_port=store_port,
+        interface=interface,
         own_ip=own_ip,
         owns_master=owns_master,
-        join_timeout_s=patience_s,
+        join_timeout_s=config.distributed.join_timeout_s if config else join_timeout_s,
+        max_restarts=numbers.get("MAX_RESTARTS") or 0,
         config=config,
         problems=tuple(problems),
     )
 
 
 def _number(values: Mapping[str, str], name: str, problems: list[str]) -> int | None:
-    if re.fullmatch(r"[1-9][0-9]{0,8}", values[name]) and int(values[name]) <= _LARGEST[name]:
-        return int(values[name])
-    problems.append(
-        f"{name} is '{values[name]}' - set it to a whole number from 1 to {_LARGEST[name]}"
-    )
+    least, largest = _RANGES[name]
+    text = values[name]
+    if re.fullmatch(r"0|[1-9][0-9]{0,8}", text) and least <= int(text) <= largest:
+        return int(text)
+    problems.append(f"{name} is '{text}' - set it to a whole number from {least} to {largest}")
     return None
 
 
@@ -128,8 +137,8 @@ def _node_rank(values: Mapping[str, str], nodes: int | None, problems: list[str]
     )
     if rank is None or (nodes is not None and rank >= nodes):
         problems.append(
-            f"NODE_RANK is '{values['NODE_RANK']}' and NNODES '{values['NNODES']}' - node ranks run from 0 to "
-            "NNODES - 1"
+            f"NODE_RANK is '{values['NODE_RANK']}' and NNODES '{values['NNODES']}' - "
+            "node ranks run from 0 to NNODES - 1"
         )
     return rank
 
@@ -141,28 +150,30 @@ def _config(
         Path.cwd()
     except FileNotFoundError:
         problems.append(
-            "the directory that this was started in does not exist any more - `cd` into one that does"
+            "the directory that this was started in does not exist any more - "
+            "`cd` into one that does"
         )
         return None
     try:
         config = read_run_arguments(arguments, REPOSITORY / "config.yaml")
-    except UserError as refused:
+    except UserError as error:
         is_named = "JOIN_TIMEOUT" in numbers and numbers["JOIN_TIMEOUT"] is None
         problems += [
-            problem for problem in refused.problems if not (is_named and "JOIN_TIMEOUT" in problem)
+            problem for problem in error.problems if not (is_named and "JOIN_TIMEOUT" in problem)
         ]
         return None
     try:
         problems += _missing_files(config)
     except OSError as error:
         problems.append(
-            f"{error.filename}: {error.strerror} - let this user look at it there, or name another path"
+            f"{error.filename}: {error.strerror} - "
+            "let this user look at it there, or name another path"
         )
     return config
 
 
 def _missing_files(config: Config) -> list[str]:
-    """Paths that are not there, as far as they cannot be names of the hub either."""
+    """Name the paths that do not exist and cannot be names of the hub."""
     named = {"data.train": config.data.train, "data.eval": config.data.eval}
     problems = [
         f"{key}={spec}: no such file or directory - correct the path"
@@ -173,7 +184,8 @@ def _missing_files(config: Config) -> list[str]:
     ]
     if is_path(config.model.path) and not Path(config.model.path).is_dir():
         problems.append(
-            f"model.path={config.model.path}: no such directory - correct the path, or name a hub id"
+            f"model.path={config.model.path}: no such directory - "
+            "correct the path, or name a hub id"
         )
     run_dir = existing_part(Path(config.run.dir))
     if not run_dir.is_dir() or not os.access(run_dir, os.W_OK | os.X_OK):
@@ -184,12 +196,12 @@ def _missing_files(config: Config) -> list[str]:
 
 
 def is_path(spec: str) -> bool:
-    """Whether the value can only be a path, no name of the hub, of which one has at most one slash."""
+    """Whether the value can only be a path: a name of the hub has at most one slash."""
     return spec.startswith((".", "/")) or spec.count("/") > 1
 
 
 def existing_part(path: Path) -> Path:
-    """The directory itself, or the nearest of those it lies in that exists."""
+    """The directory itself, or the nearest existing one above it."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
@@ -197,8 +209,8 @@ def _own_ip(interface: str, problems: list[str]) -> str | None:
     known = network.addresses()
     if re.search("[=^,]", interface):  # NCCL takes lists, prefixes and exclusions
         problems.append(
-            f"NCCL_SOCKET_IFNAME is '{interface}', and exactly one interface's name is wanted - name one of "
-            f"{network.described_addresses()}"
+            f"NCCL_SOCKET_IFNAME is '{interface}', and exactly one interface's name is wanted - "
+            f"name one of {network.described_addresses()}"
         )
         return None
     if not known.get(interface):
@@ -208,7 +220,8 @@ def _own_ip(interface: str, problems: list[str]) -> str | None:
             else "this node has no such interface"
         )
         problems.append(
-            f"NCCL_SOCKET_IFNAME is '{interface}' and {lack} - name one of {network.described_addresses()}"
+            f"NCCL_SOCKET_IFNAME is '{interface}' and {lack} - "
+            f"name one of {network.described_addresses()}"
         )
         return None
     return str(known[interface][0].ip)
@@ -218,58 +231,54 @@ def _link_problems(interface: str) -> list[str]:
     if network.is_link_up(interface):
         return []
     return [
-        f"NCCL_SOCKET_IFNAME is '{interface}', and that interface is down - `ip link set {interface} up` as root; if "
-        f"`ip link show {interface}` says NO-CARRIER then, look at its cable and its switch"
+        f"NCCL_SOCKET_IFNAME is '{interface}', and that interface is down - "
+        f"`ip link set {interface} up` as root; if `ip link show {interface}` says NO-CARRIER then, "
+        "look at its cable and its switch"
     ]
 
 
-def _master_ip(master: str, own_ip: str | None, is_alone: bool, problems: list[str]) -> str | None:
+def _master_ip(master: str, own_ip: str | None, problems: list[str]) -> str | None:
     try:
         ip = network.resolved(master)
     except OSError as error:
         problems.append(
-            f"MASTER_ADDR is '{master}', which resolves to no address ({error.strerror}) - set it to node 0's address"
+            f"MASTER_ADDR is '{master}', which does not resolve to an address ({error.strerror}) - "
+            "set it to node 0's address"
         )
         return None
     if ipaddress.ip_address(ip).is_unspecified:
         problems.append(
-            f"MASTER_ADDR is '{master}', which is no machine's address - set it to node 0's"
+            f"MASTER_ADDR is '{master}', which is not a machine's address - set it to node 0's"
         )
         return None
     is_loopback = ipaddress.ip_address(ip).is_loopback
-    if (
-        is_loopback
-        and not is_alone
-        and own_ip is not None
-        and not ipaddress.ip_address(own_ip).is_loopback
-    ):
+    if is_loopback and own_ip is not None and not ipaddress.ip_address(own_ip).is_loopback:
         problems.append(
-            f"MASTER_ADDR is '{master}', which is {ip} here: a loopback address, where every machine finds only "
-            f"itself - set it to node 0's address in the network{f' (this node has {own_ip})' if own_ip else ''}"
+            f"MASTER_ADDR is '{master}', which is {ip} here: a loopback address, where every "
+            "machine finds only itself - set it to node 0's address in the network (this node has "
+            f"{own_ip})"
         )
         return None
     return ip
 
 
-def _way_problems(
-    values: Mapping[str, str], master_ip: str, owns_master: bool, node: int | None, is_alone: bool
+def _route_problems(
+    interface: str, master_name: str, master_ip: str, owns_master: bool, node: int | None
 ) -> list[str]:
     """Whether node 0 is where the others look for it, and the interface on the way there."""
-    interface, master = (
-        values["NCCL_SOCKET_IFNAME"],
-        network.named(values["MASTER_ADDR"], master_ip),
-    )
+    master = network.named(master_name, master_ip)
     if node == 0 and not owns_master:
         return [
-            f"MASTER_ADDR {master} is no address of node 0, which has {network.described_addresses()} - "
-            "set it to node 0's on every node, or NODE_RANK if this is not node 0 (launch_node1.sh)"
+            f"MASTER_ADDR {master} is not an address of node 0, which has "
+            f"{network.described_addresses()} - set it to node 0's on every node, or NODE_RANK if "
+            "this is not node 0 (launch_node1.sh)"
         ]
-    towards = (
-        network.interfaces_of(master_ip) if owns_master else network.interfaces_towards(master_ip)
-    )
-    if is_alone or not towards or interface in towards:
-        return []  # without any route, what comes back from there says more
+    find = network.interfaces_of if owns_master else network.interfaces_towards
+    interfaces = find(master_ip)
+    if not interfaces or interface in interfaces:
+        return []  # without any route, the first connection says more
     return [
         f"NCCL_SOCKET_IFNAME is '{interface}' and the way to MASTER_ADDR {master} leads through "
-        f"{towards[0]} - set NCCL_SOCKET_IFNAME={towards[0]}, or MASTER_ADDR to an address that {interface} reaches"
+        f"{interfaces[0]} - set NCCL_SOCKET_IFNAME={interfaces[0]}, or MASTER_ADDR to an address "
+        f"that {interface} reaches"
     ]

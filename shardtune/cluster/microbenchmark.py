@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardtune.cluster.children import Child, results
-from shardtune.cluster.control import Link, Message
+from shardtune.cluster.child import Child, Message, Pipe, results
 
 _PART_TIMEOUT_S = 30.0
 _ALL_TIMEOUT_S = 120.0
@@ -28,13 +27,15 @@ _SLOW = 0.8  # of the median
 def measure(job: Message) -> Message:
     """Fork this node's ranks and measure; its figures, or `problems`.
 
-    `job`: logs (an empty folder), node, name, sizes (processes of each node), device, address, port. Torch has been
-    imported, CUDA not begun.
+    `job`: logs (an empty folder), node, name, sizes (processes of each node), device, address,
+    port. torch has been imported, CUDA not begun.
     """
     first = sum(job["sizes"][: job["node"]])
     local = job["sizes"][job["node"]]
     logs = [Path(job["logs"]) / f"rank{number}" for number in range(local)]
     names = [f"{job['name']}, rank {first + number}" for number in range(local)]
+    for log in logs:
+        log.with_suffix(".part").write_text("its start", encoding="utf-8")
     children = [
         Child(name, _be_rank, job, first + number, number, str(log))
         for number, (name, log) in enumerate(zip(names, logs, strict=True))
@@ -42,27 +43,29 @@ def measure(job: Message) -> Message:
 
     def late(number: int) -> str:
         part = (logs[number].with_suffix(".part")).read_text(encoding="utf-8")
-        return f"{names[number]} did not finish within {_ALL_TIMEOUT_S:.0f} s, it was in {part} - see the log above"
+        return (
+            f"{names[number]} did not finish within {_ALL_TIMEOUT_S:.0f} s, it was in {part} - "
+            "see the log above"
+        )
 
-    for log in logs:
-        log.with_suffix(".part").write_text("its start", encoding="utf-8")
-    found = results(children, _ALL_TIMEOUT_S, late, _AFTER_FAILURE_S)
-    problems = [problem for each in found for problem in each.get("problems") or ()]
+    reports = results(children, _ALL_TIMEOUT_S, late, _AFTER_FAILURE_S)
+    problems = [problem for report in reports for problem in report.get("problems") or ()]
     if problems:
-        shown = next(number for number, each in enumerate(found) if each.get("problems"))
+        shown = next(number for number, report in enumerate(reports) if report.get("problems"))
         print(_tail(logs[shown]), end="", file=sys.stderr, flush=True)
         return {"problems": problems[:1]}
     return {
         "problems": [],
-        "inside": min(each["inside"] for each in found),
-        "between": min(each["between"] for each in found),
-        "latency_s": max(each["latency_s"] for each in found),
-        "flops": [each["flops"] for each in found],
+        "inside": min(report["inside"] for report in reports),
+        "between": min(report["between"] for report in reports),
+        "latency_s": max(report["latency_s"] for report in reports),
+        "flops": [report["flops"] for report in reports],
+        "transport": transport(logs[0].read_text(errors="replace")) if logs[0].exists() else "",
     }
 
 
 def table(figures: Sequence[Message], devices: Sequence[str], hosts: Sequence[str]) -> list[str]:
-    """One line a node, and one for the heads: bus bandwidth of the all-reduces as nccl-tests defines it."""
+    """Tabulate one line a node: bus bandwidth of the all-reduces as nccl-tests defines it."""
     rows = [
         (
             "node",
@@ -74,6 +77,8 @@ def table(figures: Sequence[Message], devices: Sequence[str], hosts: Sequence[st
             "GEMM per device",
         )
     ]
+    if transports := {figure["transport"] for figure in figures if figure["transport"]}:
+        rows[0] = (*rows[0][:4], f"of all nodes ({', '.join(sorted(transports))})", *rows[0][5:])
     for node, (figure, device, host) in enumerate(zip(figures, devices, hosts, strict=True)):
         flops = [value / 1e12 for value in figure["flops"]]
         rows.append(
@@ -94,16 +99,34 @@ def table(figures: Sequence[Message], devices: Sequence[str], hosts: Sequence[st
     ]
 
 
-def slow_devices(figures: Sequence[Message], names: Sequence[str]) -> list[str]:
-    """A warning for each device that multiplies much more slowly than the median of all."""
+def warnings_of(
+    figures: Sequence[Message], facts: Sequence[Message], names: Sequence[str]
+) -> list[str]:
+    """Warn of each device that multiplies much more slowly than the median of all, and of sockets
+    where RDMA could be used."""
     median = statistics.median(value for figure in figures for value in figure["flops"])
-    return [
-        f"{name}: device {number} is slow, its GEMM runs at {value / 1e12:.3g} TFLOP/s, the median of all at "
-        f"{median / 1e12:.3g}: every step will wait for it (temperature, power limit, another process)"
+    warnings = [
+        f"{name}: device {number} is slow, its GEMM runs at {value / 1e12:.3g} TFLOP/s, the median "
+        f"of all at {median / 1e12:.3g}: every step will wait for it (temperature, power limit, "
+        "another process)"
         for name, figure in zip(names, figures, strict=True)
         for number, value in enumerate(figure["flops"])
         if value < _SLOW * median
     ]
+    warnings += [
+        f"{name}: NCCL uses sockets although RDMA ports are active ({fact['rdma_ports']}): steps "
+        "may be many times slower (NCCL_IB_DISABLE, NCCL_IB_HCA, the RDMA libraries, `ibv_devinfo`)"
+        for name, figure, fact in zip(names, figures, facts, strict=True)
+        if figure["transport"] == "sockets" and fact["rdma_ports"]
+    ]
+    return warnings
+
+
+def transport(log: str) -> str:
+    """The network that NCCL took by what it logs: `InfiniBand`, `RoCE`, `sockets`, or empty."""
+    if "NET/IB : Using" in log:
+        return "RoCE" if "/RoCE" in log else "InfiniBand"
+    return "sockets" if "NET/Socket : Using" in log else ""
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -115,7 +138,7 @@ def _tail(log: Path, lines: int = 15) -> str:
     return "".join(f"  {line}\n" for line in text.splitlines()[-lines:])
 
 
-def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> None:
+def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: str) -> None:
     """One rank: the parts in order, each noted before it begins."""
     import torch
     import torch.distributed as dist
@@ -124,6 +147,8 @@ def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> 
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        if job["device"] == "GPU":  # NCCL names the network that it takes
+            os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
     part = Path(log).with_suffix(".part")
 
     def begin(what: str) -> None:
@@ -165,7 +190,7 @@ def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> 
             store.set(f"left/{rank}", "")
         else:
             store.wait([f"left/{other}" for other in range(1, sum(sizes))], timeout)
-        link.send({"inside": inside, "between": between, "latency_s": latency_s, "flops": flops})
+        pipe.send({"inside": inside, "between": between, "latency_s": latency_s, "flops": flops})
     except Exception as error:
         print(f"rank {rank}, {part.read_text(encoding='utf-8')}: {error}", flush=True)
         # Without gloo's guesses.
@@ -176,7 +201,7 @@ def _be_rank(link: Link, job: Message, rank: int, local_rank: int, log: str) -> 
             f"{job['name']}, rank {rank}: {part.read_text(encoding='utf-8')} failed ({first_line})"
         )
         advice = "the same with NCCL_DEBUG=INFO, or TORCH_DISTRIBUTED_DEBUG=DETAIL on every node, says more"
-        link.send({"problems": [f"{what} - {advice}"]})
+        pipe.send({"problems": [f"{what} - {advice}"]})
     os._exit(0)  # closing the groups would wait for the others
 
 

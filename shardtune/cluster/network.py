@@ -1,4 +1,4 @@
-"""This machine's place in the network: its interfaces, the way to an address, who holds a port, who answers."""
+"""This machine's network: interfaces, routes, ports and their holders."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ def addresses() -> dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Interf
     for _, name in socket.if_nameindex():  # one without any address is in no other list
         found.setdefault(name, [])
     return found
+
+
+def loopback() -> str:
+    """The name of the loopback interface, mostly lo."""
+    return interfaces_of("127.0.0.1")[0]
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def described_addresses() -> str:

@@ -1,4 +1,4 @@
-"""What must be the same on every node, or is worth a warning: versions, code, configuration, data, model, machine."""
+"""Facts about a node: versions, code, configuration, data, model, machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from typing import Any
 
 import xxhash
 
-from shardtune.cluster.children import Child, results
-from shardtune.cluster.control import Link, Message
-from shardtune.cluster.environment import DATA_SUFFIXES, REPOSITORY, Settings, existing_part
+from shardtune.cluster.child import Child, Message, Pipe, results
+from shardtune.cluster.environment import DATA_SUFFIXES, REPOSITORY, Environment, existing_part
 from shardtune.config_io import to_dict
 
 # More than this is not read whole: then blocks at even distances of every file.
@@ -31,11 +30,16 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 _TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
 _MAY_DIFFER = ("run.dir", "distributed.join_timeout_s")
 _GPU_TIMEOUT_S = 60.0
+# Packages on which tokens or numbers depend.
+_PACKAGES = (
+    *("torch", "transformers", "tokenizers", "datasets"),
+    *("accelerate", "safetensors", "numpy", "jinja2"),
+)
 
 
-def facts_of_files(settings: Settings) -> Message:
-    """What this node has installed, and what it is to run on; quick, since nothing large is imported."""
-    config = settings.config
+def facts_of_files(environment: Environment) -> Message:
+    """Collect what is installed and what the run reads; quick, since nothing large is imported."""
+    config = environment.config
     assert config is not None
     remarks: list[str] = []
     flat = {
@@ -44,9 +48,8 @@ def facts_of_files(settings: Settings) -> Message:
         for key, value in section.items()
     }
     model = _model(Path(config.model.path), remarks)
-    packages = ("torch", "transformers", "datasets", "safetensors")
     return {
-        "versions": {name: importlib.metadata.version(name) for name in packages}
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
         | {"Python": ".".join(platform.python_version_tuple()[:2])},
         "code": _code(),
         # Ranks with these meet once more, which the others would not.
@@ -60,26 +63,26 @@ def facts_of_files(settings: Settings) -> Message:
         "model": model,
         "weights_bytes": sum(entry["bytes"] for entry in model.values() if entry["is_weights"]),
         "remarks": remarks,
-        "processes": settings.processes,
+        "processes": environment.processes,
         "run_dir": config.run.dir,
         "free_disk_bytes": shutil.disk_usage(existing_part(Path(config.run.dir))).free,
     }
 
 
-def facts_of_machine(settings: Settings) -> Message:
-    """Its devices and limits. torch is imported here, and CUDA begun in a fork alone."""
+def facts_of_machine(environment: Environment) -> Message:
+    """Collect devices and limits. torch is imported here; CUDA begins in a fork only."""
     import torch
 
-    assert settings.config is not None
-    found = _gpus()
-    if found.get("problems"):
-        return found
-    gpus = [] if settings.config.distributed.backend == "gloo" else found["gpus"]
+    assert environment.config is not None
+    report = _gpus()
+    if report.get("problems"):
+        return report
+    gpus = [] if environment.config.distributed.backend == "gloo" else report["gpus"]
     problems = []
-    if gpus and (settings.processes or 0) > len(gpus):
+    if gpus and (environment.processes or 0) > len(gpus):
         problems.append(
-            f"{settings.name}: GPUS_PER_NODE is {settings.processes} and {len(gpus)} GPUs are visible - set it "
-            "to that number, or look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+            f"{environment.name}: GPUS_PER_NODE is {environment.processes} and {len(gpus)} GPUs "
+            "are visible - set it to that number, or look at CUDA_VISIBLE_DEVICES and nvidia-smi"
         )
     nofile, memlock = (
         resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
@@ -94,7 +97,7 @@ def facts_of_machine(settings: Settings) -> Message:
             else "none",
         },
         "device": "GPU" if gpus else "CPU",
-        "gpus": gpus[: settings.processes],
+        "gpus": gpus[: environment.processes],
         "gpu_users": _ask_nvidia("--query-compute-apps=pid,process_name,used_memory")
         if gpus
         else "",
@@ -102,35 +105,44 @@ def facts_of_machine(settings: Settings) -> Message:
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
         "nofile": nofile,
         "memlock": memlock,
-        "has_rdma": Path("/sys/class/infiniband").is_dir()
-        and any(Path("/sys/class/infiniband").iterdir()),
+        "rdma_ports": _rdma_ports(Path("/sys/class/infiniband")),
     }
 
 
 def _gpus() -> Message:
     """In a process of its own: one that has used CUDA cannot fork the ranks."""
     name = "the look at the GPUs"
-    late = f"{name} took more than {_GPU_TIMEOUT_S:.0f} s - see whether nvidia-smi answers, and restart the machine"
+    late = (
+        f"{name} took more than {_GPU_TIMEOUT_S:.0f} s - "
+        "see whether nvidia-smi answers, and restart the machine"
+    )
     return results([Child(name, _report_gpus)], _GPU_TIMEOUT_S, lambda _: late, 0)[0]
 
 
-def _report_gpus(link: Link) -> None:
+def _report_gpus(pipe: Pipe) -> None:
     import torch
 
-    found = []
+    gpus = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(number)
-        found.append(
+        gpus.append(
             {"name": torch.cuda.get_device_name(number), "free_bytes": free, "total_bytes": total}
         )
-    link.send({"gpus": found})
+    pipe.send({"gpus": gpus})
+
+
+def _rdma_ports(devices: Path) -> str:
+    """The RDMA ports that are active, as `mlx5_0:1`, by the kernel's own files."""
+    states = sorted(devices.glob("*/ports/*/state"))
+    active = [s for s in states if "ACTIVE" in s.read_text(encoding="utf-8")]
+    return ", ".join(f"{state.parents[2].name}:{state.parent.name}" for state in active)
 
 
 def _nccl_version() -> str | None:
-    """Of the library that torch has loaded; torch.cuda.nccl.version() is the one that torch was built with.
+    """The version of the library that torch has loaded, or None where it is part of torch.
 
-    The packages nvidia-nccl-cu*, LD_PRELOAD and LD_LIBRARY_PATH choose it. Its number is NCCL_VERSION of nccl.h, as of
-    2.9. None where it is no library of its own.
+    torch.cuda.nccl.version() is the one that torch was built with; the packages nvidia-nccl-cu*,
+    LD_PRELOAD and LD_LIBRARY_PATH choose the other. The number is NCCL_VERSION of nccl.h, as of 2.9.
     """
     number = ctypes.c_int()
     try:
@@ -158,7 +170,7 @@ def _ask_nvidia(query: str) -> str:
 
 
 def _code() -> dict[str, str]:
-    """Of every file that a run executes, by its path in the repository."""
+    """A digest of every file that a run executes, by its path in the repository."""
     files: Iterable[Path] = (
         file
         for pattern in ("train_fsdp.py", "launch_node*.sh", "shardtune/**/*.py", "distTest/**/*")
@@ -171,15 +183,13 @@ def _code() -> dict[str, str]:
     }
 
 
-def preflight_digest() -> str:
-    """Of the programs that meet; only where they are the same do they understand each other beyond `hello`."""
-    return digest_of(
-        {name: found for name, found in _code().items() if name.startswith("distTest/")}
-    )
+def agents_digest() -> str:
+    """A digest of the programs that meet: only equal ones understand more than a hello."""
+    return digest_of({name: d for name, d in _code().items() if "shardtune/cluster/" in name})
 
 
 def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
-    """Of every file of the data its size and digest, by key and name."""
+    """Size and digest of every file of the data, by key and name."""
     files = {}
     for key, spec in specs.items():
         if spec is not None and not Path(spec).exists():
@@ -201,27 +211,25 @@ def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
 
 
 def _model(folder: Path, remarks: list[str]) -> dict[str, dict[str, Any]]:
-    """Of every file of the model's directory what it is compared by: its size, and its content or samples of it."""
+    """Size and digest of every file of the model's directory; of large ones samples of it."""
     if not folder.is_dir():
-        remarks.append(
-            f"model.path={folder} is a name of the hub, of which the ranks compare the revision"
-        )
+        remarks.append(f"model.path={folder} is a name of the hub; the ranks compare its revision")
         return {}
-    found, files = {}, _files_in(folder)
+    entries, files = {}, _files_in(folder)
     weights = [file for file in files if file.suffix in _WEIGHT_SUFFIXES]
     is_whole = _is_read_whole("the model's weights", weights, remarks)
     for file in files:
         size, is_weights = file.stat().st_size, file in weights
-        told = f"{size} bytes, digest {digest(file, is_whole=is_whole or not is_weights)}"
-        found[file.name] = {"bytes": size, "is_weights": is_weights, "told": told}
-    return found
+        shown = f"{size} bytes, digest {digest(file, is_whole=is_whole or not is_weights)}"
+        entries[file.name] = {"bytes": size, "is_weights": is_weights, "shown": shown}
+    return entries
 
 
 def _is_read_whole(what: str, files: Iterable[Path], remarks: list[str]) -> bool:
     is_whole = sum(file.stat().st_size for file in files) <= _WHOLE_BYTES
     if not is_whole:
         remarks.append(
-            f"{what}: over {_WHOLE_BYTES >> 30} GiB, so samples of each file are compared, and its size"
+            f"{what}: over {_WHOLE_BYTES >> 30} GiB, so each file's size and samples are compared"
         )
     return is_whole
 
@@ -233,18 +241,18 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def digest(file: Path, is_whole: bool) -> str:
-    """xxh3 of a file's content, or of blocks of it at even distances, the first and the last among them."""
-    found = xxhash.xxh3_64()
+    """xxh3 of a file's content, or of blocks at even distances from the first to the last."""
+    hasher = xxhash.xxh3_64()
     size = file.stat().st_size
     with file.open("rb") as stream:
         if is_whole or size <= _BLOCKS * _BLOCK_BYTES:
             while block := stream.read(8 * _BLOCK_BYTES):
-                found.update(block)
+                hasher.update(block)
         else:
             for number in range(_BLOCKS):
                 stream.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
-                found.update(stream.read(_BLOCK_BYTES))
-    return found.hexdigest()
+                hasher.update(stream.read(_BLOCK_BYTES))
+    return hasher.hexdigest()
 
 
 def digest_of(value: Any) -> str:

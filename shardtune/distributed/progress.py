@@ -3,56 +3,80 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 
-STEP_PHASES = ("data", "forward and backward", "optimizer")
+from shardtune.distributed.rank_record import STEP_PHASES, Phase, this_rank
+
+__all__ = ["STEP_PHASES", "Phase", "Progress"]
 
 
 class Progress:
-    """The main thread says where it is; a watchdog reads it. Ranks that do the same work have the same `arrivals`."""
+    """The main thread says where it is, here and to the agent of its node.
+
+    Ranks that do the same work have the same number of arrivals.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.step: int | None = None  # None before the first evaluation or step
-        self.phase = "start-up"
-        self.arrivals = 0  # how often this rank has come to a place where it needs the others
+        self._record = this_rank()
         self._is_timed_by_stream = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._entered = time.perf_counter()
-        self._worker = self._main = threading.get_ident()
+        self._main = threading.get_ident()
         self._waits: list[tuple[str, Any, Any]] = []
+        self._record.thread = self._main
+        self._record.write()
+
+    @property
+    def step(self) -> int | None:
+        """The step or the evaluation that runs; None before the first one."""
+        return self._record.step
+
+    @property
+    def phase(self) -> Phase:
+        return self._record.phase
 
     @property
     def place(self) -> str:
-        return self.phase if self.step is None else f"step {self.step} ({self.phase})"
+        return self._record.place
+
+    @property
+    def limits_steps(self) -> bool:
+        return self._record.limits_steps
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """From now on this rank is in `phase`; the step is the one before unless it is named."""
         now = time.perf_counter()
         self._seconds[self.phase] += now - self._entered
-        self._entered, self.phase = now, phase
-        self.step = self.step if step is None else step
+        self._entered, self._record.phase = now, Phase(phase)
+        self._record.step = self.step if step is None else step
+        self._record.write()
+
+    def limit_steps(self) -> None:
+        """Tell the agent that a step has ended: from now on none may take longer than its time limit."""
+        self._record.limits_steps = True
+        self._record.write()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """What this holds needs all ranks, so the first of them waits in it for the last."""
+        """Hold a collective: the first rank waits in it for the last."""
         self.arrive()
         with self.stalled():
             yield
 
     def arrive(self) -> None:
-        self.arrivals += 1
+        """Count one more place at which this rank needs the others."""
+        self._record.arrivals += 1
+        self._record.write()
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
-        """Count what this holds as time that the others take: on a GPU that of the current stream, else the host's."""
+        """Count the time inside as the other ranks': on a GPU the current stream's, else the host's."""
         start = self.mark()
         try:
             yield
@@ -65,22 +89,19 @@ class Progress:
 
     @contextlib.contextmanager
     def working_in(self, thread: threading.Thread) -> Iterator[None]:
-        """What this holds waits for a thread of this process: where that is, is where this rank is."""
-        self._worker = thread.ident or self._main
+        """Wait for a thread of this process: its stack says where this rank is."""
+        self._record.thread = thread.ident or self._main
+        self._record.write()
         try:
             yield
         finally:
-            self._worker = self._main
-
-    def frame(self) -> FrameType:
-        """What this rank executes."""
-        # No name for these frames: this one is among them, and with it in a cycle all would keep their tensors.
-        return sys._current_frames().get(self._worker) or sys._current_frames()[self._main]
+            self._record.thread = self._main
+            self._record.write()
 
     def take_seconds(self) -> defaultdict[str, float]:
-        """The seconds in each phase since the last call, without those that `waiting` has.
+        """Return the seconds in each phase since the last call; `waiting` has those of the waits.
 
-        A GPU must have come to the end of what it was given.
+        The device must have finished all work that it was given.
         """
         self.enter(self.phase)
         seconds = self._seconds.copy()
@@ -93,11 +114,11 @@ class Progress:
         return seconds
 
     def seconds_in(self, phase: str) -> float:
-        """The host's seconds in a phase that is over, since the last `take_seconds`."""
+        """Return the host's seconds in a finished phase since the last `take_seconds`."""
         return self._seconds[phase]
 
     def mark(self) -> Any:
-        """Now, for `stalled_since`."""
+        """Return the present moment, for `stalled_since`."""
         if not self._is_timed_by_stream:
             return time.perf_counter()
         event = torch.Event("cuda", enable_timing=True)

@@ -47,7 +47,8 @@ from shardtune.checkpoint.manifest import (
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.train_state import random_state, training_state
 from shardtune.config import CheckpointConfig, DistributedConfig
-from shardtune.distributed.world import World, join_world
+from shardtune.distributed.join import join_world
+from shardtune.distributed.world import World
 from shardtune.errors import UserError
 
 SAVES = (1, 2)

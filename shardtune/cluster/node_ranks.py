@@ -1,0 +1,179 @@
+"""The ranks of one node: torchrun's agent class starts and watches them in a thread of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from shardtune.cluster.watch import IdleClock, Limits, RankStatus
+from shardtune.distributed.exit import STACK_SIGNAL
+from shardtune.distributed.rank_record import RECORD_BYTES, RECORDS, STACK, RankRecord
+from shardtune.errors import first_line
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_STACK_WITHIN_S = 2.0
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, which notes how each process ended before it ends the others."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+        super().__init__(spec, logs, start_method="spawn")
+        self.exit_codes: dict[int, int] = {}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by local rank, once the processes have started."""
+        return self._pcontext.pids() if self._pcontext is not None else {}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.note_ends()
+        return super()._monitor_workers(worker_group)
+
+    def note_ends(self) -> None:
+        handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
+        for local_rank, handler in handlers.items():
+            if local_rank not in self.exit_codes and (code := handler.proc.poll()) is not None:
+                self.exit_codes[local_rank] = code
+
+
+class NodeRanks(threading.Thread):
+    """One attempt of a run on this node.
+
+    `command` is the program and its arguments. `memory` holds the ranks' records and their stacks.
+    `exit_codes` has the ranks that have ended, in the order of their ends.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        first_rank: int,
+        local_size: int,
+        rendezvous: StaticTCPRendezvous,
+        host: str,
+        logs: Path,
+    ) -> None:
+        super().__init__(name="ranks", daemon=True)
+        self.problem: str | None = None
+        records = os.memfd_create("shardtune ranks")
+        os.ftruncate(records, local_size * RECORD_BYTES)
+        memory = mmap.mmap(records, local_size * RECORD_BYTES)
+        self._stacks = os.memfd_create("shardtune stacks")
+        self._descriptors = (records, self._stacks)
+        os.environ[RECORDS] = f"/proc/{os.getpid()}/fd/{records}"
+        os.environ[STACK] = f"/proc/{os.getpid()}/fd/{self._stacks}"
+        self.records = [RankRecord(memory, index) for index in range(local_size)]
+        self.statuses = [RankStatus(first_rank + index, host) for index in range(local_size)]
+        self._clocks: dict[int, IdleClock] = {}
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=local_size,
+            entrypoint=sys.executable,
+            args=("-u", *command),
+            rdzv_handler=rendezvous,
+            max_restarts=0,
+            monitor_interval=0.1,
+            master_addr=rendezvous.master_addr,
+            master_port=rendezvous.master_port,
+        )
+        self._agent = _Agent(spec, DefaultLogsSpecs(log_dir=str(logs)))
+
+    @property
+    def exit_codes(self) -> dict[int, int]:
+        return self._agent.exit_codes
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return self._agent.pids
+
+    def run(self) -> None:
+        """Start the processes and return when all have ended; `problem` says why none began."""
+        try:
+            self._agent.run()
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {first_line(error)}"
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that runs."""
+        for local_rank, pid in self.pids.items():
+            if local_rank not in self.exit_codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def kill(self, timeout_s: float) -> bool:
+        """Kill all ranks; whether all have ended within this time."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive() and time.monotonic() < deadline:
+            self.signal(signal.SIGKILL)
+            self.join(0.1)
+        return not self.is_alive()
+
+    def close(self) -> None:
+        """Give back the shared memory."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def tick(self, limits: Limits) -> None:
+        """Bring `statuses` up to date, once a second."""
+        for index, pid in self.pids.items():
+            record, status = self.records[index], self.statuses[index]
+            record.read()
+            if index not in self._clocks:
+                with contextlib.suppress(Exception):  # it has ended
+                    self._clocks[index] = IdleClock(pid)
+            if clock := self._clocks.get(index):
+                clock.tick(record, status)
+            _, limit_s = limits.of(status)
+            if status.idle_s <= limit_s:
+                status.frame = ""
+            elif not status.frame and record.has_started:
+                status.frame = _describe(self.stack(index)[-1:])
+
+    def stack(self, index: int) -> list[traceback.FrameSummary]:
+        """Where the Python code of a rank is, outermost call first; empty if it does not answer."""
+        record = self.records[index]
+        record.read()
+        if not record.has_started or index in self.exit_codes:
+            return []
+        os.ftruncate(self._stacks, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[index], STACK_SIGNAL)
+        deadline, text, before = time.monotonic() + _STACK_WITHIN_S, "", None
+        while time.monotonic() < deadline and (not text or text != before):
+            before = text
+            time.sleep(0.05)
+            text = os.pread(self._stacks, 1 << 20, 0).decode(errors="replace")
+        return _frames(text, record.thread)
+
+
+def _frames(text: str, thread: int) -> list[traceback.FrameSummary]:
+    """The frames of one thread in what faulthandler writes, outermost call first."""
+    threads: dict[int, list[traceback.FrameSummary]] = {}
+    frames: list[traceback.FrameSummary] = []
+    for line in text.splitlines():
+        if head := re.search(r"[Tt]hread 0x([0-9a-f]+)", line):
+            frames = threads.setdefault(int(head[1], 16), [])
+        elif frame := _FRAME.match(line):
+            frames.insert(0, traceback.FrameSummary(frame[1], int(frame[2]), frame[3]))
+    return threads.get(thread, frames)
+
+
+def _describe(frames: list[traceback.FrameSummary]) -> str:
+    if not frames:
+        return ""
+    return f"{frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}"
