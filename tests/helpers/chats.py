@@ -1,0 +1,57 @@
+"""Made-up conversations, which the tokenizer of `tiny_models` was trained on."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+WORDS = [
+    "rank",
+    "node",
+    "shard",
+    "mesh",
+    "step",
+    "token",
+    "loss",
+    "norm",
+    "gloo",
+    "store",
+    "port",
+    "epoch",
+    "batch",
+    "layer",
+    "expert",
+    "router",
+]
+
+
+def sentence(source: random.Random, words: int) -> str:
+    return " ".join(source.choice(WORDS) for _ in range(words))
+
+
+def chats(count: int, seed: int = 0, longest_answer: int = 30) -> list[dict[str, Any]]:
+    """Conversations of one to three turns, with questions and answers of very different lengths."""
+    source = random.Random(seed)
+    return [
+        {
+            "messages": [
+                message
+                for _ in range(source.randint(1, 3))
+                for message in (
+                    {"role": "user", "content": sentence(source, source.randint(1, 20))},
+                    {
+                        "role": "assistant",
+                        "content": sentence(source, source.randint(1, longest_answer)),
+                    },
+                )
+            ]
+        }
+        for _ in range(count)
+    ]
+
+
+def write_jsonl(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path

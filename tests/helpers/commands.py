@@ -1,0 +1,67 @@
+"""The real commands, started as a user does, and what a run leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distTest.rehearse import namespaces
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+needs_namespaces = pytest.mark.skipif(
+    namespaces.why_not() is not None,
+    reason=f"network namespaces cannot be made: {namespaces.why_not()}",
+)
+
+
+def a_free_port() -> str:
+    """One that the system does not choose for anybody's connections meanwhile (`net.ipv4.ip_local_port_range`)."""
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", random.randrange(20_000, 29_000)))
+            return str(listener.getsockname()[1])
+
+
+def launch(
+    processes: int,
+    *arguments: Any,
+    cwd: Path,
+    timeout_s: float = 240,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run train_fsdp.py as a user would: under torchrun, or plainly for one process (`processes=0`)."""
+    script = [str(REPOSITORY / "train_fsdp.py"), *map(str, arguments)]
+    runner = (
+        []
+        if processes == 0
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    )
+    return subprocess.run(
+        [sys.executable, *runner, *script],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=os.environ | (env or {}),
+        check=False,
+    )
+
+
+def read_metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The objects of this kind, without their time, which has to be in UTC."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+    times = [datetime.datetime.fromisoformat(entry.pop("time")) for entry in entries]
+    assert all(time.utcoffset() == datetime.timedelta(0) for time in times)
+    return entries
