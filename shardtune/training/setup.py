@@ -24,8 +24,9 @@ from shardtune.data.dataset import (
     prepare_data,
 )
 from shardtune.data.schedule import Position, Schedule, make_schedule
+from shardtune.distributed.join import describe
 from shardtune.distributed.tensors import dtype_name
-from shardtune.distributed.world import World, describe
+from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.model.build import compute_dtype, local_bytes
