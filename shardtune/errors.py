@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 # The remedy of most failures; distTest/launch.sh has the same words.
@@ -69,3 +71,15 @@ def first_few(names: Sequence[object], limit: int) -> str:
     """Return at most `limit` names and the number of the others: "a, b and 3 more"."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(str, names[:limit])) + more
+
+
+def require_packages() -> None:
+    """End this process with code 2 and one line if this Python lacks a package that a run imports."""
+    names = ("torch", "transformers", "datasets", "accelerate", "psutil", "yaml", "pydantic")
+    if missing := [name for name in names if not find_spec(name)]:
+        print(
+            f"ERROR: {sys.executable} has no {', '.join(missing)} - activate the environment that has "
+            "requirements.txt (make setup; source .venv/bin/activate)",
+            file=sys.stderr,
+        )
+        sys.exit(2)

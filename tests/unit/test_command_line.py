@@ -1,0 +1,106 @@
+"""`shardtune COMMAND`: exit codes and last lines that every command shares."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+
+from shardtune import __main__ as command_line
+from shardtune.__main__ import run
+from shardtune.errors import Aborted, RunFailed, UserError, first_few, first_line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "the following arguments are required: COMMAND - see shardtune --help"),
+        (["verify"], "the following arguments are required: CHECKPOINT_DIR - see shardtune verify"),
+        (["verify", "a", "--fast"], "unrecognized arguments: --fast - see shardtune verify --help"),
+        (["exprot", "a"], "argument COMMAND: invalid choice: 'exprot'"),
+        (["export", "a", "b", "--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"ERROR: {line}") and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [
+        (UserError("a - b", "c - d"), 2, ["ERROR: a - b", "ERROR: c - d"]),
+        (RunFailed("a - b"), 1, ["ERROR: a - b"]),
+        (Aborted("a - b", 75), 75, ["ERROR: a - b"]),
+        (ValueError("a\nb"), 1, ["ERROR: ValueError: a - see the lines above"]),
+        (BrokenPipeError(), 0, []),
+    ],
+)
+def test_an_error_has_its_exit_code(
+    error: BaseException,
+    code: int,
+    lines: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setitem(command_line.COMMANDS, "verify", (fail, ""))
+    assert run(["verify", "x"]) == code
+    errors = capfd.readouterr().err.splitlines()
+    assert [line for line in errors if line.startswith("ERROR")] == lines
+    assert errors[len(errors) - len(lines) :] == lines
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"    {name}" in text for name in command_line.COMMANDS)
+
+
+def test_a_reader_may_close_the_pipe() -> None:
+    command = [sys.executable, "-m", "shardtune", "config-schema"]
+    started = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert started.stdout and started.stderr
+    started.stdout.close()
+    assert (started.stderr.read(), started.wait()) == (b"", 0)
+
+
+@pytest.mark.parametrize("module", ["shardtune", "distTest.preflight"])
+def test_missing_packages_are_named(module: str, tmp_path: Path) -> None:
+    """An interpreter that finds no site-packages has none of the requirements."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            f"import sys, runpy; sys.path.insert(0, {str(REPOSITORY)!r}); runpy.run_module({module!r}, run_name='__main__')",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    packages = "torch, transformers, datasets, accelerate, psutil, yaml, pydantic"
+    assert done.stderr.startswith(f"ERROR: {sys.executable} has no {packages} - activate ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_first_line_and_first_few() -> None:
+    assert first_line(ValueError("\n a\nb")) == "a"
+    assert first_line(ValueError()) == "ValueError"
+    assert first_few([1, 2, 3], 3) == "1, 2, 3"
+    assert first_few("abcd", 2) == "a, b and 2 more"

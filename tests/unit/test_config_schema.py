@@ -1,0 +1,56 @@
+"""The descriptions of the configuration: complete, current, and named by the shipped YAML files."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from conftest import REPOSITORY
+from helpers.configs import DEFAULTS
+
+from shardtune.__main__ import run
+from shardtune.config import KEYS
+
+SCHEMA = REPOSITORY / "docs/config.schema.json"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [([], "docs/config.schema.json"), (["--markdown"], "docs/configuration.md")],
+)
+def test_the_committed_description_is_current(
+    arguments: list[str], file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["config-schema", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (REPOSITORY / file).read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_every_key_has_its_default_and_a_description() -> None:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    assert set(schema["properties"]) == set(DEFAULTS)
+    required = []
+    for section, defaults in DEFAULTS.items():
+        reference = schema["properties"][section]["$ref"].rpartition("/")[2]
+        model = schema["$defs"][reference]
+        assert model["properties"].keys() == defaults.keys() and not model["additionalProperties"]
+        required += [f"{section}.{name}" for name in model.get("required", [])]
+        for name, key in model["properties"].items():
+            assert key["description"].endswith((".", "`"))
+            if "default" in key and (section, name) != ("run", "dir"):
+                assert key["default"] == defaults[name]
+    assert required == ["model.path", "data.train"]
+
+
+def test_the_page_has_a_line_for_every_key() -> None:
+    text = (REPOSITORY / "docs/configuration.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+\.\w+)` \|", text, re.MULTILINE) == list(KEYS)
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "examples/demo.yaml"])
+def test_shipped_files_name_the_schema_for_editors(file: str) -> None:
+    path = REPOSITORY / file
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    named = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
+    assert named and (path.parent / named[1]).resolve() == SCHEMA
