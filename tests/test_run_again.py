@@ -87,15 +87,15 @@ def test_what_may_not_change_is_refused(
 ) -> None:
     before = digests(tmp_path / "runs")
     done = run_again(
-        "train.max_steps=5", "optimizer.lr=2e-3", "run.seed=7", "train.max_grad_norm=null"
+        "train.max_steps=5", "optimizer.betas=[0.9,0.99]", "run.seed=7", "data.max_length=64"
     )
     assert done.returncode == 2
     errors = done.stderr.splitlines()
     assert len(errors) == 3 and all(error.startswith("ERROR: ") for error in errors)
     for change in (
-        "optimizer.lr is 0.002 and was 0.001",
+        "optimizer.betas is [0.9, 0.99] and was [0.9, 0.95]",
         "run.seed is 7 and was 1234",
-        "train.max_grad_norm is null and was 1.0",
+        "data.max_length is 64 and was ",
     ):
         assert change in done.stderr
     assert digests(tmp_path / "runs") == before
