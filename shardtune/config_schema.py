@@ -45,7 +45,10 @@ def markdown() -> str:
     for section, model in SECTIONS.items():
         properties = model.model_json_schema()["properties"]
         lines += [f"## {section}", "", f"{model.__doc__}", ""]
-        lines += ["| key | default | allowed | a resume may change it | meaning |", "|---|---|---|---|---|"]
+        lines += [
+            "| key | default | allowed | a resume may change it | meaning |",
+            "|---|---|---|---|---|",
+        ]
         for name, schema in properties.items():
             key = f"{section}.{name}"
             default = "required" if KEYS[key].is_required() else f"`{_yaml(schema['default'])}`"

@@ -1,4 +1,4 @@
-"""Lines for people on standard output: from rank 0, or once a node; and quiet libraries beside them."""
+"""Lines for people on standard output, from rank 0 or once a node; quiet libraries beside them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ class StdoutHandler(logging.Handler):
     """Write each line in one piece to standard output, which may close before the run ends (`| tee`)."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        prefix = "Warning: " if record.levelno == logging.WARNING else ""
         try:
-            print(f"{record.getMessage()}\n", end="", flush=True)
+            print(f"{prefix}{record.getMessage()}\n", end="", flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def setup_logging(is_main: bool, is_node_main: bool) -> None:
-    """Print the lines of `logger` where `is_main`, those of `node_logger` where `is_node_main`."""
+    """Print the lines of `logger` where `is_main` and those of `node_logger` where `is_node_main`."""
     for each, is_shown in ((logger, is_main), (node_logger, is_node_main)):
         each.handlers = [StdoutHandler()] if is_shown else [logging.NullHandler()]
         each.propagate = False
@@ -29,9 +30,9 @@ def setup_logging(is_main: bool, is_node_main: bool) -> None:
 
 
 def quiet_libraries(is_main: bool) -> None:
-    """Progress bars only on a terminal, where a carriage return redraws them; other ranks report nothing but errors.
+    """Show progress bars only on a terminal, where a carriage return redraws them, and warnings only on rank 0.
 
-    Neither do they ask: a model or tokenizer that needs code of its own is refused, on a terminal too.
+    A model or tokenizer that needs code of its own is refused without a question, on a terminal too.
     """
     import datasets
     import huggingface_hub.utils

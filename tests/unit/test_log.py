@@ -1,0 +1,56 @@
+"""Lines on standard output: whose are shown, and in which form."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from conftest import REPOSITORY
+
+from shardtune.log import logger, node_logger, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def _restore_loggers() -> Iterator[None]:
+    before = [(each, each.handlers, each.propagate) for each in (logger, node_logger)]
+    yield
+    for each, each.handlers, each.propagate in before:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("is_main", "is_node_main", "shown"),
+    [(True, True, "run\nWarning: hot\nnode\n"), (False, True, "node\n"), (False, False, "")],
+)
+def test_lines_appear_once_a_run_or_once_a_node(
+    is_main: bool, is_node_main: bool, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(is_main, is_node_main)
+    logger.info("run")
+    logger.warning("hot")
+    node_logger.info("node")
+    assert capsys.readouterr() == (shown, "")
+
+
+def test_a_closed_pipe_does_not_end_the_run() -> None:
+    code = """
+import sys
+from shardtune.log import logger, setup_logging
+setup_logging(True, True)
+sys.stdin.readline()
+logger.info("nobody reads this")
+logger.info("nor this")
+print("alive", file=sys.stderr)
+"""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    assert process.stdout
+    process.stdout.close()
+    assert process.stdin and process.stderr
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    assert (process.stderr.read(), process.wait()) == (b"alive\n", 0)
