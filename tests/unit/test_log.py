@@ -14,10 +14,10 @@ from shardtune.log import logger, node_logger, setup_logging
 
 @pytest.fixture(autouse=True)
 def _restore_loggers() -> Iterator[None]:
-    before = [(each, each.handlers, each.propagate) for each in (logger, node_logger)]
+    before = [(each.handlers, each.propagate) for each in (logger, node_logger)]
     yield
-    for each, each.handlers, each.propagate in before:
-        pass
+    for each, (handlers, propagate) in zip((logger, node_logger), before, strict=True):
+        each.handlers, each.propagate = handlers, propagate
 
 
 @pytest.mark.parametrize(
