@@ -1,8 +1,8 @@
-"""Build the model sharded: every rank reads or draws its own slices and never holds the whole.
+"""Build the model sharded: every rank reads or draws its own slices, never the whole model.
 
-FSDP2 does the sharding and transformers the reading; this module only joins them. The parameters of each decoder
-layer form one FSDP group; embeddings, final norm and head stay in the root's group, where tied weights stay tied
-(in a group of its own, a tied embedding is untied at its first forward).
+FSDP2 shards and transformers reads; this module joins the two. The parameters of each decoder layer
+form one FSDP group. Embeddings, final norm and head stay in the root's group, where tied weights
+stay tied: in a group of its own, a tied embedding is untied at its first forward.
 """
 
 from __future__ import annotations
@@ -16,27 +16,33 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.attention.varlen  # makes its operator known
+import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig as NoParallelism
+from transformers.core_model_loading import WeightConverter
+from transformers.distributed import DistributedConfig
 
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
-from shardtune.errors import RunFailed, UserError
+from shardtune.errors import RunFailed, UserError, first_line
 from shardtune.log import logger
-from shardtune.model.experts import always_give_expert_gradients
+from shardtune.model.experts import (
+    SliceConverter,
+    always_give_expert_gradients,
+    shard_placement,
+)
 from shardtune.model.support import decoder_layers, unsupported
 
-# What selective checkpointing keeps of a layer, as the layer's cost lies here: everything else is computed again.
-_PRODUCTS = [
+# Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
+# recomputes the rest.
+_KEPT_OPERATORS = [
     getattr(torch.ops.aten, name).default
     for name in (
         "mm",
@@ -52,7 +58,10 @@ _PRODUCTS = [
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward; `auto` is bfloat16 where the device multiplies it natively."""
+    """Return the dtype of forward and backward.
+
+    `auto` is bfloat16 where the device multiplies it natively, else float32.
+    """
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
@@ -64,11 +73,12 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def build_model(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
-    """The model sharded over `world.mesh`, in training mode, with its master weights on `world.device`.
+    """Build the model sharded over `world.mesh`, in training mode, its master weights on
+    `world.device`.
 
     Raises:
-        UserError: the attention implementation is not the architecture's, its loss would depend on the batch or its
-            layers on the rank, or the files lack tensors of the model.
+        UserError: the architecture lacks the attention implementation or cannot be trained exactly
+            as configured, or the files lack tensors of the model.
     """
     master = DTYPES[config.model.master_dtype]
     skeleton = _on_meta(model_config, config.model.attention, master)
@@ -83,20 +93,18 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         shard(model, world, policy)
         draw_weights(model, config.run.seed, world.device)
     else:
-        model = _load_sharded(
-            type(skeleton), config.model.path, skeleton.config, master, world, policy
-        )
+        model = _load_sharded(skeleton, master, config.model.path, world, policy)
     if config.model.activation_checkpointing != "none":
-        how: dict[str, Any] = {"use_reentrant": False}
+        options: dict[str, Any] = {"use_reentrant": False}
         if config.model.activation_checkpointing == "selective":
-            how["context_fn"] = lambda: create_selective_checkpoint_contexts(_PRODUCTS)
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     model.config.use_cache = False
     return model.train()
 
 
 def local_bytes(model: PreTrainedModel) -> int:
-    """What this rank holds of the master weights."""
+    """Return the size of this rank's slices of the master weights."""
     return sum(
         p.to_local().numel() * p.element_size()
         for p in model.parameters()
@@ -105,10 +113,9 @@ def local_bytes(model: PreTrainedModel) -> int:
 
 
 def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The architecture without storage. `auto` is sdpa, or eager for an architecture that has no sdpa."""
-    model_config = copy.deepcopy(
-        model_config
-    )  # its own would be changed, which the export writes as the source's
+    """Build the architecture without storage. `auto` is sdpa, or eager where there is no sdpa."""
+    # A copy, because building changes it, and the export writes it as the source's.
+    model_config = copy.deepcopy(model_config)
     refusals = []
     for implementation in ("sdpa", "eager") if attention == "auto" else (attention,):
         try:
@@ -117,54 +124,42 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
                     model_config, attn_implementation=implementation, dtype=dtype
                 )
         except ValueError as error:
-            refusals.append(str(error).splitlines()[0])
+            refusals.append(first_line(error))
     raise UserError(
-        f"model.attention={attention} is not for {model_config.model_type} ({refusals[0]}) - use model.attention=auto"
+        f"model.attention={attention} is not available for {model_config.model_type} "
+        f"({refusals[0]}) - use model.attention=auto"
     )
 
 
 def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
-    """Apply FSDP2: one group per decoder layer, and the root's for what is left.
-
-    Raises:
-        UserError: stacked experts that neither their number nor their width spreads over the ranks.
-    """
-
-    shards = world.mesh["shard"].size()
-
-    def placement(parameter: nn.Parameter) -> Shard:
-        """FSDP2's own choice, the first dimension, unless stacked experts would leave a rank without any."""
-        experts = parameter.shape[0]
-        if parameter.dim() < 3 or -(-experts // shards) * (shards - 1) < experts:
-            return Shard(0)
-        # The last dimension: the second is where the files' gate and up projections are joined.
-        if parameter.shape[-1] % shards == 0:
-            return Shard(parameter.dim() - 1)
-        raise UserError(
-            f"{experts} experts of width {parameter.shape[-1]} do not spread over {shards} ranks, one of "
-            "them would hold none - use a number of ranks that divides the experts or their width"
-        )
-
+    """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters."""
+    options: dict[str, Any] = {
+        "mesh": world.mesh,
+        "mp_policy": policy,
+        "shard_placement_fn": partial(shard_placement, shards=world.mesh["shard"].size()),
+    }
     layers = decoder_layers(model)
     if not layers:
         logger.info(
-            f"{type(model).__name__} names no layers to shard by: every forward gathers the whole model at once"
+            f"{type(model).__name__} names no layers to shard by: every forward gathers the whole "
+            "model at once"
         )
     for layer in reversed(layers):  # inner layers before those around them
-        fully_shard(layer, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+        fully_shard(layer, **options)
         always_give_expert_gradients(layer)
-    fully_shard(model, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+    fully_shard(model, **options)
 
 
-def compile_layers(model: PreTrainedModel, config: Config, world: World) -> None:
-    """Compile the forward of each layer, once for all lengths; FSDP2's hooks and the checkpoint stay outside.
+def compile_layers(model: PreTrainedModel, config: Config) -> None:
+    """Compile the forward of each layer, once for all lengths.
 
-    It happens at the first call, which raises Stopped where it fails.
+    FSDP2's hooks and activation checkpointing stay outside. Compilation happens at the first call,
+    which raises RunFailed where it fails.
     """
 
     def compiled(layer: Any) -> Callable[..., Any]:
-        # transformers has the checkpoint in the forward: compiled with it, a layer whose graph breaks, as it does at
-        # attention, would not be compiled at all, and nothing would say so.
+        # transformers checkpoints inside the forward. Compiled together, a layer whose graph
+        # breaks, as it does at attention, would silently stay uncompiled.
         inner = inspect.unwrap(
             type(layer).forward,
             stop=lambda function: function.__code__.co_name != "forward_with_checkpointing",
@@ -177,11 +172,11 @@ def compile_layers(model: PreTrainedModel, config: Config, world: World) -> None
                     return layer._gradient_checkpointing_func(partial(fast, **options), *arguments)
                 return fast(*arguments, **options)
             except (TorchDynamoException, InductorError) as error:
-                reason = str(error).strip().splitlines()[0]
+                reason = first_line(error)
                 name = type(layer).__name__.removeprefix("FSDP")
                 raise RunFailed(
-                    f"model.compile=true: {name} cannot be compiled here ({reason}) - install what it lacks, such as a "
-                    "C++ compiler on a CPU, or use model.compile=false"
+                    f"model.compile=true: {name} cannot be compiled here ({reason}) - install the "
+                    "missing part, such as a C++ compiler on a CPU, or use model.compile=false"
                 ) from error
 
         return forward
@@ -189,69 +184,78 @@ def compile_layers(model: PreTrainedModel, config: Config, world: World) -> None
     for layer in decoder_layers(model):
         layer.forward = compiled(layer)
     logger.info(
-        "Each layer is compiled at its first use, so the first steps take minutes and count in the first estimates"
+        "Each layer is compiled at its first use, so the first steps take minutes and count in "
+        "the first estimates"
     )
     if config.model.activation_checkpointing == "selective":
         logger.info(
-            "Compiled layers keep attention and compute their matrix products again: what selective checkpointing "
-            "would keep of them is out of its sight"
+            "Selective checkpointing keeps attention alone in compiled layers: their matrix "
+            "products are recomputed"
         )
 
 
 def _load_sharded(
-    model_class: type[PreTrainedModel],
-    path: str,
-    model_config: PreTrainedConfig,
+    skeleton: PreTrainedModel,
     master: torch.dtype,
+    path: str,
     world: World,
     policy: MixedPrecisionPolicy,
 ) -> PreTrainedModel:
-    """`from_pretrained`, with FSDP2 applied between construction on meta and reading.
+    """Load the weights into a model like the skeleton that is sharded before they are read.
 
-    transformers reads slices for whatever parameters are DTensors at that point, and calls these two methods to make
-    them so; its own default groups would untie tied embeddings and know neither a world of one nor our dtypes.
+    transformers builds on meta, calls `maybe_distribute_model`, and then reads only its slices of
+    all parameters that are DTensors. Its own version of that method unties tied embeddings and
+    supports neither a world of one nor our dtypes.
     """
+    model_class = type(skeleton)
 
-    def prepare_distribute_model(
-        cls: type, distributed_config: Any, device_map: Any = None
-    ) -> tuple[Any, Any, None]:
-        return distributed_config, world.device, None
+    class Sharded(model_class):  # type: ignore[misc, valid-type]
+        __module__ = model_class.__module__
 
-    def maybe_distribute_model(cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
-        model.tie_weights()  # from_pretrained ties only after reading; FSDP2 must know tied weights as one parameter
-        shard(model, world, policy)
-        return model
+        @classmethod
+        def prepare_distribute_model(
+            cls, distributed_config: Any, device_map: Any = None
+        ) -> tuple[Any, Any, None]:
+            return distributed_config, world.device, None
 
-    sharded_class = type(
-        model_class.__name__,
-        (model_class,),
-        {
-            "__module__": model_class.__module__,
-            "prepare_distribute_model": classmethod(prepare_distribute_model),
-            "maybe_distribute_model": classmethod(maybe_distribute_model),
-        },
-    )
-    loader: Any = sharded_class
-    model, info = loader.from_pretrained(
+        @classmethod
+        def maybe_distribute_model(cls, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
+            # from_pretrained ties only after reading; FSDP2 must see tied weights as one parameter.
+            model.tie_weights()
+            shard(model, world, policy)
+            return model
+
+        @staticmethod
+        def _load_pretrained_model(
+            model: PreTrainedModel, states: Any, files: Any, load: Any
+        ) -> Any:
+            for conversion in load.weight_mapping:
+                if type(conversion) is WeightConverter:
+                    conversion.__class__ = SliceConverter
+            return model_class._load_pretrained_model(model, states, files, load)
+
+    # transformers finds its conversions by the class's name.
+    Sharded.__name__ = Sharded.__qualname__ = model_class.__name__
+    model, info = Sharded.from_pretrained(
         path,
-        config=model_config,
+        config=skeleton.config,
         dtype=master,
-        attn_implementation=model_config._attn_implementation,
-        distributed_config=NoParallelism(),
+        attn_implementation=skeleton.config._attn_implementation,
+        distributed_config=DistributedConfig(),  # no parallelism of transformers' own
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
     del model.config.distributed_config
-    missing = sorted(info["missing_keys"])
-    misshapen = sorted(
+    misshapen = (
         f"{name} {list(stored)}, not {list(built)}"
         for name, stored, built in info["mismatched_keys"]
     )
     problems = [
-        f"{path}: {kind} {names[0]} ({len(names)} in all) - fetch the model again, or correct its config.json"
+        f"{path}: {kind} {min(names)} ({len(names)} in all) - fetch the model again, or correct "
+        "its config.json"
         for kind, names in (
-            ("the files lack the model's tensor", missing),
-            ("another shape than the model's has", misshapen),
+            ("the files lack the model's tensor", list(info["missing_keys"])),
+            ("another shape than the model's has", list(misshapen)),
         )
         if names
     ]
@@ -266,9 +270,11 @@ def _load_sharded(
 
 @contextmanager
 def forward_only(model: PreTrainedModel) -> Iterator[None]:
-    """Forwards without dropout, gradients or trace: afterwards every parameter is sharded again.
+    """Run forwards without dropout, gradients or trace: every parameter is sharded again at the
+    end.
 
-    FSDP2 keeps the root's parameters gathered until a backward comes, and their shards out of reach meanwhile.
+    FSDP2 keeps the root's parameters gathered until a backward comes, and their shards out of reach
+    meanwhile.
     """
     model.eval()
     try:
@@ -285,19 +291,18 @@ def forward_only(model: PreTrainedModel) -> Iterator[None]:
 def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> None:
     """Give a sharded model on meta the architecture's own random initialisation.
 
-    The parameters of each module are drawn whole on the CPU, from (seed, the module's name) alone, and each rank
-    keeps its slices: the same model on any number of ranks, and at most one module's parameters in memory.
+    A module's parameters are drawn whole on the CPU, from (seed, the module's name) alone, and
+    each rank keeps its slices: the same model on any number of ranks, with one module's parameters
+    in memory at a time.
     """
     model.to_empty(device=device)
     model.tie_weights()
     drawn: set[int] = set()
     for name, module in model.named_modules():
-        sharded = {
-            key: p for key, p in module.named_parameters(recurse=False) if id(p) not in drawn
-        }
-        if not sharded and (
-            not any(True for _ in module.buffers(recurse=False)) or any(module.parameters(False))
-        ):
+        parameters = dict(module.named_parameters(recurse=False))
+        sharded = {key: p for key, p in parameters.items() if id(p) not in drawn}
+        # A module with nothing but buffers has them initialised too.
+        if not sharded and (parameters or not any(True for _ in module.buffers(recurse=False))):
             continue
         drawn |= {id(parameter) for parameter in sharded.values()}
         for key, parameter in sharded.items():
@@ -322,7 +327,7 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
 
 
 def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The innermost transformers model around the module: its `_init_weights` is the module's."""
+    """Return the innermost transformers model around a module; it initialises the module."""
     while name:
         module = model.get_submodule(name)
         if isinstance(module, PreTrainedModel):

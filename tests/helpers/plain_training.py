@@ -1,4 +1,5 @@
-"""The oracle of exactness, which shares no code with the product: training in plain PyTorch, one record at a time."""
+"""The oracle of exactness, which shares no code with the product: training in plain PyTorch, one
+record at a time."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from conftest import read_metrics, sentence
@@ -17,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 FAMILIES = ("llama", "qwen3", "glm")
 Encoded = tuple[list[int], list[bool]]
 
-# Trained tokens as uneven as they get, in records of about one length: whatever averages over records, rows,
-# micro-batches or ranks before it sums is wrong by a percent, 500 times the tolerance, or more.
+# Trained tokens as uneven as they get, in records of about one length: whatever averages over
+# records, rows, micro-batches or ranks before it sums is wrong by a percent, 500 times the
+# tolerance, or more.
 ANSWER_WORDS = (1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 6, 10, 40, 80)
 ROWS_PACKED = 8
 MAX_LENGTH = 260
@@ -43,7 +46,8 @@ def uneven_chats() -> list[dict[str, Any]]:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]) -> Encoded:
-    """The ids of a conversation in ChatML, and which of them the assistant says: its contents, each with its end."""
+    """The ids of a conversation in ChatML, and which of them the assistant says: its contents, each
+    with its end."""
     text, spans = "", []
     for message in record["messages"]:
         text += f"<|im_start|>{message['role']}\n"
@@ -82,7 +86,8 @@ def plain_training(
     max_norm: float = math.inf,
     weight_decay: float = 0.0,
 ) -> Trained:
-    """AdamW over the loss per trained token of all records, one record at a time, a step for each rate."""
+    """AdamW over the loss per trained token of all records, one record at a time, a step for each
+    rate."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(
@@ -120,8 +125,25 @@ def plain_perplexity(path: Path, records: list[Encoded]) -> float:
     )
 
 
+def save_new_model(
+    build: Callable[[], Any],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    change: Callable[[Any], None] = lambda model: None,
+) -> Path:
+    """The directory of a model with the weights that `build` draws, changed by `change`."""
+    torch.manual_seed(0)
+    model = build()
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def with_weights(source: Path, folder: Path, change: Callable[[Any], None]) -> Path:
-    """A copy of a model's directory, in float32, whose weights or configuration `change` has changed."""
+    """A copy of a model's directory, in float32, whose weights or configuration `change` has
+    changed."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
         change(model)
@@ -163,6 +185,12 @@ def finish(finished: Any) -> str:
 
 def step_losses(run_dir: Path) -> list[float]:
     return [step["loss"] for step in read_metrics(run_dir, "step")]
+
+
+def assert_same_steps(run_dir: Path, expected: Trained) -> None:
+    steps = read_metrics(run_dir, "step")
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
 
 
 def assert_same_weights(run_dir: Path, expected: Trained) -> None:

@@ -1,23 +1,20 @@
-"""However a step is spread and its memory spent, its numbers are those of plain PyTorch: replicas, whole gradients or
-a reduction in each micro-batch, layers computed again, compiled layers."""
+"""However a step is spread and its memory spent, its numbers are those of plain PyTorch: replicas,
+whole gradients or a reduction in each micro-batch, layers computed again, compiled layers."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import resource
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from conftest import launch, read_metrics, write_jsonl
+from conftest import launch, write_jsonl
 from helpers.documented import require_documented
 from helpers.plain_training import (
     Trained,
+    assert_same_steps,
     assert_same_weights,
     encode,
     finish,
@@ -27,14 +24,11 @@ from helpers.plain_training import (
     uneven_chats,
     with_weights,
 )
-from helpers.ranks import config_for, on_ranks, run_script, train
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from helpers.ranks import on_ranks, run_script, train
+from transformers import PreTrainedTokenizerFast
 
 from shardtune.checkpoint import export
-from shardtune.errors import OutOfMemory
-from shardtune.model import build as model
 from shardtune.training import reshard
-from shardtune.training.memory import free_host_bytes, memory_suffices, weights_fit
 
 RATES = (3e-3,) * 4
 
@@ -55,174 +49,6 @@ def run_without_room(arguments: list[str]) -> None:
     """On a rank: as if no memory were free."""
     reshard._SHARE = 0.0
     run_script(arguments)
-
-
-def run_in_little_memory(since: str, arguments: list[str]) -> None:
-    """On a rank: rank 1 has 40 MB more than it holds just before the model is tried, or at its second micro-batch."""
-    owner, name, wanted = {
-        "trial": (reshard, "choose_reshard_policy", 1),
-        "step": (reshard.ReshardPolicy, "before_forward", 2),
-    }[since]
-    original, called = getattr(owner, name), count(1)
-
-    def limit_and_go_on(*given: Any, **options: Any) -> Any:
-        if next(called) == wanted and os.environ["RANK"] == "1":
-            held = (
-                int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-                * resource.getpagesize()
-            )
-            resource.setrlimit(resource.RLIMIT_AS, (held + 40_000_000,) * 2)
-        return original(*given, **options)
-
-    setattr(owner, name, limit_and_go_on)
-    run_script(arguments)
-
-
-def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
-    sharp: dict[str, Path], tmp_path: Path
-) -> None:
-    """Scores of four heads over 2048 tokens take 67 MB. Once a checkpoint is saved, it is resumed with what may change,
-    which comes first."""
-    data = write_jsonl(tmp_path / "train.jsonl", 20 * uneven_chats())
-    more = [
-        "model.attention=eager",
-        "data.max_length=512",
-        "train.micro_batch_size=4",
-        "train.max_steps=2",
-    ]
-    more += ["checkpoint.every_steps=1", "checkpoint.mode=sync"]
-    given = ["--config", "config.yaml", *settings(sharp["llama"], data, tmp_path / "run", *more)]
-    (tmp_path / "config.yaml").touch()
-
-    def remedy(since: str, place: str) -> str:
-        failed = on_ranks(2, run_in_little_memory, since, given, cwd=tmp_path, grace_s=20)
-        assert failed.returncode == 1
-        (said,) = [line for line in failed.stderr.splitlines() if line.startswith("ERROR: ")]
-        what, _, remedy = said.rpartition(" - ")
-        assert re.fullmatch(
-            r"ERROR: rank 1 on \S+: 4 \(train\.micro_batch_size\) rows of up to 512 \(data\.max_length\) tokens do not "
-            rf"fit the memory \(.+can't allocate memory.+\), in {place}",
-            what,
-        ), failed.stderr
-        return remedy
-
-    assert remedy("trial", "loading the model") == (
-        "lower one of the two, or set model.activation_checkpointing=full"
-    )
-    at_resume = (
-        "set model.activation_checkpointing=full, or start anew with another run.dir and a lower "
-        "data.max_length"
-    )
-    assert remedy("step", r"step 2 \(forward and backward\)") == at_resume
-    assert remedy("trial", "loading the model") == at_resume
-
-
-@pytest.mark.parametrize(
-    ("more", "is_saved", "remedy"),
-    [
-        ([], False, "lower data.max_length"),
-        (
-            [],
-            True,
-            "use more GPUs or nodes, or start anew with another run.dir and a lower data.max_length",
-        ),
-        (
-            ["parallel.replicate=2"],
-            True,
-            "lower parallel.replicate, or start anew with another run.dir and a lower data.max_length",
-        ),
-    ],
-)
-def test_memory_that_python_lacks_is_said_too(
-    more: list[str], is_saved: bool, remedy: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    config = config_for(models["llama"], tmp_path, "model.activation_checkpointing=full", *more)
-    said = r"^1 \(train\.micro_batch_size\) row of up to \d+ \(data\.max_length\) tokens does not fit the memory "
-    said += rf"\(Unable to allocate .+\) - {re.escape(remedy)}$"
-    with pytest.raises(OutOfMemory, match=said), memory_suffices(config, lambda: is_saved):
-        np.empty(1 << 60, np.uint8)
-
-
-def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    config = config_for(models["llama"], tmp_path)
-    said = r"^the model with its gradients and its optimizer's state does not fit the memory \((?!the|\d+ \().+\) - "
-    with (
-        pytest.raises(OutOfMemory, match=said),
-        memory_suffices(config, lambda: False),
-        weights_fit(),
-    ):
-        torch.empty(1 << 60, dtype=torch.uint8)
-
-
-def run_in_less_than_the_weights(arguments: list[str]) -> None:
-    """On a rank: the file with the weights is larger than the memory that is left."""
-    build_model = model.build_model
-
-    def limit_and_build(*given: Any) -> Any:
-        held = (
-            int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-            * resource.getpagesize()
-        )
-        resource.setrlimit(resource.RLIMIT_AS, (held + 60_000_000,) * 2)
-        return build_model(*given)
-
-    vars(model)["build_model"] = limit_and_build
-    run_script(arguments)
-
-
-def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    """A file of more than 100 MB."""
-    wide = AutoConfig.from_pretrained(
-        models["llama"], intermediate_size=1 << 16, num_hidden_layers=4
-    )
-    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
-    AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "wide")
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
-    (tmp_path / "config.yaml").touch()
-    given = ["--config", "config.yaml", *settings(tmp_path / "wide", data, tmp_path / "run")]
-    failed = on_ranks(1, run_in_less_than_the_weights, given, cwd=tmp_path)
-    assert failed.returncode == 1
-    assert re.match(
-        r"ERROR: rank 0 on \S+: the model with its gradients and its optimizer's state does not fit the memory \(.+\) "
-        r"- share it among more GPUs or nodes, use some with more memory, or a smaller model$",
-        failed.stderr.splitlines()[-1],
-    ), failed.stderr
-
-
-GROUPS = {
-    "version 2": ("0::/job/step", "", "memory.max", "memory.current", "inactive_file"),
-    "version 1": (
-        "4:cpu,memory:/job/step",
-        "memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-}
-
-
-@pytest.mark.parametrize(("line", "root", "limit", "used", "cached"), GROUPS.values(), ids=GROUPS)
-def test_free_memory_is_that_of_the_container_or_job(
-    line: str, root: str, limit: str, used: str, cached: str, tmp_path: Path
-) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text(f"9:pids:/other\n{line}\n", encoding="utf-8")
-    groups = {"": "max", "job": "50000000", "job/step": "9223372036854771712"}
-    for name, bound in groups.items():
-        folder = tmp_path / "groups" / root / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / limit).write_text(f"{bound}\n", encoding="utf-8")
-        (folder / used).write_text("30000000\n", encoding="utf-8")
-        (folder / "memory.stat").write_text(f"cache 8000000\n{cached} 5000000\n", encoding="utf-8")
-    assert free_host_bytes(tmp_path / "groups", own) == 25_000_000
-    (tmp_path / "groups" / root / "job" / limit).write_text("20000000\n", encoding="utf-8")
-    assert free_host_bytes(tmp_path / "groups", own) == 0
-    own.write_text("0::/elsewhere\n", encoding="utf-8")
-    assert free_host_bytes(tmp_path / "groups", own) > 50_000_000
 
 
 def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) -> tuple[str, Path]:
@@ -281,9 +107,7 @@ def test_a_decision_is_said_with_what_it_was_made_on(
 
 
 def check(run_dir: Path, expected: Trained) -> None:
-    steps = read_metrics(run_dir, "step")
-    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
-    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+    assert_same_steps(run_dir, expected)
     assert_same_weights(run_dir, expected)
 
 
@@ -322,8 +146,8 @@ def test_replicas_and_reductions_equal_plain_pytorch(
         when = "once a step, after its last micro-batch" if room else "in each micro-batch"
         assert f"Gradients: reduced {when} (" in said
         assert (
-            f"Parameters: gathered {'once a step' if room else 'in each forward and each backward'} ("
-            in said
+            "Parameters: gathered "
+            f"{'once a step' if room else 'in each forward and each backward'} (" in said
         )
     check(run_dir, expected[family])
 

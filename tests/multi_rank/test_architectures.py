@@ -1,21 +1,21 @@
-"""Architectures whose layers, positions or experts would make a record depend on its neighbours, or ranks part."""
+"""Architectures whose layers, positions or experts would make a record depend on its neighbours, or
+ranks part."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import chats, read_metrics, small_opt, write_jsonl
 from helpers.plain_training import (
+    assert_same_steps,
     encode,
     finish,
     plain_perplexity,
     plain_training,
+    save_new_model,
     settings,
     sharpen,
     step_losses,
@@ -30,13 +30,10 @@ from transformers import (
     Gemma3nTextConfig,
     GPTNeoConfig,
     GPTNeoForCausalLM,
-    LongcatFlashConfig,
-    LongcatFlashForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 SMALL = {
@@ -57,22 +54,6 @@ LATENT = {
 }
 
 
-def saved(
-    build: Callable[[], Any],
-    tokenizer: PreTrainedTokenizerFast,
-    folder: Path,
-    change: Callable[[Any], None] = lambda model: None,
-) -> Path:
-    """The directory of a model with the weights that `build` draws, changed by `change`."""
-    torch.manual_seed(0)
-    model = build()
-    with torch.no_grad():
-        change(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     "leaking",
     [
@@ -82,7 +63,7 @@ def saved(
     ids=["mamba", "opt"],
 )
 def test_a_model_whose_documents_would_mix_trains_unpacked_alone(leaking, tokenizer, tmp_path):
-    model = saved(leaking, tokenizer, tmp_path / "model")
+    model = save_new_model(leaking, tokenizer, tmp_path / "model")
     records = uneven_chats()[:8]
     given = settings(
         model,
@@ -101,7 +82,8 @@ def test_a_model_whose_documents_would_mix_trains_unpacked_alone(leaking, tokeni
 
 
 def longrope() -> Phi3ForCausalLM:
-    """Records of up to 60 tokens take the short factors, and longer ones factors that are far from those."""
+    """Records of up to 60 tokens take the short factors, and longer ones factors that are far from
+    those."""
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     return Phi3ForCausalLM(
         Phi3Config(
@@ -147,7 +129,7 @@ def gpt_neo() -> GPTNeoForCausalLM:
 
 
 def test_rows_beyond_a_table_of_positions_are_refused(tokenizer, tmp_path):
-    model = saved(gpt_neo, tokenizer, tmp_path / "model")
+    model = save_new_model(gpt_neo, tokenizer, tmp_path / "model")
     (model / "model.safetensors").unlink()  # it is refused before weights are looked for
     data = write_jsonl(tmp_path / "train.jsonl", chats(12))
     given = settings(
@@ -156,8 +138,9 @@ def test_rows_beyond_a_table_of_positions_are_refused(tokenizer, tmp_path):
     refused = train(2, *given, "train.micro_batch_size=3", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
-        "ERROR: gpt_neo has a causal mask of 200 x 200 positions, and the rows of a micro-batch, one behind the other, "
-        "have 300 tokens - lower data.max_length x train.micro_batch_size to 200, or use data.packing=false"
+        "ERROR: gpt_neo has a causal mask of 200 x 200 positions, and the rows of a micro-batch, "
+        "one behind the other, have 300 tokens - lower data.max_length x train.micro_batch_size "
+        "to 200, or use data.packing=false"
     )
     finish(train(2, *given, "train.micro_batch_size=2", cwd=tmp_path))
     finish(
@@ -173,7 +156,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(tokenizer, tmp_path):
 
 
 def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, tmp_path):
-    model = saved(longrope, tokenizer, tmp_path / "model", sharpen)
+    model = save_new_model(longrope, tokenizer, tmp_path / "model", sharpen)
     records = [*chats(6, seed=4, longest_answer=8), *uneven_chats()[:4]]
     encoded = [encode(tokenizer, record) for record in records]
     assert 2 < sum(len(ids) > 60 for ids, _ in encoded) < 8
@@ -191,16 +174,12 @@ def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, 
         )
         assert refused.returncode == 2
         assert refused.stderr.splitlines()[-1] == (
-            "ERROR: phi3 turns to other rope factors for a whole forward once one of its records is longer than 60 "
-            "tokens - use data.max_length=60 or less, or data.packing=false with train.micro_batch_size=1"
+            "ERROR: phi3 turns to other rope factors for a whole forward once one of its records "
+            "is longer than 60 tokens - use data.max_length=60 or less, or data.packing=false "
+            "with train.micro_batch_size=1"
         )
     finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
-    expected, steps = (
-        plain_training(model, encoded, [3e-3] * 2),
-        read_metrics(tmp_path / "run", "step"),
-    )
-    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
-    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+    assert_same_steps(tmp_path / "run", plain_training(model, encoded, [3e-3] * 2))
     baseline = read_metrics(tmp_path / "run", "eval")[0]["perplexity"]
     assert baseline == pytest.approx(plain_perplexity(model, encoded), rel=1e-6)
 
@@ -229,7 +208,7 @@ def test_a_rank_without_rows_disturbs_no_gradient(tokenizer, tmp_path):
         laurel_rank=4,
         activation_sparsity_pattern=[0.0, 0.0],
     )
-    model = saved(lambda: Gemma3nForCausalLM(config), tokenizer, tmp_path / "model")
+    model = save_new_model(lambda: Gemma3nForCausalLM(config), tokenizer, tmp_path / "model")
     texts = ["rank node shard", "mesh step " * 20, "token loss norm " * 10]
     given = ["data.packing=false", "train.gradient_accumulation_steps=2", "train.epochs=2"]
     data = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in texts])
@@ -239,66 +218,12 @@ def test_a_rank_without_rows_disturbs_no_gradient(tokenizer, tmp_path):
     expected = plain_training(
         model, [(of_text, [True] * len(of_text)) for of_text in ids], [3e-3] * 2
     )
-    steps = read_metrics(tmp_path / "run", "step")
-    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
-    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
-
-
-def longcat() -> LongcatFlashForCausalLM:
-    return LongcatFlashForCausalLM(
-        LongcatFlashConfig(
-            **LATENT,
-            vocab_size=331,
-            hidden_size=32,
-            num_layers=1,
-            ffn_hidden_size=64,
-            moe_topk=2,
-            n_routed_experts=4,
-            zero_expert_num=2,
-            expert_ffn_hidden_size=16,
-            max_position_embeddings=512,
-        )
-    )
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_rank_that_reaches_no_expert_reduces_with_those_that_do(
-    checkpointing, tokenizer, tmp_path
-):
-    records = uneven_chats()[:2]
-    encoded = [encode(tokenizer, record) for record in records]
-
-    def part(model: Any) -> None:
-        """Leave to the experts only what the first record prefers to send them beyond anything in the second."""
-        sharpen(model)
-        router, seen = model.model.layers[0].mlp.router, []
-        router.register_forward_hook(
-            lambda module, inputs, output: seen.append(output[0].softmax(-1))
-        )
-        for ids, _ in encoded:
-            model(input_ids=torch.tensor([ids]))
-        margins = [(scores[:, :4].amax(-1) - scores[:, 4:].amin(-1)).amax() for scores in seen]
-        assert abs(margins[0] - margins[1]) > 1e-3
-        router.e_score_correction_bias[:4] -= sum(margins) / 2
-
-    model = saved(longcat, tokenizer, tmp_path / "model", part)
-    data = write_jsonl(tmp_path / "train.jsonl", records)
-    given = [
-        "data.packing=false",
-        "train.epochs=2",
-        f"model.activation_checkpointing={checkpointing}",
-    ]
-    finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))
-    expected, steps = (
-        plain_training(model, encoded, [3e-3] * 2),
-        read_metrics(tmp_path / "run", "step"),
-    )
-    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
-    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+    assert_same_steps(tmp_path / "run", expected)
 
 
 def test_what_no_rank_uses_is_left_as_it_is(tokenizer, tmp_path):
-    """An indexer only chooses what attention sees, so it has no gradient, in a layer of experts neither."""
+    """An indexer only chooses what attention sees, so it has no gradient, in a layer of experts
+    neither."""
     config = DeepseekV32Config(
         **SMALL,
         **LATENT,
@@ -315,7 +240,7 @@ def test_what_no_rank_uses_is_left_as_it_is(tokenizer, tmp_path):
         index_topk=512,
         max_position_embeddings=512,
     )
-    model = saved(lambda: DeepseekV32ForCausalLM(config), tokenizer, tmp_path / "model")
+    model = save_new_model(lambda: DeepseekV32ForCausalLM(config), tokenizer, tmp_path / "model")
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:4])
     given = ["data.packing=false", "train.epochs=1", "optimizer.weight_decay=0.5"]
     finish(train(2, *settings(model, data, tmp_path / "run", *given), cwd=tmp_path))

@@ -1,0 +1,355 @@
+"""Real runs have the numbers of plain PyTorch in one process, which shares no code with the
+product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import chats, read_metrics, write_jsonl
+from helpers.plain_training import (
+    FAMILIES,
+    MAX_LENGTH,
+    ROWS_PACKED,
+    Encoded,
+    Trained,
+    assert_same_steps,
+    assert_same_weights,
+    encode,
+    finish,
+    plain_perplexity,
+    plain_training,
+    settings,
+    sharpen,
+    step_losses,
+    summed_nll,
+    uneven_chats,
+    with_weights,
+)
+from helpers.ranks import train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from shardtune.data.order import plan_rows
+from shardtune.data.schedule import Cost, assign_rows
+
+
+@pytest.fixture(scope="session")
+def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models with matrices eight times as large: losses differ from token to token, as after
+    pretraining."""
+    root = tmp_path_factory.mktemp("sharp")
+    return {name: with_weights(path, root / name, sharpen) for name, path in models.items()}
+
+
+@pytest.fixture(scope="session")
+def plain(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> Callable[..., Trained]:
+    """The plain loop over `uneven_chats`, once for each family and setting."""
+    records = [encode(tokenizer, record) for record in uneven_chats()]
+    return cache(
+        lambda family, *arguments: plain_training(
+            sharp[family], records, list(arguments[0]), *arguments[1:]
+        )
+    )
+
+
+def run(model: Path, records: list[Any], folder: Path, ranks: int, *more: str) -> tuple[str, Path]:
+    """Train; standard output and the run's folder."""
+    folder.mkdir(exist_ok=True)
+    data, run_dir = write_jsonl(folder / "train.jsonl", records), folder / "run"
+    return finish(train(ranks, *settings(model, data, run_dir, *more), cwd=folder)), run_dir
+
+
+def mean_of_means_errors(
+    records: list[Encoded], sums: list[float], ranks: int, packed: bool
+) -> list[float]:
+    """How wrong the first step's loss would be as a mean over micro-batches, and as a mean over
+    ranks."""
+    counts = [sum(trained[1:]) for _, trained in records]
+    lengths = torch.tensor([len(ids) for ids, _ in records]).numpy()
+    trained_counts = torch.tensor(counts).numpy()
+    rows = plan_rows(lengths, MAX_LENGTH, packed, 1234, 0)
+    cost = Cost(per_token=6 * 16, per_trained_token=1, per_pair=1)
+    costs = cost.of_rows(rows, lengths[rows.members], trained_counts[rows.members])
+    assigned = [assign_rows(rows, costs, rank, ranks, 1 if packed else 2) for rank in range(ranks)]
+
+    def mean(group: list[int]) -> float:
+        return sum(sums[i] for i in group) / sum(counts[i] for i in group)
+
+    exact = mean(list(range(len(records))))
+    by_micro_batch = [mean(group) for groups in assigned for group in groups]
+    by_rank = [mean([i for group in groups for i in group]) for groups in assigned]
+    return [abs(sum(means) / len(means) / exact - 1) for means in (by_micro_batch, by_rank)]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "packed"),
+    [
+        pytest.param(
+            family,
+            ranks,
+            packed,
+            marks=()
+            if (family, ranks, packed)
+            in [("llama", 1, True), ("qwen3", 2, False), ("glm", 4, True)]
+            else pytest.mark.full,
+        )
+        for family in FAMILIES
+        for ranks in (1, 2, 4, 8)
+        for packed in (True, False)
+    ],
+)
+def test_losses_norms_and_weights_equal_plain_pytorch(
+    family, ranks, packed, sharp, plain, tokenizer, tmp_path
+):
+    """One optimizer step is an epoch, so that the plain loop need not know the order of the
+    data."""
+    rows = 1 if packed else 2
+    output, run_dir = run(
+        sharp[family],
+        uneven_chats(),
+        tmp_path,
+        ranks,
+        f"data.packing={str(packed).lower()}",
+        "train.epochs=4",
+        f"train.micro_batch_size={rows}",
+        f"train.gradient_accumulation_steps={8 // ranks}",
+    )
+    assert f"Rows per epoch: {ROWS_PACKED * rows} of" in output
+    assert "Steps per epoch: 1 | Total steps: 4" in output
+    expected = plain(family, (3e-3,) * 4)
+    assert_same_steps(run_dir, expected)
+    assert_same_weights(run_dir, expected)
+    records = [encode(tokenizer, record) for record in uneven_chats()]
+    by_micro_batch, by_rank = mean_of_means_errors(records, expected.record_sums, ranks, packed)
+    assert by_micro_batch > 0.005
+    assert by_rank > 0.005 or ranks == 1
+
+
+def test_clipping_schedule_and_weight_decay_equal_plain_pytorch(sharp, plain, tmp_path):
+    _, run_dir = run(
+        sharp["qwen3"],
+        uneven_chats(),
+        tmp_path,
+        2,
+        "train.epochs=5",
+        "train.gradient_accumulation_steps=4",
+        "train.max_grad_norm=0.5",
+        "optimizer.weight_decay=0.1",
+        "scheduler.name=cosine",
+        "scheduler.warmup_ratio=0.2",
+    )
+    rates = tuple(step["lr"] for step in read_metrics(run_dir, "step"))
+    assert len(set(rates)) == 5
+    expected = plain("qwen3", rates, 0.5, 0.1)
+    assert min(expected.norms) > 0.5
+    assert_same_steps(run_dir, expected)
+    assert_same_weights(run_dir, expected)
+
+
+def test_steps_are_the_same_on_any_ranks_and_the_last_of_an_epoch_is_smaller(
+    sharp, tokenizer, tmp_path
+):
+    records = chats(10, seed=3)
+    encoded = [encode(tokenizer, record) for record in records]
+    steps_on = {}
+    for ranks in 1, 2, 4:
+        output, run_dir = run(
+            sharp["llama"],
+            records,
+            tmp_path / str(ranks),
+            ranks,
+            "data.packing=false",
+            "train.epochs=2",
+            "export.final=false",
+            f"train.gradient_accumulation_steps={4 // ranks}",
+        )
+        assert "Steps per epoch: 3 | Total steps: 6 | Records: 10" in output
+        steps_on[ranks] = read_metrics(run_dir, "step")
+    for steps in steps_on.values():
+        for key in "loss", "grad_norm":
+            assert [step[key] for step in steps] == pytest.approx(
+                [step[key] for step in steps_on[1]], rel=1e-5
+            )
+        assert [step["epoch"] for step in steps] == [0, 0, 0, 1, 1, 1]
+        for epoch in steps[:3], steps[3:]:
+            assert sum(step["trained_tokens"] for step in epoch) == sum(
+                sum(trained) for _, trained in encoded
+            )
+            assert sum(step["tokens"] for step in epoch) == sum(len(ids) for ids, _ in encoded)
+
+
+@torch.no_grad()
+def test_an_epoch_holds_every_piece_once_where_long_records_are_split(sharp, tokenizer, tmp_path):
+    records, length = [*chats(9, seed=4), *uneven_chats()[:2]], 60
+    _, run_dir = run(
+        sharp["llama"],
+        records,
+        tmp_path,
+        3,
+        f"data.max_length={length}",
+        "data.overflow=split",
+        "train.epochs=1",
+        "optimizer.lr=0",
+        "export.final=false",
+        "train.micro_batch_size=2",
+    )
+    model = AutoModelForCausalLM.from_pretrained(sharp["llama"], dtype=torch.float32)
+    encoded = [encode(tokenizer, record) for record in records]
+    pieces = [
+        (ids[i : i + length], trained[i : i + length])
+        for ids, trained in encoded
+        for i in range(0, len(ids) - 1, length - 1)
+    ]
+    assert any(not any(trained[1:]) for _, trained in pieces)
+    steps = read_metrics(run_dir, "step")
+    assert len(steps) > 1
+    assert sum(step["trained_tokens"] for step in steps) == sum(
+        sum(trained) for _, trained in encoded
+    )
+    assert sum(step["loss"] * step["trained_tokens"] for step in steps) == pytest.approx(
+        sum(summed_nll(model, *piece).item() for piece in pieces), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count"),
+    [
+        pytest.param(
+            ranks,
+            count,
+            marks=() if (ranks, count) in [(2, 1), (3, 7), (4, 101)] else pytest.mark.full,
+        )
+        for ranks in (1, 2, 3, 4)
+        for count in (1, 3, 7, 101)
+    ],
+)
+def test_perplexity_equals_one_record_at_a_time(ranks, count, sharp, tokenizer, tmp_path):
+    held_out = chats(count, seed=count)
+    _, run_dir = run(
+        sharp["qwen3"],
+        chats(12),
+        tmp_path,
+        ranks,
+        "train.max_steps=1",
+        f"data.eval={write_jsonl(tmp_path / 'eval.jsonl', held_out)}",
+        f"data.packing={str(count != 7).lower()}",
+        "data.max_length=200",
+        "data.overflow=error",
+        "train.micro_batch_size=2",
+        "export.final=false",
+        "optimizer.lr=0",
+    )
+    baseline, last = read_metrics(run_dir, "eval")
+    encoded = [encode(tokenizer, record) for record in held_out]
+    assert (baseline["step"], last["step"]) == (0, 1)
+    assert baseline["tokens"] == last["tokens"] == sum(sum(trained) for _, trained in encoded)
+    expected = plain_perplexity(sharp["qwen3"], encoded)
+    assert baseline["perplexity"] == pytest.approx(expected, rel=1e-6)
+    assert baseline["loss"] == pytest.approx(math.log(expected), rel=1e-6)
+    assert last["perplexity"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(sharp, tmp_path):
+    data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
+    more = ["optimizer.lr=1e30", "checkpoint.every_steps=1"]
+    stopped = train(2, *settings(sharp["qwen3"], data, run_dir, *more), cwd=tmp_path)
+    assert stopped.returncode == 1
+    (error,) = [line for line in stopped.stderr.splitlines() if line.startswith("ERROR: ")]
+    assert "step 2 was not taken" in error
+    assert "in the gradient of model." in error or "in the gradient of lm_head." in error
+    assert [step["step"] for step in read_metrics(run_dir, "step")] == [1]
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_0000001"]
+    assert (run_dir / "checkpoints" / "checkpoint_0000001" / "COMPLETE").is_file()
+    assert not (run_dir / "model").exists()
+
+
+def plant_infinity(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight[3, 4] = math.inf
+
+
+def hide_huge_head(model: Any) -> None:
+    """Logits and losses are finite; the gradient of the last norm, where the end is predicted,
+    overflows."""
+    model.model.embed_tokens.weight[:, 0] = 1e6
+    model.model.norm.weight[0] = 0
+    model.lm_head.weight[model.config.eos_token_id, 0] = 3e38
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (plant_infinity, "the weight model.layers.1.mlp.up_proj.weight is not finite"),
+        (hide_huge_head, "first in the gradient of model.norm.weight - lower"),
+    ],
+)
+def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(
+    change, cause, sharp, tmp_path
+):
+    model, run_dir = with_weights(sharp["qwen3"], tmp_path / "model", change), tmp_path / "run"
+    records = [{"prompt": f"node {i} ", "completion": "rank"} for i in range(40)]
+    data = write_jsonl(tmp_path / "train.jsonl", records)
+    stopped = train(2, *settings(model, data, run_dir, "checkpoint.every_steps=1"), cwd=tmp_path)
+    assert stopped.returncode == 1, stopped.stderr
+    error = stopped.stderr.splitlines()[-1]
+    assert error.startswith("ERROR: step 1 was not taken: ")
+    assert cause in error
+    assert read_metrics(run_dir, "step") == []
+    assert not (run_dir / "checkpoints").exists()
+    assert not (run_dir / "model").exists()
+
+
+def test_bfloat16_compute_keeps_float32_masters(sharp, plain, tmp_path):
+    output, run_dir = run(
+        sharp["llama"],
+        uneven_chats(),
+        tmp_path,
+        2,
+        "model.compute_dtype=bfloat16",
+        "train.epochs=4",
+        "train.gradient_accumulation_steps=4",
+    )
+    assert "forward and backward in bfloat16" in output
+    expected = plain("llama", (3e-3,) * 4).losses
+    assert step_losses(run_dir) == pytest.approx(expected, rel=1e-2)
+    assert step_losses(run_dir) != pytest.approx(expected, rel=1e-5)
+    weights = load_file(run_dir / "model" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert not any(torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
+
+
+def add_dropout(model: Any) -> None:
+    model.config.attention_dropout = 0.5
+
+
+def test_dropout_follows_the_seed_and_the_rank_and_spares_evaluation(sharp, tokenizer, tmp_path):
+    model = with_weights(sharp["llama"], tmp_path / "model", add_dropout)
+    record = uneven_chats()[4]
+    once = write_jsonl(tmp_path / "once.jsonl", [record])
+    without_dropout = math.log(plain_perplexity(model, [encode(tokenizer, record)]))
+    losses = {}
+    for name, ranks, seed in ("a", 1, 7), ("same", 1, 7), ("other", 1, 8), ("two", 2, 7):
+        _, run_dir = run(
+            model,
+            [record] * ranks,
+            tmp_path / name,
+            ranks,
+            f"run.seed={seed}",
+            f"data.eval={once}",
+            "train.epochs=3",
+            "optimizer.lr=0",
+            "data.packing=false",
+            "export.final=false",
+        )
+        losses[name] = step_losses(run_dir)
+        assert [entry["loss"] for entry in read_metrics(run_dir, "eval")] == pytest.approx(
+            [without_dropout] * 2, rel=1e-6
+        )
+    every = [*losses["a"], without_dropout, losses["other"][0], losses["two"][0]]
+    assert losses["a"] == losses["same"]
+    assert all(abs(one / other - 1) > 1e-4 for i, one in enumerate(every) for other in every[:i])
