@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, small_opt
 from helpers.ranks import config_for, on_ranks
+from helpers.tiny_models import VOCABULARY, small_opt
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 

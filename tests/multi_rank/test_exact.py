@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import chats, read_metrics, write_jsonl
+from helpers.chats import chats, write_jsonl
+from helpers.commands import read_metrics
 from helpers.plain_training import (
     FAMILIES,
     MAX_LENGTH,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, write_jsonl
+from helpers.chats import write_jsonl
 from helpers.plain_training import (
     assert_same_steps,
     assert_same_weights,
@@ -23,6 +23,7 @@ from helpers.plain_training import (
 )
 from helpers.ranks import train
 from helpers.small_runs import steps_of
+from helpers.tiny_models import VOCABULARY
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from conftest import chats, write_jsonl
+from helpers.chats import chats, write_jsonl
 from helpers.ranks import on_nodes, run_script
 from safetensors.torch import load_file, save_file
 

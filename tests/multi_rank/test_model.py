@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import chats, small_opt, write_jsonl
+from helpers.chats import chats, write_jsonl
 from helpers.ranks import config_for, on_ranks, train
+from helpers.tiny_models import small_opt
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import (

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from conftest import write_jsonl
+from helpers.chats import write_jsonl
 from helpers.plain_training import settings, uneven_chats
 from helpers.ranks import on_ranks, run_script
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -60,13 +60,14 @@ def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
 
     def remedy(since: str, place: str) -> str:
         failed = on_ranks(2, run_in_little_memory, since, given, cwd=tmp_path, grace_s=20)
-        assert failed.returncode == 1
-        (said,) = [line for line in failed.stderr.splitlines() if line.startswith("ERROR: ")]
-        what, _, remedy = said.rpartition(" - ")
+        assert failed.returncode == 1, failed.stderr
+        (line,) = [line for line in failed.stderr.splitlines() if line.startswith("ERROR: rank 1 ")]
+        problem, _, remedy = line.rpartition(" - ")
         assert re.fullmatch(
-            r"ERROR: rank 1 on \S+: 4 \(train\.micro_batch_size\) rows of up to 512 \(data\.max_length\) tokens do not "
-            rf"fit the memory \(.+can't allocate memory.+\), in {place}",
-            what,
+            r"ERROR: rank 1 on \S+: 4 \(train\.micro_batch_size\) rows of up to 512 "
+            r"\(data\.max_length\) tokens do not fit the memory "
+            rf"\(.+can't allocate memory.+\), in {place}",
+            problem,
         ), failed.stderr
         return remedy
 
@@ -106,9 +107,9 @@ def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(
     (tmp_path / "config.yaml").touch()
     given = ["--config", "config.yaml", *settings(tmp_path / "wide", data, tmp_path / "run")]
     failed = on_ranks(1, run_in_less_than_the_weights, given, cwd=tmp_path)
-    assert failed.returncode == 1
+    assert failed.returncode == 1, failed.stderr
     assert re.match(
-        r"ERROR: rank 0 on \S+: the model with its gradients and its optimizer's state does not fit the memory \(.+\) "
-        r"- share it among more GPUs or nodes, use some with more memory, or a smaller model$",
+        r"ERROR: rank 0 on \S+: the model with its gradients and its optimizer's state does not "
+        r"fit the memory \(.+\), in loading the model - share it among more GPUs or nodes, use some with more memory, or a smaller model$",
         failed.stderr.splitlines()[-1],
     ), failed.stderr

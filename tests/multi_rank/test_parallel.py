@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import launch, write_jsonl
+from helpers.chats import write_jsonl
+from helpers.commands import launch
 from helpers.documented import require_documented
 from helpers.plain_training import (
     Trained,
