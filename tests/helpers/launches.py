@@ -1,5 +1,5 @@
-"""The launch scripts as tests start them, on this machine's loopback or in network namespaces: one node, or two of two
-ranks each; and faults in the processes that they start."""
+"""The launch scripts as tests start them, on loopback or in network namespaces, and faults in their
+processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-
-from shardtune.cluster.children import is_running
 
 GONE_WITHIN_S = 60
 ARGUMENTS = (
@@ -26,13 +25,12 @@ ARGUMENTS = (
     "export.final=false",
 )
 Prefixes = tuple[list[str], list[str]]
-DATA, FORWARD = ("shardtune.data.packing", "build_batch"), ("shardtune.model.loss", "summed_loss")
-# In one rank it replaces the function of a module by one that fails in its nth call; it is imported at the start of
-# every Python process whose PYTHONPATH names its folder.
+DATA, FORWARD = ("shardtune.data.batch", "build_batch"), ("shardtune.model.loss", "summed_loss")
+# Python imports it at the start of every process whose PYTHONPATH names its folder. In one rank it
+# replaces the function of a module by one that fails in its nth call.
 FAULT = """
 import os, signal, sys, time
 if os.environ.get("RANK") == "{rank}":
-    sys.path.insert(0, "{repository}")
     import {module}
     original, calls = {module}.{function}, 0
     def {function}(*arguments, **options):
@@ -140,27 +138,16 @@ class Nodes:
         for script in self.scripts:
             self._seen.update(descendants(script.pid))
 
-    def torchrun(self, node: int) -> int:
-        return next(
-            pid
-            for pid in descendants(self.scripts[node].pid)
-            if "shardtune.cluster.torchrun" in command(pid)
-        )
-
-    def count_ranks(self) -> int:
-        started = [command(pid) for script in self.scripts for pid in descendants(script.pid)]
-        return sum(
-            "train_fsdp.py" in line
-            and "shardtune.cluster.torchrun" not in line
-            and "bash" not in line
-            for line in started
-        )
+    def ranks(self, node: int) -> list[int]:
+        """The process ids of a node's ranks."""
+        pids = descendants(self.scripts[node].pid)
+        return [pid for pid in pids if "train_fsdp.py" in command(pid)]
 
     def end(self) -> list[tuple[int, str]]:
         """Exit code and last line of each node, when every process that was ever seen is gone."""
         turns = 0
         while left := [pid for pid in self._seen if is_running(pid)]:
-            turns += 1  # which stretch on a busy machine, as those of the watchdogs do
+            turns += 1  # turns stretch on a busy machine, as the agents' do
             assert turns * 0.2 < GONE_WITHIN_S, [command(pid) for pid in left] + self.texts()
             self.remember()
             for script in self.scripts:
@@ -171,9 +158,7 @@ class Nodes:
             for script, text in zip(self.scripts, self.texts(), strict=True)
         ]
         for (code, last), text in zip(ended, self.texts(), strict=True):
-            assert code < 0 or text.count(last) == 1, (
-                text
-            )  # a killed script leaves the last word to the ranks
+            assert code < 0 or text.count(last) == 1, text  # a killed agent says nothing
         return ended
 
     def texts(self) -> list[str]:
@@ -235,9 +220,7 @@ def break_rank(
     if where == DATA:  # made two steps ahead: until the loop waits for it
         effect = f"time.sleep(3); {effect}"
     module, function = where
-    text = FAULT.format(
-        rank=rank, repository=REPOSITORY, module=module, function=function, nth=nth, effect=effect
-    )
+    text = FAULT.format(rank=rank, module=module, function=function, nth=nth, effect=effect)
     (folder / "fault/sitecustomize.py").write_text(text, encoding="utf-8")
     return {"PYTHONPATH": str(folder / "fault")}
 
@@ -273,3 +256,10 @@ def children(pid: int) -> list[int]:
         int(child)
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     ]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False

@@ -1,0 +1,423 @@
+"""What ends a run that is under way: on every node all processes are gone within a minute, the last
+line names the rank or node that failed, and the same commands resume.
+
+The launch scripts run as two nodes on this machine's loopback, or as network namespaces where a cable
+is cut.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, a_free_port, needs_namespaces, read_metrics
+from helpers.documented import require_documented
+from helpers.launches import (
+    ARGUMENTS,
+    DATA,
+    FORWARD,
+    Nodes,
+    break_rank,
+    end,
+    fill,
+    resumes,
+    small_disk,
+    start,
+    two_nodes,
+    while_it_imports,
+    write_run,
+)
+
+from distTest.rehearse import namespaces
+
+HOST = socket.gethostname()
+FULL = pytest.mark.full
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+LOADING = ("shardtune.model.build", "build_model")
+RANK = r"rank {rank} on {host}: "
+STEP = r"last seen in step \d+ \(.+\)"
+KILLED = RANK + rf"ended by SIGKILL, {STEP} - most often killed for memory, .*"
+CRASHED = RANK + rf"ended by SIGSEGV, {STEP} - see its output above .*"
+ENDED = RANK + rf"ended with code CODE, {STEP} - see its output above .*"
+STOPPED = RANK + rf"no sign of life for \d+ s, {STEP} - its process is stopped .*"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
+    return write_run(tmp_path, models["llama"])
+
+
+def require_end(nodes: Nodes, code: int, pattern: str) -> None:
+    """Both nodes end with this code and a last line that is documented."""
+    for actual, last in nodes.end():
+        assert actual == code and re.fullmatch(f"ERROR: {pattern}", last), nodes.texts()
+        require_documented("running", last)
+
+
+@pytest.mark.parametrize(
+    ("rank", "effect", "how"),
+    [
+        (3, f"threading.Timer(1, lambda: {KILL}).start()", "by SIGKILL"),
+        pytest.param(0, KILL, "by SIGKILL", marks=FULL),
+        pytest.param(2, "os._exit(7)", "with code 7", marks=FULL),
+        pytest.param(2, "os._exit(0)", "with code 0", marks=FULL),
+    ],
+)
+def test_a_rank_that_ends_while_it_imports(rank: int, effect: str, how: str, folder: Path) -> None:
+    with two_nodes(folder, **while_it_imports(folder, str(rank), effect)) as nodes:
+        nodes.wait_for_words("nodes agree")
+        line = f"rank {rank} on {HOST}: ended {how}, before it had met the others - .*"
+        require_end(nodes, 1, line)
+        assert "Training Configuration" not in nodes.texts()[0]
+
+
+@FULL
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_agent_that_is_killed_before_the_ranks_have_met(node: int, folder: Path) -> None:
+    fault = while_it_imports(folder, "train_fsdp.py", "time.sleep(10)")
+    with two_nodes(folder, **fault) as nodes:
+        nodes.wait_for_words("nodes agree")
+        while not (nodes.ranks(0) and nodes.ranks(1)):
+            assert all(script.poll() is None for script in nodes.scripts), nodes.texts()
+            time.sleep(0.1)
+        nodes.remember()
+        nodes.scripts[node].kill()
+        code, last = nodes.end()[1 - node]
+    lost = r"node 0 \(.+\) is out of reach at .+" if node == 0 else r"node 1 \(.+\) is lost: .+"
+    assert code == 1 and re.fullmatch(f"ERROR: {lost} - its launch has ended .*", last), last
+    require_documented("running", last)
+
+
+TAKE_THE_PORT = """
+def take():
+    while "shardtune.cluster.node_ranks" not in sys.modules:
+        time.sleep(0.001)
+    global listener
+    listener = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+
+if os.environ["NODE_RANK"] == "0":
+    threading.Thread(target=take, daemon=True).start()
+"""
+
+
+@FULL
+def test_a_port_that_is_taken_after_the_preflight(folder: Path) -> None:
+    """It is taken while node 0's agent imports torch."""
+    fault = while_it_imports(folder, "shardtune.cluster", f"exec({TAKE_THE_PORT!r}, globals())")
+    with two_nodes(folder, **fault) as nodes:
+        nodes.wait_for_words("nodes agree")
+        line = rf"node 0 on {HOST} started no process: DistNetworkError: .*EADDRINUSE.* - see .*"
+        require_end(nodes, 1, line)
+
+
+@FULL
+def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
+    """Slow or stuck, nobody can know before the time to meet is over."""
+    fault = while_it_imports(folder, "1", "time.sleep(3600)")
+    with two_nodes(folder, GPUS_PER_NODE="1", JOIN_TIMEOUT="25", **fault) as nodes:
+        nodes.wait_for_words("nodes agree")
+        time.sleep(25)
+        line = r"rank 1 of 2 did not come within 25.0 s - start every node within that time, .*"
+        require_end(nodes, 2, line)
+
+
+@pytest.mark.parametrize(
+    ("where", "effect", "line"),
+    [
+        pytest.param(DATA, KILL, KILLED, marks=FULL),
+        pytest.param(
+            FORWARD,
+            "raise ValueError('no such token')",
+            RANK + r"ValueError: no such token, in step 5 \(forward and backward\) - see the .*",
+            marks=FULL,
+        ),
+        pytest.param(
+            FORWARD,
+            "sys.exit(0)",
+            RANK + r"SystemExit: 0, in step 5 \(forward and backward\) - see the traceback .*",
+            marks=FULL,
+        ),
+        pytest.param(DATA, "os._exit(0)", ENDED.replace("CODE", "0"), marks=FULL),
+        pytest.param(DATA, "os._exit(7)", ENDED.replace("CODE", "7"), marks=FULL),
+        pytest.param(DATA, "os.kill(os.getpid(), signal.SIGSEGV)", CRASHED, marks=FULL),
+        pytest.param(DATA, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED, marks=FULL),
+    ],
+)
+def test_a_rank_that_ends_or_stops(
+    where: tuple[str, str], effect: str, line: str, folder: Path
+) -> None:
+    with two_nodes(folder, **break_rank(folder, 3, where, effect)) as nodes:
+        nodes.wait_for_step(4)
+        require_end(nodes, 1, line.format(rank=3, host=HOST))
+    resumes(folder)
+
+
+@pytest.mark.parametrize(
+    ("rank", "effect", "line"),
+    [
+        (0, "os._exit(0)", ENDED.replace("CODE", "0")),
+        (1, KILL, KILLED),
+        pytest.param(1, "os._exit(0)", ENDED.replace("CODE", "0"), marks=FULL),
+        pytest.param(1, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED, marks=FULL),
+    ],
+)
+def test_a_rank_alone_on_its_node(rank: int, effect: str, line: str, folder: Path) -> None:
+    """One line says it: a rank that only lost a connection prints no traceback."""
+    fault = break_rank(folder, rank, DATA, effect)
+    with two_nodes(folder, GPUS_PER_NODE="1", **fault) as nodes:
+        nodes.wait_for_step(4)
+        require_end(nodes, 1, line.format(rank=rank, host=HOST))
+        assert not any("Traceback" in text for text in nodes.texts()), nodes.texts()
+
+
+@FULL
+def test_the_rank_that_ended_first(folder: Path) -> None:
+    """All others are killed behind it, before they can tell of it."""
+    siblings = "$(cat /proc/%d/task/*/children)"
+    others = f"os.system('(sleep 0.3; kill -9 {siblings}) &' % os.getppid())"
+    fault = break_rank(folder, 1, DATA, f"{others}; {KILL}")
+    one_node = {"NNODES": "1", "GPUS_PER_NODE": "2"}
+    code, _, errors = end(start("launch_node0.sh", *ARGUMENTS, cwd=folder, **one_node, **fault))
+    line = KILLED.format(rank=1, host=HOST)
+    assert code == 1 and re.fullmatch(f"ERROR: {line}", errors.splitlines()[-1]), errors
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks_per_node", "replicas", "where", "phase", "at"),
+    [
+        (1, 1, 1, DATA, "data", "build_batch"),
+        pytest.param(1, 1, 2, FORWARD, "forward and backward", "summed_loss", marks=FULL),
+        pytest.param(1, 2, 1, DATA, "data", "build_batch", marks=FULL),
+        pytest.param(2, 2, 1, FORWARD, "forward and backward", "summed_loss", marks=FULL),
+    ],
+)
+def test_a_rank_that_does_not_arrive(
+    rank: int,
+    ranks_per_node: int,
+    replicas: int,
+    where: tuple[str, str],
+    phase: str,
+    at: str,
+    folder: Path,
+) -> None:
+    """Its own log shows its stack."""
+    fault = break_rank(folder, rank, where, "time.sleep(3600)")
+    limits = ("distributed.step_timeout_s=12", f"parallel.replicate={replicas}")
+    with two_nodes(folder, *limits, GPUS_PER_NODE=str(ranks_per_node), **fault) as nodes:
+        nodes.wait_for_step(4)
+        behind = rf"did not arrive within 12 s \(at {at}, sitecustomize.py:\d+\), in step 5"
+        name = f"rank {rank} on {HOST}"
+        require_end(nodes, 1, rf"{name}: {behind} \({phase}\) - see its traceback there, .*")
+        its_log = nodes.texts()[rank // ranks_per_node]
+        assert "time.sleep(3600)" in its_log.partition(f"{name} is here:")[2], its_log
+
+
+@pytest.mark.parametrize(
+    ("effect", "code"),
+    [
+        ("time.sleep(3600)", 1),
+        pytest.param("exec('for _ in range(2 * 10**8): pass')", 0, marks=FULL),
+    ],
+)
+def test_a_rank_that_takes_long_outside_of_steps(effect: str, code: int, folder: Path) -> None:
+    """It may take its time as long as it works. One node is watched as two are."""
+    fault = break_rank(folder, 1, LOADING, effect, nth=1)
+    one_node = {"NNODES": "1", "GPUS_PER_NODE": "2"}
+    arguments = (*ARGUMENTS, "distributed.step_timeout_s=4", "train.max_steps=1")
+    actual, _, errors = end(start("launch_node0.sh", *arguments, cwd=folder, **one_node, **fault))
+    assert actual == code, errors
+    if code:
+        last = errors.splitlines()[-1]
+        at = r"\(at build_model, sitecustomize.py:\d+\)"
+        line = rf"rank 1 on {HOST}: did not arrive within 4 s {at}, in loading the model"
+        assert re.match(f"ERROR: {line} - see its traceback there, or raise ", last), errors
+        require_documented("running", last)
+
+
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=FULL)])
+def test_an_agent_that_is_killed(node: int, folder: Path) -> None:
+    """Its ranks end with it; the other node says so at once."""
+    with two_nodes(folder) as nodes:
+        nodes.wait_for_step(4)
+        time.sleep(2)  # the agents tell their ranks' places once a second
+        nodes.scripts[node].kill()
+        code, last = nodes.end()[1 - node]
+        lost = rf"node 1 \({HOST}\) is lost: .+ \(ranks 2 to 3, {STEP}\)"
+        if node == 0:
+            lost = rf"node 0 \({HOST}\) is out of reach at 127.0.0.1:\d+: .+"
+        assert code == 1 and re.fullmatch(f"ERROR: {lost} - its launch has .*", last), nodes.texts()
+        require_documented("running", last)
+    resumes(folder)
+
+
+@FULL
+def test_an_agent_that_is_stopped(folder: Path) -> None:
+    """The other node ends within a minute, and the stopped one when it goes on."""
+    with two_nodes(folder, GPUS_PER_NODE="1") as nodes:
+        nodes.wait_for_step(4)
+        os.kill(nodes.scripts[0].pid, signal.SIGSTOP)
+        assert nodes.scripts[1].wait(60) == 1
+        last = nodes.texts()[1].splitlines()[-1]
+        assert "is out of reach" in last and "no sign of life for 40 s" in last, last
+        require_documented("running", last)
+        os.kill(nodes.scripts[0].pid, signal.SIGCONT)
+        assert nodes.end()[0][0] == 1
+
+
+@FULL
+@needs_namespaces
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("how", ["power", "cable"])
+def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
+    """Nothing comes from it any more, not even the end of its connections."""
+    with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
+        prefixes = (places[0].prefix, places[1].prefix)
+        place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0"}
+        with two_nodes(folder, prefixes=prefixes, **place) as nodes:
+            nodes.wait_for_step(4)
+            time.sleep(2)
+            places[lost].ip("link", "set", places[lost].interface, "down")
+            if how == "power":
+                places[lost].kill_all()
+            ended = nodes.end()
+        silent = "no sign of life for 40 s"
+        lines = (
+            rf"node 1 \(node1\) is lost: {silent} \(ranks 2 to 3, {STEP}\) - .*",
+            rf"node 0 \(node0\) is out of reach at 10.11.7.50:\d+: {silent} .* - .*",
+        )
+        for node, line in enumerate(lines):
+            code, last = ended[node]
+            if how == "cable" or node != lost:
+                assert code == 1 and re.fullmatch(f"ERROR: {line}", last), nodes.texts()
+                require_documented("running", last)
+    resumes(folder)
+
+
+@FULL
+@needs_namespaces
+@pytest.mark.parametrize("cause", ["an error", "a second signal"])
+def test_a_rank_that_ends_while_node_0_cannot_be_reached(cause: str, folder: Path) -> None:
+    effect, line = {
+        "an error": (
+            "time.sleep(11); raise OSError(116, 'Stale file handle')",
+            r"rank 1 on node1: OSError: .*, in step 5 .*",
+        ),
+        "a second signal": (
+            "time.sleep(9999)",
+            r"ended by a second signal, SIGTERM, without a save - .*",
+        ),
+    }[cause]
+    with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
+        prefixes = (places[0].prefix, places[1].prefix)
+        place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0"}
+        fault = break_rank(folder, 1, DATA, effect)
+        settings = place | {"GPUS_PER_NODE": "1"} | fault
+        with two_nodes(folder, prefixes=prefixes, **settings) as nodes:
+            nodes.wait_for_step(4)
+            time.sleep(2)  # its save asks the store, before the fifth step begins
+            places[0].ip("link", "set", places[0].interface, "down")
+            for pause_s in (3, 4) * (cause == "a second signal"):
+                time.sleep(pause_s)
+                nodes.scripts[1].terminate()
+            (code0, last0), (code1, last1) = nodes.end()
+    assert code0 == 1 and re.match(r"ERROR: node 1 \(node1\) is lost: no sign ", last0), last0
+    assert code1 == 1 and re.fullmatch(f"ERROR: {line}", last1), last1
+    require_documented("running", last1)
+
+
+@pytest.mark.parametrize("ranks_per_node", ["1", pytest.param("2", marks=FULL)])
+def test_the_agents_start_the_ranks_again(ranks_per_node: str, folder: Path) -> None:
+    """On both nodes at once, and they resume; said each time."""
+    once = f"os.path.exists('{folder}/fell') or open('{folder}/fell', 'w') and {KILL}"
+    settings = break_rank(folder, 1, DATA, once) | {"GPUS_PER_NODE": ranks_per_node}
+    with two_nodes(folder, "train.max_steps=12", MAX_RESTARTS="1", **settings) as nodes:
+        nodes.wait_for_step(4)
+        for script in nodes.scripts:
+            assert script.wait(120) == 0, nodes.texts()
+        for text in nodes.texts():
+            line = KILLED.format(rank=1, host=HOST)
+            assert len(re.findall(f"^Restart 1 of 1 after: {line}$", text, re.MULTILINE)) == 1, text
+        assert "Resumed from checkpoint_000000" in nodes.texts()[0]
+    steps = [entry["step"] for entry in read_metrics(folder / "run", "step")]
+    assert steps == list(range(1, 13))
+
+
+@FULL
+def test_restarts_are_given_up_when_no_step_is_gained(folder: Path) -> None:
+    fault = break_rank(folder, 1, FORWARD, KILL, nth=1)
+    one_node = {"NNODES": "1", "GPUS_PER_NODE": "2", "MAX_RESTARTS": "5"}
+    arguments = (*ARGUMENTS, "eval.baseline=false")
+    code, output, errors = end(
+        start("launch_node0.sh", *arguments, cwd=folder, **one_node, **fault)
+    )
+    assert code == 1 and output.count("Restart 1 of 5 after: ") == 1, output + errors
+    assert output.count("Restart ") == 1 and "no step was gained" in errors.splitlines()[-1]
+    require_documented("running", errors.splitlines()[-1])
+
+
+@FULL
+@needs_namespaces
+def test_a_disk_for_temporary_files_that_fills_up(folder: Path) -> None:
+    """Nothing of a run depends on it: a killed rank is named with its place."""
+    with small_disk(folder / "disk") as disk:
+        settings = {"TMPDIR": str(disk), "GPUS_PER_NODE": "1"}
+        with two_nodes(folder, **settings) as nodes:
+            nodes.wait_for_step(3)
+            fill(disk)
+            os.kill(nodes.ranks(1)[0], signal.SIGKILL)
+            require_end(nodes, 1, KILLED.format(rank=1, host=HOST))
+
+
+def torchrun(*options: str, folder: Path, **settings: str) -> subprocess.Popen[str]:
+    script = [str(REPOSITORY / "train_fsdp.py"), *ARGUMENTS, "train.max_steps=12"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *options, *script],
+        cwd=folder,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.full
+def test_torchrun_starts_the_ranks_again(folder: Path) -> None:
+    fault = break_rank(
+        folder,
+        1,
+        DATA,
+        "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), 9)",
+    )
+    run = torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=1", folder=folder, **fault)
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, said
+    assert "Resumed from checkpoint_000000" in said
+    assert [entry["step"] for entry in read_metrics(folder / "run", "step")] == list(range(1, 13))
+
+
+@pytest.mark.full
+def test_torchrun_goes_on_with_the_nodes_that_are_left(folder: Path) -> None:
+    """The two ranks of node 1 die with their torchrun; node 0 starts again, without them."""
+    port = a_free_port()
+    options = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=7",
+        "--nnodes=1:2",
+    ]
+    options += ["--nproc_per_node=2", "--max-restarts=2"]
+    fault = break_rank(folder, 3, DATA, "os.kill(os.getppid(), 9)")
+    first = torchrun(*options, "--rdzv-conf=is_host=1", folder=folder)
+    second = torchrun(*options, "--rdzv-conf=is_host=0", folder=folder, **fault)
+    said, _ = first.communicate(timeout=200)
+    second.communicate(timeout=10)
+    assert first.returncode == 0, said
+    assert "Resumed from checkpoint_000000" in said and "world size was 4, is 2" in said
+    assert [entry["step"] for entry in read_metrics(folder / "run", "step")] == list(range(1, 13))
