@@ -6,16 +6,24 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from shardtune.config import DataConfig
-from shardtune.data.dataset import PreparedData, build_encoder, open_prepared, prepare_data
+from shardtune.data.dataset import (
+    PreparedData,
+    TokenDataset,
+    build_encoder,
+    open_prepared,
+    prepare_data,
+)
 from shardtune.errors import UserError
 from shardtune.log import logger
 
@@ -88,6 +96,10 @@ def chat(question: Any, answer: str = "fine", **fields: Any) -> dict[str, Any]:
     }
 
 
+def calling(function: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]}
+
+
 def write(file: Path, records: list[Any]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -98,3 +110,28 @@ def problems_of(model: Path, train: Path, **data: Any) -> list[str]:
     with pytest.raises(UserError) as refused:
         Run(model, train, **data)
     return refused.value.problems
+
+
+def random_lengths(count: int, longest: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, longest + 1, count).astype(np.int32)
+
+
+def log_normal_lengths(count: int, mean: float, longest: int, seed: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).lognormal(math.log(mean) - 0.5, 1, count)
+    return np.clip(drawn, 1, longest).astype(np.int32)
+
+
+def write_dataset(folder: Path, sequences: list[tuple[list[int], list[bool]]]) -> TokenDataset:
+    """The columns of a data cache, written by hand; each sequence is a record."""
+    lengths = [len(ids) for ids, _ in sequences]
+    columns = {
+        "tokens": np.array([i for ids, _ in sequences for i in ids], np.uint32),
+        "trained": np.array([flag for _, flags in sequences for flag in flags], np.bool_),
+        "lengths": np.array(lengths, np.int32),
+        "trained_counts": np.array([sum(flags) for _, flags in sequences], np.int32),
+        "record": np.arange(len(sequences), dtype=np.int64),
+        "starts": np.cumsum([0, *lengths[:-1]], dtype=np.int64),
+    }
+    for name, column in columns.items():
+        (folder / f"train.{name}").write_bytes(column.tobytes())
+    return TokenDataset(folder, "train")

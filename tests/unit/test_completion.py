@@ -1,7 +1,7 @@
 """What is trained of a record that is a prompt with its completion, or plain text."""
 
 import pytest
-from test_chat import (
+from helpers.chat_cases import (
     CHATML,
     DATE,
     Q1,

@@ -1,20 +1,17 @@
+"""The command `inspect-data`: which tokens of real records are trained."""
+
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
-import subprocess
+import logging
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.data_run import chat, save_model, write
-from helpers.ranks import type_command
 
 from shardtune.__main__ import run
-
-ROOT = Path(__file__).parents[2]
+from shardtune.log import logger
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +32,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment(folder: Path, **extra: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")}
-    return {**kept, "HF_HUB_OFFLINE": "1", "SHARDTUNE_CACHE": str(folder / "cache"), **extra}
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the command sets end with the test."""
+    monkeypatch.setattr(logger, "handlers", logger.handlers)
+    monkeypatch.setattr(logger, "level", logging.INFO)
 
 
-def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return type_command("inspect-data", *arguments, cwd=folder)
+def inspect(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[str, str]:
+    """Standard output and standard error of the command."""
+    assert run(["inspect-data", "--config", f"{folder}/run.yaml", *arguments]) == 0
+    return capsys.readouterr()
 
 
-def last_line(text: str) -> str:
-    return text.splitlines()[-1]
-
-
-def test_the_picture_shows_what_is_trained(folder: Path) -> None:
-    done = inspect(folder, "--config", f"{folder}/run.yaml", "data.max_length=40")
-    assert done.returncode == 0, done.stderr
-    first, second, third, *rest = done.stdout.split("\nRecord ")
+def test_the_picture_shows_what_is_trained(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = inspect(capsys, folder, "data.max_length=40")
+    first, second, third, *rest = out.split("\nRecord ")
     assert first.startswith(f"Record 0 ({folder}/train.jsonl:1), sequence 1 of 1: ")
     assert first.count("⟦") == first.count("⟧") == 1
     trained = first.partition("⟦")[2].partition("⟧")[0].replace("│", "")
@@ -60,42 +58,43 @@ def test_the_picture_shows_what_is_trained(folder: Path) -> None:
     assert second.startswith(f"1 ({folder}/train.jsonl:2): dropped, no token to train")
     assert third.startswith(f"2 ({folder}/train.jsonl:3), sequence 1 of 1: ")
     assert rest == []
-    table = {
-        line.split()[0]: line.split()[1:]
-        for line in done.stdout.splitlines()
-        if line.startswith("  ")
-    }
+    rows = [line.split() for line in out.splitlines() if line.startswith("  ")]
+    table = {role: numbers for role, *numbers in rows}
     assert table["user"][1] == table["template"][1] == "0"
     assert table["assistant"][0] == table["assistant"][1] != "0"
-    assert "data.train: WARNING: 1 record without a token to train, dropped" in done.stdout
-    assert "data.train: fields that nothing reads: id (1 record)" in done.stdout
-    assert "tokens in a sequence: min " in done.stdout
+    assert "data.train: WARNING: 1 record without a token to train" in out
+    assert "id (1 record)" in out
+    assert "tokens in a sequence: min " in out
+    assert err.startswith("Data: tokenized in ") and len(err.splitlines()) == 1
 
 
-def test_json_holds_every_sequence_and_nothing_else(folder: Path) -> None:
-    arguments = (
-        "--json",
-        "--config",
-        f"{folder}/run.yaml",
-        "data.max_length=8",
-        "data.overflow=split",
-    )
-    done = inspect(folder, *arguments)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_colour_unless_told_not_to(
+    no_color: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    out, _ = inspect(capsys, folder, "--records", "1")
+    assert ("\x1b[1;32mf" in out) == ("⟦" not in out) == (not no_color)
+
+
+def test_json_holds_every_sequence_and_nothing_else(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--json", "data.max_length=8", "data.overflow=split")
+    out, err = inspect(capsys, folder, *arguments)
+    rows = [json.loads(line) for line in out.splitlines()]
     assert all(list(row) == ["record", "input_ids", "trained"] for row in rows)
     assert sorted({row["record"] for row in rows}) == [0, 2, 3]
     assert max(len(row["input_ids"]) for row in rows) == 8
-    assert all(
-        len(row["trained"]) == len(row["input_ids"]) and not row["trained"][0] for row in rows
-    )
-    assert "data.train: 4 records" in done.stderr
+    assert all(len(row["trained"]) == len(row["input_ids"]) for row in rows)
+    assert not any(row["trained"][0] for row in rows)
+    assert "data.train: 4 records" in err
 
-    limited = inspect(folder, *arguments, "--records", "2")
-    assert limited.stdout.splitlines() == [
-        line for line in done.stdout.splitlines() if '"record": 0' in line
-    ]
-    assert limited.stderr.startswith("Data: cached in ")
+    limited, err = inspect(capsys, folder, *arguments, "--records", "2")
+    assert limited.splitlines() == [line for line in out.splitlines() if '"record": 0' in line]
+    assert err.startswith("Data: cached in ")
 
 
 @pytest.mark.parametrize(
@@ -112,89 +111,25 @@ def test_json_holds_every_sequence_and_nothing_else(folder: Path) -> None:
         (("--config", "{}/run.yaml", "model.path={}"), "no tokenizer"),
     ],
 )
-def test_what_is_refused(
+def test_a_wrong_command_is_refused_in_one_line(
     folder: Path, arguments: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["inspect-data", *(argument.format(folder) for argument in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert last_line(err).startswith("ERROR: ")
-    assert what in last_line(err)
-    assert " - " in last_line(err)
+    line = err.splitlines()[-1]
+    assert line.startswith("ERROR: ") and what in line and " - " in line
     assert "Traceback" not in err
 
 
-def test_a_refused_command_exits_with_2(folder: Path) -> None:
-    write(folder / "broken.jsonl", [chat("q"), {"id": 1}])
-    done = inspect(folder, "--config", f"{folder}/run.yaml", f"data.train={folder}/broken.jsonl")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == [
-        f"ERROR: {folder}/broken.jsonl:2: has none of messages, tools, prompt, completion, text, but id"
+def test_broken_records_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = write(folder / "broken.jsonl", [chat("q"), {"id": 1}])
+    arguments = ["--config", f"{folder}/run.yaml", f"data.train={broken}"]
+    assert run(["inspect-data", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        f"ERROR: {broken}:2: has none of messages, tools, prompt, completion, text, but id"
         " - write messages, prompt and completion, or text",
         "ERROR: data.train: 1 of 2 records broken - repair or remove them",
     ]
-
-
-def test_a_hub_out_of_reach_is_one_line(folder: Path) -> None:
-    done = inspect(folder, "--config", f"{folder}/run.yaml", "data.train=org/name:config:split")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(
-        "ERROR: data.train=org/name:config:split: neither a file or directory here nor a dataset of"
-    )
-
-
-def test_a_reader_that_leaves_ends_it_quietly(folder: Path) -> None:
-    write(folder / "many.jsonl", [chat(f"number {i}") for i in range(3000)])
-    command = f"{sys.executable} -m shardtune inspect-data --config {folder}/run.yaml --json data.train={folder}/many.jsonl"
-    done = subprocess.run(
-        ["bash", "-c", f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"],
-        cwd=ROOT,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    row, status = done.stdout.splitlines()
-    assert json.loads(row)["record"] == 0
-    assert status == "0"
-    assert "Error" not in done.stderr
-
-
-def on_a_terminal(folder: Path, no_color: str) -> tuple[subprocess.Popen[bytes], int]:
-    """The command, and the other side of its terminal."""
-    main, terminal = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "shardtune",
-        "inspect-data",
-        "--config",
-        f"{folder}/run.yaml",
-        "--records",
-        "1",
-    ]
-    env = environment(folder, TERM="xterm", NO_COLOR=no_color)
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=terminal, stderr=subprocess.DEVNULL
-    )
-    os.close(terminal)
-    return process, main
-
-
-def shown(process: subprocess.Popen[bytes], main: int) -> bytes:
-    blocks = []
-    with contextlib.suppress(OSError):  # so ends a terminal whose other side is closed
-        while block := os.read(main, 65536):
-            blocks.append(block)
-    os.close(main)
-    assert process.wait(timeout=60) == 0
-    return b"".join(blocks)
-
-
-def test_a_terminal_gets_colour_unless_told_not_to(folder: Path) -> None:
-    started = [on_a_terminal(folder, no_color) for no_color in ("", "1")]
-    coloured, plain = (shown(*each) for each in started)
-    assert b"\x1b[1;32mf" in coloured and "⟦".encode() not in coloured
-    assert b"\x1b[1;32mf" not in plain and "⟦".encode() in plain

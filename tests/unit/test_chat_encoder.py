@@ -1,123 +1,39 @@
-"""What is trained of a conversation, on small templates and tokenizers; most cases stand in data/chat/cases.yaml."""
+"""What is trained of a conversation; most cases stand in tests/data/chat/cases.yaml."""
 
 import datetime
+import itertools
 import json
 import pickle
-import random
 from pathlib import Path
 
 import pytest
-import yaml
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AddedToken, PreTrainedTokenizerFast
-
-from shardtune.data.chat_encoder import ChatEncoder, ChatError, EncodedSequence, stop_token_ids
-from shardtune.errors import UserError
-
-DATE = datetime.date(2026, 3, 9)
-CASES = yaml.safe_load(
-    (Path(__file__).parents[1] / "data" / "chat" / "cases.yaml").read_text(encoding="utf-8")
+from helpers.chat_cases import (
+    APART,
+    CASES,
+    CHATML,
+    DATE,
+    HOLDS_STOP,
+    Q1,
+    Q2,
+    TEMPLATES,
+    TWO_TURNS,
+    A,
+    answer,
+    bytes_tokenizer,
+    call,
+    encoder,
+    glm,
+    show,
+    user,
+    words_tokenizer,
 )
-TEMPLATES = CASES["templates"]
-CHATML, GLM = TEMPLATES["chatml"], TEMPLATES["glm-4.5"]
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+from transformers import AddedToken
 
-
-# Tokenizers
-
-
-def bytes_tokenizer(
-    template: str | dict[str, str] = CHATML, stops: str = "<|im_end|>", more: str = ""
-) -> PreTrainedTokenizerFast:
-    """A token a byte, but two line breaks are one token, as in large vocabularies; `more`: other added tokens."""
-    vocab = {
-        token: i
-        for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"])
-    }
-    backend = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ"), ("Ġ", "a")]))
-    split = pre_tokenizers.Split(Regex(r"\s*[\r\n]+| ?\w+|\s+|[^\s\w]+"), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=stops.split()[0])
-    tokenizer.add_tokens(["<|im_start|>", *stops.split(), *more.split()], special_tokens=True)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def words_tokenizer(kind: str, template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Like Llama 2's: words with `▁` in front, put before the text as well, and a `<s>` before plain text."""
-    backend = Tokenizer(models.Unigram() if kind == "unigram" else models.BPE(unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(
-        prepend_scheme="first" if kind == "first" else "always"
-    )
-    backend.decoder = decoders.Metaspace(prepend_scheme="first" if kind == "first" else "always")
-    words = ["hello world Paris is the capital of France assistant user \n : . "] * 3
-    special = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.UnigramTrainer if kind == "unigram" else trainers.BpeTrainer
-    more = {"unk_token": "<unk>"} if kind == "unigram" else {}
-    backend.train_from_iterator(
-        words, trainer(vocab_size=120, special_tokens=special, show_progress=False, **more)
-    )
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-# Records
-
-
-def user(text: object) -> dict:
-    return {"role": "user", "content": text}
-
-
-def answer(text: object, **more: object) -> dict:
-    return {"role": "assistant", "content": text, **more}
-
-
-def call(arguments: object, name: str = "f") -> dict:
-    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def encoder(
-    template: str = CHATML, loss_on: str = "assistant", stops: str = "<|im_end|>", more: str = ""
-) -> ChatEncoder:
-    tokenizer = bytes_tokenizer(template, stops, more)
-    return ChatEncoder(
-        tokenizer, tokenizer.convert_tokens_to_ids(stops.split()), loss_on, DATE, "T"
-    )
-
-
-def show(tokenizer: PreTrainedTokenizerFast, sequence: EncodedSequence) -> str:
-    """The text of a sequence with its trained runs in ‹ ›."""
-    assert len(sequence.input_ids) == len(sequence.trained)
-    runs: list[tuple[bool, list[int]]] = []
-    for token, flag in zip(sequence.input_ids, sequence.trained, strict=True):
-        if not runs or runs[-1][0] != flag:
-            runs.append((flag, []))
-        runs[-1][1].append(token)
-    return "".join(
-        f"‹{tokenizer.decode(ids)}›" if flag else tokenizer.decode(ids) for flag, ids in runs
-    )
-
-
-TWO_TURNS = [user("q1"), answer("a1"), user("q2"), answer("a2")]
-Q1, Q2 = "<|im_start|>user\nq1<|im_end|>\n", "<|im_start|>user\nq2<|im_end|>\n"
-A = "<|im_start|>assistant\n"
-HOLDS_STOP = "an assistant turn holds the text of a stop token: generation would end there"
-APART = "a turn would begin inside the prompt's last token: tokenized apart, as generation does"
-
-
-def glm(loss_on: str) -> ChatEncoder:
-    return encoder(
-        GLM, loss_on, "<|endoftext|> <|user|> <|observation|>", "<|assistant|> <|system|> [gMASK]"
-    )
+from shardtune.data.chat_encoder import ChatEncoder, ChatError, stop_token_ids
+from shardtune.errors import UserError
 
 
 @pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: case["name"])
@@ -185,55 +101,34 @@ def test_an_answer_that_holds_the_stop_token(reply: str, expected: str) -> None:
     assert text == Q1 + A + expected + "\n" + Q2 + A + "‹a2<|im_end|>›\n"
 
 
-def test_random_contents() -> None:
-    """Every trained run is the answer and its stop token, behind the very tokens that inference would give."""
-    pieces = [
-        "a",
-        " a",
-        "\n",
-        "\n\n",
-        " ",
-        "<|im_start|>",
-        "<|im_end|>",
-        "assistant\n",
-        "user",
-        "é",
-        "🙂",
-        "\t",
-        "Ġ",
-    ]
-    rng = random.Random(0)
+PIECES = ["a", " a", "\n", "\n\n", " ", "<|im_start|>", "<|im_end|>", "assistant\n", "user"]
+CONTENTS = st.lists(st.sampled_from([*PIECES, "é", "🙂", "\t", "Ġ"]), max_size=6).map("".join)
+
+
+@given(st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_contents_train_the_answers_behind_the_prompts_of_inference(
+    exchanges: list[tuple[str, str]],
+) -> None:
     chat = encoder()
-    for _ in range(200):
-        messages = []
-        for _ in range(rng.randint(1, 3)):
-            messages += [user("".join(rng.choices(pieces, k=rng.randint(0, 6))))]
-            messages += [answer("".join(rng.choices(pieces, k=rng.randint(0, 6))))]
-        record = chat.encode_messages(messages)
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        one = len(record.sequences) == 1
-        for turn, sequence in zip(
-            turns, record.sequences * (len(turns) if one else 1), strict=True
-        ):
-            prompt = chat.tokenizer.apply_chat_template(
-                messages[:turn], add_generation_prompt=True
-            )["input_ids"]
-            assert sequence.input_ids[: len(prompt)] == prompt
-            assert not sequence.trained[len(prompt) - 1] and sequence.trained[len(prompt)]
-            rest = sequence.input_ids[len(prompt) :]
-            end = sequence.trained[len(prompt) :].index(False)
-            text = messages[turn]["content"] + "<|im_end|>"
-            first, _, behind = text.partition("<|im_end|>")
-            ends_at_first = not behind.replace("<|im_end|>", "").strip()
-            assert chat.tokenizer.decode(rest[:end]) == (
-                first + "<|im_end|>" if ends_at_first else text
-            )
-        n_runs = sum(
-            a < b
-            for s in record.sequences
-            for a, b in zip([False, *s.trained], s.trained, strict=False)
-        )
-        assert n_runs == len(turns)
+    messages = [m for question, reply in exchanges for m in (user(question), answer(reply))]
+    record = chat.encode_messages(messages)
+    turns = range(1, len(messages), 2)
+    is_one = len(record.sequences) == 1
+    sequences = record.sequences * (len(turns) if is_one else 1)
+    for turn, sequence in zip(turns, sequences, strict=True):
+        prompt = chat.tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)
+        begin = len(prompt["input_ids"])
+        assert sequence.input_ids[:begin] == prompt["input_ids"]
+        assert not sequence.trained[begin - 1] and sequence.trained[begin]
+        end = begin + sequence.trained[begin:].index(False)
+        text = messages[turn]["content"] + "<|im_end|>"
+        first, stop, rest = text.partition("<|im_end|>")
+        if not rest.replace(stop, "").strip():
+            text = first + stop  # generation ends at the first stop token
+        assert chat.tokenizer.decode(sequence.input_ids[begin:end]) == text
+    flags = [[False, *sequence.trained] for sequence in record.sequences]
+    assert sum(a < b for f in flags for a, b in itertools.pairwise(f)) == len(turns)
 
 
 # Where a turn begins

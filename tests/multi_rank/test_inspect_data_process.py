@@ -1,0 +1,28 @@
+"""The command `inspect-data` in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.commands import REPOSITORY
+from helpers.data_run import chat, save_model, write
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    train = write(tmp_path / "many.jsonl", [chat(f"number {i}") for i in range(3000)])
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {{path: {tmp_path}/model}}\ndata: {{train: {train}}}\n")
+    command = f"{sys.executable} -m shardtune inspect-data --config {config} --json"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    row, status = done.stdout.splitlines()
+    assert json.loads(row)["record"] == 0
+    assert status == "0"
+    assert "Error" not in done.stderr

@@ -1,0 +1,185 @@
+"""Processes that tokenize: the workers of a run, and several runs at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.commands import REPOSITORY
+from helpers.data_run import Run, chat, problems_of, save_model, write
+
+from shardtune.data import tokenize
+
+# Prepares each of the data files named on its command line, once a line comes on standard input.
+PREPARE = """
+import datetime, sys
+from shardtune.config import DataConfig
+from shardtune.data import tokenize
+from shardtune.data.dataset import build_encoder, open_prepared, prepare_data
+from shardtune.distributed.exit import run
+from shardtune.log import setup_logging
+def main():
+    model, single_process_s, *files = sys.argv[1:]
+    tokenize._SINGLE_PROCESS_S = float(single_process_s)
+    setup_logging(True, True)
+    for file in files:
+        data = DataConfig(train=file)
+        encoder = build_encoder(model, data, datetime.date(2026, 1, 31))
+        print("ready", flush=True)
+        input()
+        entry = prepare_data(data, encoder)
+        open_prepared(entry)
+        print(entry, flush=True)
+if __name__ == "__main__":
+    run(main)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "data"
+
+
+def entries(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.name != "lock")
+
+
+def start(model: Path, single_process_s: float, *files: Path) -> subprocess.Popen[str]:
+    script = files[0].with_name("prepare.py")
+    script.write_text(PREPARE)
+    return subprocess.Popen(
+        [sys.executable, script, model, str(single_process_s), *files],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+
+
+def go_together(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) != "ready\n":
+            assert line, process.communicate()
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def test_runs_that_race_share_one_entry(model: Path, tmp_path: Path, cache: Path) -> None:
+    train = write(tmp_path / "a.jsonl", [chat(f"number {i}") for i in range(1000)])
+    processes = [start(model, 60, train) for _ in range(2)]
+    go_together(*processes)
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert all("Data: tokenized" in output for output in outputs)
+    (name,) = entries(cache)
+    assert [output.splitlines()[-1] for output in outputs] == [str(cache / name)] * 2
+    run = Run(model, train)
+    assert run.lines == [f"Data: cached in {cache / name}"]
+    assert len(run.texts()) == 1000
+
+
+def test_runs_that_finish_together_leave_the_entry_that_one_of_them_reads(
+    model: Path, tmp_path: Path, cache: Path
+) -> None:
+    files = [write(tmp_path / f"{i}.jsonl", [chat(f"number {i}")]) for i in range(60)]
+    processes = [start(model, 60, *files) for _ in range(2)]
+    for _ in files:
+        go_together(*processes)
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert len(entries(cache)) == len(files)
+
+
+def test_workers_write_the_same_entry(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [chat(f"number {i}", "x" * (i % 50), id=i) for i in range(1500)]
+    records.append({"text": "how are you"})
+    train = write(tmp_path / "a.jsonl", records)
+    alone = shutil.move(Run(model, train, max_length=40, eval_fraction=0.2).entry, tmp_path / "b")
+    monkeypatch.setattr(tokenize, "_SINGLE_PROCESS_S", 0.0)
+    together = Run(model, train, max_length=40, eval_fraction=0.2).entry
+    contents = [
+        {file.name: file.read_bytes() for file in folder.iterdir()} for folder in (alone, together)
+    ]
+    metas = [json.loads(content.pop("meta.json")) for content in contents]
+    assert contents[0] == contents[1] and metas[0] == metas[1]
+    write(train, [*records, "broken"])
+    assert f"{train}:1502: a record is a JSON object" in problems_of(model, train, max_length=40)[0]
+
+
+@pytest.fixture
+def long_data(tmp_path: Path) -> Path:
+    text = "how are you " * 100
+    return write(tmp_path / "a.jsonl", [chat(f"number {i} {text}") for i in range(20_000)])
+
+
+def wait_for_workers(process: subprocess.Popen[str]) -> list[str]:
+    """The ids of its workers, without the process that counts semaphores, a second later."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers: list[str] = []
+    deadline = time.monotonic() + 60
+    while len(workers) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        pids = children.read_text().split()
+        workers = [pid for pid in pids if b"spawn_main" in command_line(pid)]
+    assert workers
+    time.sleep(1.0)  # the workers import their modules
+    return workers
+
+
+def command_line(pid: str) -> bytes:
+    """Empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def test_no_worker_outlives_a_killed_run(model: Path, long_data: Path) -> None:
+    process = start(model, 0, long_data)
+    try:
+        go_together(process)
+        workers = wait_for_workers(process)
+    finally:
+        process.kill()
+    _, errors = process.communicate(timeout=60)  # a worker that is left holds its end of the pipe
+    assert not any(command_line(pid) for pid in workers) and not errors
+
+
+def test_an_interrupted_run_leaves_nothing_and_says_one_line(
+    model: Path, long_data: Path, cache: Path
+) -> None:
+    process = start(model, 0, long_data)
+    try:
+        go_together(process)
+        workers = wait_for_workers(process)
+        interrupted = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    (line,) = errors.splitlines()
+    assert line.startswith("ERROR: ended by SIGINT before the first step")
+    assert process.returncode == 1 and time.monotonic() - interrupted < 5
+    assert not any(command_line(pid) for pid in workers)
+    assert entries(cache) == []

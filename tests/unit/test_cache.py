@@ -1,0 +1,95 @@
+"""The cache of tokenized data."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "data"
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "lock")
+
+
+def test_a_second_start_is_cached_until_something_that_matters_changes(
+    model: Path, tmp_path: Path
+) -> None:
+    train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
+    first = Run(model, train)
+    assert first.lines[-1].startswith("Data: tokenized in ")
+    train = train.rename(tmp_path / "renamed.jsonl")
+    again = Run(model, train, date="2027-01-31", packing=False)
+    assert again.lines == [f"Data: cached in {first.entry}"]
+    assert again.prepared.key == first.prepared.key
+    assert Run(save_model(tmp_path / "copy"), train).entry == first.entry
+    dated = save_model(tmp_path / "dated", "{{ strftime_now('%d') }}" + TEMPLATE)
+    changed = [
+        Run(model, train, max_length=int(first.prepared.train.lengths.max()) - 2),
+        Run(model, train, overflow="split"),
+        Run(model, train, loss_on="all"),
+        Run(model, train, eval=str(train)),
+        Run(save_model(tmp_path / "other", "Hello." + TEMPLATE), train),
+        Run(dated, train),
+        Run(dated, train, date="2026-02-01"),
+        Run(model, write(tmp_path / "b.jsonl", [chat("how are you"), chat("hello", "World")])),
+    ]
+    assert len({run.entry for run in [first, *changed]}) == 9
+    assert first.prepared.key not in {run.prepared.key for run in changed[:1] + changed[2:]}
+    assert changed[1].prepared.key == first.prepared.key  # nothing was long enough to be split
+
+
+@pytest.mark.parametrize("damage", ["cut train.tokens", "no meta.json", "no train.record"])
+def test_a_damaged_entry_is_built_again(
+    damage: str, model: Path, tmp_path: Path, cache: Path
+) -> None:
+    train = write(tmp_path / "a.jsonl", [chat("how are you")])
+    first = Run(model, train)
+    texts = first.texts()
+    verb, name = damage.split()
+    if verb == "cut":
+        os.truncate(first.entry / name, 8)
+    else:
+        (first.entry / name).unlink()
+    again = Run(model, train)
+    assert again.lines[0] == f"Data: {first.entry} is damaged, building it again"
+    assert again.texts() == texts
+    assert names_in(cache) == [first.entry.name]
+
+
+def test_abandoned_builds_are_removed_when_old(model: Path, tmp_path: Path, cache: Path) -> None:
+    for name, age_s in ((".old", 90_000), (".young", 60)):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "train.tokens").touch()
+        for path in (cache / name / "train.tokens", cache / name):
+            os.utime(path, (time.time() - age_s,) * 2)
+    entry = Run(model, write(tmp_path / "a.jsonl", [chat("q")])).entry
+    assert names_in(cache) == sorted([".young", entry.name])
+
+
+def test_an_unwritable_cache_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path / "file"))
+    (problem,) = problems_of(model, write(tmp_path / "a.jsonl", [chat("q")]))
+    assert f"{tmp_path}/file/data: the data cache cannot be written (Not a directory) - " in problem
+    assert "SHARDTUNE_CACHE" in problem
+
+
+def test_a_refused_build_leaves_nothing(model: Path, tmp_path: Path, cache: Path) -> None:
+    problems_of(model, write(tmp_path / "a.jsonl", [chat("q"), "broken"]))
+    assert names_in(cache) == []

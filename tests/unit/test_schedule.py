@@ -1,0 +1,250 @@
+"""The steps of a run, and which rank gets which rows of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import islice, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.data_run import log_normal_lengths, random_lengths, write_dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig
+
+from shardtune.data.dataset import TokenDataset
+from shardtune.data.order import plan_rows
+from shardtune.data.packing import Rows
+from shardtune.data.schedule import Cost, Position, assign_rows, make_schedule
+from shardtune.model.flops import ModelFlops, cost_of, count_flops
+
+CONFIGS = {
+    "SmolLM2-135M": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+    "Llama-3-8B": LlamaConfig(vocab_size=128256, intermediate_size=14336, num_key_value_heads=8),
+    "GLM-4.5-Air": Glm4MoeConfig(),
+}
+ANY_COST = Cost(2, 1, 1)
+RUN = {"max_length": 50, "packing": False, "seed": 5, "epochs": 3, "max_steps": None}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    """97 sequences of 1 to 40 tokens, of which the odd ones are trained."""
+    return write_dataset(
+        tmp_path_factory.mktemp("dataset"),
+        [
+            ([100 * i % 7 + 1] * length, [False] + [bool(at % 2) for at in range(1, length)])
+            for i, length in enumerate(random_lengths(97, 40, 0).tolist())
+        ],
+    )
+
+
+def trained_counts(lengths: np.ndarray, least: float, most: float) -> np.ndarray:
+    """Trained tokens of sequences with these lengths, by shares drawn from `least` to `most`."""
+    shares = np.random.default_rng(5).uniform(least, most, len(lengths))
+    return (shares * lengths).astype(np.int32)
+
+
+@given(st.integers(1, 16), st.integers(1, 61), st.integers(1, 5))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_each_row_goes_to_one_rank_and_all_ranks_have_as_many_micro_batches(
+    ranks: int, count: int, rows_per_micro_batch: int
+) -> None:
+    rows = Rows(np.arange(2 * count), np.arange(0, 2 * count + 1, 2))  # of two sequences each
+    lengths = random_lengths(2 * count, 40, count)
+    costs = ANY_COST.of_rows(rows, lengths, trained_counts(lengths, 0.25, 0.4))
+    assigned = [
+        assign_rows(rows, costs, rank, ranks, rows_per_micro_batch) for rank in range(ranks)
+    ]
+    assert {len(batches) for batches in assigned} == {-(-count // (ranks * rows_per_micro_batch))}
+    all_batches = [batch for batches in assigned for batch in batches]
+    pairs = [batch[i : i + 2] for batch in all_batches for i in range(0, len(batch), 2)]
+    assert sorted(pairs) == [[2 * row, 2 * row + 1] for row in range(count)]
+    assert max(map(len, all_batches)) <= 2 * rows_per_micro_batch
+    for same_time in zip(*assigned, strict=True):
+        sizes = [len(batch) // 2 for batch in same_time]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("rows_per_micro_batch", [1, 2])
+def test_ranks_get_rows_of_like_cost_at_once_and_as_much_in_all(rows_per_micro_batch: int) -> None:
+    """Rows of 1 to 128 tokens, in any order."""
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 129))
+    rows = Rows(np.arange(128), np.arange(129))
+    assigned = [assign_rows(rows, lengths, rank, 16, rows_per_micro_batch) for rank in range(16)]
+    tokens = np.array([[lengths[batch].sum() for batch in batches] for batches in assigned])
+    assert (tokens.sum(1) == 129 * 4).all()
+    assert (np.ptp(tokens, axis=0) == (15 if rows_per_micro_batch == 1 else 0)).all()
+
+
+@cache
+def cost_and_flops(name: str) -> tuple[Cost, ModelFlops]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    return cost_of(model), count_flops(model)
+
+
+def useful_shares(
+    model: str,
+    records: int,
+    trained_shares: tuple[float, float],
+    ranks: int,
+    accumulation: int = 1,
+    rows_per_micro_batch: int = 1,
+) -> tuple[float, float]:
+    """The mean of all ranks' time, by the formula of MFU, over that of the slowest, in the whole
+    steps of an epoch: where ranks wait for one another at the end of a step, and where they do so
+    in each micro-batch."""
+    cost, flops = cost_and_flops(model)
+    lengths = log_normal_lengths(records, 500, 4096, 0)
+    trained = trained_counts(lengths, *trained_shares)
+    per_step = ranks * accumulation * rows_per_micro_batch
+    rows = plan_rows(lengths, 4096, True, 1, 0)
+    worked = by_step = by_micro_batch = 0.0
+    for begin in range(0, len(rows) - per_step + 1, per_step):
+        step = rows.part(begin, begin + per_step)
+        costs = cost.of_rows(step, lengths[step.members], trained[step.members])
+        assigned = [
+            assign_rows(step, costs, rank, ranks, rows_per_micro_batch) for rank in range(ranks)
+        ]
+        work = np.array(
+            [
+                [flops.of_step(lengths[batch], trained[batch].sum()) for batch in batches]
+                for batches in assigned
+            ]
+        )
+        worked += work.sum() / ranks
+        by_step += work.sum(1).max()
+        by_micro_batch += work.max(0).sum()
+    return worked / by_step, worked / by_micro_batch
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (4, 1), (8, 2)])
+@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("trained_shares", [(0.25, 0.4), (0.05, 0.95)])
+def test_sixteen_ranks_wait_less_than_three_percent_for_the_slowest(
+    model: str, shape: tuple[int, int], trained_shares: tuple[float, float]
+) -> None:
+    """Five percent where any share is trained, the head is large in a small model, and a rank has
+    but one row."""
+    is_worst = (model, shape, trained_shares) == ("SmolLM2-135M", (1, 1), (0.05, 0.95))
+    shares = useful_shares(model, 16_000, trained_shares, 16, *shape)
+    assert min(shares) > (0.95 if is_worst else 0.97)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share"), [(8, 0.98), (24, 0.95), (32, 0.975), (64, 0.91), (128, 0.845)]
+)
+def test_other_numbers_of_ranks_wait_as_little_as_documented(ranks: int, share: float) -> None:
+    assert useful_shares("SmolLM2-135M", 64_000, (0.25, 0.4), ranks)[0] > share
+
+
+def test_the_cost_of_a_model_counts_the_experts_that_a_token_meets(
+    models: dict[str, Path],
+) -> None:
+    config = AutoConfig.from_pretrained(models["glm"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    everything = sum(p.numel() for p in model.parameters())
+    share = config.num_experts_per_tok / config.n_routed_experts
+    assert 0 < share < 1 and experts
+    embedding = config.vocab_size * config.hidden_size
+    assert not config.tie_word_embeddings
+    assert cost_of(model) == Cost(
+        2 * (everything - 2 * embedding - experts + int(experts * share)),
+        2 * embedding,
+        4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim,
+    )
+
+
+def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset: TokenDataset) -> None:
+    def batches(ranks: int, rows_per_micro_batch: int) -> list[list[int]]:
+        schedule = make_schedule(
+            dataset, rows_per_step=8, start=Position(), **RUN | {"packing": True}
+        )
+        return [
+            sorted(
+                sequence
+                for rank in range(ranks)
+                for batch in step.micro_batches(ANY_COST, rank, ranks, rows_per_micro_batch)
+                for sequence in batch
+            )
+            for step in schedule.steps()
+        ]
+
+    expected = batches(1, 1)
+    for ranks, rows_per_micro_batch in ((1, 8), (2, 2), (4, 1), (8, 1), (3, 1)):
+        assert batches(ranks, rows_per_micro_batch) == expected
+
+
+def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset: TokenDataset) -> None:
+    schedule = make_schedule(dataset, rows_per_step=10, start=Position(), **RUN)
+    steps = list(schedule.steps())
+    assert (schedule.rows_per_epoch, schedule.steps_per_epoch, schedule.total_steps) == (97, 10, 30)
+    assert [step.number for step in steps] == list(range(1, 31))
+    assert [len(step.rows) for step in steps] == ([10] * 9 + [7]) * 3
+    ends = [Position(9, 0, 90), Position(10, 1, 0), Position(11, 1, 10)]
+    assert [step.end for step in steps[8:11]] == ends
+    for step in steps:
+        sequences = [dataset[i] for i in step.rows.members.tolist()]
+        assert step.lengths.tolist() == [len(tokens) for tokens, _ in sequences]
+        assert step.tokens == sum(len(tokens) for tokens, _ in sequences)
+        assert step.trained_tokens == sum(int(trained.sum()) for _, trained in sequences)
+
+
+def test_a_schedule_knows_what_packing_changes(dataset: TokenDataset) -> None:
+    packed, unpacked = (
+        make_schedule(dataset, rows_per_step=10, start=Position(), **RUN | {"packing": packing})
+        for packing in (True, False)
+    )
+    assert packed.unpacked_steps_per_epoch == unpacked.steps_per_epoch == 10
+    assert packed.steps_per_epoch < 10
+    assert packed.records_per_row == 97 / packed.rows_per_epoch
+    assert unpacked.records_per_row == 1
+
+
+@given(st.integers(1, 29), st.integers(1, 120))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(
+    dataset: TokenDataset, before: int, rows_per_step: int
+) -> None:
+    whole = make_schedule(dataset, rows_per_step=10, start=Position(), **RUN)
+    first = list(islice(whole.steps(), before))
+    resumed = make_schedule(dataset, rows_per_step=rows_per_step, start=first[-1].end, **RUN)
+    rest = list(resumed.steps())
+    assert [step.number for step in rest] == list(range(before + 1, resumed.total_steps + 1))
+    seen = Counter(
+        (step.epoch, sequence) for step in first + rest for sequence in step.rows.members.tolist()
+    )
+    assert seen == Counter(product(range(3), range(97)))
+
+
+@pytest.mark.parametrize(
+    ("start", "max_steps", "total"),
+    [
+        (Position(), 5, 5),
+        (Position(), 500, 30),
+        (Position(7, 0, 70), 5, 7),
+        (Position(7, 0, 70), 9, 9),
+        (Position(30, 3, 0), None, 30),
+    ],
+)
+def test_max_steps_ends_the_run_first(
+    dataset: TokenDataset, start: Position, max_steps: int | None, total: int
+) -> None:
+    settings = RUN | {"max_steps": max_steps}
+    schedule = make_schedule(dataset, rows_per_step=10, start=start, **settings)
+    assert schedule.total_steps == total
+    assert [step.number for step in schedule.steps()] == list(range(start.step + 1, total + 1))
