@@ -1,0 +1,39 @@
+"""Pages of the docs site that lie elsewhere in the repository, and the links between them (read by mkdocs)."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# Where files of the repository lie in the site.
+PLACES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/RESULTS.md": "benchmarks.md",
+    "benchmarks/RESULTS.png": "benchmarks.png",
+    "config.yaml": "config.yaml",
+}
+LINK = re.compile(r"(\]\()([^)#:]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source, place in PLACES.items():
+        files.append(File.generated(config, place, content=(REPOSITORY / source).read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn each link to a file of the repository into one to its place in the site."""
+    sources = {place: source for source, place in PLACES.items()}
+    source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+
+    def place(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
+        return match[1] + PLACES.get(target, target.removeprefix("docs/"))
+
+    return LINK.sub(place, markdown)
