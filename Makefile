@@ -74,12 +74,12 @@ test: lint .venv/.templates $(MODEL)/config.json
 test-full: lint .venv/.templates $(MODEL)/config.json
 	$(PYTEST) $(IN_PARALLEL) -m ''
 
-# The site of README.md and docs/, in site/, which opens without a network or a server.
+# The site of README.md and docs/, in site/. It loads nothing from a network.
 docs: .venv/.installed
 	$(BIN)/shardtune config-schema > docs/config.schema.json
 	$(BIN)/shardtune config-schema --markdown > docs/configuration.md
-	$(BIN)/mkdocs build --strict --quiet
-	@echo "Open site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html, or run $(BIN)/mkdocs serve, with which the search works"
 
 $(PEERS)/.installed: benchmarks/requirements-peers.txt
 	$(PYTHON) -m venv $(PEERS)

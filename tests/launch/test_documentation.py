@@ -1,0 +1,222 @@
+"""Every command and every YAML of README.md and docs/, run as it stands there in a copy of the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, a_free_port, chats, write_jsonl
+
+from shardtune.config_io import load_config, write_config
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+# In the order in which they are read.
+PAGES = ["README.md", *re.findall(r"\]\((docs/[\w-]+\.md|CONTRIBUTING\.md)\)", README)]
+TEXTS = {page: (REPOSITORY / page).read_text(encoding="utf-8") for page in PAGES}
+
+
+def blocks(language: str) -> list[str]:
+    """Every code block of a language, once, in the order of the pages."""
+    found = [
+        block.strip()
+        for text in TEXTS.values()
+        for block in re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+    return list(dict.fromkeys(found))
+
+
+COMMANDS = blocks("bash")
+# Those that other tests run: `make demo` and the rest of the targets, and python -m distTest.preflight.
+ELSEWHERE = ("make ", "python -m distTest.preflight")
+NODES = [command for command in COMMANDS if command.startswith("./launch_node")]
+ALONE = [command for command in COMMANDS if command.startswith("NNODES=1 ")]
+GREPS = [command for command in COMMANDS if command.startswith("grep")]
+(BY_SSH,) = [command for command in COMMANDS if command.startswith("ssh")]
+(BY_SLURM,) = [command for command in COMMANDS if command.startswith("sbatch")]
+(REHEARSAL,) = [
+    command for command in COMMANDS if command.startswith("python -m distTest.rehearse")
+]
+TORCHRUN_AND_TOOLS = [c for c in COMMANDS if c.startswith(("torchrun", "python -m shardtune"))]
+OTHER_STARTS = [c for c in COMMANDS if c.startswith(("accelerate launch", "python train_fsdp.py"))]
+ASKING = [command for command in COMMANDS if command.startswith("python examples/ask.py")]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """A copy of what a clone holds, with tiny models and data where the configurations name them."""
+    copy = tmp_path_factory.mktemp("clone") / "shardtune"
+    names = (".git", ".venv", "runs", "models", "site", "tests", "__pycache__", ".*_cache")
+    shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(*names))
+    shutil.copytree(models["llama"], copy / "models/SmolLM2-135M-Instruct")
+    settings = copy / "models/SmolLM2-135M-Instruct/config.json"
+    longer = json.loads(settings.read_text(encoding="utf-8")) | {"max_position_embeddings": 1024}
+    settings.write_text(json.dumps(longer), encoding="utf-8")
+    (copy / "data").mkdir()
+    for name, count in (("data/train", 40), ("data/eval", 5), ("mine", 40)):
+        write_jsonl(copy / f"{name}.jsonl", chats(count, seed=count))
+    changes = [f"model.path={models['glm']}", "data.max_length=256", "train.epochs=1"]
+    production = load_config(copy / "config.yaml", [*changes, "model.compute_dtype=float32"], {})
+    write_config(production, copy / "config.yaml")
+    (text,) = blocks("yaml")
+    (copy / "mine.yaml").write_text(text, encoding="utf-8")
+    return copy
+
+
+def environment(**more: str) -> dict[str, str]:
+    binaries = str(Path(sys.executable).parent)
+    active = {"PATH": f"{binaries}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
+    return os.environ | active | more
+
+
+def run(command: str, cwd: Path, timeout_s: float = 240, **more: str) -> str:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=cwd,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_every_command_is_run_by_a_test() -> None:
+    tested = [
+        *NODES,
+        *ALONE,
+        *GREPS,
+        BY_SSH,
+        BY_SLURM,
+        REHEARSAL,
+        *ASKING,
+        *TORCHRUN_AND_TOOLS,
+        *OTHER_STARTS,
+    ]
+    assert [c for c in COMMANDS if c not in tested and not c.startswith(ELSEWHERE)] == []
+
+
+def test_two_nodes_and_their_log(repository: Path) -> None:
+    """Both commands of the README on this machine, and then the lines that it looks for in the log."""
+    worker = repository.parent / "worker"
+    worker.mkdir()
+    (repository / "runs").mkdir(exist_ok=True)
+    for entry in repository.iterdir():
+        (worker / entry.name).symlink_to(entry)
+    loopback = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
+    here = environment(**loopback, MASTER_PORT=a_free_port(), GPUS_PER_NODE="1")
+    assert len(NODES) == 2
+    nodes = [
+        subprocess.Popen(
+            ["bash", "-o", "pipefail", "-c", command],
+            cwd=cwd,
+            env=here,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, cwd in zip(NODES, (repository, worker), strict=True)
+    ]
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+    for greps in GREPS:
+        found = run(greps, repository)
+        assert re.search(r"^Baseline Perplexity: \d+\.\d+ \| Loss: \d", found, re.MULTILINE)
+        assert re.search(r"^Step \d+/\d+ \| Loss: \d", found, re.MULTILINE)
+    assert re.search(r"^Eval Perplexity: \d", found, re.MULTILINE)
+
+
+def test_a_run_on_one_machine_resumed_verified_and_exported(repository: Path) -> None:
+    load_config(repository / "mine.yaml", [], {})
+    outputs = {command: run(command, repository) for command in TORCHRUN_AND_TOOLS}
+    trained = [output for output in outputs.values() if "Saved checkpoint_" in output]
+    assert len(trained) == 3
+    (resumed,) = [output for output in trained if "Resumed from checkpoint_0000001" in output]
+    assert "Step 2/2 | Loss:" in resumed
+    (verified,) = [output for command, output in outputs.items() if " verify " in command]
+    assert verified.startswith("checkpoint_0000001: intact, ")
+    assert (repository / "runs/exported/model.safetensors").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", OTHER_STARTS, ids=lambda command: command.split()[0])
+def test_other_ways_to_start_a_run(command: str, repository: Path) -> None:
+    assert "Step 1/1 | Loss:" in run(command, repository)
+
+
+@pytest.mark.full
+def test_asking_the_model(repository: Path, models: dict[str, Path]) -> None:
+    (command,) = ASKING
+    shutil.copytree(models["llama"], repository / "runs/demo/model")
+    assert "After:" in run(command, repository)
+
+
+@pytest.mark.full
+def test_a_node_alone_and_one_device(repository: Path) -> None:
+    """With the rung of the ladder in docs/troubleshooting.md that needs one device."""
+    rungs = re.findall(r"^\| one .+? \| `(.+?)` \|", TEXTS["docs/troubleshooting.md"], re.MULTILINE)
+    assert len(rungs) == 2 and len(ALONE) == 1
+    for command in (*rungs, *ALONE):
+        said = run(command, repository, MASTER_PORT=a_free_port(), GPUS_PER_NODE="2")
+        assert "Step 2/2 | Loss" in said
+
+
+@pytest.mark.full
+def test_the_rehearsal(repository: Path) -> None:
+    assert "Rehearsed in " in run(REHEARSAL, repository, 400).splitlines()[-1]
+
+
+def test_ssh_and_slurm_start_all_nodes(tmp_path: Path) -> None:
+    """An ssh that stays here, an sbatch that lists its argument, and a Python that prints its arguments."""
+    (tmp_path / "bin").mkdir()
+    stubs = {
+        "ssh": '[ "$1 $2" = "-n worker" ] && exec sh -c "$3"',
+        "sbatch": 'ls "$1"',
+        "python": 'echo "rank=$NODE_RANK" "$*"',
+    }
+    for name, text in stubs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    copy = tmp_path / "clone"
+    shutil.copytree(REPOSITORY / "distTest", copy / "distTest")
+    for file in REPOSITORY.glob("launch_*"):
+        shutil.copy(file, copy)
+    stubbed = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(tmp_path)}
+    run(BY_SSH, copy, **stubbed)
+    for file_name, node in (("multinode_training.log", 0), ("worker.log", 1)):
+        assert f"rank={node} " in (copy / file_name).read_text(encoding="utf-8")
+    assert "launch_slurm.sbatch" in run(BY_SLURM, copy, **stubbed)
+
+
+def demo(run_dir: Path, *arguments: str, timeout_s: float = 400) -> str:
+    """The target as it stands, on the real weights."""
+    return run(f"make demo RUN={run_dir} DEMO_ARGS='{' '.join(arguments)}'", REPOSITORY, timeout_s)
+
+
+def test_make_demo(tmp_path: Path) -> None:
+    run_dir = tmp_path / "demo"
+    said = demo(run_dir, "train.max_steps=2", "data.max_length=256", "eval.baseline=false")
+    assert "\r" not in said
+    expected = ("Step 2/2 | Loss:", "Question (held out):", "Before:", "After:", f"{run_dir}/model")
+    assert [text for text in expected if text not in said] == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_demo_lowers_the_perplexity_to_less_than_0_6_of_the_baseline(tmp_path: Path) -> None:
+    said = demo(tmp_path / "demo", timeout_s=1500)
+    before, after = (
+        float(re.findall(rf"^{name} Perplexity: ([\d.]+) ", said, re.MULTILINE)[0])
+        for name in ("Baseline", "Eval")
+    )
+    assert after < 0.6 * before
+    (transcript,) = [text for text in blocks("text") if text.startswith("Baseline Perplexity: ")]
+    shown = float(re.findall(r"^Eval Perplexity: ([\d.]+) ", transcript, re.MULTILINE)[0])
+    assert after == pytest.approx(shown, rel=0.05), "another CPU rounds otherwise, by less"

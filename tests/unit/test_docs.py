@@ -1,0 +1,53 @@
+"""The pages of README.md and docs/: their links, their paths, their examples, and the site made of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+PAGES += [*sorted(REPOSITORY.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    folders = "shardtune|distTest|tests|docs|examples|benchmarks"
+    named = re.findall(rf"`((?:{folders})/[\w/.*]+)`", text)
+    missing = [name for name in named if not list(REPOSITORY.glob(name))]
+    missing += [
+        name
+        for name in re.findall(r"`(test_\w+\.py)`", text)
+        if not list((REPOSITORY / "tests").rglob(name))
+    ]
+    assert missing == []
+
+
+def test_the_readme_is_short() -> None:
+    text = PAGES[0].read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120 and len(text.split()) <= 900
+
+
+def test_the_record_of_the_readme() -> None:
+    (text,) = re.findall(r"^```json\n(.*?)^```$", PAGES[0].read_text(encoding="utf-8"), re.M | re.S)
+    assert [message["role"] for message in json.loads(text)["messages"]] == ["user", "assistant"]
+
+
+def test_the_site_is_built_strictly_and_loads_nothing_from_a_network(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    with caplog.at_level(logging.WARNING, "mkdocs"):
+        build(config)
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 12
+    for page in pages:
+        html = page.read_text(encoding="utf-8")
+        assert re.findall(r'(?:src|<link[^>]* href)="https?:[^"]*"', html) == [], page.name
