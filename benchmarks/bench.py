@@ -3,10 +3,10 @@
 
 python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections NAME ...]
 
-All sides train the same weights on the same chats, the whole of which is one optimizer step: so every side sees the
-same global batch however it orders and packs, and its loss at every step must be the reference's (HF Trainer's) before
-any of its figures counts. The sides take turns in each round, in another order each time, each in a process of its own
-on one pinned core with one thread; the first step of each also sets things up and is not counted.
+All sides train the same weights on the same chats. All of the chats are one optimizer step, so every side has the same
+global batch, however it orders and packs. At every step its loss must equal the reference's (HF Trainer's) before
+any of its figures counts. In each round the sides take turns, in another order each time. Each runs in its own process
+on one pinned core with one thread. Its first step also sets things up and is not counted.
 """
 
 from __future__ import annotations
@@ -68,16 +68,13 @@ SMALL_MODEL = {
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
 }
-SOURCES = (
-    "*.py",
-    "requirements.txt",
-    "benchmarks/requirements-peers.txt",
-)  # changed, they are no commit's
-LR = 3e-4  # moves the loss by 15% in two updates, in bfloat16 too: smaller ones round away in its weights
-VOCABULARY = 151552  # of the head's memory: GLM-4.5's
-NAIVE_BYTES_PER_LOGIT = (
-    16  # in float32 itself, its log-probability and its gradient; in bfloat16 itself and the latter
-)
+# With changes to these files, the results are not those of a commit.
+SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")
+# Moves the loss by 15% in two updates, in bfloat16 too, in which smaller updates round away.
+LR = 3e-4
+VOCABULARY = 151552  # GLM-4.5's, for the memory of the head
+# In float32: logit, log-probability, gradient. In bfloat16: logit and gradient.
+NAIVE_BYTES_PER_LOGIT = 16
 
 
 def main() -> None:
@@ -87,10 +84,10 @@ def main() -> None:
     options.work.mkdir(parents=True)
     os.environ["SHARDTUNE_CACHE"] = str(
         options.work / "cache"
-    )  # an earlier run's has the tokens already
+    )  # without the tokens of an earlier run
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    results, plot = (options.results.with_suffix(suffix) for suffix in (".json", ".png"))
-    found = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    results_file, plot = (options.results.with_suffix(suffix) for suffix in (".json", ".png"))
+    results = json.loads(results_file.read_text(encoding="utf-8")) if results_file.exists() else {}
     chats = write_chats(options.work / "chats.jsonl", options.tokens, options.max_length)
     measured_with = machine(options)
     for name, measure in parts(options).items():
@@ -100,22 +97,20 @@ def main() -> None:
             figures = measure(options, chats)
         except Unequal as difference:
             FAILED.append(f"{name}: {difference}")
-        found[name] = {
+        results[name] = {
             "measured_with": measured_with,
             "figures": figures,
             "failed": FAILED[failures:],
         }
-        results.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        results_file.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if any(
-        of_part["figures"]
-        for name, of_part in found.items()
-        if name.split()[0] in ("one", "scaling")
+        part["figures"] for name, part in results.items() if name.split()[0] in ("one", "scaling")
     ):
         plot.unlink(missing_ok=True)
-        command = [options.peers, REPOSITORY / "benchmarks/plot.py", results, plot]
+        command = [options.peers, REPOSITORY / "benchmarks/plot.py", results_file, plot]
         run_pinned(command, None, options.work / "plot.log", 300)
     options.results.write_text(
-        report(found, plot.name if plot.exists() else None), encoding="utf-8"
+        report(results, plot.name if plot.exists() else None), encoding="utf-8"
     )
     print(f"Written: {options.results}")
     if FAILED:
@@ -125,8 +120,8 @@ def main() -> None:
 def parts(
     options: argparse.Namespace,
 ) -> dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]]:
-    """What is measured for itself, by its name in the results: the others there stay what an earlier run measured."""
-    found: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {}
+    """Return the measurements that the options ask for, by their names in the results; other results stay as they are."""
+    parts_to_measure: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {}
     sections = {
         "traffic": traffic,
         "two": two_ranks,
@@ -134,15 +129,15 @@ def parts(
         "scaling": scaling,
         "records": many_records,
     }
-    of_dtypes = {"one": one_thread, "profile": profile}
+    per_dtype = {"one": one_thread, "profile": profile}
     for name in options.sections:
         if name in sections:
-            found[name] = sections[name]
+            parts_to_measure[name] = sections[name]
         else:
-            found |= {
-                f"{name} {dtype}": partial(of_dtypes[name], dtype=dtype) for dtype in options.dtypes
+            parts_to_measure |= {
+                f"{name} {dtype}": partial(per_dtype[name], dtype=dtype) for dtype in options.dtypes
             }
-    return found
+    return parts_to_measure
 
 
 def read_options() -> argparse.Namespace:
@@ -189,7 +184,7 @@ def read_options() -> argparse.Namespace:
 
 
 def default_dtypes() -> list[str]:
-    """bfloat16 only where the CPU multiplies it natively: elsewhere nobody would use it."""
+    """Return bfloat16 too where the CPU multiplies it natively: elsewhere nobody would use it."""
     flags = torch.cpu.get_capabilities()
     return (
         ["float32", "bfloat16"]
@@ -199,31 +194,32 @@ def default_dtypes() -> list[str]:
 
 
 def machine(options: argparse.Namespace) -> dict[str, str]:
-    def said_by(*command: str | Path) -> str:
+    def output_of(*command: str | Path) -> str:
         return subprocess.run(
             list(map(str, command)), capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu_lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu = next(
-        (line.split(":")[1].strip() for line in told if "model name" in line), platform.processor()
+        (line.split(":")[1].strip() for line in cpu_lines if "model name" in line),
+        platform.processor(),
     )
     flags = torch.cpu.get_capabilities()
     native = [flag for flag in ("avx512_f", "avx512_bf16", "amx_bf16") if flags.get(flag)]
-    theirs = said_by(
+    peer_versions = output_of(
         options.peers,
         "-c",
         "from importlib.metadata import version as v; print(', '.join(f'{n} {v(n)}' for n in "
         "('torch', 'transformers', 'trl', 'accelerate')))",
     )
-    changed = said_by("git", "-C", REPOSITORY, "status", "--porcelain", "-uno", "--", *SOURCES)
+    changed = output_of("git", "-C", REPOSITORY, "status", "--porcelain", "-uno", "--", *SOURCES)
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": said_by("git", "-C", REPOSITORY, "describe", "--always")
+        "commit": output_of("git", "-C", REPOSITORY, "describe", "--always")
         + ("-dirty" if changed else ""),
         "CPU": f"{cpu}, {os.cpu_count()} cores, {', '.join(native) or 'no AVX-512'}",
         "ours": f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}",
-        "peers": theirs,
+        "peers": peer_versions,
         "command": shlex.join(["python", *sys.argv]),
     }
 
@@ -231,7 +227,7 @@ def machine(options: argparse.Namespace) -> dict[str, str]:
 def settings(
     options: argparse.Namespace, chats: Path, dtype: str, model: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same run for either side: assignments for ours, flags for peers.py."""
+    """Return the same run for either side: assignments of shardtune, and flags of peers.py."""
     ours = {
         "model.path": model.resolve(),
         "model.compute_dtype": dtype,
@@ -241,7 +237,7 @@ def settings(
         "train.epochs": options.steps,
         "optimizer.lr": LR,
     }
-    theirs = {
+    peer_flags = {
         "model": model.resolve(),
         "data": chats.resolve(),
         "dtype": dtype,
@@ -249,14 +245,14 @@ def settings(
         "steps": options.steps,
         "lr": LR,
     }
-    return ours, theirs
+    return ours, peer_flags
 
 
 def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str, Any]:
-    """Every side in turn on one core."""
+    """Run every side in turn on one core."""
     core = [max(os.sched_getaffinity(0))]
     flops, lengths = model_flops(options.model), document_lengths(options, chats)
-    ours, theirs = settings(options, chats, dtype, options.model)
+    ours, peer_flags = settings(options, chats, dtype, options.model)
     runs: dict[str, list[Side]] = {name: [] for name in options.sides}
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in options.sides}
     for turn, name in in_turns(options.sides, options.rounds):
@@ -267,7 +263,12 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
             shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
         else:
             done = run_peer(
-                name, run_name, options.work, options.peers, {**theirs, **PEERS[name]}, cores=core
+                name,
+                run_name,
+                options.work,
+                options.peers,
+                {**peer_flags, **PEERS[name]},
+                cores=core,
             )
         if done:
             runs[name].append(done)
@@ -276,7 +277,7 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
     if not equal:
         return {}
     trained_tokens = runs[REFERENCE][0].trained_tokens
-    of_step = flops.of_step(lengths, trained_tokens)
+    step_flops = flops.of_step(lengths, trained_tokens)
     rows = {}
     for name, sides in equal.items():
         rows[name] = {
@@ -285,7 +286,7 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
                 trained_tokens / value for side in sides for value in side.seconds
             ],
             "share_of_matmul_rate": [
-                of_step / value / mean(around)
+                step_flops / value / mean(around)
                 for side, around in zip(sides, rates[name], strict=True)
                 for value in side.seconds
             ],
@@ -301,7 +302,7 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
         "trained_tokens": trained_tokens,
-        "flops": of_step,
+        "flops": step_flops,
         "max_length": options.max_length,
         "reference": REFERENCE,
         "rounds": options.rounds,
@@ -311,14 +312,14 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
 
 
 def counted(runs: dict[str, list[Side]], reference: str, dtype: str) -> dict[str, list[Side]]:
-    """The sides that did the reference's work; of the others it is said why they have no figure."""
+    """Return the sides that did the reference's work; record why the others have no figure."""
     equal, refused = gated(runs, reference, TOLERANCE[dtype])
     FAILED.extend(f"no figure for {NAMES[name]}: {why}" for name, why in refused.items())
     return equal
 
 
 def profile(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str, Any]:
-    """Seconds of one of our steps by kind of operation."""
+    """Return the seconds of one step of shardtune by kind of operation."""
     ours, _ = settings(options, chats, dtype, options.model)
     name, script = f"profile-{dtype}", REPOSITORY / "benchmarks/step_profile.py"
     is_done = run_ours(
@@ -334,11 +335,11 @@ def profile(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str, A
 
 def matmul_rate(cores: list[int], dtype: str) -> float:
     """FLOP/s of one thread on these cores, measured as a run itself does it."""
-    own = os.sched_getaffinity(0)
+    allowed_cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     measure_matmul_rate(getattr(torch, dtype), 0)
     rate = measure_matmul_rate(getattr(torch, dtype), 1)
-    os.sched_setaffinity(0, own)
+    os.sched_setaffinity(0, allowed_cores)
     return rate
 
 
@@ -348,9 +349,9 @@ def model_flops(model: Path) -> ModelFlops:
 
 
 def document_lengths(options: argparse.Namespace, chats: Path) -> np.ndarray:
-    """Tokens of each chat, as `inspect-data` tells them."""
+    """Return the tokens of each chat, counted by `inspect-data`."""
     (options.work / "empty.yaml").touch()
-    told = [
+    assignments = [
         f"model.path={options.model}",
         f"data.train={chats}",
         f"data.max_length={options.max_length}",
@@ -365,25 +366,23 @@ def document_lengths(options: argparse.Namespace, chats: Path) -> np.ndarray:
         "--json",
     ]
     log = options.work / "inspect.log"
-    assert run_pinned([*command, "--records", str(1 << 30), *told], None, log, 600), log.read_text(
-        encoding="utf-8"
+    assert run_pinned([*command, "--records", str(1 << 30), *assignments], None, log, 600), (
+        log.read_text(encoding="utf-8")
     )
     lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
     return np.array([len(json.loads(line)["input_ids"]) for line in lines], np.int64)
 
 
 def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
-    """FSDP over two processes, one core each: ours and transformers' own."""
+    """Compare shardtune with transformers' FSDP over two processes, one core each."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    twice = write_chats(
-        options.work / "twice.jsonl", 2 * options.tokens, options.max_length
-    )  # a row for each at least
+    # A row for each rank at least.
+    twice = write_chats(options.work / "twice.jsonl", 2 * options.tokens, options.max_length)
     lines = twice.read_text(encoding="utf-8").splitlines(keepends=True)
-    even = (
-        options.work / "even.jsonl"
-    )  # a Trainer gives a chat twice where the ranks do not divide them
+    # Where the ranks do not divide the chats, a Trainer repeats one.
+    even = options.work / "even.jsonl"
     even.write_text("".join(lines[: len(lines) // 2 * 2]), encoding="utf-8")
-    ours, theirs = settings(options, even, "float32", options.model)
+    ours, peer_flags = settings(options, even, "float32", options.model)
     runs: dict[str, list[Side]] = {"transformers_fsdp": [], "ours": []}
     for turn, name in in_turns(list(runs), options.rounds):
         run_name = f"two-{name}-{turn}"
@@ -392,7 +391,7 @@ def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
             shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
         else:
             done = run_peer(
-                name, run_name, options.work, options.peers, theirs, ranks=2, cores=cores
+                name, run_name, options.work, options.peers, peer_flags, ranks=2, cores=cores
             )
         runs[name] += [done] if done else []
     rows = {
@@ -409,9 +408,12 @@ def two_ranks(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
 
 
 def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
-    """What one step of two ranks moves, and the rows through its head: of a run of three steps less one of two."""
+    """Count the bytes that one step of two ranks moves, and the rows through its head.
+
+    It is a run of three steps less a run of two.
+    """
     vocabulary = AutoConfig.from_pretrained(options.model).vocab_size
-    found: list[list[dict[str, dict[str, int]]]] = []
+    per_rank_counts: list[list[dict[str, dict[str, int]]]] = []
     (options.work / "empty.yaml").touch()
     for steps in (2, 3):
         ours, _ = settings(options, chats, "float32", options.model)
@@ -432,14 +434,14 @@ def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
             launch(script, sys.executable, 2), None, options.work / f"{name}.log", 3600
         ):
             return {}
-        found.append(
+        per_rank_counts.append(
             [
                 json.loads(Path(f"{options.work / name}.{rank}.json").read_text())
                 for rank in range(2)
             ]
         )
         shutil.rmtree(options.work / name / "checkpoints", ignore_errors=True)
-    before, after = found
+    before, after = per_rank_counts
 
     def more(rank: int, name: str, key: str) -> int:
         return after[rank][name][key] - before[rank].get(name, {}).get(key, 0)
@@ -464,7 +466,7 @@ def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     Raises:
         Unequal: their losses differ.
     """
-    found, tokens = {}, options.head_tokens
+    peaks, tokens = {}, options.head_tokens
     while NAIVE_BYTES_PER_LOGIT * VOCABULARY * tokens > free_host_bytes():
         tokens //= 2
     for way in ("naive", "ours"):
@@ -478,13 +480,13 @@ def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
             VOCABULARY,
         ]
         if run_pinned(command, None, options.work / f"head-{way}.log", 1800):
-            found[way] = json.loads(out.read_text(encoding="utf-8"))
-    if len(found) == 2:
+            peaks[way] = json.loads(out.read_text(encoding="utf-8"))
+    if len(peaks) == 2:
         # Both round the same logits to bfloat16, and go on in float32.
         require_equal_losses(
-            [found["ours"]["loss"]], [found["naive"]["loss"]], TOLERANCE["float32"]
+            [peaks["ours"]["loss"]], [peaks["naive"]["loss"]], TOLERANCE["float32"]
         )
-    return found
+    return peaks
 
 
 def small_model(options: argparse.Namespace) -> Path:
@@ -498,8 +500,10 @@ def small_model(options: argparse.Namespace) -> Path:
 
 
 def many_records(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
-    """A few steps on few and on many records, first tokenised and then from the cache: what it takes before and after
-    the steps, and the speed of these."""
+    """Take a few steps on few and on many records, tokenizing first, then from the cache.
+
+    Return the seconds outside the steps, and the tokens per second within them.
+    """
     settings = {
         "model.path": small_model(options),
         "model.init": "random",
@@ -511,7 +515,7 @@ def many_records(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         "export.final": "false",
     }
     (options.work / "empty.yaml").touch()
-    found = {}
+    figures = {}
     for count in options.records:
         data = options.work / f"records-{count}.jsonl"
         with data.open("w", encoding="utf-8") as file:
@@ -522,20 +526,20 @@ def many_records(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         outside_s = {}
         for state in ("tokenised", "cached"):
             name = f"records-{count}-{state}"
-            told = settings | {"data.train": data, "run.dir": options.work / name}
+            run_settings = settings | {"data.train": data, "run.dir": options.work / name}
             script = [REPOSITORY / "train_fsdp.py", "--config", options.work / "empty.yaml"]
-            script += [f"{key}={value}" for key, value in told.items()]
+            script += [f"{key}={value}" for key, value in run_settings.items()]
             started = time.monotonic()
             if not run_pinned([sys.executable, *script], None, options.work / f"{name}.log", 3600):
                 break
             lines = (options.work / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
             outside_s[state] = time.monotonic() - started - sum(step["seconds"] for step in steps)
-            found[count] = {
+            figures[count] = {
                 "outside_s": outside_s,
                 "tokens_per_s": [step["tokens_per_second"] for step in steps[1:]],
             }
-    return found
+    return figures
 
 
 def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
@@ -548,7 +552,7 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
     many = write_chats(
         options.work / "many.jsonl", 4 * options.tokens, options.max_length // 4, seed=1
     )
-    found, first = {}, None
+    figures, first = {}, None
     for ranks in options.ranks:
         ours, _ = settings(options, many, "float32", model)
         more = {"model.init": "random", "data.max_length": options.max_length // 4}
@@ -563,7 +567,7 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
                 raise Unequal(
                     f"on {ranks} and {options.ranks[0]} ranks {difference}"
                 ) from difference
-            found[ranks] = {
+            figures[ranks] = {
                 "trained_tokens_per_s": [side.trained_tokens / value for value in side.seconds],
                 "mfu": side.mfu,
                 "data_share": side.data_share,
@@ -571,7 +575,7 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
                 "losses": side.losses,
             }
         shutil.rmtree(options.work / name / "checkpoints", ignore_errors=True)
-    return found
+    return figures
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ TEMPLATE_TOKENS = 30  # what the template adds to a chat's words, about
 
 
 def write_chats(path: Path, tokens: int, max_length: int, seed: int = 0) -> Path:
-    """About so many tokens of chats, none of which is longer than `max_length` tokens."""
+    """Write about `tokens` tokens of chats, none longer than `max_length`."""
     source = random.Random(seed)
     words = sorted(set(re.findall(r"[a-z]{2,12}", SOURCE.read_text(encoding="utf-8"))))
     with path.open("w", encoding="utf-8") as file:

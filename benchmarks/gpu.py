@@ -4,11 +4,11 @@
 python benchmarks/gpu.py --tokenizer models/SmolLM2-135M-Instruct --peers .venv/peers/bin/python [--shapes qwen3-1.7b]
 python benchmarks/gpu.py --tokenizer ... --peers ... --tiny      # tiny shapes on the CPU: shows that all of it runs
 
-As in bench.py all of the chats are one optimizer step, all sides begin with the same weights, drawn once, and losses
-must be equal at every step. Those of random weights say little of attention or of updates at first, nearly every logit
-being alike: so the learning rate is one that moves the loss by far more than the tolerance, and where it does not,
-there is no figure. Where float32 weights with their gradients and moments do not fit the GPU (16 bytes a parameter), a
-model has as many of its layers as do, which the table says; one with experts is refused where no layer of them fits.
+As in bench.py, all of the chats are one optimizer step, all sides begin with the same weights, drawn once, and losses
+must be equal at every step. With random weights nearly all logits are alike at first, and equal losses would say
+little. So the learning rate moves the loss by far more than the tolerance; where it does not, there is no figure. Where
+float32 weights, gradients and moments (16 bytes a parameter) do not fit the GPU, the model has fewer layers, and the
+table says how many. A model with experts is refused where no layer with experts fits.
 """
 
 from __future__ import annotations
@@ -179,14 +179,14 @@ def read_options() -> argparse.Namespace:
 
 
 class TooLarge(Exception):
-    """No slice of the shape that is like it fits the GPU; the message says what the smallest takes."""
+    """The GPU cannot hold the smallest slice that is like the shape; the message says how much that takes."""
 
 
 def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
-    """A directory with weights drawn from the config, and a tokenizer; in words, how many of its layers it has.
+    """Write a model directory with random weights and a tokenizer; return it and the number of its layers in words.
 
     Raises:
-        TooLarge: the GPU has no room for one layer, or of a model with experts for the first layer that has some.
+        TooLarge: the GPU has no room for one layer, or for the first layer with experts.
     """
     model_type, settings = SHAPES[shape]
     settings = {
@@ -203,12 +203,12 @@ def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
     whole = settings["num_hidden_layers"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    beside = model.num_parameters() - sum(of_layers)
+    layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    beside = model.num_parameters() - sum(layer_sizes)
     room = 0.7 * torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else math.inf
 
     def needed(layers: int) -> int:
-        return BYTES_PER_PARAMETER * (beside + sum(of_layers[:layers]))
+        return BYTES_PER_PARAMETER * (beside + sum(layer_sizes[:layers]))
 
     layers = max(fewest, min(options.layers or whole, whole))
     while layers > fewest and needed(layers) > room:
@@ -219,7 +219,7 @@ def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
             f"{shape}: {layers} of {whole} layers{kind}, take {needed(layers) / 1e9:.0f} GB of weights, gradients and "
             f"moments, and {room / 1e9:.0f} GB is what this GPU has for them - take a GPU with more memory"
         )
-    said = f"{layers} of {whole} layers" + (
+    description = f"{layers} of {whole} layers" + (
         "" if dense is None else f", {layers - dense} of them with experts"
     )
     config = AutoConfig.for_model(model_type, **{**settings, "num_hidden_layers": layers})
@@ -229,13 +229,13 @@ def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
     torch.cuda.empty_cache()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(options.tokenizer / name, folder / name)
-    return folder, said
+    return folder, description
 
 
 def measure(
     options: argparse.Namespace, shape: str, model: Path, layers: str, length: int
 ) -> list[str]:
-    """The lines of the table for one shape and length of a row."""
+    """Return the lines of the table for one shape and row length."""
     chats = write_chats(options.work / f"chats-{length}.jsonl", options.rows * length, length)
     options.model, options.max_length = model, length
     lengths = document_lengths(options, chats)
@@ -248,7 +248,7 @@ def measure(
         "train.epochs": options.steps,
         "optimizer.lr": options.lr,
     }
-    theirs = {
+    peer_flags = {
         "model": model.resolve(),
         "data": chats.resolve(),
         "dtype": options.dtype,
@@ -265,7 +265,9 @@ def measure(
             done = run_ours(run_name, options.work, ours, script=script)
             shutil.rmtree(options.work / run_name, ignore_errors=True)
         else:
-            done = run_peer(name, run_name, options.work, options.peers, {**theirs, **PEERS[name]})
+            done = run_peer(
+                name, run_name, options.work, options.peers, {**peer_flags, **PEERS[name]}
+            )
         runs[name] += [done] if done else []
     return table_lines(options, f"| {shape} | {length} | {layers}", model, lengths, runs)
 
@@ -277,7 +279,7 @@ def table_lines(
     lengths: np.ndarray,
     runs: dict[str, list[Side]],
 ) -> list[str]:
-    """A line for each side, of those that did not do equal work the reason."""
+    """Return a line for each side; a side that did unequal work has the reason."""
     reference = next(
         (name for name in (*PEERS, *runs) if runs.get(name)), next(iter(runs))
     )  # a peer's, if one ran
@@ -287,9 +289,11 @@ def table_lines(
     lines = []
     for name, sides in equal.items():
         seconds = [value for side in sides for value in side.seconds]
-        of_step = flops.of_step(lengths, sides[0].trained_tokens)
+        step_flops = flops.of_step(lengths, sides[0].trained_tokens)
         mfu = (
-            f"{median(of_step / value / peak for value in seconds):.1%}" if peak else "unknown peak"
+            f"{median(step_flops / value / peak for value in seconds):.1%}"
+            if peak
+            else "unknown peak"
         )
         memory = max(side.memory_bytes for side in sides) / 1e9
         speed = spread([side.tokens / value for side in sides for value in side.seconds])

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Peak memory of the head and the loss, forward and backward: what the training step calls, or plain logits.
+"""Measure the peak memory of head and loss, forward and backward, for shardtune's loss head or plain logits.
 
 python benchmarks/head_memory.py naive|ours OUT.json TOKENS VOCABULARY
 
-A model of one thin layer, in bfloat16, every token trained: what it holds beyond its
-weights is what the loss needs. One way a process, because memory that was freed is not returned at once.
+The model has one thin layer, in bfloat16, and every token is trained: its memory beyond the weights is the loss's.
+Each way has a process of its own, because freed memory is not returned at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 import torch
@@ -66,7 +64,7 @@ def main() -> None:
         model = build_model(settings, model_config, world)
     if way == "ours" and (which := use_loss_head(model, world.device)):
         raise SystemExit(f"logits are made {which}")
-    step(model, way, 16)  # the buffers of FSDP2 and of the gradients are there
+    step(model, way, 16)  # allocates the buffers of FSDP2 and of the gradients
     for parameter in model.parameters():
         parameter.grad = None
     process = psutil.Process()
@@ -85,18 +83,18 @@ def main() -> None:
     gradients = sum(
         p.grad.to_local().nbytes for p in model.parameters() if isinstance(p.grad, DTensor)
     )
-    told: dict[str, float] = {
+    figures: dict[str, float] = {
         "tokens": tokens,
         "vocabulary": vocabulary,
         "width": WIDTH,
         "loss": loss,
     }
-    told |= {"peak_bytes": peak, "gradient_bytes": gradients}
-    out.write_text(json.dumps(told), encoding="utf-8")
+    figures |= {"peak_bytes": peak, "gradient_bytes": gradients}
+    out.write_text(json.dumps(figures), encoding="utf-8")
 
 
 def step(model: PreTrainedModel, way: str, tokens: int) -> float:
-    """Forward and backward over one row, all of it trained; the loss of a token."""
+    """Run forward and backward over one row, all of it trained; return the loss of a token."""
     ids = torch.arange(tokens).view(1, -1) * 7919 % model.config.vocab_size
     positions = torch.arange(tokens).view(1, -1)
     predicting = torch.arange(tokens - 1)

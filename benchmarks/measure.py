@@ -1,4 +1,4 @@
-"""What every benchmark shares: pinned runs of either side, what they measured, and the gate before any figure."""
+"""Shared by all benchmarks: pinned runs of either side, their measurements, and the gate before any figure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from statistics import median
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-FAILED: list[str] = []  # what did not end well in this process, each with its reason
-_MOVES = 10  # tolerances that a loss must change by: a side that is within one of it has then made the same updates
-STEADY = 0.1  # by how much the matmul rates around runs may differ, relative, for these to have had the same core
-# Of losses, relative. Float32 sides differ by 1e-6, bfloat16 ones by 9e-4: what a side keeps in float32 between layers.
+FAILED: list[str] = []  # one reason for each measurement of this process that failed
+# A loss must change by so many tolerances: a side that stays within one tolerance has then made the same updates.
+_MOVES = 10
+# Matmul rates around two runs that differ by more, relative, mean that they did not have the same core.
+STEADY = 0.1
+# Of losses, relative. Float32 sides differ by 1e-6. Bfloat16 sides differ by 9e-4: some keep float32 between layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 
 
@@ -28,7 +29,7 @@ class Unequal(Exception):
 
 @dataclass
 class Side:
-    """One run: `seconds` are those of its steps from the second on, all counts those of one step over all ranks."""
+    """One run: the `seconds` of its steps from the second one on; counts are those of one step over all ranks."""
 
     losses: list[float]
     seconds: list[float]
@@ -39,9 +40,8 @@ class Side:
     head_rows: int | None = None  # where they were counted
     attention: str = ""
     mfu: list[float] | None = None  # of the same steps as `seconds`, where the run itself says it
-    data_share: float | None = (
-        None  # of these seconds, for which the rank that waited most waited for its batches
-    )
+    # The part of these seconds for which the rank that waited most waited for its batches.
+    data_share: float | None = None
 
 
 def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
@@ -50,10 +50,10 @@ def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
     Raises:
         Unequal: not so, or one of them has taken no step that could be compared.
     """
-    for what in ("tokens", "trained_tokens"):
-        mine, theirs = getattr(side, what), getattr(reference, what)
-        if mine != theirs:
-            raise Unequal(f"{what} of a step are {mine} and {theirs}")
+    for name in ("tokens", "trained_tokens"):
+        count, expected = getattr(side, name), getattr(reference, name)
+        if count != expected:
+            raise Unequal(f"{name} of a step are {count} and {expected}")
     require_equal_losses(side.losses, reference.losses, tolerance)
 
 
@@ -63,28 +63,28 @@ def require_equal_losses(
     """Raises Unequal where a step's losses differ, or there are none."""
     if len(losses) != len(reference) or not losses:
         raise Unequal(f"{len(losses)} and {len(reference)} steps have a loss")
-    for step, (mine, theirs) in enumerate(zip(losses, reference, strict=True), start=1):
-        if not abs(mine - theirs) <= tolerance * abs(theirs):
-            raise Unequal(f"the loss of step {step} is {mine:.6f} and {theirs:.6f}")
+    for step, (loss, expected) in enumerate(zip(losses, reference, strict=True), start=1):
+        if not abs(loss - expected) <= tolerance * abs(expected):
+            raise Unequal(f"the loss of step {step} is {loss:.6f} and {expected:.6f}")
 
 
-def said_of_count(rounds: int, steps: int) -> str:
-    """Of how many figures a median is; `steps` are those that count."""
+def describe_count(rounds: int, steps: int) -> str:
+    """Say how many figures each median has; `steps` are those that count."""
     turns = "" if rounds > 1 else ", one round only, so that no side had its turn twice"
     return f"Medians (smallest to largest) of {rounds * steps} figures a side: {rounds} x {steps} steps{turns}."
 
 
-def said_of_losses(dtype: str, rows: dict[str, dict[str, Any]], reference: str) -> str:
-    """How near to the reference's the losses came, and how far that moved."""
-    theirs = rows[reference]["losses"]
+def describe_losses(dtype: str, rows: dict[str, dict[str, Any]], reference: str) -> str:
+    """Say how near the losses are to the reference's, and how far the reference's moved."""
+    expected = rows[reference]["losses"]
     furthest = max(
         abs(a - b) / abs(b)
         for row in rows.values()
-        for a, b in zip(row["losses"], theirs, strict=True)
+        for a, b in zip(row["losses"], expected, strict=True)
     )
     return (
         f"At every step the losses of all sides are within {TOLERANCE[dtype]:.2%} of the reference's, relative to it "
-        f"(the furthest is {furthest:.4%} away), which goes from {theirs[0]:.4f} to {theirs[-1]:.4f}."
+        f"(the furthest is {furthest:.4%} away), which goes from {expected[0]:.4f} to {expected[-1]:.4f}."
     )
 
 
@@ -100,9 +100,9 @@ def require_moving_loss(side: Side, tolerance: float) -> None:
 def gated(
     runs: dict[str, list[Side]], reference: str, tolerance: float
 ) -> tuple[dict[str, list[Side]], dict[str, str]]:
-    """The sides of which every run did the reference's work, and of the others what differed.
+    """Return the sides whose every run did the reference's work, and why the others did not.
 
-    None did where the reference's loss moves too little to tell.
+    Where the reference's loss moves too little to tell, no side passes.
     """
     equal: dict[str, list[Side]] = {}
     refused: dict[str, str] = {}
@@ -125,14 +125,14 @@ def gated(
 
 
 def in_turns(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """The round and the side of each run: rotated, so that no side always follows the same other one."""
+    """Yield the round and the side of each run, rotated so that no side always follows the same other one."""
     for turn in range(rounds):
         first = turn % len(sides)
         yield from ((turn, side) for side in (*sides[first:], *sides[:first]))
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, and the smallest and the largest, of three digits or more."""
+    """Format median, smallest and largest, with three digits or more."""
     three = (median(values), min(values), max(values))
     middle, low, high = (f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in three)
     return f"{middle} ({low} to {high})"
@@ -141,9 +141,10 @@ def spread(values: Sequence[float]) -> str:
 def run_pinned(
     command: Sequence[str | Path], cores: Sequence[int] | None, log: Path, timeout_s: float
 ) -> bool:
-    """Run a command on these cores, one thread a process; whether it ended well. What it says goes to `log`."""
+    """Run a command on these cores, one thread a process, its output in `log`; return whether it ended well."""
     environment = {
         **os.environ,
+        "PYTHONPATH": str(REPOSITORY),  # of train_fsdp
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -180,7 +181,7 @@ def run_pinned(
 
 
 def launch(script: Sequence[str | Path], python: Path | str, ranks: int) -> list[str | Path]:
-    """The command for one process, or for several under torchrun."""
+    """Return the command for one process, or for several under torchrun."""
     if ranks == 1:
         return [python, *script]
     return [
@@ -203,7 +204,7 @@ def run_ours(
     timeout_s: float = 3600,
     script: Path = REPOSITORY / "train_fsdp.py",
 ) -> Side | None:
-    """train_fsdp.py as users run it, every step the whole of the data; None where it failed."""
+    """Run train_fsdp.py as users do, every step on all of the data; return None where it failed."""
     run_dir = folder / name
     settings = {
         "run.dir": run_dir,
@@ -233,9 +234,9 @@ def read_ours(run_dir: Path, log: Path) -> Side:
     tokens, trained = ({step[key] for step in steps} for key in ("tokens", "trained_tokens"))
     assert len(tokens) == len(trained) == 1, "a step is the whole of the data"
     count, trained_count = tokens.pop(), trained.pop()
-    said = log.read_text(encoding="utf-8").splitlines()
+    log_lines = log.read_text(encoding="utf-8").splitlines()
     attention = next(
-        line.removeprefix("Attention: ") for line in said if line.startswith("Attention: ")
+        line.removeprefix("Attention: ") for line in log_lines if line.startswith("Attention: ")
     )
     mfu = [step["mfu"] for step in steps[1:]]
     waited, took = (sum(step[key] for step in steps[1:]) for key in ("data_seconds", "seconds"))
@@ -264,7 +265,7 @@ def run_peer(
     cores: Sequence[int] | None = None,
     timeout_s: float = 3600,
 ) -> Side | None:
-    """One run of peers.py in its own environment; None where it failed."""
+    """Run peers.py once in its own environment; return None where it failed."""
     out = folder / f"{name}.json"
     flags = [
         part

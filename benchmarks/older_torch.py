@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""train_fsdp.py on PyTorch 2.11, older than the pinned one, which knows the same functions by older names or with less.
+"""Run train_fsdp.py on PyTorch 2.11, in which some functions have older names or fewer options.
 
-python benchmarks/older_torch.py [arguments of train_fsdp.py]
+PYTHONPATH=. python benchmarks/older_torch.py [arguments of train_fsdp.py]
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ OLDER_NAMES = {
 
 
 def with_grouped_keys(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`varlen_attn` as of 2.12, which shares each key's head among the query's heads (`enable_gqa`), on that of 2.11:
-    (tokens, heads, width) each, and the keys' and values' heads are repeated."""
+    """Give the `varlen_attn` of 2.11 the option `enable_gqa` of 2.12, by repeating the heads of keys and values.
+
+    Tensors are (tokens, heads, width).
+    """
 
     def attend_in_groups(
         query: torch.Tensor,
@@ -51,7 +53,6 @@ def main() -> None:
     if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
         varlen.varlen_attn = with_grouped_keys(varlen.varlen_attn)
     sys.argv = [str(SCRIPT), *sys.argv[1:]]
-    sys.path.insert(0, str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

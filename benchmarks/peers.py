@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One training run of a peer, through its own public API and at its best setting; run in the peers' environment.
+"""Run one training of a peer, through its public API and at its best setting, in the peers' environment.
 
 python benchmarks/peers.py --side trl_packed --model DIR --data chats.jsonl --out result.json ...
 
-The whole of the data is one optimizer step, as in the harness's other runs, so that all of them see the same batches
-however they order and pack. Writes what `bench.Side` holds.
+All of the data is one optimizer step, so that every side has the same batch, however it orders and packs. Writes the
+fields of `measure.Side`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
-# The model's own template, with marks around what is trained: all that it must generate, its end of turn included.
+# The model's own template, with marks around all that it must generate, the end of turn included.
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
@@ -83,10 +83,10 @@ def main() -> None:
         **counts,
     }
     if dist.is_initialized():
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, {**counts, "memory_bytes": result["memory_bytes"]})
-        result |= {key: sum(each[key] for each in of_ranks) for key in counts}
-        result["memory_bytes"] = max(each["memory_bytes"] for each in of_ranks)
+        per_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(per_rank, {**counts, "memory_bytes": result["memory_bytes"]})
+        result |= {key: sum(each[key] for each in per_rank) for key in counts}
+        result["memory_bytes"] = max(each["memory_bytes"] for each in per_rank)
     if not dist.is_initialized() or dist.get_rank() == 0:
         options.out.write_text(json.dumps(result), encoding="utf-8")
     if dist.is_initialized():
@@ -180,7 +180,7 @@ def build(
         model=model,
         args=settings,
         train_dataset=Dataset.from_list(
-            [tokenise(record, tokenizer, options.max_length) for record in records]
+            [tokenize(record, tokenizer, options.max_length) for record in records]
         ),
         data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
         callbacks=[watch],
@@ -204,8 +204,8 @@ def load(options: argparse.Namespace, is_sharded: bool = False) -> Any:
     )
 
 
-def tokenise(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[str, list[int]]:
-    """As the documentation of chat templates has it, for a trainer that knows no chats."""
+def tokenize(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[str, list[int]]:
+    """Tokenize a chat as the documentation of chat templates does, for a trainer without chats."""
     encoded = tokenizer.apply_chat_template(
         record["messages"],
         tokenize=True,
@@ -222,13 +222,13 @@ def tokenise(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[st
 
 
 def peak_of_process() -> int:
-    """Bytes, by the counter that shardtune reads: ru_maxrss begins at what the starting process held."""
+    """Return bytes, by the counter that shardtune reads: ru_maxrss is inherited from the starting process."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 def count_tokens(trainer: Any, side: str) -> dict[str, int]:
-    """Of one step of this rank: what its batches hold, from the batches themselves."""
+    """Count the tokens of one step of this rank, in its batches."""
     counts = {"tokens": 0, "trained_tokens": 0, "computed_tokens": 0, "head_rows": 0}
     for batch in trainer.get_train_dataloader():
         mask = batch.get("attention_mask")

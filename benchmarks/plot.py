@@ -30,10 +30,10 @@ COLOURS = {
 
 
 def main() -> None:
-    found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    results = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     shown = {
         name: part
-        for name, part in found.items()
+        for name, part in results.items()
         if part["figures"] and name.split()[0] in ("one", "scaling")
     }
     ranks = shown.get("scaling", {}).get("figures", {})
@@ -42,18 +42,18 @@ def main() -> None:
     figure, all_axes = plt.subplots(
         1, panels, figsize=(4.6 * panels, 3.6), squeeze=False, layout="constrained"
     )
-    for axes, of_dtype in zip(all_axes[0], ones, strict=False):
-        bars(axes, of_dtype["rows"])
+    for axes, figures in zip(all_axes[0], ones, strict=False):
+        bars(axes, figures["rows"])
         axes.set_title(
-            f"One thread, {of_dtype['counts']['dtype']}\n(% of its matmul rate)", fontsize=11
+            f"One thread, {figures['counts']['dtype']}\n(% of its matmul rate)", fontsize=11
         )
     if ranks:
         scaling(all_axes[0][-1], ranks)
-    told = {
+    machines = {
         f"{part['measured_with']['CPU']}, {part['measured_with']['date']}": None
         for part in shown.values()
     }
-    figure.suptitle("; ".join(told), fontsize=9)
+    figure.suptitle("; ".join(machines), fontsize=9)
     figure.savefig(sys.argv[2], dpi=150)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from measure import STEADY, said_of_count, said_of_losses, spread
+from measure import STEADY, describe_count, describe_losses, spread
 
 MEMORY = (
     "shardtune takes more memory than batches of single chats, because it keeps the activations of a whole row: "
@@ -23,16 +23,16 @@ NAMES = {
 }
 
 
-def report(found: dict[str, Any], plot: str | None) -> str:
-    """The results in Markdown: for each part what it was measured with, since not all need be of one run."""
+def report(results: dict[str, Any], plot: str | None) -> str:
+    """Return the results in Markdown, each part with the run that measured it."""
     runs: list[dict[str, str]] = []
     lines: list[str] = []
-    head = found.get("traffic", {}).get("figures", {}).get("head")
+    head = results.get("traffic", {}).get("figures", {}).get("head")
     sections = {"one": lambda figures: one_thread_lines(figures, head), "profile": profile_lines}
     sections |= {"two": two_ranks_lines, "traffic": traffic_lines, "head": head_lines}
     sections |= {"scaling": scaling_lines, "records": records_lines}
     for section, lines_of in sections.items():
-        for name, part in found.items():
+        for name, part in results.items():
             if name.split()[0] != section:
                 continue
             if part["measured_with"] not in runs:
@@ -40,16 +40,16 @@ def report(found: dict[str, Any], plot: str | None) -> str:
             title, *rest = lines_of(part["figures"]) if part["figures"] else (f"## {name}", "")
             lines += [title, "", f"Run {runs.index(part['measured_with']) + 1}.", *rest]
             lines += [f"Failed: {each}.\n" for each in part["failed"]]
-    told = [
-        f"{number}. " + "; ".join(f"{key}: {said}" for key, said in run.items())
+    described = [
+        f"{number}. " + "; ".join(f"{key}: {value}" for key, value in run.items())
         for number, run in enumerate(runs, 1)
     ]
     image = [f"![trained tokens per second]({plot})", ""] if plot else []
-    return "\n".join(["# Benchmarks", "", "Runs:", "", *told, "", *image, *lines])
+    return "\n".join(["# Benchmarks", "", "Runs:", "", *described, "", *image, *lines])
 
 
 def table(header: str, rows: list[str]) -> list[str]:
-    """Its lines, and an empty one behind them."""
+    """Return the lines of a table, and an empty one behind them."""
     return [header, "|---" * (header.count("|") - 1) + "|", *rows, ""]
 
 
@@ -57,21 +57,21 @@ def section(title: str, *paragraphs: str, header: str, rows: list[str]) -> list[
     return [
         f"## {title}",
         "",
-        *(line for said in paragraphs for line in (said, "")),
+        *(line for paragraph in paragraphs for line in (paragraph, "")),
         *table(header, rows),
     ]
 
 
-def one_thread_lines(found: dict[str, Any], head: dict[str, int] | None) -> list[str]:
-    counts, rows = found["counts"], found["rows"]
+def one_thread_lines(figures: dict[str, Any], head: dict[str, int] | None) -> list[str]:
+    counts, rows = figures["counts"], figures["rows"]
     dtype = counts["dtype"]
     tokens = f"{counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
     lines = [
         f"## {counts['model']}, one pinned thread, {dtype}",
         "",
         f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']}. "
-        f"{said_of_losses(dtype, rows, counts['reference'])} "
-        f"{said_of_count(counts['rounds'], counts['steps'] - 1)}",
+        f"{describe_losses(dtype, rows, counts['reference'])} "
+        f"{describe_count(counts['rounds'], counts['steps'] - 1)}",
         "",
         *rate_lines(rows, counts),
     ]
@@ -85,11 +85,11 @@ def one_thread_lines(found: dict[str, Any], head: dict[str, int] | None) -> list
         shares = [100 * share for share in row["share_of_matmul_rate"]]
         shown.append(
             f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {spread(gflops([row]))} | "
-            f"{row['padding']:.1%} | {row['head_rows'] or rows_of_ours(counts, head)} | "
+            f"{row['padding']:.1%} | {row['head_rows'] or own_head_rows(counts, head)} | "
             f"{row['memory_bytes'] / 1e9:.2f} GB | {waited} | {ratio} |"
         )
     header = "| | trained tokens/s | share of the matmul rate | that rate, GFLOP/s | padding | rows through the head "
-    header += "| peak memory | waited for data | ours is |"
+    header += "| peak memory | waited for data | shardtune is |"
     lines += table(header, shown)
     if "ours" in rows and not head:
         lines += [
@@ -107,7 +107,7 @@ def gflops(rows: Iterable[dict[str, Any]]) -> list[float]:
 
 
 def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, list[float]]]:
-    """Those whose rates, in GFLOP/s, differ from one another or from the median of all runs'."""
+    """Return the runs whose rates, in GFLOP/s, differ from one another or from the median of all runs."""
     around = [
         (number, [rate / 1e9 for rate in rates])
         for number, rates in enumerate(row["rates"], start=1)
@@ -120,13 +120,13 @@ def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, list[fl
 
 
 def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
-    """What the thread's matmuls did around the runs, and which runs did not have the core that the others had."""
+    """Describe the matmul rates around the runs, and name the runs that did not have the same core."""
     middle = median(gflops(rows.values()))
     limit = 1e9 * middle * counts["trained_tokens"] / counts["flops"]
     lines = [
         f"This thread's matmuls: {spread(gflops(rows.values()))} GFLOP/s. Each run is divided by the mean of two rates "
-        f"of its own, measured right before and right after it. At the median of all, matmuls alone would train "
-        f"{limit:.1f} tokens a second: the limit of any side."
+        f"measured right before and right after it. At the median of all rates, matmuls alone would train {limit:.1f} "
+        "tokens a second: the limit of any side."
     ]
     unsteady = [
         f"run {number} of {NAMES[name]} ({' and '.join(f'{rate:.3g}' for rate in rates)} GFLOP/s)"
@@ -135,110 +135,110 @@ def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
     ]
     if unsteady:
         lines += [
-            f"**The core was not the same for all.** The rate before, that after and the median of all are more than "
-            f"{STEADY:.0%} apart for: {', '.join(unsteady)}. Tokens per second of these runs, and ratios to them, say "
-            "as much of what else the machine did; their shares of the rate less so."
+            f"**Not all runs had the same core.** The rate before, the rate after and the median of all are more than "
+            f"{STEADY:.0%} apart for: {', '.join(unsteady)}. Tokens per second of these runs, and ratios to them, also "
+            "depend on the other work of the machine; their shares of the rate depend on it less."
         ]
     return [part for line in lines for part in (line, "")]
 
 
-def profile_lines(found: dict[str, Any]) -> list[str]:
-    total = sum(found["seconds"].values())
-    rows = [f"| {kind} | {seconds / total:.1%} |" for kind, seconds in found["seconds"].items()]
-    said = f"The last step of a run of ours on the chats above, under PyTorch's profiler: {total:.1f} s."
-    title = f"Where the time of ours goes, {found['dtype']}"
-    return section(title, said, header="| | share of the step |", rows=rows)
+def profile_lines(figures: dict[str, Any]) -> list[str]:
+    total = sum(figures["seconds"].values())
+    rows = [f"| {kind} | {seconds / total:.1%} |" for kind, seconds in figures["seconds"].items()]
+    text = f"The last step of a run of shardtune on the chats above, under PyTorch's profiler: {total:.1f} s."
+    title = f"Where the time of shardtune goes, {figures['dtype']}"
+    return section(title, text, header="| | share of the step |", rows=rows)
 
 
-def two_ranks_lines(found: dict[str, Any]) -> list[str]:
-    speeds = {name: median(row["trained_tokens_per_s"]) for name, row in found["rows"].items()}
+def two_ranks_lines(figures: dict[str, Any]) -> list[str]:
+    speeds = {name: median(row["trained_tokens_per_s"]) for name, row in figures["rows"].items()}
     rows = [
         f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {row['memory_bytes'] / 1e9:.2f} GB | "
         + (f"{speeds['ours'] / speeds[name]:.2f} x |" if "ours" in speeds else "|")
-        for name, row in found["rows"].items()
+        for name, row in figures["rows"].items()
     ]
-    header = "| | trained tokens/s | peak memory of a rank | ours is |"
-    said = said_of_losses("float32", found["rows"], "transformers_fsdp")
-    figures = ", ".join(str(len(row["trained_tokens_per_s"])) for row in found["rows"].values())
-    said += f" Medians (smallest to largest) of {figures} figures."
+    header = "| | trained tokens/s | peak memory of a rank | shardtune is |"
+    text = describe_losses("float32", figures["rows"], "transformers_fsdp")
+    counts = ", ".join(str(len(row["trained_tokens_per_s"])) for row in figures["rows"].values())
+    text += f" Medians (smallest to largest) of {counts} figures."
     return section(
-        "FSDP over two processes, one core each, float32", said, header=header, rows=rows
+        "FSDP over two processes, one core each, float32", text, header=header, rows=rows
     )
 
 
-def traffic_lines(found: dict[str, Any]) -> list[str]:
-    head = found["head"]
+def traffic_lines(figures: dict[str, Any]) -> list[str]:
+    head = figures["head"]
     rows = [
         f"| {name} | {each['count']} | {each['bytes']} |"
-        for name, each in found["collectives"].items()
+        for name, each in figures["collectives"].items()
     ]
     title = "What one step moves (two ranks, two micro-batches each), float32"
     header = "| | calls | bytes gathered or reduced |"
-    said = f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, {head['trained_tokens']} of them trained."
-    return [*section(title, header=header, rows=rows), said, ""]
+    text = f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, {head['trained_tokens']} of them trained."
+    return [*section(title, header=header, rows=rows), text, ""]
 
 
-def head_lines(found: dict[str, Any]) -> list[str]:
+def head_lines(figures: dict[str, Any]) -> list[str]:
     rows = [
         f"| {way} | {each['tokens']} | {each['vocabulary']} | {each['width']} | {each['peak_bytes'] / 1e9:.3f} GB | "
         f"{(each['peak_bytes'] - each['gradient_bytes']) / 1e9:.3f} GB |"
-        for way, each in found.items()
+        for way, each in figures.items()
     ]
     header = (
         "| | tokens | vocabulary | width | peak beyond weights | without the weight's gradient |"
     )
     lines = section("Memory of head and loss, forward and backward", header=header, rows=rows)
-    if len(found) == 2:
-        ours, naive = found["ours"], found["naive"]
+    if len(figures) == 2:
+        ours, naive = figures["ours"], figures["naive"]
         share = ours["peak_bytes"] / naive["peak_bytes"]
         rest = (ours["peak_bytes"] - ours["gradient_bytes"]) / (
             naive["peak_bytes"] - naive["gradient_bytes"]
         )
-        losses = " and ".join(f"{each['loss']:.5f}" for each in found.values())
+        losses = " and ".join(f"{each['loss']:.5f}" for each in figures.values())
         lines += [
-            f"Ours takes {share:.1%} of the naive peak, {rest:.1%} without the weight's gradient. On both sides that "
-            "gradient, its sum in float32 and the copies that FSDP reduces grow with the width, so ours is a larger "
-            "part of a wider model's."
+            f"shardtune takes {share:.1%} of the naive peak, {rest:.1%} without the weight's gradient. On both sides that "
+            "gradient, its sum in float32 and the copies that FSDP reduces grow with the width, so the "
+            "share is larger for a wider model."
         ]
         lines += [f"Losses of a token: {losses}.", ""]
     return lines
 
 
-def scaling_lines(found: dict[str, Any]) -> list[str]:
+def scaling_lines(figures: dict[str, Any]) -> list[str]:
     rows = [
         f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | {row['data_share']:.2%} | "
         f"{row['memory_bytes'] / 1e9:.2f} GB | {row['losses'][0]:.6f} {row['losses'][-1]:.6f} |"
-        for count, row in found.items()
+        for count, row in figures.items()
     ]
     header = "| ranks | trained tokens/s | MFU | waited for data | memory of a rank | first and last loss |"
     return section(
         "The same batches of a small model on 1 to 16 ranks",
         "All ranks share the cores of this machine, one thread each. Medians (smallest to largest) of the steps of one "
-        f"run each: {', '.join(str(len(row['trained_tokens_per_s'])) for row in found.values())}.",
-        said_of_losses("float32", found, next(iter(found))),
+        f"run each: {', '.join(str(len(row['trained_tokens_per_s'])) for row in figures.values())}.",
+        describe_losses("float32", figures, next(iter(figures))),
         header=header,
         rows=rows,
     )
 
 
-def records_lines(found: dict[str, Any]) -> list[str]:
+def records_lines(figures: dict[str, Any]) -> list[str]:
     def seconds(row: dict[str, Any], state: str) -> str:
         return f"{row['outside_s'][state]:.1f} s" if state in row["outside_s"] else "not measured"
 
     rows = [
         f"| {count} | {seconds(row, 'tokenised')} | {seconds(row, 'cached')} | {spread(row['tokens_per_s'])} |"
-        for count, row in found.items()
+        for count, row in figures.items()
     ]
-    header = "| records | outside the steps, tokenising | from the cache | tokens/s |"
-    counts = ", ".join(str(len(row["tokens_per_s"])) for row in found.values())
-    said = f"Medians (smallest to largest) of the steps of one run each: {counts}."
+    header = "| records | outside the steps, tokenizing | from the cache | tokens/s |"
+    counts = ", ".join(str(len(row["tokens_per_s"])) for row in figures.values())
+    text = f"Medians (smallest to largest) of the steps of one run each: {counts}."
     return section(
-        "Few records and many, a small model on one thread", said, header=header, rows=rows
+        "Few records and many, a small model on one thread", text, header=header, rows=rows
     )
 
 
-def rows_of_ours(counts: dict[str, Any], head: dict[str, int] | None) -> str:
-    """The rows through the head of this step, if those that were counted in another are all of its kind."""
+def own_head_rows(counts: dict[str, Any], head: dict[str, int] | None) -> str:
+    """Return the rows of this step through the head, if those counted in another step are all of one kind."""
     kinds = ("trained_tokens", "tokens")
     return next(
         (str(counts[kind]) for kind in kinds if head and head["rows"] == head[kind]), "not counted"

@@ -1,19 +1,15 @@
 #!/usr/bin/env python3
-"""train_fsdp.py, whose last step says where its time goes, by kind of operation, in one line of JSON on its output.
+"""Run train_fsdp.py and print, for each step, its seconds by kind of operation as one line of JSON.
 
-python benchmarks/step_profile.py [arguments of train_fsdp.py]
+PYTHONPATH=. python benchmarks/step_profile.py [arguments of train_fsdp.py]
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -59,14 +55,16 @@ def main() -> None:
 
 
 def by_kind(profiler: profile, seconds: float) -> dict[str, float]:
-    """The time within the operations themselves, and what is left of the step as the host's."""
+    """Return the seconds within each kind of operation; the rest of the step is the host's."""
     kind_of = {f"aten::{name}": kind for kind, names in KINDS.items() for name in names}
-    found: Counter[str] = Counter()
+    seconds_of_kind: Counter[str] = Counter()
     for event in profiler.key_averages():
         kind = kind_of.get(event.key, OTHERS if event.key.startswith("aten::") else HOST)
-        found[kind] += event.self_cpu_time_total / 1e6
-    found[HOST] = seconds - sum(value for kind, value in found.items() if kind != HOST)
-    return dict(found.most_common())
+        seconds_of_kind[kind] += event.self_cpu_time_total / 1e6
+    seconds_of_kind[HOST] = seconds - sum(
+        value for kind, value in seconds_of_kind.items() if kind != HOST
+    )
+    return dict(seconds_of_kind.most_common())
 
 
 if __name__ == "__main__":

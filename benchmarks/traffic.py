@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""train_fsdp.py, with its collectives and the rows through its head counted below PyTorch's own interface.
+"""Run train_fsdp.py and count its collectives and the rows through its head, by watching PyTorch's operators.
 
-torchrun --nproc_per_node=2 benchmarks/traffic.py OUT VOCABULARY [arguments of train_fsdp.py]
+PYTHONPATH=. torchrun --nproc_per_node=2 benchmarks/traffic.py OUT VOCABULARY [arguments of train_fsdp.py]
 
-Each rank writes OUT.<rank>.json: of every collective the calls and the bytes of its largest tensor, which is what is
-gathered or reduced; and as `head` the rows of all products whose width is the vocabulary.
+Each rank writes OUT.<rank>.json: for each collective the calls and the bytes of its largest tensor, which is the one
+that is gathered or reduced; and as `head` the rows of all products whose width is the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +30,9 @@ class Counter(TorchDispatchMode):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        self.found: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"count": 0, "bytes": 0})
+        self.totals: defaultdict[str, dict[str, int]] = defaultdict(
+            lambda: {"count": 0, "bytes": 0}
+        )
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -43,13 +43,13 @@ class Counter(TorchDispatchMode):
                 leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)
             ]
             name = operation.name().partition("::")[2].strip("_")
-            entry = self.found[name]
+            entry = self.totals[name]
             entry["count"] += 1
             entry["bytes"] += max(
                 (tensor.numel() * tensor.element_size() for tensor in tensors), default=0
             )
         elif operation in PRODUCTS and result.shape[-1] == self.vocabulary:
-            self.found["head"]["count"] += result.shape[0]
+            self.totals["head"]["count"] += result.shape[0]
         return result
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     counter = Counter(vocabulary)
     with counter:
         train_fsdp.main()
-    out.write_text(json.dumps(counter.found), encoding="utf-8")
+    out.write_text(json.dumps(counter.totals), encoding="utf-8")
 
 
 if __name__ == "__main__":
