@@ -27,6 +27,9 @@ _WORDS |= dict.fromkeys(("true", "True", "TRUE"), True)
 _WORDS |= dict.fromkeys(("false", "False", "FALSE"), False)
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}  # no other was written
+_DEFAULTS: dict[str, Any] = to_jsonable_python(
+    {key: field.default for key, field in KEYS.items() if not field.is_required()}
+)
 _TEXT = "text that is not empty"
 _BOUNDS = {
     "minimum": "of at least",
@@ -116,7 +119,8 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
         errors = {".".join(map(str, each["loc"][:2])): each["type"] for each in error.errors()}
     for key, field in KEYS.items():
         if key in given:
-            problems += _problems(key, given[key], errors.get(key))
+            problem = _problem(key, given[key], errors.get(key))
+            problems += [problem] if problem else []
         elif key in errors and is_readable:
             example = f"{key}={(field.examples or [''])[0]}"
             problems.append(f"{key} is required - for example {example}")
@@ -126,30 +130,27 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
 
 
 def remarks(config: Config) -> list[str]:
-    """Return a line for each value that the user gave and that another setting switches off."""
-    data, lora, export = config.data, config.lora, config.export
+    """Return a line for each value, other than the default, that another setting switches off."""
+    data = config.data
     has_eval_data = data.eval is not None or data.eval_fraction > 0
-    no_lora = lora.rank is None and "lora.rank is null, so every weight is trained"
-    no_plan = "no plan refuses a run yet"
-    values = _flat(to_dict(config))
+    no_lora = config.lora.rank is None and "lora.rank is null, so every weight is trained"
+    is_constant = config.scheduler.name == "constant"
     reasons = {
-        "run.ignore_plan": config.run.ignore_plan and no_plan,
-        "data.eval_fraction": data.eval_fraction > 0 and data.eval and "data.eval is given",
-        "lora.alpha": lora.alpha is not None and no_lora,
-        "lora.dropout": lora.dropout > 0 and no_lora,
-        "lora.targets": lora.targets != "all-linear" and no_lora,
-        "scheduler.min_lr_ratio": config.scheduler.name == "constant"
-        and "scheduler.name is constant",
-        "eval.every_steps": config.eval.every_steps > 0
-        and not has_eval_data
-        and "no evaluation data is given",
-        "export.dtype": export.dtype != "source" and not export.final and "export.final is false",
-        "export.merge": not export.merge and no_lora,
+        "run.ignore_plan": "no plan refuses a run yet",
+        "data.eval_fraction": data.eval is not None and "data.eval is given",
+        "lora.alpha": no_lora,
+        "lora.dropout": no_lora,
+        "lora.targets": no_lora,
+        "scheduler.min_lr_ratio": is_constant and "scheduler.name is constant",
+        "eval.every_steps": not has_eval_data and "no evaluation data is given",
+        "export.dtype": not config.export.final and "export.final is false",
+        "export.merge": no_lora,
     }
+    values = _flat(to_dict(config))
     return [
         f"{key} = {_to_yaml(values[key])} ({config.origins[key]}) has no effect: {reason}"
         for key, reason in reasons.items()
-        if reason and config.origins[key] != "default"
+        if reason and values[key] != _DEFAULTS[key]
     ]
 
 
@@ -188,8 +189,7 @@ def changed_keys(
         (section.key, saved value, current value) of each difference: those that a resume allows, and the others.
     """
     new = _flat(to_dict(current))
-    defaults = {key: field.default for key, field in KEYS.items() if not field.is_required()}
-    old = to_jsonable_python(defaults) | _flat(saved)
+    old = _DEFAULTS | _flat(saved)
     changes = [
         (key, old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)
     ]
@@ -353,23 +353,20 @@ def _unknown(name: str, item: _Given) -> str:
     return f"{name} ({item.where}) is not known - the sections are {', '.join(SECTIONS)}"
 
 
-def _problems(key: str, given: _Given, error: str | None) -> Iterator[str]:
-    """Yield the problem of a given value, if it has one; `error` is the type of pydantic's error."""
-    name = key.rpartition(".")[2]
-    schema = SECTIONS[key.partition(".")[0]].model_json_schema()["properties"][name]
-    allowed = allowed_values(schema)
-    built = marks(key).get("built", [given.value])
-    if error == "unknown_home":
-        yield f"{key} = {given}: cannot expand ~ - write the whole path"
-    elif error and key in ("data.train", "data.eval") and isinstance(given.value, list | dict):
-        yield f"{key} = {given} is not built yet - use one file, directory or hub dataset"
-    elif error and _TEXT in allowed and isinstance(given.value, int | float | yaml.YAMLError):
-        quoted = json.dumps(given.text, ensure_ascii=False)
-        is_assigned = given.origin == "command line"
-        advice = f"'{key}={quoted}'" if is_assigned else f"{name}: {quoted}"
-        yield f"{key} = {given} is not text to YAML - quote it: {advice}"
-    elif error:
-        yield f"{key} = {given} is not allowed - use {allowed}"
-    elif given.value not in built:
+def _problem(key: str, given: _Given, error: str | None) -> str | None:
+    """Return the problem of a given value, if it has one; `error` is the type of pydantic's error."""
+    if error is None:
+        built = marks(key).get("built", [given.value])
         words = " or ".join(v if isinstance(v, str) else json.dumps(v) for v in built)
-        yield f"{key} = {given} is not built yet - use {words}"
+        return None if given.value in built else f"{key} = {given} is not built yet - use {words}"
+    if error == "unknown_home":
+        return f"{key} = {given}: cannot expand ~ - write the whole path"
+    if key in ("data.train", "data.eval") and isinstance(given.value, list | dict):
+        return f"{key} = {given} is not built yet - use one file, directory or hub dataset"
+    section, _, name = key.partition(".")
+    allowed = allowed_values(SECTIONS[section].model_json_schema()["properties"][name])
+    if _TEXT not in allowed or not isinstance(given.value, int | float | yaml.YAMLError):
+        return f"{key} = {given} is not allowed - use {allowed}"
+    quoted = json.dumps(given.text, ensure_ascii=False)
+    advice = f"'{key}={quoted}'" if given.origin == "command line" else f"{name}: {quoted}"
+    return f"{key} = {given} is not text to YAML - quote it: {advice}"

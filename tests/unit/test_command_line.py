@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 
 from shardtune import __main__ as command_line
 from shardtune.__main__ import run

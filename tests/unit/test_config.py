@@ -434,8 +434,8 @@ NO_LORA = "has no effect: lora.rank is null, so every weight is trained"
         (["lora.targets=[q]"], f'lora.targets = ["q"] (command line) {NO_LORA}'),
         (["export.merge=false"], f"export.merge = false (command line) {NO_LORA}"),
         (
-            ["scheduler.name=constant", "scheduler.min_lr_ratio=0.1"],
-            "scheduler.min_lr_ratio = 0.1 (command line) has no effect: scheduler.name is constant",
+            ["scheduler.name=constant", "scheduler.min_lr_ratio=0.2"],
+            "scheduler.min_lr_ratio = 0.2 (command line) has no effect: scheduler.name is constant",
         ),
         (
             ["run.ignore_plan=true"],
@@ -461,7 +461,7 @@ def test_a_value_that_another_setting_switches_off_is_remarked(
     "assignments",
     [
         [],
-        ["scheduler.name=constant"],
+        ["scheduler.name=constant", "scheduler.min_lr_ratio=0.1"],
         ["data.eval=e", "eval.every_steps=5"],
         ["data.eval_fraction=0.1", "eval.every_steps=5"],
         ["data.eval=e", "data.eval_fraction=0"],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 from helpers.configs import DEFAULTS, NOT_BUILT, load, value
 
 from shardtune.config import KEYS

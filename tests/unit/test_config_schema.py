@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 from helpers.configs import DEFAULTS
 
 from shardtune.__main__ import run

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 
 from shardtune.log import logger, node_logger, setup_logging
 
