@@ -1,5 +1,7 @@
-"""Every call that changes a checkpoint directory. What survives a crash is decided by the order of these, and tests
-replace this module's `os` to record them or to let them fail."""
+"""Every system call that changes a checkpoint directory.
+
+Their order decides what survives a crash. Tests replace this module's `os` to record or fail them.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,21 @@ _BLOCK_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
-class Written:
-    """A file that is on its disk: its size, its digest (xxh3_128, hexadecimal) and that of each part it is made of."""
+class WrittenFile:
+    """Size and digest (xxh3_128, hexadecimal) of a durable file, and the digest of each part."""
 
     bytes: int
     xxh3_128: str
-    parts: list[str]
+    part_digests: list[str]
+
+    @property
+    def entry(self) -> dict[str, int | str]:
+        """Its entry in a manifest."""
+        return {"bytes": self.bytes, "xxh3_128": self.xxh3_128}
 
 
 def make_directory(path: Path) -> None:
-    """Create `path` and what is missing above it, all of it durable."""
+    """Create `path` and its missing parents, durably."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
         try:
@@ -33,13 +40,13 @@ def make_directory(path: Path) -> None:
         sync_directory(directory.parent)
 
 
-def write_file(path: Path, parts: Iterable[memoryview]) -> Written:
-    """Write a new file from bytes that are made while it is written, and sync it.
+def write_file(path: Path, parts: Iterable[memoryview]) -> WrittenFile:
+    """Write a new file from parts that may be produced while it is written, and sync it.
 
     Raises:
-        OSError: it exists, or the disk is full or failing. What was written may remain.
+        OSError: the file exists, or the disk is full or failing. A partial file may remain.
     """
-    whole, digests, size = xxhash.xxh3_128(), [], 0
+    whole, part_digests, size = xxhash.xxh3_128(), [], 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for part in parts:
@@ -50,12 +57,12 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> Written:
                 whole.update(block)
                 while block:  # a write may be short
                     block = block[os.write(handle, block) :]
-            digests.append(digest.hexdigest())
+            part_digests.append(digest.hexdigest())
             size += len(part)
         os.fsync(handle)
     finally:
         os.close(handle)
-    return Written(size, whole.hexdigest(), digests)
+    return WrittenFile(size, whole.hexdigest(), part_digests)
 
 
 def sync_directory(path: Path) -> None:
@@ -68,18 +75,30 @@ def sync_directory(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a file or directory another name beside its own, durably or not at all. `new` must not exist."""
+    """Rename within one directory, durably or not at all. `new` must not exist."""
     try:
         os.rename(old, new)
         sync_directory(new.parent)
     except OSError:
-        if not old.exists() and not old.is_symlink():  # it has its new name, which may not last
+        if not old.exists() and not old.is_symlink():  # renamed, but the new name may not last
             os.rename(new, old)
         raise
 
 
+def move_aside(path: Path, name: Path | None = None) -> Path:
+    """Rename `path` to the first free `<name>.aside<number>`, so that nothing is overwritten.
+
+    Returns the new path. `name` is `path` unless given.
+    """
+    name, number = name or path, 1
+    while os.path.lexists(aside := name.with_name(f"{name.name}.aside{number}")):
+        number += 1
+    rename(path, aside)
+    return aside
+
+
 def delete(path: Path) -> None:
-    """Delete a file or a directory with all that is in it, if it is there."""
+    """Delete a file, or a directory with its content, if it exists."""
     try:
         if not path.is_dir() or path.is_symlink():
             os.unlink(path)

@@ -1,4 +1,4 @@
-"""A checkpoint as the model that `from_pretrained` opens, in the layout of its source: one tensor at a time."""
+"""Write a checkpoint as the model that `from_pretrained` opens, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -25,51 +25,48 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from shardtune.checkpoint import (
-    ASSETS,
-    DTYPES,
-    TRANSFER_TIMEOUT,
-    Checkpoint,
-    Chunk,
-    DamagedCheckpoint,
-    move_aside,
-    read_chunk,
-    read_tensor,
-    transfer,
-    write_safetensors,
-)
-from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.load import TRANSFER_TIMEOUT, read_chunk, read_tensor, transfer
+from shardtune.checkpoint.manifest import ASSETS, Checkpoint, DamagedCheckpoint, StoredChunk
 from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.config import ExportConfig
+from shardtune.distributed.tensors import DTYPES, dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed, UserError
 from shardtune.log import logger
 
 _FILE_BYTES = 5_000_000_000
-_MARK = ".exported"
+_MARK = ".exported"  # names the checkpoint, the dtype and the size of every file
 
 
 def model_assets(config: PreTrainedConfig, source: str, tokenizer: Any) -> dict[str, bytes]:
-    """The files beside the weights, by name, as the source has them: configuration, generation settings, tokenizer."""
+    """Return the source's files beside the weights, by name.
+
+    These are the configuration, the generation settings and the tokenizer.
+    """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         _write_generation_config(source, Path(folder))
         assets = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-    values = config.to_dict() | {"dtype": str(source_dtype(config)).removeprefix("torch.")}
-    return assets | {"config.json": (json.dumps(values, indent=2) + "\n").encode()}
+    return assets | {"config.json": _config_json(config.to_dict(), source_dtype(config))}
 
 
 def source_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """The dtype that the source's configuration names, else float32."""
+    """Return the dtype that the source's configuration names, else float32."""
     dtype = config.dtype
     return dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype), torch.float32)
 
 
+def _config_json(values: Mapping[str, Any], dtype: torch.dtype) -> bytes:
+    return (json.dumps({**values, "dtype": dtype_name(dtype)}, indent=2) + "\n").encode()
+
+
 def _write_generation_config(source: str, out: Path) -> None:
-    """The source's own, so that the model answers like the original; it may hold what transformers will not write."""
-    own = Path(source) / "generation_config.json"
-    if own.is_file():
-        (out / own.name).write_bytes(own.read_bytes())
+    """Copy the source's own file, which may hold settings that transformers does not write."""
+    local = Path(source) / "generation_config.json"
+    if local.is_file():
+        (out / local.name).write_bytes(local.read_bytes())
         return
     try:
         GenerationConfig.from_pretrained(source).save_pretrained(out)
@@ -78,105 +75,115 @@ def _write_generation_config(source: str, out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """Stored tensors that become exported ones together: mostly one of each, or the experts that were stacked."""
+class _ExportUnit:
+    """Stored tensors that are converted together; mostly one, or the experts of a layer."""
 
     stored: list[str]
     exported: dict[str, tuple[torch.dtype, list[int]]]
 
     @property
     def bytes(self) -> int:
-        return sum(
-            dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.exported.values()
-        )
+        kinds = self.exported.values()
+        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in kinds)
 
 
 class Export:
-    """What is written where: the same on every rank that makes one of the same checkpoint.
+    """The layout of the exported files, which is the same on every rank.
 
     Raises:
         UserError: transformers does not know the checkpoint's configuration.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, assets: Mapping[str, bytes]) -> None:
-        self.checkpoint, self.assets = checkpoint, dict(assets)
-        values = json.loads(self.assets["config.json"])
+        values = json.loads(assets["config.json"])
+        self.checkpoint = checkpoint
         self.dtype = DTYPES[values["dtype"] if dtype == "source" else dtype]
-        values["dtype"] = str(self.dtype).removeprefix("torch.")
-        self.assets["config.json"] = (json.dumps(values, indent=2) + "\n").encode()
+        self.assets = {**assets, "config.json": _config_json(values, self.dtype)}
         self._model = _on_meta(self.assets["config.json"])
         self._files = _into_files(_units(self._model, checkpoint, self.dtype))
 
     @property
     def mark(self) -> str:
-        """Of what checkpoint and dtype the exported model is."""
-        return f"{self.checkpoint.name} {self.checkpoint.digest} {str(self.dtype).removeprefix('torch.')}"
+        """The checkpoint and the dtype of the exported model."""
+        return f"{self.checkpoint.name} {self.checkpoint.digest} {dtype_name(self.dtype)}"
 
     def names(self, share: slice = slice(None)) -> list[str]:
-        """The stored tensors in the order in which these files take them."""
-        return [
-            f"model.{name}"
-            for units in self._files[share]
-            for unit in units
-            for name in unit.stored
-        ]
+        """Return the stored tensors in the order in which these files take them."""
+        units = (unit for file_units in self._files[share] for unit in file_units)
+        return [f"model.{name}" for unit in units for name in unit.stored]
 
     def write_files(
         self, out: Path, tensors: Iterator[torch.Tensor], share: slice = slice(None)
     ) -> None:
-        """Write these of the files from the stored tensors, which come in the order of `names`."""
-        count = len(self._files)
+        """Write a share of the files from the stored tensors, in the order of `names`."""
         for number, units in list(enumerate(self._files))[share]:
             layout = {name: kind for unit in units for name, kind in unit.exported.items()}
             exported = (tensor for unit in units for tensor in self._convert(unit, tensors))
-            write_safetensors(out / _file_name(number, count), layout, exported, {"format": "pt"})
+            write_safetensors(out / self._file_name(number), layout, exported, {"format": "pt"})
 
     def write_rest(self, out: Path) -> None:
-        """Everything but the weights."""
-        for name, content in self.assets.items():
-            disk.write_file(out / name, [memoryview(content)])
+        """Write everything but the weights, once all weights are written."""
+        files = dict(self.assets)
         if len(self._files) > 1:
             places = {
-                name: _file_name(number, len(self._files))
+                name: self._file_name(number)
                 for number, units in enumerate(self._files)
                 for unit in units
                 for name in unit.exported
             }
             total = sum(unit.bytes for units in self._files for unit in units)
             index = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
-            disk.write_file(out / "model.safetensors.index.json", [memoryview(index.encode())])
+            files["model.safetensors.index.json"] = index.encode()
+        for name, content in files.items():
+            durable_fs.write_file(out / name, [memoryview(content)])
         lines = [self.mark, *(_size_and_name(path) for path in sorted(out.iterdir()))]
-        disk.write_file(out / _MARK, [memoryview("\n".join(lines).encode())])
-        disk.sync_directory(out)
+        durable_fs.write_file(out / _MARK, [memoryview("\n".join(lines).encode())])
+        durable_fs.sync_directory(out)
 
-    def _convert(self, unit: _Unit, tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def is_in(self, out: Path) -> bool:
+        """Whether `out` is this model already, with all its files."""
+        if not (out / _MARK).is_file():
+            return False
+        mark, *files = (out / _MARK).read_text(encoding="utf-8").splitlines()
+        is_whole = all(line == _size_and_name(out / line.partition(" ")[2]) for line in files)
+        return mark == self.mark and is_whole
+
+    def _convert(
+        self, unit: _ExportUnit, tensors: Iterator[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
         dtype = next(iter(unit.exported.values()))[0]
         stored = {name: next(tensors).to(dtype) for name in unit.stored}
         converted = revert_weight_conversion(self._model, stored)
         yield from (converted.pop(name) for name in unit.exported)
+
+    def _file_name(self, number: int) -> str:
+        count = len(self._files)
+        part = "" if count == 1 else f"-{number + 1:05d}-of-{count:05d}"
+        return f"model{part}.safetensors"
 
 
 def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
 
     Raises:
-        UserError: `out` exists, cannot be made or is being written, or a file of the checkpoint does not exist.
-        RunFailed: it could not be written to its end; what was written is deleted.
-        DamagedCheckpoint: a tensor or a file is not what was saved.
+        UserError: `out` exists, cannot be created or is being written, or the checkpoint lacks a
+            file.
+        RunFailed: the export could not be written to its end; its files are deleted.
+        DamagedCheckpoint: a tensor or a file does not match its digest.
     """
     if os.path.lexists(out):
         raise UserError(f"{out} exists - name a directory that does not")
-    if absent := [name for name in checkpoint.files if checkpoint.find(name) is None]:
-        raise UserError(f"{checkpoint.why_missing(absent[0])} - name all parts of the checkpoint")
+    if missing := [name for name in checkpoint.files if checkpoint.find(name) is None]:
+        raise UserError(f"{checkpoint.why_missing(missing[0])} - name all parts of the checkpoint")
     names = [name for name in checkpoint.files if name.startswith(f"{ASSETS}/")]
     assets = {name.removeprefix(f"{ASSETS}/"): _read_asset(checkpoint, name) for name in names}
     export, unfinished = Export(checkpoint, dtype, assets), _unfinished(out)
     try:
-        disk.make_directory(unfinished)
+        durable_fs.make_directory(unfinished)
         lock = os.open(unfinished, os.O_RDONLY)
     except OSError as error:
         raise UserError(
-            f"{out} cannot be made: {error.strerror} ({error.filename}) - name another directory"
+            f"{out} cannot be created: {error.strerror} ({error.filename}) - name another directory"
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,14 +193,13 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
         ) from error
     try:
         for left_behind in unfinished.iterdir():  # by an export that was killed
-            disk.delete(left_behind)
-        export.write_files(
-            unfinished, (read_tensor(checkpoint, name, read_chunk) for name in export.names())
-        )
+            durable_fs.delete(left_behind)
+        tensors = (read_tensor(checkpoint, name, read_chunk) for name in export.names())
+        export.write_files(unfinished, tensors)
         export.write_rest(unfinished)
-        disk.rename(unfinished, out)
+        durable_fs.rename(unfinished, out)
     except BaseException as error:
-        disk.delete(unfinished)
+        durable_fs.delete(unfinished)
         if isinstance(error, OSError):
             raise RunFailed(
                 f"{out} was not written: {error} - make room and run the same command again"
@@ -210,8 +216,10 @@ def write_final_model(
     run_dir: RunDir,
     world: World,
 ) -> None:
-    """Write `model/` of the run unless it is there: all ranks in parallel where they share the disk, else rank 0, to
-    which the others send what it does not have. An earlier model is set aside.
+    """Write `model/` of the run unless it is there; an earlier model is moved aside. Collective.
+
+    Ranks that share the disk write in parallel. Otherwise rank 0 writes, and the others send it the
+    tensors that its disk does not have.
 
     Raises:
         RunFailed: on every rank, if one could not write.
@@ -220,50 +228,70 @@ def write_final_model(
         return
     world.progress.enter("writing the final model", last.step)
     export, out = Export(last, config.dtype, assets), run_dir.path / "model"
-    if world.on_rank0(lambda: is_exported(export, out)):
+    if world.on_rank0(lambda: export.is_in(out)):
         return
     unfinished = _unfinished(out)
 
-    def together(work: Callable[[], None]) -> None:
+    def on_all_ranks(work: Callable[[], None]) -> None:
         problem = None
         try:
             work()
         except (OSError, DamagedCheckpoint) as error:
             problem = f"the final model was not written to {out}: {error} - make room; {AGAIN}"
-        if problems := [found for found in world.all_gather_json(problem) if found]:
+        if problems := list(filter(None, world.all_gather_json(problem))):
             if world.is_main:
-                disk.delete(unfinished)
+                durable_fs.delete(unfinished)
             raise RunFailed(problems[0])
 
     def begin() -> None:
-        disk.delete(unfinished)
-        disk.make_directory(unfinished)
+        durable_fs.delete(unfinished)
+        durable_fs.make_directory(unfinished)
+
+    def write_share() -> None:
+        share = slice(world.rank, None, world.size)
+        stored = (read_tensor(last, name, read_chunk) for name in export.names(share))
+        export.write_files(unfinished, stored, share)
 
     def end() -> None:
         export.write_rest(unfinished)
-        if os.path.lexists(out):  # with files that are the user's, perhaps
-            logger.info(f"Set aside, an earlier model: {move_aside(out)}")
-        disk.rename(unfinished, out)
+        if os.path.lexists(out):  # it may hold files of the user
+            logger.info(f"Moved aside, an earlier model: {durable_fs.move_aside(out)}")
+        durable_fs.rename(unfinished, out)
 
-    together(begin if world.is_main else lambda: None)
+    on_all_ranks(begin if world.is_main else lambda: None)
     if run_dir.is_shared:
-        share = slice(world.rank, None, world.size)
-        stored = (read_tensor(export.checkpoint, name, read_chunk) for name in export.names(share))
-        together(lambda: export.write_files(unfinished, stored, share))
+        on_all_ranks(write_share)
     else:
-        together(lambda: _stream_to_main(export, unfinished, run_dir, world))
-    together(end if world.is_main else lambda: None)
+        on_all_ranks(lambda: _stream_to_main(export, unfinished, run_dir, world))
+    on_all_ranks(end if world.is_main else lambda: None)
     logger.info(f"Saved the final model in {out}")
 
 
-def is_exported(export: Export, out: Path) -> bool:
-    """Whether `out` is that model already, with all its files."""
-    if not (out / _MARK).is_file():
-        return False
-    mark, *files = (out / _MARK).read_text(encoding="utf-8").splitlines()
-    return mark == export.mark and all(
-        line == _size_and_name(out / line.partition(" ")[2]) for line in files
-    )
+def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
+    group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
+    remaining = deque(chunk for name in export.names() for chunk in export.checkpoint.chunks[name])
+
+    def fetch(checkpoint: Checkpoint, chunk: StoredChunk) -> torch.Tensor:
+        """Return the chunk on rank 0, nothing on the others."""
+        remaining.popleft()
+        part = transfer(checkpoint, chunk, chunk.whole, 0, run_dir, world, group)
+        return torch.empty(0) if part is None else part
+
+    problems: list[Exception] = []
+    try:
+        if world.is_main:
+            names = export.names()
+            tensors = (read_tensor(export.checkpoint, name, fetch) for name in names)
+            export.write_files(out, tensors)
+    finally:
+        # The other ranks send every chunk: receive the rest even after a failure.
+        while remaining:
+            try:
+                fetch(export.checkpoint, remaining[0])
+            except (OSError, DamagedCheckpoint) as error:
+                problems.append(error)
+    if problems:
+        raise problems[0]
 
 
 def _size_and_name(path: Path) -> str:
@@ -274,39 +302,12 @@ def _unfinished(out: Path) -> Path:
     return out.with_name(f".{out.name}.writing")
 
 
-def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
-    group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
-    left = deque(chunk for name in export.names() for chunk in export.checkpoint.chunks[name])
-
-    def fetch(checkpoint: Checkpoint, chunk: Chunk) -> torch.Tensor:
-        """The chunk on rank 0, nothing on the others."""
-        left.popleft()
-        box = [slice(0, length) for length in chunk.sizes]
-        part = transfer(checkpoint, chunk, box, 0, run_dir, world, group)
-        return torch.empty(0) if part is None else part
-
-    problems: list[Exception] = []
-    try:
-        if world.is_main:
-            export.write_files(
-                out, (read_tensor(export.checkpoint, name, fetch) for name in export.names())
-            )
-    finally:
-        while left:  # whoever sends must be rid of it, although nothing is done with it any more
-            try:
-                fetch(export.checkpoint, left[0])
-            except (OSError, DamagedCheckpoint) as error:
-                problems.append(error)
-    if problems:
-        raise problems[0]
-
-
 def _read_asset(checkpoint: Checkpoint, name: str) -> bytes:
     path = checkpoint.find(name)
     assert path
     content = path.read_bytes()
     if xxhash.xxh3_128(content).hexdigest() != checkpoint.files[name]["xxh3_128"]:
-        raise DamagedCheckpoint(f"{path}: its bytes are not those that were saved")
+        raise DamagedCheckpoint(f"{path}: is damaged")
     return content
 
 
@@ -317,56 +318,48 @@ def _on_meta(config: bytes) -> PreTrainedModel:
             values = AutoConfig.from_pretrained(folder)
         except ValueError as error:
             raise UserError(
-                f"the checkpoint's model is not known to this transformers: {error}"
+                f"this transformers does not know the checkpoint's model: {error} "
+                "- install the version that the manifest names"
             ) from error
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(values)
 
 
-def _units(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> list[_Unit]:
-    """Each stored tensor by itself, unless only several together make what is exported: then those of one module."""
+def _units(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> list[_ExportUnit]:
+    """Group the stored tensors: each by itself where that converts alone, else by module."""
     exact = re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "(?!)")
     stored = {}
-    for name, entry in checkpoint.manifest["tensors"].items():
-        if name.startswith("model."):
-            own = DTYPES[entry["dtype"]]
-            to = dtype if own.is_floating_point and not exact.search(name) else own
-            stored[name.removeprefix("model.")] = torch.empty(
-                entry["shape"], dtype=to, device="meta"
-            )
-    for name in model._keys_to_ignore_on_save or ():
-        stored.pop(name, None)
+    for stored_name in checkpoint.chunks:
+        name = stored_name.removeprefix("model.")
+        if name != stored_name and name not in (model._keys_to_ignore_on_save or ()):
+            kept = checkpoint.dtype(stored_name)
+            to = dtype if kept.is_floating_point and not exact.search(stored_name) else kept
+            stored[name] = torch.empty(checkpoint.shape(stored_name), dtype=to, device="meta")
 
     def exported(names: Sequence[str]) -> dict[str, tuple[torch.dtype, list[int]]]:
         converted = revert_weight_conversion(model, {name: stored[name] for name in names})
         return {name: (tensor.dtype, list(tensor.shape)) for name, tensor in converted.items()}
 
-    whole = exported(list(stored))
-    units, together = [], dict[str, list[str]]()
+    together = exported(list(stored))
+    units, by_module = [], dict[str, list[str]]()
     for name in stored:
         alone = exported([name])
-        if alone.items() <= whole.items():
-            units.append(_Unit([name], alone))
+        if alone.items() <= together.items():
+            units.append(_ExportUnit([name], alone))
         else:
-            together.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
-    return units + [_Unit(names, exported(names)) for names in together.values()]
+            by_module.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
+    return units + [_ExportUnit(names, exported(names)) for names in by_module.values()]
 
 
-def _into_files(units: list[_Unit]) -> list[list[_Unit]]:
-    """Files of about _FILE_BYTES, each with its wide dtypes first."""
-    files: list[list[_Unit]] = [[]]
+def _into_files(units: list[_ExportUnit]) -> list[list[_ExportUnit]]:
+    """Divide the units into files of at most _FILE_BYTES, each with its wide dtypes first."""
+    files: list[list[_ExportUnit]] = [[]]
     for unit in units:
         if files[-1] and sum(other.bytes for other in files[-1]) + unit.bytes > _FILE_BYTES:
             files.append([])
         files[-1].append(unit)
 
-    def width(unit: _Unit) -> int:
+    def width(unit: _ExportUnit) -> int:
         return -max(dtype.itemsize for dtype, _ in unit.exported.values())
 
-    return [sorted(of_file, key=width) for of_file in files]
-
-
-def _file_name(number: int, count: int) -> str:
-    return (
-        "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-    )
+    return [sorted(file_units, key=width) for file_units in files]

@@ -1,32 +1,33 @@
-"""Putting a checkpoint's state back, on any number of ranks and wherever its files lie."""
+"""Restore a checkpoint's state on any number of ranks, whichever disks its files are on."""
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import xxhash
 from transformers import PreTrainedModel, set_seed
 
-from shardtune.checkpoint.manifest import Checkpoint, Chunk, read_chunk
+from shardtune.checkpoint.manifest import Checkpoint, DamagedCheckpoint, StoredChunk
 from shardtune.checkpoint.plan import plan_load
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.checkpoint.safetensors_writer import DTYPES
+from shardtune.checkpoint.safetensors_writer import tensor_bytes
 from shardtune.checkpoint.train_state import RANDOM, restore_random_state, training_state
 from shardtune.distributed.world import World
 from shardtune.log import logger
 
-TRANSFER_TIMEOUT = datetime.timedelta(
-    days=2
-)  # a slow link is not an error; a dead rank closes its connection
+# A slow link is not an error, and a dead rank closes its connection.
+TRANSFER_TIMEOUT = datetime.timedelta(days=2)
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """A box of a chunk, and the tensor of that shape that it belongs into."""
+class _ReadRequest:
+    """A box of a chunk, and the tensor of that shape to copy it into."""
 
-    chunk: Chunk
+    chunk: StoredChunk
     box: list[slice]
     target: torch.Tensor
 
@@ -39,109 +40,106 @@ def load_checkpoint(
     run_dir: RunDir,
     world: World,
 ) -> None:
-    """Put weights, moments and random states back, from an accepted checkpoint. Every rank takes part.
+    """Restore weights, moments and random states from an accepted checkpoint. Collective.
 
-    What lies on the disks of other nodes only is sent by a rank that has it.
+    Chunks that are only on the disks of other nodes are sent by a rank that can read them.
 
     Raises:
-        UserError: on every rank, if tensors are missing or of another shape.
-        OSError, DamagedCheckpoint: on the rank that reads it, if what was intact when it was checked is not so now.
+        UserError: on every rank, if tensors are missing or have another shape.
+        OSError, DamagedCheckpoint: on the rank that reads a file that was damaged since the check.
     """
     tensors = training_state(model, optimizer)
-    random = _random_targets(checkpoint, world)
+    random_targets = _random_targets(checkpoint, world)
 
-    def read_own() -> list[_Wanted]:
+    def read_local() -> list[_ReadRequest]:
+        """Read the chunks on this rank's disk; return the others."""
         planner, items = plan_load(tensors, checkpoint)
-        own = [checkpoint.chunks[name][0] for name in random]
-        wanted = [
-            _Wanted(chunk, [slice(0, n) for n in chunk.sizes], random[chunk.tensor])
-            for chunk in own
-        ]
+        requests = []
+        for name, target in random_targets.items():
+            chunk = checkpoint.chunks[name][0]
+            requests.append(_ReadRequest(chunk, chunk.whole, target))
         for item in items:
             chunk = checkpoint.chunks[item.storage_index.fqn][item.storage_index.index or 0]
-            box = [
-                slice(start, start + n)
-                for start, n in zip(item.storage_offsets, item.lengths, strict=True)
-            ]
-            wanted.append(_Wanted(chunk, box, planner.resolve_tensor(item).detach()))
-        elsewhere = []
-        for part in wanted:
-            if run_dir.leader_of[world.rank] in checkpoint.holders[part.chunk.file]:
-                part.target.copy_(read_chunk(checkpoint, part.chunk, part.box))
+            edges = zip(item.storage_offsets, item.lengths, strict=True)
+            box = [slice(start, start + length) for start, length in edges]
+            requests.append(_ReadRequest(chunk, box, planner.resolve_tensor(item).detach()))
+        remote = []
+        for request in requests:
+            if run_dir.leader_of[world.rank] in checkpoint.holders[request.chunk.file]:
+                request.target.copy_(read_chunk(checkpoint, request.chunk, request.box))
             else:
-                elsewhere.append(part)
-        return elsewhere
+                remote.append(request)
+        return remote
 
-    _receive(checkpoint, world.run_on_all_ranks(read_own), run_dir, world)
-    if random:
-        restore_random_state(random, world.rank, world.device)
+    _receive(checkpoint, world.run_on_all_ranks(read_local), run_dir, world)
+    if random_targets:
+        restore_random_state(random_targets, world.device)
     else:
         logger.info(
-            f"Random states (dropout) start anew: {checkpoint.name} has those of another world size"
+            f"Random states (dropout) are seeded anew: {checkpoint.name} has those of "
+            f"{checkpoint.world_size} ranks"
         )
         set_seed((seed + world.rank + 2654435761 * checkpoint.step) % 2**32)
 
 
 def _random_targets(checkpoint: Checkpoint, world: World) -> dict[str, torch.Tensor]:
-    """Room for each random state of this rank; none on another number of ranks, where there is none to go on with."""
-    stored = checkpoint.manifest["tensors"]
+    """Allocate this rank's random states; none if the number of ranks has changed."""
+    if checkpoint.world_size != world.size:
+        return {}
     return {
-        name: torch.empty(stored[name]["shape"], dtype=DTYPES[stored[name]["dtype"]])
-        for name in stored
-        if name.startswith(RANDOM)
-        and name.endswith(f".{world.rank:05d}")
-        and checkpoint.world_size == world.size
+        name: torch.empty(checkpoint.shape(name), dtype=checkpoint.dtype(name))
+        for name in checkpoint.chunks
+        if name.startswith(RANDOM) and name.endswith(f".{world.rank:05d}")
     }
 
 
-def _receive(checkpoint: Checkpoint, wanted: list[_Wanted], run_dir: RunDir, world: World) -> None:
-    """All ranks go through all requests in one order, so that each send meets its receive."""
-    requests = world.all_gather_json(
-        [
-            [part.chunk.tensor, part.chunk.file, [[s.start, s.stop] for s in part.box]]
-            for part in wanted
-        ]
-    )
+def _receive(
+    checkpoint: Checkpoint, remote: list[_ReadRequest], run_dir: RunDir, world: World
+) -> None:
+    """Transfer all requests of all ranks in one order, so that each send meets its receive."""
+    local_requests = [
+        [r.chunk.tensor, r.chunk.file, [[s.start, s.stop] for s in r.box], r.target.nbytes]
+        for r in remote
+    ]
+    requests = world.all_gather_json(local_requests)
     if not any(requests):
         return
-    amounts = world.all_gather_json(
-        sum(part.target.numel() * part.target.element_size() for part in wanted)
-    )
-    logger.info(f"Read from the disks of other nodes: {sum(amounts) / 1e9:.2f} GB")
+    total = sum(nbytes for of_rank in requests for *_, nbytes in of_rank)
+    logger.info(f"Read from the disks of other nodes: {total / 1e9:.2f} GB")
     group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
-    for receiver, of_rank in enumerate(requests):
-        for number, (name, file, bounds) in enumerate(of_rank):
+    for receiver, receiver_requests in enumerate(requests):
+        for number, (name, file, edges, _) in enumerate(receiver_requests):
             chunk = next(chunk for chunk in checkpoint.chunks[name] if chunk.file == file)
-            box = [slice(*edges) for edges in bounds]
+            box = [slice(*edge) for edge in edges]
             part = transfer(checkpoint, chunk, box, receiver, run_dir, world, group)
             if part is not None:
-                wanted[number].target.copy_(part)
+                remote[number].target.copy_(part)
     dist.destroy_process_group(group)
 
 
 def transfer(
     checkpoint: Checkpoint,
-    chunk: Chunk,
-    box: list[slice],
+    chunk: StoredChunk,
+    box: Sequence[slice],
     receiver: int,
     run_dir: RunDir,
     world: World,
     group: dist.ProcessGroup,
 ) -> torch.Tensor | None:
-    """A box of a chunk for one rank, from its own disk or sent by a rank that has it; None on every other rank.
+    """Give the receiver a box of a chunk, from its own disk or sent by a rank that can read it.
 
-    All ranks call this for the same boxes in the same order.
+    Returns None on every other rank. All ranks call this for the same boxes in the same order.
 
     Raises:
-        OSError, DamagedCheckpoint: on the rank that has it, when the other, which waits, has got zeros instead.
+        OSError, DamagedCheckpoint: on the rank that reads. A receiver that waits gets zeros.
     """
     holders = checkpoint.holders[chunk.file]
     if run_dir.leader_of[receiver] in holders:
         return read_chunk(checkpoint, chunk, box) if world.rank == receiver else None
     senders = [rank for rank, leader in enumerate(run_dir.leader_of) if leader in holders]
     sender = senders[receiver % len(senders)]
-    shape = [edges.stop - edges.start for edges in box]
-    dtype = DTYPES[checkpoint.manifest["tensors"][chunk.tensor]["dtype"]]
+    shape = [edge.stop - edge.start for edge in box]
+    dtype = checkpoint.dtype(chunk.tensor)
     if world.rank == sender:
         part = torch.zeros(shape, dtype=dtype)
         try:
@@ -153,3 +151,53 @@ def transfer(
         dist.recv(received, sender, group)
         return received.view(dtype).reshape(shape)
     return None
+
+
+def read_tensor(
+    checkpoint: Checkpoint, name: str, read: Callable[[Checkpoint, StoredChunk], torch.Tensor]
+) -> torch.Tensor:
+    """Assemble a whole tensor from the chunks that `read` returns.
+
+    Raises:
+        DamagedCheckpoint: a chunk does not match its digest.
+    """
+    shape = checkpoint.shape(name)
+    whole = None
+    for chunk in checkpoint.chunks[name]:
+        part = read(checkpoint, chunk)
+        if xxhash.xxh3_128(tensor_bytes(part)).hexdigest() != chunk.xxh3_128:
+            raise DamagedCheckpoint(f"{checkpoint.name}/{chunk.file}: tensor {name} is damaged")
+        if torch.Size(chunk.sizes) == shape:
+            return part
+        if whole is None:
+            whole = torch.empty(shape, dtype=part.dtype)
+        whole[chunk.place] = part
+    return torch.empty(shape, dtype=checkpoint.dtype(name)) if whole is None else whole
+
+
+def read_chunk(
+    checkpoint: Checkpoint, chunk: StoredChunk, box: Sequence[slice] | None = None
+) -> torch.Tensor:
+    """Read a chunk, or a box within it, from the first directory that has its file.
+
+    All of the chunk is read and compared with its digest: a file may be damaged after its check.
+
+    Raises:
+        OSError: it cannot be read; FileNotFoundError: no directory has it.
+        DamagedCheckpoint: it does not match its digest.
+    """
+    path = checkpoint.find(chunk.file)
+    if path is None:
+        places = ", ".join(map(str, checkpoint.directories))
+        raise FileNotFoundError(f"{chunk.file} is in none of {places}")
+    content = torch.empty(chunk.end - chunk.begin, dtype=torch.uint8)
+    left = whole = tensor_bytes(content)
+    # Not memory-mapped: an error of the disk would then kill the process.
+    with path.open("rb", buffering=0) as file:
+        file.seek(chunk.begin)
+        while left and (count := file.readinto(left)):
+            left = left[count:]
+    if left or xxhash.xxh3_128(whole).hexdigest() != chunk.xxh3_128:
+        raise DamagedCheckpoint(f"{path}: tensor {chunk.tensor} is damaged")
+    tensor = content.view(checkpoint.dtype(chunk.tensor)).reshape(list(chunk.sizes))
+    return tensor if box is None else tensor[tuple(box)]

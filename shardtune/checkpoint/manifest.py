@@ -1,66 +1,75 @@
-"""A checkpoint's files: their names, what the manifest says of them, and how they are read.
-
-Rank files carry the header by which torch.distributed.checkpoint's HuggingFaceStorageReader finds their place in the
-whole tensors, so that they can be read without this program.
-"""
+"""The names of a checkpoint's files, and the manifest that describes them."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import safetensors
 import torch
+import transformers
 import xxhash
 
-from shardtune.checkpoint.safetensors_writer import DTYPES, tensor_bytes
+from shardtune.distributed.tensors import DTYPES, dtype_name
+from shardtune.distributed.world import World
 from shardtune.errors import UserError
 
 FORMAT = 3
 ASSETS = "huggingface"
 _NAME = re.compile(r"checkpoint_(\d{7,})")
-_READ_BYTES = 1 << 24
 
 
 class DamagedCheckpoint(Exception):
-    """What is read is not what was saved; the message names file and tensor."""
+    """A file differs from the one that was saved; the message names the file and the tensor."""
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor: where it begins and how long it is in each dimension, and where its bytes are."""
+class StoredChunk:
+    """A box of a tensor, by first index and size in each dimension, and the place of its bytes."""
 
     tensor: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Sequence[int]
+    sizes: Sequence[int]
     file: str
     begin: int
     end: int
     xxh3_128: str
 
+    @property
+    def whole(self) -> list[slice]:
+        """All of the chunk, as a box within it."""
+        return [slice(0, size) for size in self.sizes]
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """The box of the tensor that the chunk fills."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest COMPLETE vouches for. Its files may lie in several directories, one on each disk."""
+    """A checkpoint whose manifest matches its COMPLETE.
+
+    `directories` has one entry per disk that holds a part. `holders` lists, for each file, the
+    disks that have it, each by its first rank.
+    """
 
     name: str
     manifest: Mapping[str, Any]
     digest: str
     directories: Sequence[Path]
-    holders: Mapping[str, Sequence[int]] = field(
-        default_factory=dict
-    )  # of each file the first ranks of disks with it
+    holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the run put beside its tensors."""
+        """The state of the run that is not a tensor."""
         return cast(Mapping[str, Any], self.manifest["state"])
 
     @property
@@ -73,54 +82,43 @@ class Checkpoint:
 
     @property
     def files(self) -> Mapping[str, Mapping[str, Any]]:
-        """Size, digest, rank and node of each file, by its name."""
+        """Size, digest, rank, node and host of each file, by its name."""
         return cast(Mapping[str, Mapping[str, Any]], self.manifest["files"])
 
     @cached_property
-    def chunks(self) -> dict[str, list[Chunk]]:
-        """The boxes of each tensor."""
-        return {
-            name: [
-                Chunk(
-                    name,
-                    tuple(c["offsets"]),
-                    tuple(c["sizes"]),
-                    c["file"],
-                    c["begin"],
-                    c["end"],
-                    c["xxh3_128"],
-                )
-                for c in tensor["chunks"]
-            ]
-            for name, tensor in self.manifest["tensors"].items()
-        }
+    def chunks(self) -> dict[str, list[StoredChunk]]:
+        """The chunks of each tensor."""
+        tensors = self.manifest["tensors"].items()
+        return {name: [StoredChunk(name, **c) for c in entry["chunks"]] for name, entry in tensors}
 
     @cached_property
-    def _chunks_by_file(self) -> dict[str, list[Chunk]]:
-        found: dict[str, list[Chunk]] = {}
-        for chunk in sorted(
-            chain.from_iterable(self.chunks.values()), key=lambda chunk: chunk.begin
-        ):
-            found.setdefault(chunk.file, []).append(chunk)
-        return found
+    def chunks_by_file(self) -> dict[str, list[StoredChunk]]:
+        """The chunks of each rank file, in the order of their bytes."""
+        by_file: dict[str, list[StoredChunk]] = {}
+        chunks = (chunk for of_tensor in self.chunks.values() for chunk in of_tensor)
+        for chunk in sorted(chunks, key=lambda chunk: chunk.begin):
+            by_file.setdefault(chunk.file, []).append(chunk)
+        return by_file
 
-    def chunks_in(self, file: str) -> list[Chunk]:
-        """The chunks of one file, in its order."""
-        return self._chunks_by_file.get(file, [])
+    def dtype(self, tensor: str) -> torch.dtype:
+        return DTYPES[self.manifest["tensors"][tensor]["dtype"]]
+
+    def shape(self, tensor: str) -> torch.Size:
+        return torch.Size(self.manifest["tensors"][tensor]["shape"])
 
     def find(self, file: str) -> Path | None:
-        """The path of a file in the first directory that has it."""
+        """Return the path of a file in the first directory that has it."""
         return next(iter(self.find_all(file)), None)
 
     def find_all(self, file: str) -> list[Path]:
-        """Its path in each directory that has it: nodes with disks of their own have copies of what is not a rank's."""
+        """Return its path in every directory that has it: each disk has a copy of the assets."""
         return [path for directory in self.directories if (path := directory / file).is_file()]
 
     def why_missing(self, file: str) -> str:
-        """Where a file was written, and where it is not."""
-        places = ", ".join(map(str, self.directories))
+        """Describe on which node a missing file was written."""
         entry = self.files[file]
-        return f"{file}, written on node {entry['node']} ({entry['host']}), is missing in {places}"
+        places = f" in {', '.join(map(str, self.directories))}" if self.directories else ""
+        return f"{file}, written on node {entry['node']} ({entry['host']}), is missing{places}"
 
 
 def checkpoint_name(step: int) -> str:
@@ -128,7 +126,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in a checkpoint's name."""
     match = _NAME.fullmatch(path.name)
     assert match, path
     return int(match[1])
@@ -138,183 +136,113 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def find_checkpoints(directory: Path) -> list[Path]:
-    """What has the name of a checkpoint in `directory`, newest first, intact or not."""
-    if not directory.is_dir():
-        return []
-    named = [
-        (int(match[1]), entry)
-        for entry in directory.iterdir()
-        if (match := _NAME.fullmatch(entry.name))
-    ]
-    return [entry for _, entry in sorted(named, reverse=True)]
+    """Return the entries of `directory` with a checkpoint's name, newest first, intact or not."""
+    entries = directory.iterdir() if directory.is_dir() else ()
+    return sorted((e for e in entries if _NAME.fullmatch(e.name)), key=step_of, reverse=True)
 
 
 def find_committed(directory: Path) -> list[Path]:
-    """The checkpoints in `directory` that have their COMPLETE, newest first."""
+    """Return the checkpoints in `directory` that have their COMPLETE, newest first."""
     return [path for path in find_checkpoints(directory) if (path / "COMPLETE").is_file()]
+
+
+def build_manifest(
+    reports: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, torch.Tensor],
+    tied_weights: Mapping[str, str],
+    state: Mapping[str, Any],
+    hosts: Sequence[Mapping[str, Any]],
+    world: World,
+) -> dict[str, Any]:
+    """Describe the files that all ranks reported.
+
+    `tied_weights` maps each name that is not stored to the stored name of the same weight. `hosts`
+    has `node` and `host` of each rank.
+
+    Raises:
+        ValueError: the chunks do not cover a tensor.
+    """
+    entries: dict[str, Any] = {
+        name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "chunks": []}
+        for name, tensor in tensors.items()
+    }
+    files: dict[str, Any] = {}
+    for rank, report in enumerate(reports):
+        files[rank_file(rank)] = {**report["file"], "rank": rank, **hosts[rank]}
+        for name, chunk in report["chunks"].items():
+            dtype = chunk.pop("dtype")
+            random_state = {"dtype": dtype, "shape": chunk["sizes"], "chunks": []}
+            entries.setdefault(name, random_state)["chunks"].append(chunk)
+    for name, asset in reports[0]["assets"].items():
+        files[name] = {**asset, "rank": 0, **hosts[0]}
+    for name, entry in entries.items():
+        covered = sum(torch.Size(chunk["sizes"]).numel() for chunk in entry["chunks"])
+        if covered != torch.Size(entry["shape"]).numel():
+            raise ValueError(f"{covered} elements of {name} {entry['shape']} were written")
+    config = json.dumps(state["config"], sort_keys=True).encode()
+    mesh = zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True)
+    return {
+        "format": FORMAT,
+        "state": state,
+        "config_xxh3_128": xxhash.xxh3_128(config).hexdigest(),
+        "world": {
+            "size": world.size,
+            "mesh": dict(mesh),
+            "nodes": [host["node"] for host in hosts],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "safetensors": safetensors.__version__,
+        },
+        "files": files,
+        "tensors": entries,
+        "tied_weights": tied_weights,
+    }
 
 
 def open_checkpoint(*directories: Path) -> Checkpoint:
     """Read the manifest, which all directories must share.
 
     Raises:
-        UserError: it is none; or another version wrote it; or the directories are of different checkpoints.
-        DamagedCheckpoint: COMPLETE or the manifest is missing, or does not fit the other.
+        UserError: a directory is not a checkpoint, has another format, or is of another checkpoint.
+        DamagedCheckpoint: COMPLETE or the manifest is missing, or they do not match.
     """
-    opened = [_open_one(directory) for directory in directories]
-    for directory, other in zip(directories, opened, strict=True):
-        if other.digest != opened[0].digest:
+    first, *others = [_open_one(directory) for directory in directories]
+    for other in others:
+        if other.digest != first.digest:
             raise UserError(
-                f"{directory}: is not of the same checkpoint as {directories[0]} - name the parts of one save"
+                f"{other.directories[0]}: is not of the same checkpoint as {directories[0]} "
+                "- name the parts of one save"
             )
-    return Checkpoint(opened[0].name, opened[0].manifest, opened[0].digest, directories)
+    return Checkpoint(first.name, first.manifest, first.digest, directories)
 
 
 def _open_one(path: Path) -> Checkpoint:
+    manifest_path, complete_path = path / "manifest.json", path / "COMPLETE"
     try:
-        complete = (path / "COMPLETE").read_bytes()
+        complete = complete_path.read_bytes()
     except OSError as error:
-        if os.path.lexists(path / "manifest.json"):
+        if os.path.lexists(manifest_path):
             raise DamagedCheckpoint(
-                f"{path / 'COMPLETE'}: cannot be read ({error.strerror})"
+                f"{complete_path}: cannot be read ({error.strerror})"
             ) from error
         raise UserError(
             f"{path}: not a complete checkpoint (COMPLETE: {error.strerror}) - use another one"
         ) from error
     try:
-        raw = (path / "manifest.json").read_bytes()
+        raw = manifest_path.read_bytes()
     except OSError as error:
-        raise DamagedCheckpoint(
-            f"{path / 'manifest.json'}: cannot be read ({error.strerror})"
-        ) from error
+        raise DamagedCheckpoint(f"{manifest_path}: cannot be read ({error.strerror})") from error
     digest = xxhash.xxh3_128(raw).hexdigest()
     if complete != f"{digest}\n".encode():
-        raise DamagedCheckpoint(f"{path / 'manifest.json'}: is not what COMPLETE vouches for")
+        raise DamagedCheckpoint(f"{manifest_path}: does not match the digest in COMPLETE")
     manifest = json.loads(raw)
     if manifest["format"] != FORMAT:
         raise UserError(
-            f"{path}: has format {manifest['format']} and this version reads {FORMAT} - use the version that wrote it"
+            f"{path}: has format {manifest['format']}, and this version reads format {FORMAT} "
+            "- use the version that wrote it"
         )
     return Checkpoint(checkpoint_name(manifest["state"]["step"]), manifest, digest, [path])
-
-
-def check_file(checkpoint: Checkpoint, name: str, path: Path, progress: Any = None) -> str | None:
-    """Read a file once; what is wrong with it, or None. `progress`, where given, is called with the bytes read."""
-    expected = checkpoint.files[name]
-    whole, damaged, size = xxhash.xxh3_128(), [], 0
-    buffer = memoryview(bytearray(_READ_BYTES))
-    try:
-        with path.open("rb", buffering=0) as file:
-            for begin, end, chunk in _sections(checkpoint.chunks_in(name), int(expected["bytes"])):
-                part, left = xxhash.xxh3_128(), end - begin
-                while left and (count := file.readinto(buffer[:left])):
-                    whole.update(buffer[:count])
-                    part.update(buffer[:count])
-                    left -= count
-                    size += count
-                    if progress:
-                        progress(count)
-                if chunk and part.hexdigest() != chunk.xxh3_128:
-                    damaged.append(chunk.tensor)
-            size += len(file.read(1))
-    except OSError as error:
-        return f"{path}: cannot be read ({error.strerror})"
-    if size == expected["bytes"] and whole.hexdigest() == expected["xxh3_128"]:
-        return None
-    of_tensor = f", first in tensor {damaged[0]}" if damaged else ""
-    length = "" if size == expected["bytes"] else f" (its length is not {expected['bytes']})"
-    return f"{path}: its bytes are not those that were saved{length}{of_tensor}"
-
-
-def _sections(chunks: list[Chunk], size: int) -> Iterable[tuple[int, int, Chunk | None]]:
-    """The file from its beginning to its end, cut at its chunks."""
-    position = 0
-    for chunk in chunks:
-        if position < chunk.begin:
-            yield position, chunk.begin, None
-        yield chunk.begin, chunk.end, chunk
-        position = chunk.end
-    if position < size:
-        yield position, size, None
-
-
-def check_files(
-    checkpoint: Checkpoint, names: Sequence[str], threads: int, progress: Any = None
-) -> dict[str, str | None]:
-    """What is wrong with any copy of each of these files, or None, as many at a time as there are threads.
-
-    Raises:
-        KeyError: a name that the manifest does not know.
-    """
-
-    def check(name: str) -> str | None:
-        paths = checkpoint.find_all(name)
-        verdicts = (check_file(checkpoint, name, path, progress) for path in paths)
-        return next(filter(None, verdicts), None) if paths else checkpoint.why_missing(name)
-
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        return dict(zip(names, pool.map(check, names), strict=True))
-
-
-def read_tensor(
-    checkpoint: Checkpoint, name: str, read: Callable[[Checkpoint, Chunk], torch.Tensor]
-) -> torch.Tensor:
-    """A whole tensor, put together of chunks that `read` gives.
-
-    Raises:
-        DamagedCheckpoint: a chunk is not what was saved.
-    """
-    entry, whole = checkpoint.manifest["tensors"][name], None
-    for chunk in checkpoint.chunks[name]:
-        part = read(checkpoint, chunk)
-        if xxhash.xxh3_128(tensor_bytes(part)).hexdigest() != chunk.xxh3_128:
-            raise DamagedCheckpoint(
-                f"{chunk.file} of {checkpoint.name}: tensor {name} is not what was saved"
-            )
-        if list(chunk.sizes) == entry["shape"]:
-            return part
-        if whole is None:
-            whole = torch.empty(entry["shape"], dtype=part.dtype)
-        box = [
-            slice(start, start + length)
-            for start, length in zip(chunk.offsets, chunk.sizes, strict=True)
-        ]
-        whole[tuple(box)] = part
-    return torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]]) if whole is None else whole
-
-
-def read_chunk(
-    checkpoint: Checkpoint, chunk: Chunk, box: Sequence[slice] | None = None
-) -> torch.Tensor:
-    """One chunk, or a box within it, from the first directory that has its file.
-
-    It is read whole and compared with its digest: what was intact when it was checked need not be so when it is read.
-
-    Raises:
-        OSError: it cannot be read; FileNotFoundError: no directory has it.
-        DamagedCheckpoint: it is not what was saved.
-    """
-    path = checkpoint.find(chunk.file)
-    if path is None:
-        raise FileNotFoundError(
-            f"{chunk.file} is in none of {', '.join(map(str, checkpoint.directories))}"
-        )
-    content = torch.empty(chunk.end - chunk.begin, dtype=torch.uint8)
-    left = whole = tensor_bytes(content)
-    with path.open(
-        "rb", buffering=0
-    ) as file:  # not mapped: there, an error of the disk would end the process
-        file.seek(chunk.begin)
-        while left and (count := file.readinto(left)):
-            left = left[count:]
-    if left or xxhash.xxh3_128(whole).hexdigest() != chunk.xxh3_128:
-        raise DamagedCheckpoint(f"{path}: tensor {chunk.tensor} is not what was saved")
-    tensor = content.view(DTYPES[checkpoint.manifest["tensors"][chunk.tensor]["dtype"]]).reshape(
-        chunk.sizes
-    )
-    return tensor if box is None else tensor[tuple(box)]

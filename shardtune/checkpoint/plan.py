@@ -1,6 +1,7 @@
-"""Who writes and who reads which part: planned by torch.distributed.checkpoint, which knows every kind of sharding.
+"""Which rank writes and reads which part of each tensor.
 
-Its own `save` and `load` are not used: they send pickles in collectives.
+torch.distributed.checkpoint plans it: its planners know every kind of sharding. Its `save` and
+`load` are not used, because they send pickles in collectives.
 """
 
 from __future__ import annotations
@@ -26,35 +27,37 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from shardtune.checkpoint.manifest import Checkpoint, dtype_name
+from shardtune.checkpoint.manifest import Checkpoint
+from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 
 
 @dataclass(frozen=True)
-class Part:
-    """A box of a tensor that one rank writes."""
+class TensorPart:
+    """A box of a tensor that one rank writes: its first index and its size in each dimension."""
 
     tensor: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def plan_save(tensors: Mapping[str, torch.Tensor], world: World) -> list[list[Part]]:
-    """What each rank writes: every element of every tensor once, over all of them. All ranks take part.
+def plan_save(tensors: Mapping[str, torch.Tensor], world: World) -> list[list[TensorPart]]:
+    """Return the parts that each rank writes: together every element once. Collective.
 
     Raises:
-        ValueError: the ranks' parts do not make up the tensors.
+        ValueError: the parts of the ranks do not make up the tensors.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=world.is_main)
     items = [_to_json(item) for item in planner.create_local_plan().items]
-    plans = [
-        SavePlan([_from_json(item, tensors) for item in of_rank])
-        for of_rank in world.all_gather_json(items)
-    ]
-    plans, _ = planner.create_global_plan(plans)
-    return [[part for item in plan.items if 0 not in (part := _part(item)).sizes] for plan in plans]
+    plans, _ = planner.create_global_plan(
+        [
+            SavePlan([_from_json(item, tensors) for item in rank_items])
+            for rank_items in world.all_gather_json(items)
+        ]
+    )
+    return [[part for part in map(_part, plan.items) if 0 not in part.sizes] for plan in plans]
 
 
 def _to_json(item: WriteItem) -> list[Any]:
@@ -76,42 +79,34 @@ def _from_json(item: list[Any], tensors: Mapping[str, torch.Tensor]) -> WriteIte
     )
 
 
-def _part(item: WriteItem) -> Part:
+def _part(item: WriteItem) -> TensorPart:
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
-    return Part(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+    return TensorPart(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def plan_load(
     tensors: dict[str, torch.Tensor], checkpoint: Checkpoint
 ) -> tuple[DefaultLoadPlanner, list[ReadItem]]:
-    """What this rank reads, and the planner that knows where it goes.
+    """Return the boxes that this rank reads, and the planner that maps them to its tensors.
 
     Raises:
         UserError: the checkpoint lacks tensors, or has them in another shape or dtype.
     """
-    stored = checkpoint.manifest["tensors"]
-    wrong = [
-        f"{name} ({_kind(tensor)}, stored {'not at all' if name not in stored else _stored_kind(stored[name])})"
-        for name, tensor in tensors.items()
-        if name not in stored or _stored_kind(stored[name]) != _kind(tensor)
-    ]
+    entries = checkpoint.manifest["tensors"]
+    stored = {name: f"{entry['dtype']} {entry['shape']}" for name, entry in entries.items()}
+    needed = {name: f"{dtype_name(t.dtype)} {list(t.shape)}" for name, t in tensors.items()}
+    wrong = [name for name, kind in needed.items() if stored.get(name) != kind]
     if wrong:
+        name = wrong[0]
         raise UserError(
-            f"{checkpoint.name}: not of this model and optimizer: {wrong[0]}, {len(wrong)} tensors in all "
-            "- resume with what it was saved with"
+            f"{checkpoint.name} does not fit this model and optimizer: {name} is {needed[name]}, "
+            f"stored is {stored.get(name, 'none')} ({len(wrong)} tensors differ) "
+            "- resume with the model and optimizer of the checkpoint"
         )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, _metadata(checkpoint, tensors), is_coordinator=False)
     return planner, planner.create_local_plan().items
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-
-
-def _stored_kind(entry: Mapping[str, Any]) -> str:
-    return f"{entry['dtype']} {entry['shape']}"
 
 
 def _metadata(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> Metadata:

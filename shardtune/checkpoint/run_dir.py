@@ -1,4 +1,4 @@
-"""run.dir: which nodes see the same one, and that no other run writes there."""
+"""run.dir: which ranks see the same directory, and the lock against other runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from typing import IO
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 
-_LOCK_WAIT_S = 10  # as long as the processes of a run that was just killed may take to end
+_LOCK_WAIT_S = 10  # the processes of a run that was just killed may take as long to end
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """`leader_of`: of each rank the first one that sees the same directory. `lock` is held until the process ends."""
+    """run.dir, which may be one shared directory or one on each node's own disk.
+
+    `leader_of[rank]` is the first rank that sees the same directory, the leader of that disk.
+    The leader holds `lock` until its process ends.
+    """
 
     path: Path
     leader_of: list[int]
@@ -31,74 +35,80 @@ class RunDir:
     def is_shared(self) -> bool:
         return not any(self.leader_of)
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def is_leader(self, world: World) -> bool:
+        """Whether this rank is the leader of its disk."""
+        return self.leader_of[world.rank] == world.rank
+
 
 def open_run_dir(path: Path, world: World) -> RunDir:
-    """Create run.dir, see which nodes share it, and keep other runs out.
+    """Create run.dir, find out which nodes share it, and lock it. Collective.
 
     Raises:
-        UserError: on every rank, if a node cannot write there, or another run does.
+        UserError: on every rank, if a node cannot write there or another run does.
     """
-
-    def write_probe() -> str:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            probe = path / f".seen.{secrets.token_hex(8)}"
-            probe.touch()
-            if os.path.lexists(path / "checkpoints"):  # a disk of its own, perhaps
-                (path / "checkpoints" / probe.name).touch()
-                (path / "checkpoints" / probe.name).unlink()
-        except OSError as error:
-            raise UserError(
-                f"run.dir={path} cannot be written: {error.strerror} ({error.filename}) - name one that can be"
-            ) from error
-        return probe.name
-
-    mine = world.run_on_all_ranks(lambda: write_probe() if world.is_node_main else "")
+    probe_name = world.run_on_all_ranks(lambda: _write_probe(path) if world.is_node_main else "")
     try:
-        probes = world.all_gather_json(mine)
-        seen = world.all_gather_json(
-            [rank for rank, probe in enumerate(probes) if probe and (path / probe).exists()]
-        )
+        probes = world.all_gather_json(probe_name)
+        visible = [rank for rank, name in enumerate(probes) if name and (path / name).exists()]
+        leader_of = [ranks[0] for ranks in world.all_gather_json(visible)]
     finally:
-        if mine:
-            (path / mine).unlink(missing_ok=True)
-    leader_of = [of_rank[0] for of_rank in seen]
-    lock = world.run_on_all_ranks(
-        lambda: _lock(path) if leader_of[world.rank] == world.rank else None
-    )
+        if probe_name:
+            (path / probe_name).unlink(missing_ok=True)
+    is_leader = leader_of[world.rank] == world.rank
+    lock = world.run_on_all_ranks(lambda: _lock(path) if is_leader else None)
     return RunDir(path, leader_of, lock)
 
 
-def _lock(path: Path) -> IO[str]:
-    """The system releases the lock with the process, however that ends; the file it leaves behind means nothing.
+def _write_probe(path: Path) -> str:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".seen.{secrets.token_hex(8)}"
+        probe.touch()
+        if os.path.lexists(path / "checkpoints"):  # it may be on another disk
+            (path / "checkpoints" / probe.name).touch()
+            (path / "checkpoints" / probe.name).unlink()
+    except OSError as error:
+        raise UserError(
+            f"run.dir={path} cannot be written: {error.strerror} ({error.filename}) "
+            "- name a writable directory"
+        ) from error
+    return probe.name
 
-    Such a lock holds between nodes too, where a filesystem is shared, and no child inherits it.
+
+def _lock(path: Path) -> IO[str]:
+    """Lock run.dir until this process ends, however it ends; the lock file itself means nothing.
+
+    This kind of lock holds between nodes on a shared filesystem, and no child inherits it.
     """
     file = (path / ".lock").open("a+", encoding="utf-8")
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return file
         except (BlockingIOError, PermissionError) as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"run.dir={path} is in use by another run ({_holder(file)}) - wait for its end, end it, or name "
-                    "another run.dir"
+                    f"run.dir={path} is in use by another run ({_lock_holder(file)}) "
+                    "- wait for its end, end it, or name another run.dir"
                 ) from error
             time.sleep(0.2)
         except OSError as error:
             raise UserError(
-                f"run.dir={path} cannot be locked: {error.strerror} - name a directory on a filesystem with locks"
+                f"run.dir={path} cannot be locked: {error.strerror} "
+                "- name a directory on a filesystem with locks"
             ) from error
-    return file
 
 
-def _holder(file: IO[str]) -> str:
-    """Who has the lock, as far as the system tells: of a process on another node it may not."""
+def _lock_holder(file: IO[str]) -> str:
+    """Name the process that holds the lock; the system may not know one on another node."""
     lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     with contextlib.suppress(OSError):
-        _, _, _, _, process = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, lock))
+        *_, process = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, lock))
         if process > 0:
             return f"process {process} on {socket.gethostname()}"
     return "on another node"

@@ -1,4 +1,4 @@
-"""Safetensors files written as a stream: no more than one tensor of them is in memory at a time."""
+"""Safetensors files written as a stream, with at most one of their tensors in memory."""
 
 from __future__ import annotations
 
@@ -10,21 +10,8 @@ from typing import Any
 
 import torch
 
-from shardtune.checkpoint import durable_fs as disk
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _NAMES}
+from shardtune.checkpoint import durable_fs
+from shardtune.distributed.tensors import SAFETENSORS_NAMES
 
 
 def write_safetensors(
@@ -32,36 +19,34 @@ def write_safetensors(
     layout: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     tensors: Iterable[torch.Tensor],
     metadata: Mapping[str, str],
-) -> tuple[disk.Written, dict[str, tuple[int, int]]]:
-    """Write a new file of tensors that come one by one, in the layout's order; and each one's byte range in it.
+) -> tuple[durable_fs.WrittenFile, dict[str, tuple[int, int]]]:
+    """Write a new file of tensors that arrive one by one, in the order of `layout`.
 
-    The layout gives dtype and shape, wide dtypes first: every tensor is then aligned to its own.
+    `layout` gives each tensor's dtype and shape, wide dtypes first, which aligns every tensor.
+    Returns the file, whose first part is the header, and each tensor's byte range in it.
     https://github.com/huggingface/safetensors#format
 
     Raises:
-        OSError: as disk.write_file.
+        OSError: as durable_fs.write_file.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    ranges = {}
     position = 0
     for name, (dtype, shape) in layout.items():
-        end = position + dtype.itemsize * torch.Size(shape).numel()
+        begin, position = position, position + dtype.itemsize * torch.Size(shape).numel()
+        ranges[name] = (begin, position)
         header[name] = {
-            "dtype": _NAMES[dtype],
+            "dtype": SAFETENSORS_NAMES[dtype],
             "shape": list(shape),
-            "data_offsets": [position, end],
+            "data_offsets": ranges[name],
         }
-        position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    written = disk.write_file(
-        path,
-        chain([memoryview(len(text).to_bytes(8, "little") + text)], map(tensor_bytes, tensors)),
-    )
-    offsets = {name: header[name]["data_offsets"] for name in layout}
-    return written, {name: (start + begin, start + end) for name, (begin, end) in offsets.items()}
+    start = len(text).to_bytes(8, "little") + text
+    written = durable_fs.write_file(path, chain([memoryview(start)], map(tensor_bytes, tensors)))
+    return written, {name: (len(start) + b, len(start) + e) for name, (b, e) in ranges.items()}
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU."""
+    """Return the bytes of a CPU tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,52 +1,55 @@
-"""Saving while training goes on: the loop waits for a copy of its tensors, a thread writes the copy and commits it."""
+"""Save while training continues: the loop waits for a copy of its tensors, a thread writes it."""
 
 from __future__ import annotations
 
 import json
-import platform
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 import torch.distributed as dist
-import transformers
-import xxhash
 from transformers import PreTrainedModel
 
-from shardtune.checkpoint.commit import NotSaved, SaveAttempt, channel, forget, write_and_commit
+from shardtune.checkpoint.commit import (
+    SaveAttempt,
+    connect_store,
+    delete_messages,
+    write_and_commit,
+)
 from shardtune.checkpoint.manifest import (
-    FORMAT,
     Checkpoint,
+    build_manifest,
     checkpoint_name,
-    dtype_name,
     find_committed,
     open_checkpoint,
     rank_file,
 )
-from shardtune.checkpoint.plan import Part, plan_save
+from shardtune.checkpoint.plan import TensorPart, plan_save
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import write_safetensors
-from shardtune.checkpoint.train_state import local, random_state, training_state
+from shardtune.checkpoint.train_state import random_state, training_state
 from shardtune.config import CheckpointConfig
 from shardtune.distributed.signals import remark_on_kill_delay
+from shardtune.distributed.tensors import dtype_name, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed
 from shardtune.log import logger, node_logger
 
-_STUCK_AFTER_S = 90  # past the deadline, by when every attempt has ended whose disk still answers
+_STUCK_AFTER_S = 90  # past the deadline; by then every attempt has ended whose disk still answers
 
 
 class Saver:
-    """The checkpoints of one run. One save is in flight at most; every rank calls every method.
+    """Saves the checkpoints of one run, at most one at a time. Every method is collective.
 
-    `assets` are the files beside the tensors that make the checkpoint a model: configuration and tokenizer.
+    `assets` are the files beside the tensors that make a checkpoint a model: configuration and
+    tokenizer.
     """
 
     def __init__(
@@ -59,68 +62,81 @@ class Saver:
         assets: Mapping[str, bytes],
         world: World,
     ) -> None:
-        self._directory = run_dir.path / "checkpoints"
-        self._leader_of = run_dir.leader_of
-        self._config, self._timeout_s, self._assets, self._world = config, timeout_s, assets, world
+        self._run_dir, self._config, self._timeout_s = run_dir, config, timeout_s
+        self._assets, self._world = assets, world
         self._tensors = training_state(model, optimizer)
-        self._tied = dict(model.all_tied_weights_keys)
+        self._tied_weights = dict(model.all_tied_weights_keys)
         self._parts = plan_save(self._tensors, world)
-        self._places = world.all_gather_json(
-            {"node": world.node_rank, "host": socket.gethostname()}
-        )
-        self._run = world.on_rank0(lambda: secrets.token_hex(4))
-        self._store = dist.PrefixStore(self._run, channel(world))
+        host = {"node": world.node_rank, "host": socket.gethostname()}
+        self._hosts = world.all_gather_json(host)
+        self._run_id = world.on_rank0(lambda: secrets.token_hex(4))
+        self._store = dist.PrefixStore(self._run_id, connect_store(world))
         self._attempts = 0
-        self._flight: SaveTask | None = None
+        self._task: SaveTask | None = None
         self._name = ""
         self._problem: str | None = None
         self._longest_s = 0.0
-        self._is_warned = False
+        self._has_remarked = False
 
     @property
     def has_saved(self) -> bool:
-        """Whether this run's directory holds a checkpoint to resume from."""
-        return bool(find_committed(self._directory))
+        """Whether run.dir holds a checkpoint to resume from."""
+        return bool(find_committed(self._run_dir.checkpoints))
 
-    def save(self, state: dict[str, Any], before: Callable[[], None] = lambda: None) -> None:
-        """Start `checkpoint_<state["step"]>` when the one before has ended; with mode `sync`, end it too.
+    def save(self, state: dict[str, Any], before_write: Callable[[], None] = lambda: None) -> None:
+        """Start `checkpoint_<state["step"]>` after the previous save; with mode `sync`, finish it.
 
-        `before` makes durable, on this rank, what must not be behind the checkpoint. What does not succeed is said, and
-        training goes on.
+        `before_write` makes the files of this rank durable that must not lag behind the checkpoint.
+        A save that fails is logged, and training continues.
         """
         self._wait()
-        if not self._is_warned and (remark := remark_on_kill_delay(self._longest_s)):
-            self._is_warned = True
+        if not self._has_remarked and (remark := remark_on_kill_delay(self._longest_s)):
+            self._has_remarked = True
             logger.info(remark)
         self._name = name = checkpoint_name(state["step"])
-        if self._flight:
-            logger.info(f"Not saved: {name}: the save before it has not ended, {self._problem}")
+        if self._task:
+            logger.info(f"Not saved: {name}: the previous save still runs, {self._problem}")
             return
         if self._world.is_main and self._attempts:
-            forget(dist.PrefixStore(f"{self._attempts}", self._store), self._world.size)
+            delete_messages(dist.PrefixStore(f"{self._attempts}", self._store), self._world.size)
         self._attempts += 1
+        directory = self._run_dir.checkpoints
         attempt = SaveAttempt(
-            hidden=self._directory / f".{name}.{self._run}{self._attempts:04d}",
-            final=self._directory / name,
+            staging=directory / f".{name}.{self._run_id}{self._attempts:04d}",
+            final=directory / name,
             rank=self._world.rank,
-            leader_of=self._leader_of,
+            leader_of=self._run_dir.leader_of,
             keep=self._config.keep,
             assets=self._assets,
             store=dist.PrefixStore(f"{self._attempts}", self._store),
             timeout_s=self._timeout_s,
         )
-        self._flight = SaveTask(self, attempt, *self._stage(), state, before)
-        self._flight.start()
+        tensors, parts = self._stage()
+
+        def write(directory: Path) -> dict[str, Any]:
+            before_write()
+            return _write_rank_file(directory / rank_file(self._world.rank), tensors, parts)
+
+        describe = partial(
+            build_manifest,
+            tensors=self._tensors,
+            tied_weights=self._tied_weights,
+            state=state,
+            hosts=self._hosts,
+            world=self._world,
+        )
+        self._task = SaveTask(attempt, write, describe)
+        self._task.start()
         if self._config.mode == "sync":
             self._wait()
 
     def log_if_ended(self) -> None:
-        """Log the outcome of the save in flight if it has ended."""
-        if self._flight and not self._flight.is_alive():
-            self._flight.log_once(self._world)
+        """Log the outcome of the current save if it has ended."""
+        if self._task and not self._task.is_alive():
+            self._task.log_once()
 
     def finish(self) -> Checkpoint:
-        """Wait for the save in flight, and open it.
+        """Wait for the current save, and open it.
 
         Raises:
             RunFailed: on every rank, if it did not succeed.
@@ -130,105 +146,50 @@ class Saver:
             raise RunFailed(
                 f"{self._name} was not saved: {self._problem} - make room or mend the disk; {AGAIN}"
             )
-        checkpoint = open_checkpoint(self._directory / self._name)
-        holders = {
-            file: [self._leader_of[entry["rank"]]] for file, entry in checkpoint.files.items()
-        }
+        checkpoint = open_checkpoint(self._run_dir.checkpoints / self._name)
+        leader_of = self._run_dir.leader_of
+        holders = {name: [leader_of[file["rank"]]] for name, file in checkpoint.files.items()}
         return replace(checkpoint, holders=holders)
 
     def _wait(self) -> None:
-        """Wait until the save in flight has ended on every rank, and say how.
+        """Wait until the current save has ended on every rank, and log its outcome.
 
         Raises:
-            RunFailed: on every rank, if it still writes the tensors of the run long after its deadline.
+            RunFailed: on every rank, if it still writes the run's own tensors long after its
+                deadline.
         """
-        flight = self._flight
-        if flight is None:
+        task = self._task
+        if task is None:
             return
-        flight.join(self._timeout_s + _STUCK_AFTER_S)
-        reports = self._world.all_gather_json(
-            None if flight.is_alive() else [flight.problem, flight.seconds]
-        )
-        if stuck := [rank for rank, report in enumerate(reports) if report is None]:
-            self._problem = f"the disk of rank {stuck[0]} does not answer"
-            if (
-                self._config.mode == "sync"
-            ):  # what it writes, when it does, are the tensors of the run
+        task.join(self._timeout_s + _STUCK_AFTER_S)
+        outcome = None if task.is_alive() else [task.problem, task.seconds]
+        outcomes = self._world.all_gather_json(outcome)
+        if None in outcomes:
+            self._problem = f"the disk of rank {outcomes.index(None)} does not answer"
+            if self._config.mode == "sync":  # it would write weights of later steps
                 raise RunFailed(
-                    f"{self._name} was not saved: {self._problem}, and checkpoint.mode=sync cannot go on meanwhile - "
-                    f"mend the disk; {AGAIN}"
+                    f"{self._name} was not saved: {self._problem}, and checkpoint.mode=sync cannot "
+                    f"continue meanwhile - mend the disk; {AGAIN}"
                 )
             return
-        flight.log_once(self._world)
-        self._flight = None
-        self._longest_s = max(self._longest_s, *(seconds for _, seconds in reports))
-        self._problem = next((problem for problem, _ in reports if problem), None)
+        task.log_once()
+        self._task = None
+        self._longest_s = max(self._longest_s, *(seconds for _, seconds in outcomes))
+        self._problem = next((problem for problem, _ in outcomes if problem), None)
 
-    def _stage(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
-        """What this rank writes: copies on the CPU that nothing else holds, or for `sync` the tensors themselves."""
+    def _stage(self) -> tuple[dict[str, torch.Tensor], dict[str, TensorPart]]:
+        """Return this rank's tensors and their places, wide dtypes first.
+
+        The tensors are copies on the CPU, or with mode `sync` the run's own.
+        """
         parts = {part.tensor: part for part in self._parts[self._world.rank]}
-        tensors = {name: local(self._tensors[name]).detach() for name in parts}
+        tensors = {name: to_local(self._tensors[name]).detach() for name in parts}
         if self._config.mode == "async":
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         for name, tensor in random_state(self._world.rank, self._world.device).items():
-            tensors[name], parts[name] = tensor, Part(name, (0,), tuple(tensor.shape))
-        return tensors, parts
-
-    def manifest(self, reports: list[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
-        """What rank 0 writes of all ranks' reports.
-
-        Raises:
-            ValueError: the chunks do not cover a tensor.
-        """
-        tensors: dict[str, Any] = {
-            name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "chunks": []}
-            for name, tensor in self._tensors.items()
-        }
-        for report in reports:
-            for name, chunk in report["chunks"].items():
-                own = {
-                    "dtype": chunk.pop("dtype"),
-                    "shape": chunk["sizes"],
-                    "chunks": [],
-                }  # of a rank's own tensor
-                tensors.setdefault(name, own)["chunks"].append(chunk)
-        for name, tensor in tensors.items():
-            covered = sum(torch.Size(chunk["sizes"]).numel() for chunk in tensor["chunks"])
-            if covered != torch.Size(tensor["shape"]).numel():
-                raise ValueError(
-                    f"{covered} elements of {name}, which is {tensor['shape']}, were written"
-                )
-        files = {
-            report["file"]: report["written"] | {"rank": rank} | self._places[rank]
-            for rank, report in enumerate(reports)
-        }
-        files |= {
-            name: asset | {"rank": 0} | self._places[0]
-            for name, asset in reports[0]["assets"].items()
-        }
-        return {
-            "format": FORMAT,
-            "state": state,
-            "config_xxh3_128": xxhash.xxh3_128(
-                json.dumps(state["config"], sort_keys=True).encode()
-            ).hexdigest(),
-            "world": {
-                "size": self._world.size,
-                "mesh": dict(
-                    zip(self._world.mesh.mesh_dim_names or (), self._world.mesh.shape, strict=True)
-                ),
-                "nodes": [place["node"] for place in self._places],
-            },
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "safetensors": safetensors.__version__,
-            },
-            "files": files,
-            "tensors": tensors,
-            "tied_weights": self._tied,  # each name that is not stored, and the stored one that is the same weight
-        }
+            tensors[name], parts[name] = tensor, TensorPart(name, (0,), tuple(tensor.shape))
+        names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+        return {name: tensors[name] for name in names}, parts
 
 
 class SaveTask(threading.Thread):
@@ -236,80 +197,65 @@ class SaveTask(threading.Thread):
 
     def __init__(
         self,
-        saver: Saver,
         attempt: SaveAttempt,
-        tensors: dict[str, torch.Tensor],
-        parts: dict[str, Part],
-        state: dict[str, Any],
-        before: Callable[[], None],
+        write: Callable[[Path], dict[str, Any]],
+        build_manifest: Callable[[list[dict[str, Any]]], dict[str, Any]],
     ) -> None:
-        super().__init__(name=f"save {attempt.final.name}", daemon=True)
-        self.attempt = attempt
+        # The arguments hold the copied tensors; Thread drops them when it ends.
+        name = attempt.final.name
+        super().__init__(
+            name=name, daemon=True, target=self._save, args=(attempt, write, build_manifest)
+        )
         self.problem: str | None = None
         self.seconds = 0.0
-        self._saver, self._tensors, self._parts, self._state, self._before = (
-            saver,
-            tensors,
-            parts,
-            state,
-            before,
-        )
         self._remark: str | None = None
         self._is_logged = False
 
-    def run(self) -> None:
+    def _save(self, attempt: SaveAttempt, *work: Any) -> None:
         started = time.monotonic()
         try:
-            self._remark = write_and_commit(
-                self.attempt,
-                self._write,
-                lambda reports: self._saver.manifest(reports, self._state),
-            )
-        except NotSaved as error:
-            self.problem = str(error)
+            self._remark = write_and_commit(attempt, *work)
         except Exception as error:
-            self.problem = f"rank {self.attempt.rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
-        self._tensors.clear()
+            self.problem = attempt.describe(error)
         self.seconds = time.monotonic() - started
 
-    def log_once(self, world: World) -> None:
+    def log_once(self) -> None:
+        """Log the outcome, unless this was done before."""
         if self._is_logged:
             return
         self._is_logged = True
-        name = self.attempt.final.name
         if self.problem:
-            node_logger.info(f"Not saved: {name}: {self.problem}")
+            node_logger.info(f"Not saved: {self.name}: {self.problem}")
         else:
-            logger.info(f"Saved {name}")
+            logger.info(f"Saved {self.name}")
         if self._remark:
             node_logger.info(self._remark)
 
-    def _write(self, directory: Path) -> dict[str, Any]:
-        """This rank's file; what rank 0 must know of it."""
-        self._before()
-        names = sorted(self._tensors, key=lambda name: (-self._tensors[name].itemsize, name))
-        offsets = {name: {"saved_offsets": self._parts[name].offsets} for name in names}
-        file = rank_file(self.attempt.rank)
-        written, ranges = write_safetensors(
-            directory / file,
-            {name: (self._tensors[name].dtype, self._parts[name].sizes) for name in names},
-            (self._tensors[name].cpu() for name in names),
-            {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)},
-        )
-        chunks = {
-            name: {
-                "offsets": self._parts[name].offsets,
-                "sizes": self._parts[name].sizes,
-                "file": file,
-                "begin": ranges[name][0],
-                "end": ranges[name][1],
-                "xxh3_128": digest,
-                "dtype": dtype_name(self._tensors[name].dtype),
-            }
-            for name, digest in zip(names, written.parts[1:], strict=True)
+
+def _write_rank_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, TensorPart]
+) -> dict[str, Any]:
+    """Write a rank's file, and return its report: the file's entry and its chunks.
+
+    Its header lets torch.distributed.checkpoint's HuggingFaceStorageReader read it.
+    """
+    offsets = {name: {"saved_offsets": parts[name].offsets} for name in tensors}
+    written, ranges = write_safetensors(
+        path,
+        {name: (tensor.dtype, parts[name].sizes) for name, tensor in tensors.items()},
+        (tensor.cpu() for tensor in tensors.values()),
+        {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)},
+    )
+    chunks = {
+        name: {
+            "offsets": parts[name].offsets,
+            "sizes": parts[name].sizes,
+            "file": path.name,
+            "begin": ranges[name][0],
+            "end": ranges[name][1],
+            "xxh3_128": digest,
+            "dtype": dtype_name(tensor.dtype),
         }
-        return {
-            "file": file,
-            "written": {"bytes": written.bytes, "xxh3_128": written.xxh3_128},
-            "chunks": chunks,
-        }
+        for (name, tensor), digest in zip(tensors.items(), written.part_digests[1:], strict=True)
+    }
+    return {"file": written.entry, "chunks": chunks}

@@ -1,50 +1,105 @@
-"""Whether a checkpoint is what was saved, without a run."""
+"""Compare the files of a checkpoint with the digests in its manifest."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import xxhash
 from tqdm import tqdm
 
-from shardtune.checkpoint.manifest import check_files, open_checkpoint
+from shardtune.checkpoint.manifest import Checkpoint, StoredChunk, open_checkpoint
+
+RESTORE = "restore it from a copy, or use another checkpoint"
+_READ_BYTES = 1 << 24
 
 
 def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
     """Read every byte once, several files at a time, with a progress bar on a terminal.
 
-    Returns for each file with which something is wrong `<what> - <what to do>`.
+    Returns a problem `<what> - <what to do>` for each damaged or missing file.
 
     Raises:
         UserError, DamagedCheckpoint: as open_checkpoint.
     """
     checkpoint = open_checkpoint(*directories)
-    total = sum(
-        int(entry["bytes"]) * len(checkpoint.find_all(name))
-        for name, entry in checkpoint.files.items()
-    )
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc=checkpoint.name,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-        verdicts = check_files(
-            checkpoint, sorted(checkpoint.files), os.cpu_count() or 1, bar.update
-        )
-    problems = [
-        f"{problem} - "
-        + (
-            "restore it, or use another checkpoint"
-            if checkpoint.find(name)
-            else "name all parts of the checkpoint, or restore it"
-        )
-        for name, problem in verdicts.items()
+    names, total = sorted(checkpoint.files), 0
+    for name in names:
+        total += checkpoint.files[name]["bytes"] * len(checkpoint.find_all(name))
+    hidden = not sys.stderr.isatty()
+    with tqdm(total=total, unit="B", unit_scale=True, desc=checkpoint.name, disable=hidden) as bar:
+        problems = check_files(checkpoint, names, os.cpu_count() or 1, bar.update)
+    if not any(problems.values()):
+        print(f"{checkpoint.name}: intact, {len(names)} files, {total / 1e9:.2f} GB")
+    name_all = "name all parts of the checkpoint, or restore it from a copy"
+    return [
+        f"{problem} - {RESTORE if checkpoint.find(name) else name_all}"
+        for name, problem in problems.items()
         if problem
     ]
-    if not problems:
-        print(f"{checkpoint.name}: intact, {len(checkpoint.files)} files, {total / 1e9:.2f} GB")
-    return problems
+
+
+def check_files(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    threads: int,
+    on_read: Callable[[int], object] = lambda count: None,
+) -> dict[str, str | None]:
+    """Check every copy of these files on several threads; return a problem or None for each.
+
+    `on_read` is called with the number of bytes of each read.
+    """
+
+    def check(name: str) -> str | None:
+        paths = checkpoint.find_all(name)
+        problems = (_check_file(checkpoint, name, path, on_read) for path in paths)
+        return next(filter(None, problems), None) if paths else checkpoint.why_missing(name)
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        return dict(zip(names, pool.map(check, names), strict=True))
+
+
+def _check_file(
+    checkpoint: Checkpoint, name: str, path: Path, on_read: Callable[[int], object]
+) -> str | None:
+    expected = checkpoint.files[name]
+    whole, damaged, size = xxhash.xxh3_128(), [], 0
+    buffer = memoryview(bytearray(_READ_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            chunks = checkpoint.chunks_by_file.get(name, [])
+            for begin, end, chunk in _sections(chunks, expected["bytes"]):
+                section, left = xxhash.xxh3_128(), end - begin
+                while left and (count := file.readinto(buffer[:left])):
+                    whole.update(buffer[:count])
+                    section.update(buffer[:count])
+                    left -= count
+                    size += count
+                    on_read(count)
+                if chunk and section.hexdigest() != chunk.xxh3_128:
+                    damaged.append(chunk.tensor)
+            size += len(file.read(1))
+    except OSError as error:
+        return f"{path}: cannot be read ({error.strerror})"
+    if size == expected["bytes"] and whole.hexdigest() == expected["xxh3_128"]:
+        return None
+    length = "" if size == expected["bytes"] else f" (its length is not {expected['bytes']})"
+    tensor = f", first in tensor {damaged[0]}" if damaged else ""
+    return f"{path}: is damaged{length}{tensor}"
+
+
+def _sections(
+    chunks: Sequence[StoredChunk], size: int
+) -> Iterator[tuple[int, int, StoredChunk | None]]:
+    """Cut a file of `size` bytes at its chunks, into (begin, end, chunk or None)."""
+    position = 0
+    for chunk in chunks:
+        if position < chunk.begin:
+            yield position, chunk.begin, None
+        yield chunk.begin, chunk.end, chunk
+        position = chunk.end
+    if position < size:
+        yield position, size, None

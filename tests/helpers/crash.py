@@ -1,135 +1,56 @@
-"""The disks of two saves in a model of a POSIX filesystem, and a judge who resumes from what a crash leaves on them.
+"""Simulate crashes of a machine that saves, in a model of a POSIX filesystem, and resume from them.
 
-Recorded are all calls by which the ranks of a real run's `Saver` change its directory. In the model a file's bytes last
-from fsync of the file on, and a name (made, changed or removed) from fsync of its directory on; what has not been
-synced may be there after the crash or not, each name by itself, and bytes may be lost, zeros, or there in part.
+All calls by which the ranks' savers change a directory are recorded. In the model the bytes of a
+file last from its fsync on, and a name (created, changed or removed) from the fsync of its
+directory on. After a crash each unsynced name may be there or not, and unsynced bytes may be lost,
+zeros, or there in part.
 https://pubs.opengroup.org/onlinepubs/9799919799/functions/fsync.html
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from helpers.faults import Call, install
-from helpers.ranks import on_ranks, world_of
+from helpers.faults import Call, DiskOs
+from helpers.ranks import world_of
+from helpers.thread_ranks import build, on_threads, save_steps, thread_worlds
 from shardtune.checkpoint import (
-    Saver,
     agree_on_checkpoint,
     delete_unfinished,
+    durable_fs,
     load_checkpoint,
     open_checkpoint,
     set_aside,
 )
 from shardtune.checkpoint.manifest import (
     DamagedCheckpoint,
-    check_files,
     checkpoint_name,
     find_checkpoints,
     step_of,
 )
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.train_state import random_state, training_state
-from shardtune.config import CheckpointConfig, DistributedConfig
-from shardtune.distributed.join import join_world
+from shardtune.checkpoint.verify import check_files
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
+from shardtune.log import logger
 
 SAVES = (1, 2)
 CHECKPOINTS = "checkpoints"
 SYNC, RENAME, SAID = "sync", "rename", "said"
 
 
-class TinyConfig(PreTrainedConfig):
-    model_type = "tiny"
-
-
-class Tiny(PreTrainedModel):
-    """A model of fifteen numbers, no rank's share of which is that of another."""
-
-    config_class = TinyConfig
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.linear = torch.nn.Linear(4, 3)
-        self.post_init()
-
-
-def build(mesh: DeviceMesh | None = None) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
-    model = Tiny(TinyConfig())
-    if mesh:
-        fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
 # The recording
-
-
-def save_twice(folder: Path, disks: int) -> None:
-    """A rank that saves, changes everything and saves again, keeping one; ranks are dealt to the disks."""
-    world = join_world(DistributedConfig(backend="gloo"))
-    model, optimizer = build(world.mesh)
-    leader_of = [rank % disks for rank in range(world.size)]
-    run_dir = RunDir(folder / f"disk{leader_of[world.rank]}", leader_of, None)
-    run_dir.path.mkdir(exist_ok=True)
-    stand_in = install(keeps_data=True)
-
-    class Ear:
-        def write(self, text: str) -> None:
-            if text.startswith("Saved "):
-                stand_in.calls.append(
-                    Call(time.monotonic(), SAID, text.removeprefix("Saved ").rstrip(), ())
-                )
-
-        def flush(self) -> None: ...
-
-    config, assets = (
-        CheckpointConfig(keep=1, mode="sync"),
-        {"config.json": b"{}\n", "tokenizer.json": b"{1}\n"},
-    )
-    saver = Saver(run_dir, config, 60, model, optimizer, assets, world)
-    for step in SAVES:
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        saved = {
-            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in training_state(model, optimizer).items()
-        }
-        saved = {name: tensor.detach().clone() for name, tensor in saved.items()}
-        save_file(
-            saved | random_state(world.rank, world.device),
-            folder / f"saved{step}_{world.rank}.safetensors",
-        )
-        with contextlib.redirect_stdout(Ear()):
-            saver.save({"step": step, "config": {}})
-    calls = [
-        [c.ended_s, c.operation, c.path, [_to_json(a) for a in c.arguments]] for c in stand_in.calls
-    ]
-    (folder / f"calls{world.rank}.json").write_text(json.dumps(calls), encoding="utf-8")
-    dist.barrier()
-
-
-def _to_json(argument: Any) -> Any:
-    if isinstance(argument, bytes):
-        return argument.decode("latin-1")
-    return os.fspath(argument) if isinstance(argument, os.PathLike) else argument
 
 
 @dataclass(frozen=True)
@@ -160,50 +81,51 @@ class Recording:
 
 
 def record(folder: Path, ranks: int, disks: int) -> Recording:
-    done = on_ranks(ranks, save_twice, folder, disks, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    calls = [
-        call
-        for rank in range(ranks)
-        for call in json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))
-    ]
-    saved: dict[int, dict[str, torch.Tensor]] = {
-        step: {
-            name: tensor
-            for rank in range(ranks)
-            for name, tensor in load_file(folder / f"saved{step}_{rank}.safetensors").items()
-        }
-        for step in SAVES
-    }
-    inodes = {str(folder / f"disk{number}"): number for number in range(disks)}
+    """Save twice, changing every weight and keeping one checkpoint; the ranks are threads."""
+    recorder = DiskOs(is_recording=True)
+
+    class SaidHandler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("Saved "):
+                recorder.calls.append(Call(SAID, record.getMessage().split()[1], ()))
+
+    handler, level = SaidHandler(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    roots = [folder / f"disk{number}" for number in range(disks)]
+    try:
+        with mock.patch.object(durable_fs, "os", recorder):
+            saved = save_steps(SAVES, ranks, roots, keep=1)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    inodes = {str(root): number for number, root in enumerate(roots)}
     directories = set(range(disks))
     operations = []
-    for _, kind, path, arguments in sorted(calls):
-        label, parent, name = (
-            path.removeprefix(f"{folder}/"),
-            inodes.get(str(Path(path).parent), -1),
-            Path(path).name,
-        )
-        if kind == SAID:
-            operations.append(Operation(SAID, label, step=step_of(Path(path))))
-        elif kind == "mkdir" or (kind == "open" and arguments[0] & os.O_CREAT):
-            inode = inodes[path] = len(inodes) + 1000 * len(operations)
-            if kind == "mkdir":
+    for number, call in enumerate(recorder.calls):
+        label, path = call.path.removeprefix(f"{folder}/"), Path(call.path)
+        parent, name = inodes.get(str(path.parent), -1), path.name
+        if call.operation == SAID:
+            operations.append(Operation(SAID, label, step=step_of(path)))
+        elif call.operation == "mkdir" or (
+            call.operation == "open" and call.arguments[0] & os.O_CREAT
+        ):
+            inode = inodes[call.path] = disks + number
+            if call.operation == "mkdir":
                 directories.add(inode)
             operations.append(Operation("create", label, inode, parent, name))
-        elif kind == "write":
-            operations.append(
-                Operation("write", label, inodes[path], data=arguments[0].encode("latin-1"))
-            )
-        elif kind == "fsync":
-            operations.append(Operation(SYNC, label, inodes[path]))
-        elif kind == "rename":
-            new = arguments[0]
-            operations.append(Operation(RENAME, label, inodes[path], parent, name, Path(new).name))
-            for old in [old for old in inodes if old == path or old.startswith(f"{path}/")]:
-                inodes[new + old.removeprefix(path)] = inodes.pop(old)
-        elif kind in ("unlink", "rmdir"):
-            operations.append(Operation("remove", label, inodes.pop(path), parent, name))
+        elif call.operation == "write":
+            operations.append(Operation("write", label, inodes[call.path], data=call.arguments[0]))
+        elif call.operation == "fsync":
+            operations.append(Operation(SYNC, label, inodes[call.path]))
+        elif call.operation == "rename":
+            new = os.fspath(call.arguments[0])
+            inode = inodes[call.path]
+            operations.append(Operation(RENAME, label, inode, parent, name, Path(new).name))
+            for old in [old for old in inodes if Path(old).is_relative_to(path)]:
+                inodes[new + old.removeprefix(call.path)] = inodes.pop(old)
+        elif call.operation in ("unlink", "rmdir"):
+            operations.append(Operation("remove", label, inodes.pop(call.path), parent, name))
     return Recording(operations, directories, disks, saved)
 
 
@@ -366,7 +288,8 @@ class Judge:
         visible = [
             max(map(step_of, find_checkpoints(root / CHECKPOINTS)), default=0) for root in roots
         ]
-        steps = _on_threads(len(roots), lambda world: self._resume(roots[world.rank], world))
+        worlds = thread_worlds(len(roots))
+        steps = on_threads(worlds, lambda world: self._resume(roots[world.rank], world))
         assert len(set(steps)) == 1, f"the ranks go on from {steps}"
         self._require_whole(roots)
         for root in roots:
@@ -432,10 +355,3 @@ def _make(directory: Path, tree: Tree) -> None:
             _make(directory / name, content)
         else:
             (directory / name).write_bytes(content)
-
-
-def _on_threads(size: int, work: Callable[[World], int]) -> list[int]:
-    """Ranks that share no disk; threads, for agreement goes through a store."""
-    store = dist.HashStore()
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(world_of(rank, size, store)), range(size)))

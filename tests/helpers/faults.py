@@ -1,15 +1,17 @@
-"""Faults of a disk, for tests: whatever a save does to its files goes through shardtune.checkpoint.durable_fs's `os`, and
-`install` puts a stand-in there that calls the real one, except where a `Fault` says otherwise. To add one:
+"""Faults of a disk. A save changes files only through durable_fs.os, which `DiskOs` replaces.
+
+DiskOs makes each call as the real `os` does, except where a `Fault` applies:
 
     no_space = Fault("write", "*/rank_00001.safetensors", fails(errno.ENOSPC), rank=1, nth=2)
     done = on_ranks(2, run_with, [no_space], arguments, cwd=tmp_path)
     assert "No space left" in done.stdout
 
-An effect is any function of a module: it gets the real call and its arguments, and does instead what it likes.
+An effect is a function of a module that takes the real call and its arguments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import math
 import os
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.ranks import run_script
-from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint import durable_fs
 
 OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
 Effect = Callable[..., Any]
@@ -33,10 +35,11 @@ ALWAYS = math.inf
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens instead of the `nth` call (from 1) of an operation on a path, and of `times` - 1 more that follow.
+    """An effect in place of the `nth` call (from 1) of an operation on a path.
 
-    `operation` is one of OPERATIONS or `*`. `path` is a pattern as of fnmatch, whose `*` matches `/` too; for calls
-    that take a descriptor it is compared with what was opened. `rank` None: on every rank, each with its own count.
+    `operation` is one of OPERATIONS or `*`. `path` is a pattern of fnmatch, whose `*` matches `/`
+    too; a descriptor stands for the path that was opened. `times` is the number of calls affected.
+    `rank` None means every rank, each with its own count.
     """
 
     operation: str
@@ -49,26 +52,25 @@ class Fault:
 
 @dataclass(frozen=True)
 class Call:
-    """One call that has succeeded: when it ended, on which path, and its other arguments."""
+    """A call that succeeded, on this path and with these other arguments."""
 
-    ended_s: float
     operation: str
     path: str
     arguments: tuple[Any, ...]
 
 
 def fails(error: int | Exception) -> Effect:
-    """Raise OSError of this errno, or another error; the call is not made, but a descriptor is closed all the same."""
+    """Raise OSError of this errno, or another error, in place of the call; close still closes."""
     return partial(_fail, OSError(error, os.strerror(error)) if isinstance(error, int) else error)
 
 
 def writes_less(count: int) -> Effect:
-    """Write no more than `count` bytes of what was asked."""
+    """Write at most `count` bytes."""
     return partial(_write_less, count)
 
 
 def sleeps(seconds: float) -> Effect:
-    """Make the call this much later, on this thread alone."""
+    """Delay the call on this thread."""
     return partial(_send, partial(time.sleep, seconds))
 
 
@@ -78,17 +80,17 @@ def kills() -> Effect:
 
 
 def stops(seconds: float) -> Effect:
-    """Stop this rank with all its threads, as `kill -STOP` does, and let it go on after a while."""
+    """Stop this rank with all its threads, as `kill -STOP` does, and continue it after a while."""
     return partial(_send, partial(_stop, f"sleep {seconds}"))
 
 
 def stops_until(path: str) -> Effect:
-    """The same until there is a file of that name."""
+    """Stop this rank until there is a file of that name."""
     return partial(_send, partial(_stop, f"until [ -e {path} ]; do sleep 0.05; done"))
 
 
 def waits_until(is_time: Callable[[], bool]) -> Effect:
-    """Make the call, on this thread alone, when something has come true."""
+    """Delay the call on this thread until a condition holds."""
     return partial(_send, partial(_wait, is_time))
 
 
@@ -103,16 +105,20 @@ def leaves(path: str) -> Effect:
 
 
 def then(effect: Effect) -> Effect:
-    """The effect, but after the call has been made."""
+    """Apply the effect after the call."""
     return partial(_then, effect)
 
 
 class DiskOs:
-    """`os`, with faults. It keeps a list of the calls that were made, if asked to with what they wrote."""
+    """`os` with faults, and the list of the calls that succeeded.
 
-    def __init__(self, *faults: Fault, keeps_data: bool = False) -> None:
+    A recording also keeps the bytes of each write, and makes the calls of all threads one at a
+    time: their order in the list is the order in which they happened.
+    """
+
+    def __init__(self, *faults: Fault, is_recording: bool = False) -> None:
         self.calls: list[Call] = []
-        self.keeps_data = keeps_data
+        self._one_at_a_time = threading.Lock() if is_recording else None
         rank = int(os.environ.get("RANK", "0"))
         self._faults = [fault for fault in faults if fault.rank in (None, rank)]
         self._counts = [0] * len(self._faults)
@@ -126,7 +132,11 @@ class DiskOs:
             else getattr(os, name)
         )
 
-    def _call(self, operation: str, real: Callable[..., Any], target: Any, *arguments: Any) -> Any:
+    def _call(self, *call: Any) -> Any:
+        with self._one_at_a_time or contextlib.nullcontext():
+            return self._make(*call)
+
+    def _make(self, operation: str, real: Callable[..., Any], target: Any, *arguments: Any) -> Any:
         path = self._opened[target] if isinstance(target, int) else os.fspath(target)
         do = real
         for effect in self._due(operation, path):
@@ -135,8 +145,8 @@ class DiskOs:
         if operation == "open":
             self._opened[result] = path
         if operation == "write":
-            arguments = (bytes(arguments[0][:result]),) if self.keeps_data else ()
-        self.calls.append(Call(time.monotonic(), operation, path, arguments))
+            arguments = (bytes(arguments[0][:result]),) if self._one_at_a_time else ()
+        self.calls.append(Call(operation, path, arguments))
         return result
 
     def _due(self, operation: str, path: str) -> list[Effect]:
@@ -150,25 +160,16 @@ class DiskOs:
         return due
 
 
-def install(*faults: Fault, keeps_data: bool = False) -> DiskOs:
-    """Let these happen in this process from now on."""
-    stand_in = DiskOs(*faults, keeps_data=keeps_data)
-    vars(disk)["os"] = stand_in
-    return stand_in
-
-
 def run_with(faults: list[Fault], arguments: list[str]) -> None:
-    """train_fsdp.py with faults, as work for ranks.on_ranks."""
-    install(*faults)
+    """Run train_fsdp.py with faults, as work for ranks.on_ranks."""
+    vars(durable_fs)["os"] = DiskOs(*faults)
     run_script(arguments)
 
 
 def _fail(error: Exception, do: Callable[..., Any], *arguments: Any) -> Any:
     if do is os.close:
         os.close(*arguments)
-    raise type(error)(
-        *error.args
-    )  # a new one: its traceback holds what the frames hold, and one that lasts grows
+    raise type(error)(*error.args)  # a new one: the traceback of a lasting one grows
 
 
 def _write_less(count: int, do: Callable[..., Any], handle: int, data: memoryview) -> Any:
@@ -188,9 +189,7 @@ def _then(effect: Effect, do: Callable[..., Any], *arguments: Any) -> Any:
 
 def _signal(number: int) -> None:
     os.kill(os.getpid(), number)
-    time.sleep(
-        0.2
-    )  # another thread may have taken it, and this one is to do nothing before it ends or stops as well
+    time.sleep(0.2)  # another thread may take the signal; this one must do nothing meanwhile
 
 
 def _stop(wait: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from helpers.crash import RENAME, SAID, SAVES, SYNC, Judge, Operation, record
 from helpers.faults import ALWAYS, DiskOs, Fault
 
-from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.manifest import ASSETS
 
 
@@ -18,7 +18,7 @@ from shardtune.checkpoint.manifest import ASSETS
 def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the judge itself writes need not survive."""
     monkeypatch.setattr(
-        disk, "os", DiskOs(Fault("fsync", "*", lambda do, handle: None, times=ALWAYS))
+        durable_fs, "os", DiskOs(Fault("fsync", "*", lambda do, handle: None, times=ALWAYS))
     )
 
 
@@ -36,11 +36,7 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Jud
     return judge
 
 
-LAYOUTS = [
-    (1, 1),
-    pytest.param(2, 1, marks=pytest.mark.full),
-    pytest.param(2, 2, marks=pytest.mark.full),
-]
+LAYOUTS = [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize(("ranks", "disks"), LAYOUTS)

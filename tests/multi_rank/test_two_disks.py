@@ -172,7 +172,7 @@ def test_a_node_whose_part_is_gone_is_named(
     host = os.uname().nodename
     for line, step in zip(done.stderr.splitlines(), (4, 2), strict=False):
         missing = f"checkpoint_000000{step}: rank_00002.safetensors, written on node 1 ({host}), is missing"
-        assert line == f"ERROR: {missing} - restore it"
+        assert line == f"ERROR: {missing} - restore it from a copy"
     assert "run.resume=never" in done.stderr.splitlines()[-1]
 
     shutil.copytree(checkpoint(b / "run", 2), checkpoint(new / "run", 2))
@@ -379,7 +379,7 @@ def test_nobody_waits_for_a_part_that_is_not_sound(damage: str, a: Path, b: Path
     assert done.returncode == 1 and "rank_00002.safetensors" in done.stderr
     assert not (a / "run/model").exists()
     if damage == "flipped":
-        assert f"tensor {SPOILT} is not what was saved" in done.stderr.splitlines()[-1]
+        assert f"tensor {SPOILT} is damaged" in done.stderr.splitlines()[-1]
         assert not (a / "run/.model.writing").exists()
 
 
@@ -400,7 +400,7 @@ def damage_before_the_load(arguments: list[str], damage: str) -> None:
     [
         (
             "flipped",
-            f"DamagedCheckpoint: .*/rank_00000.safetensors: tensor {SPOILT} is not what was saved",
+            f"DamagedCheckpoint: .*/rank_00000.safetensors: tensor {SPOILT} is damaged",
         ),
         (
             "missing",

@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs as disk
 from shardtune.checkpoint import export, open_checkpoint, verify_checkpoint
-from shardtune.checkpoint.manifest import DamagedCheckpoint, read_chunk
+from shardtune.checkpoint.load import read_chunk
+from shardtune.checkpoint.manifest import DamagedCheckpoint
 
 Runs = Callable[[str, int], Path]
 
@@ -65,7 +66,7 @@ def flip(file: Path, position: int) -> None:
 
 def in_its_header(directory: Path) -> str:
     flip(directory / "rank_00000.safetensors", 40)
-    return r"\S+/rank_00000.safetensors: its bytes are not those that were saved"
+    return r"\S+/rank_00000.safetensors: is damaged"
 
 
 def in_its_last_tensor(directory: Path) -> str:
@@ -78,17 +79,17 @@ def in_its_last_tensor(directory: Path) -> str:
         for chunk in tensor["chunks"]
         if chunk["file"] == "rank_00001.safetensors"
     )[1]
-    return rf"\S+/rank_00001.safetensors: its bytes are not those that were saved, first in tensor {last}"
+    return rf"\S+/rank_00001.safetensors: is damaged, first in tensor {last}"
 
 
 def in_the_tokenizer(directory: Path) -> str:
     flip(directory / "huggingface/tokenizer.json", 100)
-    return r"\S+/huggingface/tokenizer.json: its bytes are not those that were saved"
+    return r"\S+/huggingface/tokenizer.json: is damaged"
 
 
 def in_the_manifest(directory: Path) -> str:
     flip(directory / "manifest.json", 1000)
-    return r"\S+/manifest.json: is not what COMPLETE vouches for"
+    return r"\S+/manifest.json: does not match the digest in COMPLETE"
 
 
 def without_the_manifest(directory: Path) -> str:
@@ -118,7 +119,7 @@ def swapped(directory: Path) -> str:
     one.rename(directory / "between")
     other.rename(one)
     (directory / "between").rename(other)
-    return r"\S+/rank_00000.safetensors: its bytes are not those that were saved.*"
+    return r"\S+/rank_00000.safetensors: is damaged.*"
 
 
 @pytest.mark.parametrize(
@@ -142,9 +143,9 @@ def test_verify_names_the_first_bad_file(
     assert run(["verify", str(copied)]) == 1
     errors = capsys.readouterr().err.splitlines()
     remedy = (
-        "name all parts of the checkpoint, or restore it"
+        "name all parts of the checkpoint, or restore it from a copy"
         if damage is missing
-        else "restore it, or use another .*"
+        else "restore it( from a copy)?, or use another .*"
     )
     assert re.fullmatch(f"ERROR: {named} - {remedy}", errors[0]), errors[0]
     assert len(errors) == (2 if damage is swapped else 1)
@@ -291,7 +292,7 @@ def test_a_chunk_is_what_was_saved_or_an_error(copied: Path) -> None:
         os.truncate(file, length)
         with pytest.raises(
             DamagedCheckpoint,
-            match=re.escape(f"{file}: tensor {chunk.tensor} is not what was saved"),
+            match=re.escape(f"{file}: tensor {chunk.tensor} is damaged"),
         ):
             read_chunk(saved, chunk)
     file.unlink()
@@ -307,7 +308,7 @@ def test_export_refuses_what_cannot_be_made(
     (tmp_path / "file").touch()
     assert run(["export", str(copied), str(tmp_path / out)]) == 2
     assert re.fullmatch(
-        rf"ERROR: {tmp_path / out} cannot be made: .+ - name another .+\n", capsys.readouterr().err
+        rf"ERROR: {tmp_path / out} cannot be created: .+ - name another .+\n", capsys.readouterr().err
     )
     assert names(tmp_path) == ["copied", "file"]
 

@@ -38,7 +38,8 @@ from helpers.small_runs import SETTINGS, steps_of, write_inputs
 
 from shardtune.checkpoint import commit, open_checkpoint, saver
 from shardtune.checkpoint import durable_fs as disk
-from shardtune.checkpoint.manifest import check_files, find_checkpoints, step_of
+from shardtune.checkpoint.manifest import find_checkpoints, step_of
+from shardtune.checkpoint.verify import check_files
 from shardtune.training.metrics import Metrics
 
 Completed = subprocess.CompletedProcess[str]
@@ -352,7 +353,7 @@ def run_with_deadlines(
             **fields | {"timeout_s": deadlines_s.get(step_of(fields["final"]), 1000.0)}
         )
 
-    vars(saver)["Attempt"] = limited
+    vars(saver)["SaveAttempt"] = limited
     run_with(faults, arguments)
 
 
@@ -385,7 +386,7 @@ def test_a_rank_later_than_the_deadline(slow, stopped, folder, undisturbed):
     assert said(done, "Not saved") == [2, 4] and said(done, "Saved") == [1, 3, 5] == checkpoints(
         folder
     )
-    assert done.stdout.count("no word from rank 1 within 0.5 s (distributed.save_timeout_s)") == 2
+    assert done.stdout.count("no report from rank 1 within 0.5 s (distributed.save_timeout_s)") == 2
     assert not hidden(folder)
     assert steps_of(folder / "run") == undisturbed(5)
 

@@ -1,9 +1,10 @@
-"""Checkpoints that are not what was saved: the damage is found and named, and the one before is taken."""
+"""Damaged checkpoints: the damage is found and named, and the one before is taken."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers.ranks import train, world_of
-from helpers.small_runs import CONSTANT, SETTINGS, write_inputs
+from helpers.ranks import world_of
+from helpers.thread_ranks import save_steps
 
 from shardtune.checkpoint import agree_on_checkpoint
 from shardtune.checkpoint.manifest import ASSETS
@@ -23,24 +24,22 @@ from shardtune.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def saved(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with three checkpoints."""
-    here = write_inputs(tmp_path_factory.mktemp("saved"), models["llama"])
-    each = (
-        "train.max_steps=3",
-        "checkpoint.every_steps=1",
-        "checkpoint.keep=3",
-        "export.final=false",
-    )
-    assert train(2, *SETTINGS, *CONSTANT, *each, cwd=here).returncode == 0
-    return here
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three checkpoints of two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    save_steps((1, 2, 3), 2, [folder / "run"], keep=3, width=400)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "shardtune")
 
 
 def resumed_step(folder: Path, resume: str = "auto") -> int:
-    found = agree_on_checkpoint(
-        RunDir(folder / "run", [0], None), resume, world_of(0, 1, dist.HashStore())
-    )
-    return found.step if found else 0
+    run_dir = RunDir(folder / "run", [0], None)
+    checkpoint = agree_on_checkpoint(run_dir, resume, world_of(0, 1, dist.HashStore()))
+    return checkpoint.step if checkpoint else 0
 
 
 def tensor_at(file: Path, offset: int) -> str:
@@ -66,7 +65,7 @@ def flips(newest: Path) -> Iterator[tuple[Path, int, int]]:
     )
 
 
-def test_every_flipped_bit_is_found_and_named(saved, tmp_path, capsys):
+def test_every_flipped_bit_is_found_and_named(saved, tmp_path, caplog):
     folder = Path(shutil.copytree(saved, tmp_path / "here"))
     in_tensors = 0
     for file, offset, bit in flips(folder / "run/checkpoints/checkpoint_0000003"):
@@ -74,9 +73,10 @@ def test_every_flipped_bit_is_found_and_named(saved, tmp_path, capsys):
         tensor = tensor_at(file, offset) if file.suffix == ".safetensors" else ""
         file.write_bytes(good[:offset] + bytes([good[offset] ^ 1 << bit]) + good[offset + 1 :])
         assert resumed_step(folder) == 2, (file, offset, bit)
-        said = capsys.readouterr().out
-        assert "Not accepted: " in said and str(file).replace("COMPLETE", "manifest.json") in said
-        assert f"first in tensor {tensor} " in said or not tensor
+        assert "Not accepted: " in caplog.text
+        assert str(file).replace("COMPLETE", "manifest.json") in caplog.text
+        assert f"first in tensor {tensor} " in caplog.text or not tensor
+        caplog.clear()
         in_tensors += bool(tensor)
         file.write_bytes(good)
     assert in_tensors > 30
@@ -84,14 +84,14 @@ def test_every_flipped_bit_is_found_and_named(saved, tmp_path, capsys):
 
 
 def truncated(checkpoint: Path) -> str:
-    os.truncate(checkpoint / "rank_00001.safetensors", 100_000)
-    return "rank_00001.safetensors: its bytes are not those that were saved (its length is not "
+    os.truncate(checkpoint / "rank_00001.safetensors", 10_000)
+    return "rank_00001.safetensors: is damaged (its length is not "
 
 
 def extended(checkpoint: Path) -> str:
     with (checkpoint / "rank_00000.safetensors").open("ab") as file:
         file.write(b"0")
-    return "rank_00000.safetensors: its bytes are not those that were saved (its length is not "
+    return "rank_00000.safetensors: is damaged (its length is not "
 
 
 def swapped(checkpoint: Path) -> str:
@@ -99,12 +99,12 @@ def swapped(checkpoint: Path) -> str:
     files[0].rename(checkpoint / "other")
     files[1].rename(files[0])
     (checkpoint / "other").rename(files[1])
-    return "rank_00000.safetensors: its bytes are not those that were saved"
+    return "rank_00000.safetensors: is damaged"
 
 
 def missing(checkpoint: Path) -> str:
     (checkpoint / "rank_00001.safetensors").unlink()
-    return "rank_00001.safetensors, written on node 0 ("
+    return "rank_00001.safetensors, written on node 1 ("
 
 
 def missing_asset(checkpoint: Path) -> str:
@@ -114,7 +114,7 @@ def missing_asset(checkpoint: Path) -> str:
 
 def foreign(checkpoint: Path) -> str:
     shutil.copy(checkpoint.with_name("checkpoint_0000002") / "rank_00001.safetensors", checkpoint)
-    return "rank_00001.safetensors: its bytes are not those that were saved, first in tensor "
+    return "rank_00001.safetensors: is damaged, first in tensor "
 
 
 def foreign_manifest(checkpoint: Path) -> str:
@@ -125,7 +125,7 @@ def foreign_manifest(checkpoint: Path) -> str:
 
 def foreign_mark(checkpoint: Path) -> str:
     shutil.copy(checkpoint.with_name("checkpoint_0000002") / "COMPLETE", checkpoint)
-    return "manifest.json: is not what COMPLETE vouches for"
+    return "manifest.json: does not match the digest in COMPLETE"
 
 
 DAMAGES = [
@@ -141,15 +141,13 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_what_was_saved_is_named_and_the_one_before_is_taken(
-    damage, saved, tmp_path, capsys
-):
+def test_damage_is_named_and_the_checkpoint_before_is_taken(damage, saved, tmp_path, caplog):
     folder = Path(shutil.copytree(saved, tmp_path / "here"))
     newest = folder / "run/checkpoints/checkpoint_0000003"
     named = damage(newest)
     assert resumed_step(folder) == 2
-    said = capsys.readouterr().out
-    assert "Not accepted: " in said and "checkpoint_0000003" in said and named in said
+    assert "Not accepted: " in caplog.text and "checkpoint_0000003" in caplog.text
+    assert named in caplog.text
     if damage is not foreign_manifest:
         with pytest.raises(UserError, match=re.escape(named)):
             resumed_step(folder, str(newest))

@@ -1,0 +1,96 @@
+"""Ranks as threads of this process, which save and resume a tiny model without a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from helpers.ranks import world_of
+from shardtune.checkpoint import Saver
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.train_state import random_state, training_state
+from shardtune.config import CheckpointConfig
+from shardtune.distributed.world import World
+
+T = TypeVar("T")
+State = dict[str, torch.Tensor]
+ASSET_FILES = {"config.json": b"{}\n", "tokenizer.json": b"{1}\n"}
+
+
+class TinyConfig(PreTrainedConfig):
+    model_type = "tiny"
+
+
+class Tiny(PreTrainedModel):
+    """A model of fifteen numbers, unless it is given another width."""
+
+    config_class = TinyConfig
+
+    def __init__(self, config: PreTrainedConfig, width: int = 4) -> None:
+        super().__init__(config)
+        self.linear = torch.nn.Linear(width, 3)
+        self.post_init()
+
+
+def build(width: int = 4) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    model = Tiny(TinyConfig(), width)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def on_threads(worlds: Sequence[World], work: Callable[[World], T]) -> list[T]:
+    """Run `work` on every rank at the same time."""
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        return list(pool.map(work, worlds))
+
+
+def thread_worlds(size: int) -> list[World]:
+    """Ranks that can agree through a store, and nothing else."""
+    store, mesh = dist.HashStore(), SimpleNamespace(mesh_dim_names=("shard",), shape=(size,))
+    return [replace(world_of(rank, size, store), mesh=cast(Any, mesh)) for rank in range(size)]
+
+
+def save_steps(
+    steps: Sequence[int],
+    ranks: int,
+    run_dirs: Sequence[Path],
+    keep: int,
+    width: int = 4,
+    assets: Mapping[str, bytes] = ASSET_FILES,
+) -> dict[int, State]:
+    """Save after each of these steps, which change every weight; return what was saved.
+
+    Rank r is on the disk of `run_dirs[r % len(run_dirs)]`.
+    """
+    model, optimizer = build(width)
+    worlds = thread_worlds(ranks)
+    leader_of = [rank % len(run_dirs) for rank in range(ranks)]
+    for directory in run_dirs:
+        directory.mkdir(exist_ok=True)
+
+    def make_saver(world: World) -> Saver:
+        run_dir = RunDir(run_dirs[leader_of[world.rank]], leader_of, None)
+        config = CheckpointConfig(keep=keep, mode="sync")
+        return Saver(run_dir, config, 60, model, optimizer, assets, world)
+
+    savers = on_threads(worlds, make_saver)
+    saved: dict[int, State] = {}
+    for step in steps:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        tensors = training_state(model, optimizer)
+        saved[step] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        for world in worlds:
+            saved[step] |= random_state(world.rank, world.device)
+        state = {"step": step, "config": {}}
+        on_threads(worlds, lambda world, state=state: savers[world.rank].save(state))
+    on_threads(worlds, lambda world: savers[world.rank].finish())
+    return saved
