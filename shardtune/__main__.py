@@ -87,7 +87,6 @@ def _verify(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _export(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.checkpoint import DamagedCheckpoint, open_checkpoint
     from shardtune.checkpoint.export import export_checkpoint
     from shardtune.log import quiet_libraries
 
@@ -98,11 +97,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> None:
     parser.add_argument("--dtype", choices=dtypes, default="source")
     options = parser.parse_args(arguments)
     quiet_libraries(is_main=True)
-    try:
-        export_checkpoint(open_checkpoint(*options.directories), options.out, options.dtype)
-    except DamagedCheckpoint as error:
-        remedy = "restore it, or use another checkpoint"
-        raise RunFailed(*(f"{problem} - {remedy}" for problem in error.args)) from error
+    export_checkpoint(options.directories, options.out, options.dtype)
     print(f"Saved the model in {options.out}")
 
 

@@ -11,14 +11,13 @@ A resume: run_dir, resume, verify, load. The final model: export. System calls: 
 """
 
 from shardtune.checkpoint.load import load_checkpoint
-from shardtune.checkpoint.manifest import Checkpoint, DamagedCheckpoint, open_checkpoint
+from shardtune.checkpoint.manifest import Checkpoint, open_checkpoint
 from shardtune.checkpoint.resume import agree_on_checkpoint, delete_unfinished, set_aside
 from shardtune.checkpoint.saver import Saver
 from shardtune.checkpoint.verify import verify_checkpoint
 
 __all__ = [
     "Checkpoint",
-    "DamagedCheckpoint",
     "Saver",
     "agree_on_checkpoint",
     "delete_unfinished",

@@ -27,7 +27,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.load import TRANSFER_TIMEOUT, read_chunk, read_tensor, transfer
-from shardtune.checkpoint.manifest import ASSETS, Checkpoint, DamagedCheckpoint, StoredChunk
+from shardtune.checkpoint.manifest import (
+    ASSETS,
+    RESTORE,
+    Checkpoint,
+    DamagedCheckpoint,
+    StoredChunk,
+    open_checkpoint,
+)
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.config import ExportConfig
@@ -162,15 +169,23 @@ class Export:
         return f"model{part}.safetensors"
 
 
-def export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
 
+    `directories` are all parts of the checkpoint, one on each disk.
+
     Raises:
-        UserError: `out` exists, cannot be created or is being written, or the checkpoint lacks a
-            file.
-        RunFailed: the export could not be written to its end; its files are deleted.
-        DamagedCheckpoint: a tensor or a file does not match its digest.
+        UserError: `out` exists, cannot be created or is being written, or there is no checkpoint or
+            one that lacks a file.
+        RunFailed: a file is damaged, or the export was not written to its end and is deleted.
     """
+    try:
+        _export_to(out, open_checkpoint(*directories), dtype)
+    except DamagedCheckpoint as error:
+        raise RunFailed(f"{error} - {RESTORE}") from error
+
+
+def _export_to(out: Path, checkpoint: Checkpoint, dtype: str) -> None:
     if os.path.lexists(out):
         raise UserError(f"{out} exists - name a directory that does not")
     if missing := [name for name in checkpoint.files if checkpoint.find(name) is None]:

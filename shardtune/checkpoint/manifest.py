@@ -23,6 +23,7 @@ from shardtune.errors import UserError
 
 FORMAT = 3
 ASSETS = "huggingface"
+RESTORE = "restore it from a copy, or use another checkpoint"  # the remedy of DamagedCheckpoint
 _NAME = re.compile(r"checkpoint_(\d{7,})")
 
 

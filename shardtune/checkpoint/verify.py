@@ -11,9 +11,14 @@ from pathlib import Path
 import xxhash
 from tqdm import tqdm
 
-from shardtune.checkpoint.manifest import Checkpoint, StoredChunk, open_checkpoint
+from shardtune.checkpoint.manifest import (
+    RESTORE,
+    Checkpoint,
+    DamagedCheckpoint,
+    StoredChunk,
+    open_checkpoint,
+)
 
-RESTORE = "restore it from a copy, or use another checkpoint"
 _READ_BYTES = 1 << 24
 
 
@@ -23,9 +28,12 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
     Returns a problem `<what> - <what to do>` for each damaged or missing file.
 
     Raises:
-        UserError, DamagedCheckpoint: as open_checkpoint.
+        UserError: as open_checkpoint.
     """
-    checkpoint = open_checkpoint(*directories)
+    try:
+        checkpoint = open_checkpoint(*directories)
+    except DamagedCheckpoint as error:
+        return [f"{error} - {RESTORE}"]
     names, total = sorted(checkpoint.files), 0
     for name in names:
         total += checkpoint.files[name]["bytes"] * len(checkpoint.find_all(name))

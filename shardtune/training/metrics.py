@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from shardtune.checkpoint import disk
+from shardtune.checkpoint import durable_fs
 from shardtune.config import Config
 from shardtune.data.schedule import Schedule, Step
 from shardtune.distributed.world import World
@@ -95,7 +95,7 @@ class Metrics:
         self._append(b"".join(kept))
         self.sync()
         temporary.replace(path)
-        disk.sync_directory(path.parent)
+        durable_fs.sync_directory(path.parent)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append an object of this kind, with the time; None stands for NaN and infinity."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import xxhash
-from conftest import chats, read_metrics, write_jsonl
+
+from helpers.chats import chats, write_jsonl
+from helpers.commands import read_metrics
 
 SETTINGS = (
     "model.path=model",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import chats, write_jsonl
+from helpers.chats import chats, write_jsonl
 from helpers.ranks import train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer

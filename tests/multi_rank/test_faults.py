@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import read_metrics
+from helpers.commands import read_metrics
 from helpers.faults import (
     ALWAYS,
     Fault,

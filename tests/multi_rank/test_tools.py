@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from helpers.commands import REPOSITORY
 from helpers.faults import DiskOs, Fault, fails
 from helpers.ranks import on_ranks, run_script, train, type_command
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
@@ -145,7 +145,7 @@ def test_verify_names_the_first_bad_file(
     remedy = (
         "name all parts of the checkpoint, or restore it from a copy"
         if damage is missing
-        else "restore it( from a copy)?, or use another .*"
+        else "restore it from a copy, or use another .*"
     )
     assert re.fullmatch(f"ERROR: {named} - {remedy}", errors[0]), errors[0]
     assert len(errors) == (2 if damage is swapped else 1)
@@ -308,7 +308,8 @@ def test_export_refuses_what_cannot_be_made(
     (tmp_path / "file").touch()
     assert run(["export", str(copied), str(tmp_path / out)]) == 2
     assert re.fullmatch(
-        rf"ERROR: {tmp_path / out} cannot be created: .+ - name another .+\n", capsys.readouterr().err
+        rf"ERROR: {tmp_path / out} cannot be created: .+ - name another .+\n",
+        capsys.readouterr().err,
     )
     assert names(tmp_path) == ["copied", "file"]
 
