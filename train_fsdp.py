@@ -26,7 +26,7 @@ from shardtune.distributed.join import join_world
 from shardtune.distributed.signals import StopRequest, end_on_signal
 from shardtune.errors import AGAIN, Preempted
 from shardtune.log import logger
-from shardtune.model.attention import choose_attention
+from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import build_model, compile_layers
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.training.context import Run, TrainContext

@@ -1,11 +1,14 @@
-"""Attention document by document and the loss head are the same function as plain transformers, one document at a
-time, with its whole logits; what cannot go that way says why and goes the usual one."""
+"""Attention by documents and the loss head equal plain transformers, one document at a time.
+
+A model that needs more than causal attention is logged with the reason and keeps its own.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +22,8 @@ from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
-from shardtune.model.attention import choose_attention, kernel_lacks
+from shardtune.log import logger, setup_logging
+from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import shard
 from shardtune.model.loss import LossHead, summed_loss, use_loss_head
 
@@ -52,8 +56,8 @@ LATENT = {
     "topk_group": 1,
 }
 LENGTHS = (5, 1, 23, 12, 40)
-# Of each architecture: its settings, the reason why it does not attend by documents, and whether its head gives the
-# loss itself.
+# Of each architecture: its settings, the reason why it does not attend by documents, and whether
+# its head gives the loss itself.
 FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "llama": ({"head_dim": 16, "tie_word_embeddings": True}, "", True),
     "qwen2": ({}, "", True),
@@ -140,7 +144,8 @@ def a_row(lengths: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tens
 def one_by_one(
     model: PreTrainedModel, documents: list[torch.Tensor], trained: list[torch.Tensor]
 ) -> torch.Tensor:
-    """The oracle: transformers' eager attention and all logits, each document in a forward of its own."""
+    """The oracle: transformers' eager attention and all logits, each document in a forward of its
+    own."""
     total = torch.zeros(())
     for ids, flags in zip(documents, trained, strict=True):
         logits = model(input_ids=ids.view(1, -1)).logits[0].float()
@@ -158,7 +163,8 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def compare(config: Config, out: Path) -> None:
-    """On a rank: loss and gradients of each family against the oracle, computed before it is sharded."""
+    """On a rank: loss and gradients of each family against the oracle, computed before it is
+    sharded."""
     world, reports = join_world(config.distributed), {}
     for family, (settings, reason, is_last) in FAMILIES.items():
         for checkpointing in (False, True) if family in CHECKPOINTED else (False,):
@@ -186,10 +192,10 @@ def difference(
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     shard(model, world, MixedPrecisionPolicy())
-    said: list[str] = []
-    object.__setattr__(world, "say", said.append)
-    assert choose_attention(model, config, max(LENGTHS), world)
-    (line,) = said
+    lines: list[str] = []
+    with patch.object(logger, "info", lines.append):
+        assert choose_attention(model, config, max(LENGTHS), world)
+    (line,) = lines
     assert (reason in line and "row x row" in line) if reason else "without a mask" in line, (
         reason,
         line,
@@ -229,7 +235,8 @@ def test_loss_and_gradients_equal_one_document_at_a_time(
 
 
 def check_documents(models: dict[str, Path], config: Config, usual: Config) -> None:
-    """On a rank: models that can be packed pass, also where their kernels round differently, and others do not."""
+    """On a rank: models that can be packed pass, also where their kernels round differently, and
+    others do not."""
     world = join_world(config.distributed)
     for dtype in torch.float32, torch.bfloat16:
         policy = MixedPrecisionPolicy(param_dtype=dtype)
@@ -309,42 +316,28 @@ def test_documents_are_separate_or_packing_is_refused(
     assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize(
-    ("asked", "lacking"),
-    [
-        (("cuda", torch.bfloat16, 128, 128, 0.0), ""),
-        (("cuda", torch.float16, 192, 128, 0.0), ""),  # latent attention
-        (("cuda", torch.bfloat16, 64, 128, 0.0), "values wider than their keys"),
-        (("cuda", torch.float32, 128, 128, 0.0), "float32"),
-        (("cuda", torch.bfloat16, 128, 128, 0.1), "dropout"),
-        (("cpu", torch.bfloat16, 128, 128, 0.0), "a CPU"),
-    ],
-)
-def test_which_attention_the_kernel_is_for(asked: tuple[Any, ...], lacking: str) -> None:
-    assert kernel_lacks(*asked) == lacking
-
-
-def say_which_kernel(config: Config) -> None:
-    """On a rank: what is said of a model without dropout in its attention, and of one with it."""
+def choose_for_training(config: Config) -> None:
+    """On a rank: a model without dropout in its attention, and one with it."""
     world = join_world(config.distributed)
+    setup_logging(is_main=True, is_node_main=True)
     for dropout in 0.0, 0.1:
         model = a_model("llama", {"attention_dropout": dropout})
         shard(model, world, MixedPrecisionPolicy())
         state = torch.get_rng_state()
         assert choose_attention(model, config, config.data.max_length, world)
-        assert torch.equal(torch.get_rng_state(), state)  # the run's own numbers are not for trying
+        assert torch.equal(torch.get_rng_state(), state)  # those of the run
 
 
-def test_the_kernel_that_is_said_is_that_of_training(
+def test_the_attention_that_is_logged_is_that_of_training(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     done = on_ranks(
         1,
-        say_which_kernel,
+        choose_for_training,
         config_for(models["llama"], tmp_path, "data.max_length=50"),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    unserved = "(one call for each, since the kernel for sequences of many lengths is not for "
     lines = done.stdout.splitlines()
-    assert [line.partition(unserved)[2].partition(")")[0] for line in lines] == ["a CPU", "dropout"]
+    for line, lacking in zip(lines, ("needs a GPU", "has no dropout"), strict=True):
+        assert f"(one call per document, since varlen attention {lacking})" in line
