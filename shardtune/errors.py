@@ -75,7 +75,7 @@ def first_few(names: Sequence[object], limit: int) -> str:
 
 def require_packages() -> None:
     """End this process with code 2 and one line if this Python lacks a package that a run imports."""
-    names = ("torch", "transformers", "datasets", "accelerate", "psutil", "yaml", "pydantic")
+    names = ("torch", "transformers", "datasets", "accelerate", "psutil", "pydantic", "yaml")
     if missing := [name for name in names if not find_spec(name)]:
         print(
             f"ERROR: {sys.executable} has no {', '.join(missing)} - activate the environment that has "

@@ -20,6 +20,9 @@ for _number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(_number, _end)
 
 if __name__ == "__main__":
+    from shardtune.errors import require_packages
+
+    require_packages()
     from shardtune.cluster.agent import main
 
     main(sys.argv[1:])

@@ -77,7 +77,7 @@ def test_a_reader_may_close_the_pipe() -> None:
     assert (started.stderr.read(), started.wait()) == (b"", 0)
 
 
-@pytest.mark.parametrize("module", ["shardtune", "distTest.preflight"])
+@pytest.mark.parametrize("module", ["shardtune", "shardtune.cluster", "distTest.preflight"])
 def test_missing_packages_are_named(module: str, tmp_path: Path) -> None:
     """An interpreter that finds no site-packages has none of the requirements."""
     done = subprocess.run(
@@ -94,7 +94,7 @@ def test_missing_packages_are_named(module: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    packages = "torch, transformers, datasets, accelerate, psutil, yaml, pydantic"
+    packages = "torch, transformers, datasets, accelerate, psutil, pydantic, yaml"
     assert done.stderr.startswith(f"ERROR: {sys.executable} has no {packages} - activate ")
     assert done.stderr.count("\n") == 1
 
