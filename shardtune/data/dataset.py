@@ -26,16 +26,23 @@ from shardtune.data.cache import build_entry, cache_key, cache_root, read_meta
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.sources import Source, find_source
 from shardtune.data.tokenize import (
-    COLUMNS,
+    ChunkSequences,
     ChunkTokenizer,
-    TokenColumns,
     TokenizedChunk,
     tokenize_chunks,
 )
 from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.log import logger
 
-_FILES: dict[str, type[np.generic]] = {**COLUMNS, "starts": np.int64}
+# One file for each column of a set; tokens and trained flags stand end to end.
+_COLUMNS: dict[str, type[np.generic]] = {
+    "tokens": np.uint32,
+    "trained": np.bool_,
+    "starts": np.int64,
+    "lengths": np.int32,
+    "trained_counts": np.int32,
+    "record": np.int64,
+}
 _NAMED_PROBLEMS = 10
 _LOG_EVERY_S = 10.0
 
@@ -132,7 +139,7 @@ class TokenDataset:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        columns = {c: _map(folder / f"{name}.{c}", dtype) for c, dtype in _FILES.items()}
+        columns = {c: _map(folder / f"{name}.{c}", dtype) for c, dtype in _COLUMNS.items()}
         self._tokens, self._trained = columns["tokens"], columns["trained"]
         self._starts, self.record = columns["starts"], columns["record"]
         self.lengths, self.trained_counts = columns["lengths"], columns["trained_counts"]
@@ -268,26 +275,35 @@ def open_prepared(entry: Path) -> PreparedData:
 
 
 class _SetWriter:
-    """Appends the columns of one set to its files and sums their counts."""
+    """Appends the sequences of one set to its files and sums their counts."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
-        self._files = {column: (folder / f"{name}.{column}").open("xb") for column in _FILES}
+        self._files = {column: (folder / f"{name}.{column}").open("xb") for column in _COLUMNS}
         self._digests = {column: xxhash.xxh3_128() for column in ("tokens", "trained", "lengths")}
         self._counts: Counter[str] = Counter()
         self._notes: Counter[str] = Counter()
         self.unread_fields: Counter[str] = Counter()
 
-    def add(self, columns: TokenColumns) -> None:
-        lengths = columns.columns["lengths"].astype(np.int64)
-        starts = self._counts["tokens"] + lengths.cumsum() - lengths
-        for column, file in self._files.items():
-            values = memoryview(starts if column == "starts" else columns.columns[column])
-            file.write(values)
-            if column in self._digests:
-                self._digests[column].update(values)
-        self._counts += columns.counts
-        self._notes += columns.notes
+    def add(self, chunk: ChunkSequences) -> None:
+        if chunk.sequences:
+            tokens, trained, record = zip(*chunk.sequences, strict=True)
+            lengths = np.array([len(ids) for ids in tokens])
+            columns = {
+                "tokens": np.concatenate(tokens),
+                "trained": np.concatenate(trained),
+                "starts": self._counts["tokens"] + lengths.cumsum() - lengths,
+                "lengths": lengths,
+                "trained_counts": [flags.sum() for flags in trained],
+                "record": record,
+            }
+            for column, dtype in _COLUMNS.items():
+                values = np.asarray(columns[column], dtype).tobytes()
+                self._files[column].write(values)
+                if column in self._digests:
+                    self._digests[column].update(values)
+        self._counts += chunk.counts
+        self._notes += chunk.notes
 
     def digest(self) -> str:
         return " ".join(digest.hexdigest() for digest in self._digests.values())
@@ -352,8 +368,8 @@ def _write(
         n_broken += len(chunk.problems)
         problems += chunk.problems[: _NAMED_PROBLEMS - len(problems)]
         writers[name].unread_fields += chunk.unread_fields
-        for set_name, columns in chunk.sets.items():
-            writers[set_name].add(columns)
+        for set_name, sequences in chunk.sets.items():
+            writers[set_name].add(sequences)
     if n_broken:
         of_all = f"{n_broken} of {_count(n_records, 'record')}"
         problems.append(f"data.{name}: {of_all} broken - repair or remove them")

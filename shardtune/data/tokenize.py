@@ -1,4 +1,4 @@
-"""Records into columns of token sequences, on all cores of a node, in the order of the records."""
+"""Records into token sequences, on all cores of a node, in the order of the records."""
 
 from __future__ import annotations
 
@@ -26,28 +26,21 @@ from shardtune.data.records import RecordError, check_record
 from shardtune.data.sources import RecordChunk
 from shardtune.errors import UserError
 
-COLUMNS: dict[str, type[np.generic]] = {
-    "tokens": np.uint32,
-    "trained": np.bool_,
-    "lengths": np.int32,
-    "trained_counts": np.int32,
-    "record": np.int64,
-}
 _SINGLE_PROCESS_S = 5.0  # starting the workers takes about as long
 _CHUNKS_PER_WORKER = 4
 _QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 @dataclass
-class TokenColumns:
+class ChunkSequences:
     """The sequences of one chunk that belong to one set.
 
-    `columns`: a list for each of COLUMNS, with one entry a sequence; `finish` makes arrays of
-    them, `tokens` and `trained` end to end. `counts`: fields of DataSummary. `notes`: sentences,
-    each with the number of records that it is true of.
+    `sequences`: token ids uint32 [length], trained flags bool [length] and the index of the record
+    of each. `counts`: fields of DataSummary. `notes`: sentences, each with the number of records
+    that it is true of.
     """
 
-    columns: dict[str, Any] = field(default_factory=lambda: {column: [] for column in COLUMNS})
+    sequences: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
 
@@ -61,42 +54,32 @@ class TokenColumns:
         self.counts["appended_stops"] += encoded.appended_stop
         self.counts["added_tokens"] += encoded.added_tokens
         self.counts["rewritten_records"] += len(encoded.sequences) > 1
-        sequences_before = self.counts["sequences"]
+        sequences_before = len(self.sequences)
         for sequence in encoded.sequences:
             tokens = np.asarray(sequence.input_ids, np.uint32)
             trained = np.asarray(sequence.trained, np.bool_)
             kept = np.zeros(len(tokens), np.bool_)
             for piece, piece_trained in fit_to_length(trained, data.max_length, data.overflow):
+                self.sequences.append((tokens[piece], piece_trained, record))
+                self.counts["tokens"] += len(piece_trained)
+                self.counts["trained_tokens"] += int(piece_trained.sum())
                 self.counts["repeated_tokens"] += int(kept[piece].sum())
                 kept[piece] = True
-                self._add_sequence(tokens[piece], piece_trained, record)
             self.counts["long_sequences"] += len(tokens) > data.max_length
             self.counts["lost_tokens"] += int((~kept).sum())
             self.counts["lost_trained_tokens"] += int(trained[1:][~kept[1:]].sum())
-        self.counts["lost_records"] += self.counts["sequences"] == sequences_before
-
-    def _add_sequence(self, tokens: np.ndarray, trained: np.ndarray, record: int) -> None:
-        trained_count = int(trained.sum())
-        entries = (tokens, trained, len(tokens), trained_count, record)
-        for column, entry in zip(COLUMNS, entries, strict=True):
-            self.columns[column].append(entry)
-        self.counts.update(sequences=1, tokens=len(tokens), trained_tokens=trained_count)
-
-    def finish(self) -> None:
-        for column, dtype in COLUMNS.items():
-            entries = self.columns[column]
-            if column in ("tokens", "trained") and entries:
-                entries = np.concatenate(entries)
-            self.columns[column] = np.asarray(entries, dtype)
+        n_sequences = len(self.sequences) - sequences_before
+        self.counts["sequences"] += n_sequences
+        self.counts["lost_records"] += n_sequences == 0
 
 
 @dataclass
 class TokenizedChunk:
-    """The columns that a chunk adds to each set, by name, and a problem for each broken record."""
+    """The sequences of a chunk by the name of their set, and a problem for each broken record."""
 
     n_records: int
     n_bytes: int
-    sets: dict[str, TokenColumns] = field(default_factory=dict)
+    sets: dict[str, ChunkSequences] = field(default_factory=dict)
     unread_fields: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
@@ -116,14 +99,12 @@ class ChunkTokenizer:
             try:
                 record, unread = check_record(value)
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
-                columns = result.sets.setdefault(set_name, TokenColumns())
+                sequences = result.sets.setdefault(set_name, ChunkSequences())
                 encoded = encode_record(self.encoder, record)
-                columns.add(chunk.first_record + i, encoded, self.data)
+                sequences.add(chunk.first_record + i, encoded, self.data)
                 result.unread_fields.update([*unread, *self.encoder.template.unread_fields(record)])
             except RecordError as error:
                 result.problems.append(f"{chunk.place(i)}: {error}")
-        for columns in result.sets.values():
-            columns.finish()
         return result
 
     def is_held_out(self, record: dict[str, Any]) -> bool:
