@@ -1,4 +1,4 @@
-"""The benchmarks run, and have no figure for a side that did not do the reference's work."""
+"""The benchmarks run, and give no figure to a side that did not do the reference's work."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from conftest import REPOSITORY
-
-sys.path.insert(0, str(Path(REPOSITORY, "benchmarks")))
-
 import bench
 import gpu
 import older_torch
+import pytest
+import torch
+from conftest import REPOSITORY
 from measure import FAILED, Side, Unequal, gated, in_turns, require_equal_work, require_moving_loss
 from report import rate_lines
 
@@ -39,7 +36,7 @@ def test_equal_work_passes_however_it_was_batched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "said"),
+    ("side", "text"),
     [
         (replace(PEER, losses=[3.0, 2.501]), "the loss of step 2 is 2.501000 and 2.500000"),
         (replace(PEER, losses=[3.0, float("nan")]), "the loss of step 2 is nan"),
@@ -48,12 +45,12 @@ def test_equal_work_passes_however_it_was_batched() -> None:
         (replace(PEER, tokens=99), "tokens of a step are 99 and 100"),
     ],
 )
-def test_unequal_work_is_refused(side: Side, said: str) -> None:
-    with pytest.raises(Unequal, match=said):
+def test_unequal_work_is_refused(side: Side, text: str) -> None:
+    with pytest.raises(Unequal, match=text):
         require_equal_work(side, PEER, 1e-4)
     equal, refused = gated({"peer": [PEER], "ours": [ROUNDED, side]}, "peer", 1e-4)
     assert list(equal) == ["peer"], "one run that differs takes the figures of all"
-    assert said.split(" and ")[0] in refused["ours"]
+    assert text.split(" and ")[0] in refused["ours"]
 
 
 def test_without_a_reference_nothing_counts() -> None:
@@ -87,10 +84,10 @@ def test_runs_on_a_core_that_others_used_are_named() -> None:
         {"rates": [(100e9, 95e9), (98e9, 100e9)]},
         {"rates": [(99e9, 96e9), (97e9, 51e9)]},
     )
-    said = rate_lines({"ours": steady, "hf_trainer": loaded}, {"trained_tokens": 30, "flops": 60e9})
-    assert "97.5 (51 to 100) GFLOP/s" in said[0] and "train 48.8 tokens a second" in said[0]
+    text = rate_lines({"ours": steady, "hf_trainer": loaded}, {"trained_tokens": 30, "flops": 60e9})
+    assert "97.5 (51 to 100) GFLOP/s" in text[0] and "train 48.8 tokens a second" in text[0]
     assert (
-        "apart for: run 2 of HF Trainer (batches of 1, no padding) (97 and 51 GFLOP/s). " in said[2]
+        "apart for: run 2 of HF Trainer (batches of 1, no padding) (97 and 51 GFLOP/s). " in text[2]
     )
     assert len(rate_lines({"ours": steady}, {"trained_tokens": 30, "flops": 60e9})) == 2
 
@@ -121,12 +118,12 @@ def test_ranks_with_another_loss_fail_their_section(
 
     monkeypatch.setattr(bench, "run_ours", a_run)
     monkeypatch.setattr(bench, "run_pinned", lambda *_: pytest.fail("there is nothing to plot"))
-    said = "scaling: on 4 and 1 ranks the loss of step 2 is 2.510000 and 2.500000"
-    with pytest.raises(SystemExit, match=f"ERROR: {said} - see the logs"):
+    text = "scaling: on 4 and 1 ranks the loss of step 2 is 2.510000 and 2.500000"
+    with pytest.raises(SystemExit, match=f"ERROR: {text} - see the logs"):
         run_benchmark(bench, "--model", models["llama"], "--sections", "scaling")
-    found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    assert found["scaling"]["failed"] == [said] and not found["scaling"]["figures"]
-    assert f"Failed: {said}." in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    results = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
+    assert results["scaling"]["failed"] == [text] and not results["scaling"]["figures"]
+    assert f"Failed: {text}." in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_a_section_is_measured_and_the_others_are_kept(
@@ -141,34 +138,36 @@ def test_a_section_is_measured_and_the_others_are_kept(
     (tmp_path / "RESULTS.json").write_text(
         json.dumps({"traffic": earlier, "head": earlier}), encoding="utf-8"
     )
-    said = run_benchmark(
+    text = run_benchmark(
         bench, "--model", models["llama"], "--sections", "head", "--head-tokens", 64
     )
     assert (
-        "| naive | 64 | 5000 | " in said and "Ours takes " in said and "Losses of a token: " in said
+        "| naive | 64 | 5000 | " in text
+        and "shardtune takes " in text
+        and "Losses of a token: " in text
     )
-    kept, measured = (part.split("\n\n") for part in said.split("\n## ")[1:])
+    kept, measured = (part.split("\n\n") for part in text.split("\n## ")[1:])
     assert (
         kept[0].startswith("What one step moves")
         and kept[1] == "Run 1."
-        and "\n1. date: before\n2. date: 2" in said
+        and "\n1. date: before\n2. date: 2" in text
     )
     assert measured[0].startswith("Memory of head and loss") and measured[1] == "Run 2."
-    found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
+    results = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
     assert (
-        found["traffic"] == earlier
-        and "--head-tokens 64" in found["head"]["measured_with"]["command"]
+        results["traffic"] == earlier
+        and "--head-tokens 64" in results["head"]["measured_with"]["command"]
     )
 
 
 def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str, Path]) -> None:
     more = ["--tiny", "--rounds", 1, "--sides", "ours", "--shapes", "qwen3-1.7b"]
-    said = run_benchmark(gpu, "--tokenizer", models["llama"], *more)
-    *_, line = said.splitlines()
+    text = run_benchmark(gpu, "--tokenizer", models["llama"], *more)
+    *_, line = text.splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:4] == ["qwen3-1.7b", "256", "2 of 2 layers", "shardtune"] and cells[8].startswith(
         "within each document"
-    ), said
+    ), text
     first, last = map(float, cells[7].split())
     assert last < 0.95 * first
 
@@ -179,8 +178,8 @@ def test_a_slice_without_experts_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    said = r"2 of 46 layers, the last of them the first with experts, take 6\d GB"
-    with pytest.raises(SystemExit, match=f"ERROR: glm-4.5-air, real width: {said}"):
+    text = r"2 of 46 layers, the last of them the first with experts, take 6\d GB"
+    with pytest.raises(SystemExit, match=f"ERROR: glm-4.5-air, real width: {text}"):
         run_benchmark(gpu, "--tokenizer", models["llama"], "--shapes", "glm-4.5-air, real width")
 
 
@@ -198,24 +197,24 @@ def test_the_sections_without_peers_are_measured(
         SystemExit, match="ERROR: plot ended with 1"
     ):  # without matplotlib in this environment
         run_benchmark(bench, "--model", model, *more)
-    found = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
+    results = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
     traffic, scaling, records = (
-        found[name]["figures"] for name in ("traffic", "scaling", "records")
+        results[name]["figures"] for name in ("traffic", "scaling", "records")
     )
     assert traffic["head"]["rows"] and set(records) == {"1000"} and set(scaling) == {"1", "2"}
     assert all(0 <= row["data_share"] < 0.5 for row in scaling.values())
-    profiles = [part["figures"] for name, part in found.items() if name.startswith("profile")]
-    for of_dtype in profiles:
+    profiles = [part["figures"] for name, part in results.items() if name.startswith("profile")]
+    for figures in profiles:
         assert (
-            all(seconds > 0 for seconds in of_dtype["seconds"].values())
-            and len(of_dtype["seconds"]) == 6
+            all(seconds > 0 for seconds in figures["seconds"].values())
+            and len(figures["seconds"]) == 6
         )
-    said = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    text = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     assert (
         profiles
-        and "| matrix products | " in said
-        and "waited for data" in said
-        and "RESULTS.png" not in said
+        and "| matrix products | " in text
+        and "waited for data" in text
+        and "RESULTS.png" not in text
     )
 
 
@@ -231,11 +230,11 @@ def test_grouped_keys_for_an_older_torch() -> None:
             q, k, v, is_causal=True, scale=scale
         ).transpose(0, 1)
 
-    found = older_torch.with_grouped_keys(document_attention)(
+    results = older_torch.with_grouped_keys(document_attention)(
         query, key, value, scale=0.3, enable_gqa=True
     )
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=0.3, enable_gqa=True
     )
-    torch.testing.assert_close(found, expected.transpose(0, 1))
+    torch.testing.assert_close(results, expected.transpose(0, 1))
