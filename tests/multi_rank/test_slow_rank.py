@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import chats, read_metrics, write_jsonl
+from helpers.chats import chats, write_jsonl
+from helpers.commands import read_metrics
 from helpers.documented import QUOTES, is_in
 from helpers.ranks import on_ranks, run_script, train, train_until
 
-from shardtune.training import optim
-from shardtune.training import prefetch as feeding
-from shardtune.training.stragglers import slowest
+from shardtune.training import optim, prefetch
 
 ARGUMENTS = (
     "--config",
@@ -44,7 +43,7 @@ def slowed(original: Callable[..., Any], slow_s: float) -> Callable[..., Any]:
 def run_with_a_slow_rank(rank: int, phase: str, arguments: list[str]) -> None:
     if int(os.environ["RANK"]) == rank:
         module, name = {
-            "data": (feeding, "build_batch"),
+            "data": (prefetch, "build_batch"),
             "forward and backward": (
                 torch.nn.functional,
                 "silu",
@@ -129,13 +128,3 @@ def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(
     assert "Resumed from checkpoint_0000008" in done.stdout, done.stderr
     assert [entry["step"] for entry in read_metrics(run_dir, "step")] == list(range(1, 21))
     assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [19]
-
-
-def test_which_rank_is_the_slowest() -> None:
-    assert slowest([[0.1, 1.0, 0.1], [0.1, 2.3, 0.1], [0.1, 1.1, 0.1]]) == (
-        1,
-        pytest.approx(2.5 / 1.3),
-        1,
-    )
-    assert slowest([[0.1, 1.0, 0.1], [1.1, 0.9, 0.1]]) == (1, pytest.approx(2.1 / 1.2), 0)
-    assert slowest([[1.0, 1.0, 1.0]]) == (0, 1.0, 0)

@@ -1,0 +1,71 @@
+"""The gradient norm over ranks, clipping by it, and the tensors that are not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import config_for, on_ranks
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardtune.config import Config
+from shardtune.distributed.join import join_world
+from shardtune.model.build import build_model
+from shardtune.training.optim import clip_gradients, non_finite_tensors, squared_gradients
+
+
+def measure_norm(config: Config, gradients: Path, out: Path) -> None:
+    """On a rank: give the sharded model these gradients, then norm, clip and norm, and look for an infinity."""
+    world = join_world(config.distributed)
+    model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
+    given = load_file(gradients)
+    for name, parameter in model.named_parameters():
+        parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)
+
+    def norm_of_all() -> float:
+        return world.all_gather_scalars(squared_gradients(model)).sum().sqrt().item()
+
+    norm = norm_of_all()
+    clip_gradients(model, 1.0, norm)
+    clipped = norm_of_all()
+    clip_gradients(model, 2.0, clipped)
+    unchanged = norm_of_all()
+    if world.rank == 1:
+        model.get_parameter("model.norm.weight").grad.to_local()[3] = math.inf
+        model.get_parameter("lm_head.weight").detach().to_local()[0, 3] = math.nan
+    seen = [norm, clipped, unchanged, non_finite_tensors(model)]
+    out.with_suffix(f".{world.rank}").write_text(json.dumps(seen), encoding="utf-8")
+
+
+def test_the_norm_over_ranks_is_that_of_one_process(models, tmp_path):
+    plain = AutoModelForCausalLM.from_pretrained(models["llama"])
+    torch.manual_seed(1)
+    for parameter in plain.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    save_file(
+        {name: p.grad for name, p in plain.named_parameters()}, tmp_path / "gradients.safetensors"
+    )
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), math.inf).item()
+    finished = on_ranks(
+        3,
+        measure_norm,
+        config_for(models["llama"], tmp_path),
+        tmp_path / "gradients.safetensors",
+        tmp_path / "seen",
+        cwd=tmp_path,
+    )
+    assert finished.returncode == 0, finished.stderr
+    for rank in range(3):
+        norm, clipped, unchanged, non_finite = json.loads(
+            (tmp_path / f"seen.{rank}").read_text(encoding="utf-8")
+        )
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert clipped == unchanged == pytest.approx(1.0, rel=1e-5)
+        assert non_finite == (
+            [["model.embed_tokens.weight"], ["model.norm.weight"]] if rank == 1 else [[], []]
+        )

@@ -1,0 +1,132 @@
+"""Ranks collect garbage at the same time, and ask the device for numbers once a step."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY, read_metrics
+from helpers.ranks import on_ranks, run_script
+
+from shardtune.model import loss
+from shardtune.training import evaluate, garbage_collection
+from shardtune.training.metrics import Metrics
+
+
+def run_and_note_collections(arguments: list[str]) -> None:
+    """Write to `collected<rank>` before which micro-batch of training or of evaluation garbage is collected."""
+    vars(garbage_collection)["_EVERY_MICRO_BATCHES"] = 3
+    micro_batches: Counter[str] = Counter()
+    original = loss.summed_loss
+
+    def counted(phase: str) -> Any:
+        def summed_loss(*given: Any) -> torch.Tensor:
+            micro_batches[phase] += 1
+            return original(*given)
+
+        return summed_loss
+
+    vars(loss)["summed_loss"], vars(evaluate)["summed_loss"] = (
+        counted("training"),
+        counted("evaluation"),
+    )
+
+    def note(when: str, _: Any) -> None:
+        if when == "start" and not gc.isenabled():
+            with Path(f"collected{os.environ['RANK']}").open("a", encoding="utf-8") as file:
+                file.write(
+                    json.dumps([micro_batches["training"], micro_batches["evaluation"]]) + "\n"
+                )
+
+    gc.callbacks.append(note)
+    run_script(arguments)
+
+
+def on_two_ranks(work: Any, folder: Path, model: Path, *assignments: str) -> None:
+    """Run `work` with the arguments of a short run in this folder."""
+    write_jsonl(folder / "train.jsonl", chats(30))
+    (folder / "config.yaml").touch()
+    arguments = [
+        "--config",
+        "config.yaml",
+        f"model.path={model}",
+        "data.train=train.jsonl",
+        "run.dir=run",
+    ]
+    arguments += [
+        "data.max_length=128",
+        "export.final=false",
+        "checkpoint.every_steps=0",
+        *assignments,
+    ]
+    done = on_ranks(2, work, arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_evaluation(
+    tmp_path, models
+):
+    each = ("data.eval=train.jsonl", "train.gradient_accumulation_steps=4", "train.max_steps=2")
+    on_two_ranks(run_and_note_collections, tmp_path, models["llama"], *each)
+    first, second = (
+        (tmp_path / f"collected{rank}").read_text(encoding="utf-8").splitlines()
+        for rank in range(2)
+    )
+    collected = [json.loads(line) for line in first]
+    assert first == second and [sum(at) for at in collected] == [
+        3 * (n + 1) for n in range(len(collected))
+    ]
+    assert {0, 8} < {training for training, _ in collected}, (
+        "before and after the steps, and within them"
+    )
+
+
+def run_and_count(arguments: list[str]) -> None:
+    """Write to `metrics.jsonl`, with each step, which of our functions asked a tensor for its numbers during it."""
+    asked: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def ask(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
+            code = sys._getframe(1).f_code
+            if (
+                threading.current_thread() is threading.main_thread()
+                and code.co_filename.startswith(
+                    (str(REPOSITORY / "shardtune"), str(REPOSITORY / "train_fsdp.py"))
+                )
+            ):
+                asked[code.co_name] += 1
+            return original(tensor, *given, **named)
+
+        return ask
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"):
+        setattr(torch.Tensor, name, counted(name))
+    write = Metrics.write
+
+    def write_asked(metrics: Metrics, kind: str, **values: Any) -> None:
+        if kind == "step":
+            values["asked"] = dict(asked)
+            asked.clear()
+        write(metrics, kind, **values)
+
+    Metrics.write = write_asked
+    run_script(arguments)
+
+
+def test_a_step_asks_the_device_for_numbers_once(tmp_path, models):
+    each = ("train.gradient_accumulation_steps=2", "train.max_steps=13", "train.epochs=99")
+    on_two_ranks(run_and_count, tmp_path, models["llama"], *each)
+    steps = read_metrics(tmp_path / "run", "step")
+    assert [step["asked"] for step in steps[1:]] == [{"all_gather_step_stats": 1}] * 12, (
+        "also where the slowest rank is looked for"
+    )

@@ -1,0 +1,41 @@
+"""Garbage is collected at every fiftieth micro-batch and at no other time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from itertools import count
+
+import torch
+
+from shardtune.distributed.progress import Progress
+from shardtune.training import garbage_collection
+
+
+def test_a_look_at_where_the_rank_is_keeps_nothing_alive():
+    progress = Progress(torch.device("cpu"))
+
+    def look_at_tensor() -> weakref.ref[torch.Tensor]:
+        tensor = torch.zeros(1)
+        progress.frame()
+        return weakref.ref(tensor)
+
+    with garbage_collection.collected_by_micro_batch():
+        assert look_at_tensor()() is None
+
+
+def test_garbage_is_collected_at_every_fiftieth_micro_batch_alone(monkeypatch):
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    monkeypatch.setattr(garbage_collection, "_micro_batches", count(1))
+    with garbage_collection.collected_by_micro_batch():
+        assert not gc.isenabled() and gc.get_freeze_count() > 0
+        lost = weakref.ref(Cycle())
+        for _ in range(49):
+            garbage_collection.micro_batch_ended()
+            assert lost() is not None
+        garbage_collection.micro_batch_ended()
+        assert lost() is None
+    assert gc.isenabled() and gc.get_freeze_count() == 0

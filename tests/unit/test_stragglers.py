@@ -1,0 +1,17 @@
+"""The slowest rank and the phase to blame."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtune.training.stragglers import slowest
+
+
+def test_which_rank_is_the_slowest() -> None:
+    assert slowest([[0.1, 1.0, 0.1], [0.1, 2.3, 0.1], [0.1, 1.1, 0.1]]) == (
+        1,
+        pytest.approx(2.5 / 1.3),
+        1,
+    )
+    assert slowest([[0.1, 1.0, 0.1], [1.1, 0.9, 0.1]]) == (1, pytest.approx(2.1 / 1.2), 0)
+    assert slowest([[1.0, 1.0, 1.0]]) == (0, 1.0, 0)
