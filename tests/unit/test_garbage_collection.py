@@ -6,22 +6,7 @@ import gc
 import weakref
 from itertools import count
 
-import torch
-
-from shardtune.distributed.progress import Progress
 from shardtune.training import garbage_collection
-
-
-def test_a_look_at_where_the_rank_is_keeps_nothing_alive():
-    progress = Progress(torch.device("cpu"))
-
-    def look_at_tensor() -> weakref.ref[torch.Tensor]:
-        tensor = torch.zeros(1)
-        progress.frame()
-        return weakref.ref(tensor)
-
-    with garbage_collection.collected_by_micro_batch():
-        assert look_at_tensor()() is None
 
 
 def test_garbage_is_collected_at_every_fiftieth_micro_batch_alone(monkeypatch):
