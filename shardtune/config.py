@@ -1,8 +1,8 @@
 """The configuration: every section and key with its type, default and meaning.
 
-The text below a field is its description in `shardtune config-schema` and docs/configuration.md. The marks in
-`json_schema_extra` say whether a resume may change a key, and which of its values are built so far.
-config_io.py reads a configuration from a file, the environment and the command line. This module does not import torch.
+The text below a field is its description in `shardtune config-schema` and docs/configuration.md.
+The marks in `json_schema_extra` say whether a resume may change a key, and which of its values are
+built so far. config_io.py reads a configuration. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Names = Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
 
 
 class Section(BaseModel):
-    """A section of the configuration file. Types are strict, but an integer may stand for a float."""
+    """A section of the file. Types are strict, but an integer may stand for a float."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -61,7 +61,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of the data order, of dropout (seed + data-parallel rank) and of random weights."""
     resume: PathText = Field(default="auto", json_schema_extra=MAY_CHANGE)
-    """`auto`: resume from the newest checkpoint that every rank accepts; `never`: start anew; or a checkpoint's path."""
+    """`auto`: newest checkpoint that every rank accepts; `never`; or a checkpoint's directory."""
     ignore_plan: bool = Field(default=False, json_schema_extra=MAY_CHANGE)
     """Start although the plan says that the run does not fit."""
 
@@ -76,15 +76,15 @@ class ModelConfig(Section):
     master_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", json_schema_extra={"built": ["float32"]}
     )
-    """Dtype in which sharded parameters are stored and updated. `bfloat16`: stochastic rounding, bfloat16 moments."""
+    """Dtype of stored parameters. `bfloat16`: stochastic rounding, bfloat16 moments."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of forward and backward. `auto`: bfloat16 where the device computes it natively, else float32."""
+    """Dtype of forward and backward. `auto`: bfloat16 where the device has it, else float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced and accumulated."""
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none", json_schema_extra=MAY_CHANGE
     )
-    """Activations that the backward computes again. `selective`: all but matrix products and attention."""
+    """Activations to compute again in the backward. `selective`: all but the costly ones."""
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto", json_schema_extra=MAY_CHANGE
     )
@@ -97,7 +97,8 @@ class DataConfig(Section):
     """The records and how they become rows of tokens."""
 
     train: PathText = Field(examples=["data/train.jsonl"])
-    """A `.jsonl`, `.json` or `.parquet` file, a directory of them, or a hub dataset `org/name[:config][:split]`."""
+    """A `.jsonl`, `.json` or `.parquet` file, a directory of them, or a hub dataset
+    `org/name[:config][:split]`."""
     eval: PathText | None = None
     """Evaluation data, named as `data.train`."""
     columns: dict[Text, Text] | None = Field(default=None, json_schema_extra={"built": [None]})
@@ -105,13 +106,14 @@ class DataConfig(Section):
     template_options: dict[str, Any] = Field(default={}, json_schema_extra={"built": [{}]})
     """Options for the chat template, such as `enable_thinking`."""
     eval_fraction: FractionBelowOne = 0.0
-    """Fraction of `data.train` held out for evaluation, chosen by a hash of the record, when `data.eval` is not given."""
+    """Without `data.eval`: fraction of `data.train` to evaluate on, by a hash of the record."""
     max_length: Annotated[int, Field(ge=2)] = 4096
     """Tokens in a row."""
     overflow: Literal["turns", "truncate", "split", "drop", "error"] = Field(
         default="truncate", json_schema_extra={"built": ["truncate", "split", "drop", "error"]}
     )
-    """A record longer than a row: keep its start, train it in pieces, leave it out, or refuse the data."""
+    """A record longer than a row: keep the turns that fit, cut its end, train it in pieces, leave
+    it out, or refuse the data."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Trained tokens: those of every assistant turn, of the last one, or all."""
     packing: bool = True
@@ -122,7 +124,7 @@ class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):
     """How the model is divided over the ranks."""
 
     replicate: Count = 1
-    """Copies of the sharded model (HSDP). 2 keeps sharding traffic inside each of 2 nodes; the world size is DDP."""
+    """Copies of the sharded model (HSDP). 2 keeps sharding traffic inside each of 2 nodes."""
     expert: Count = Field(default=1, json_schema_extra={"built": [1]})
     """Expert parallel degree. It divides world size / `replicate` and the number of experts."""
 
@@ -169,7 +171,7 @@ class LoraConfig(Section):
     dropout: FractionBelowOne = 0.0
     """Dropout of the adapters' input."""
     targets: Literal["all-linear", "attention", "experts"] | Names = "all-linear"
-    """Modules that get adapters. `all-linear`: attention, MLPs and experts; not routers, not the head."""
+    """Modules with adapters. `all-linear`: attention, MLPs and experts; no router, no head."""
 
     @field_validator("alpha")
     @classmethod
@@ -208,7 +210,7 @@ class CheckpointConfig(Section, json_schema_extra=MAY_CHANGE):
     keep: Count = 2
     """Committed checkpoints to keep."""
     mode: Literal["async", "sync"] = "async"
-    """`async`: train on from a copy in host memory while it is written; `sync`: wait for the disks."""
+    """`async`: train on while a copy in host memory is written; `sync`: wait for the disks."""
 
 
 class ExportConfig(Section, json_schema_extra=MAY_CHANGE):
@@ -241,9 +243,9 @@ class DistributedConfig(Section, json_schema_extra=MAY_CHANGE):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """`auto`: NCCL with GPUs, else Gloo."""
     join_timeout_s: Seconds = 300.0
-    """Seconds that the nodes wait for one another at the start. `JOIN_TIMEOUT` in the environment overrides the file."""
+    """Seconds that nodes wait for one another at the start. `JOIN_TIMEOUT` overrides the file."""
     step_timeout_s: Seconds = 600.0
-    """Seconds without progress of any rank, after which the run ends and names the rank that is behind."""
+    """Seconds without progress, after which the run ends and names the rank that is behind."""
     save_timeout_s: Seconds = 3600.0
     """Seconds in which all ranks must have written a checkpoint."""
 
@@ -281,7 +283,7 @@ KEYS: dict[str, FieldInfo] = {
 
 
 def resume_may_change(key: str) -> bool:
-    """Return whether a resumed run may have another value of `section.key` than the checkpoint's."""
+    """Return whether a resumed run may have another value of `section.key` than its checkpoint."""
     section = SECTIONS.get(key.partition(".")[0])
     is_changeable = section and section.model_config.get("json_schema_extra") == MAY_CHANGE
     return bool(is_changeable) or (key in KEYS and "resume" in marks(key))

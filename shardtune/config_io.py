@@ -1,4 +1,4 @@
-"""Read a configuration from a YAML file, the environment and the command line; write and compare configurations.
+"""Read configurations from YAML, environment and command line; write and compare them.
 
 This module does not import torch, so that a command line is refused before that takes its seconds.
 """
@@ -21,7 +21,7 @@ from pydantic_core import to_jsonable_python
 from shardtune.config import KEYS, SECTIONS, Config, marks, resume_may_change
 from shardtune.errors import UserError, first_line
 
-# YAML 1.2's plain values. PyYAML keeps to 1.1, where `1e-5` is text, `no` is false, `1:30` is 90 and `010` is 8.
+# YAML 1.2's plain values. In PyYAML's 1.1 `1e-5` is text, `no` false, `1:30` 90 and `010` 8.
 _WORDS: dict[str, Any] = dict.fromkeys(("", "~", "null", "Null", "NULL"))
 _WORDS |= dict.fromkeys(("true", "True", "TRUE"), True)
 _WORDS |= dict.fromkeys(("false", "False", "FALSE"), False)
@@ -41,7 +41,7 @@ _MOST_NESTED = 4  # a list of mappings in a section has 3; an alias to itself wo
 
 
 class _Given(NamedTuple):
-    """A value from a file, the environment or the command line: parsed, as written, and its place."""
+    """A value of the file, the environment or the command line: parsed, as written, and where."""
 
     value: Any
     text: str
@@ -53,7 +53,7 @@ class _Given(NamedTuple):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UserError, so that a wrong command line ends as any other refusal."""
+    """An argument parser that raises UserError, so that a wrong command line ends as a refusal."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} - see {self.prog} --help")
@@ -88,7 +88,7 @@ def read_run_arguments(arguments: Sequence[str], default_config: Path) -> Config
 
 
 def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Read `path`, overridden by JOIN_TIMEOUT of `environ` and then by `section.key=value` assignments.
+    """Read `path`, then JOIN_TIMEOUT of `environ`, then `section.key=value` assignments.
 
     Raises:
         UserError: with every problem of all three.
@@ -183,10 +183,11 @@ def changed_keys(
 ) -> tuple[list[Change], list[Change]]:
     """Compare a configuration that `to_dict` returned with the current one.
 
-    A key that `saved` lacks had its default; a key that is not known any more has the value None now.
+    A key that `saved` lacks had its default; a key that is not known any more is None now.
 
     Returns:
-        (section.key, saved value, current value) of each difference: those that a resume allows, and the others.
+        Each difference as (section.key, saved value, current value): those that a resume allows,
+        and the others.
     """
     new = _flat(to_dict(current))
     old = _DEFAULTS | _flat(saved)
@@ -235,7 +236,7 @@ def _to_yaml(value: Any) -> str:
 
 
 def _to_python(node: yaml.Node | None, depth: int = 0) -> Any:
-    """Return the value of a node; one with a tag, or nested too deep, stays a node, which no key accepts."""
+    """Return a node's value. With a tag, or nested too deep, it stays a node: no key accepts it."""
     if node is None or node.tag not in _TAGS or depth > _MOST_NESTED:
         return node
     if isinstance(node, yaml.SequenceNode):
@@ -247,7 +248,7 @@ def _to_python(node: yaml.Node | None, depth: int = 0) -> Any:
 
 
 def _plain_value(text: str) -> Any:
-    """Return the value of unquoted text. `1e3` is an integer too, since an integer may stand for a float."""
+    """Return the value of unquoted text. `1e3` is an integer, which may stand for a float."""
     if text in _WORDS:
         return _WORDS[text]
     if not _NUMBER.fullmatch(text):
@@ -309,7 +310,7 @@ def _read_assignments(assignments: Sequence[str], problems: list[str]) -> dict[s
 
 
 def _parse(text: str, where: str, origin: str) -> _Given:
-    """Parse one YAML value. Where YAML rejects the text or cuts it at a `#`, the value is the error."""
+    """Parse a YAML value. If YAML rejects the text or cuts it at a `#`, the value is the error."""
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
         if text[node.end_mark.index if node else 0 :].strip():
@@ -320,7 +321,7 @@ def _parse(text: str, where: str, origin: str) -> _Given:
 
 
 def _collect(items: Iterable[tuple[str, _Given]], problems: list[str]) -> dict[str, _Given]:
-    """Return the values of known keys; add a problem for each name that is unknown or given twice."""
+    """Return the values of known keys; add a problem per name that is unknown or given twice."""
     given: dict[str, _Given] = {}
     for name, item in items:
         if name in given:
@@ -340,7 +341,7 @@ def _collect(items: Iterable[tuple[str, _Given]], problems: list[str]) -> dict[s
 
 
 def _unknown(name: str, item: _Given) -> str:
-    """Name the nearest known key, or section for a mapping: `train.lr` and `lr` are near `optimizer.lr`."""
+    """Name the nearest key, or section for a mapping: `train.lr` is near `optimizer.lr`."""
 
     def likeness(other: str) -> tuple[float, float]:
         pairs = (name.lower(), other), (name.lower().rpartition(".")[2], other.rpartition(".")[2])
@@ -354,7 +355,7 @@ def _unknown(name: str, item: _Given) -> str:
 
 
 def _problem(key: str, given: _Given, error: str | None) -> str | None:
-    """Return the problem of a given value, if it has one; `error` is the type of pydantic's error."""
+    """Return the problem of a given value, if any; `error` is the type of pydantic's error."""
     if error is None:
         built = marks(key).get("built", [given.value])
         words = " or ".join(v if isinstance(v, str) else json.dumps(v) for v in built)

@@ -13,11 +13,11 @@ from shardtune.config_io import allowed_values
 _INTRODUCTION = """\
 # Configuration
 
-`shardtune config-schema --markdown` writes this page; `shardtune config-schema` writes the JSON schema.
+`shardtune config-schema` prints the JSON schema, and with `--markdown` this page.
 
-A run reads a YAML file (`--config FILE`, default `config.yaml`, whose comments name the cost of each
-key), then `JOIN_TIMEOUT` of the environment, then `section.key=value` arguments. A value is YAML, and
-`1e-5` is a number. `config.yaml` in `run.dir` holds every value of a run and its origin.
+A run reads a YAML file (`--config FILE`; the default is `config.yaml`, whose comments name the cost
+of each key), then `JOIN_TIMEOUT` of the environment, then `section.key=value` arguments. A value is
+YAML, and `1e-5` is a number. `config.yaml` in `run.dir` holds every value of a run and its origin.
 
 An editor with a YAML language server checks a file that begins with this line and offers its keys:
 
@@ -56,7 +56,7 @@ def markdown() -> str:
             if "built" in schema:
                 allowed += f"; built so far: {' or '.join(map(_yaml, schema['built']))}"
             may_change = "yes" if resume_may_change(key) else "no"
-            meaning = schema["description"]
+            meaning = " ".join(schema["description"].split())
             lines.append(f"| `{key}` | {default} | {allowed} | {may_change} | {meaning} |")
         lines.append("")
     return "\n".join(lines)

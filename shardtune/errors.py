@@ -1,4 +1,4 @@
-"""The errors that end a run early, and helpers for their one-line messages. Imports nothing heavy."""
+"""The errors that end a run early, and helpers for their messages. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Aborted(KeyboardInterrupt):
 
 
 class RunFailed(Exception):
-    """All ranks end the run together for a cause that they share: `<what> - <what to do>`; code 1."""
+    """All ranks end the run for a cause that they share: `<what> - <what to do>`; exit code 1."""
 
 
 class OutOfMemory(Exception):
@@ -74,12 +74,12 @@ def first_few(names: Sequence[object], limit: int) -> str:
 
 
 def require_packages() -> None:
-    """End this process with code 2 and one line if this Python lacks a package that a run imports."""
+    """End with code 2 and one line if this Python lacks a package that a run imports."""
     names = ("torch", "transformers", "datasets", "accelerate", "psutil", "pydantic", "yaml")
     if missing := [name for name in names if not find_spec(name)]:
         print(
-            f"ERROR: {sys.executable} has no {', '.join(missing)} - activate the environment that has "
-            "requirements.txt (make setup; source .venv/bin/activate)",
+            f"ERROR: {sys.executable} has no {', '.join(missing)} - activate the environment that "
+            "has requirements.txt (make setup; source .venv/bin/activate)",
             file=sys.stderr,
         )
         sys.exit(2)

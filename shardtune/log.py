@@ -11,7 +11,7 @@ node_logger = logging.getLogger("shardtune.node")  # its lines appear once a nod
 
 
 class StdoutHandler(logging.Handler):
-    """Write each line in one piece to standard output, which may close before the run ends (`| tee`)."""
+    """Write each line in one piece to standard output, which may close before the run ends."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "Warning: " if record.levelno == logging.WARNING else ""
@@ -22,7 +22,7 @@ class StdoutHandler(logging.Handler):
 
 
 def setup_logging(is_main: bool, is_node_main: bool) -> None:
-    """Print the lines of `logger` where `is_main` and those of `node_logger` where `is_node_main`."""
+    """Print lines of `logger` where `is_main` and of `node_logger` where `is_node_main`."""
     for each, is_shown in ((logger, is_main), (node_logger, is_node_main)):
         each.handlers = [StdoutHandler()] if is_shown else [logging.NullHandler()]
         each.propagate = False
@@ -30,9 +30,9 @@ def setup_logging(is_main: bool, is_node_main: bool) -> None:
 
 
 def quiet_libraries(is_main: bool) -> None:
-    """Show progress bars only on a terminal, where a carriage return redraws them, and warnings only on rank 0.
+    """Show progress bars only on a terminal, which redraws them, and warnings only on rank 0.
 
-    A model or tokenizer that needs code of its own is refused without a question, on a terminal too.
+    A model or tokenizer that needs its own code is refused without a question.
     """
     import datasets
     import huggingface_hub.utils

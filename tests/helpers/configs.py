@@ -13,8 +13,8 @@ from shardtune.config_io import load_config, to_dict
 MINIMAL = "model: {path: m}\ndata: {train: d.jsonl}\n"
 DEFAULTS: dict[str, dict[str, Any]] = yaml.safe_load("""
 run: {dir: runs/small, seed: 1234, resume: auto, ignore_plan: false}
-model: {path: m, init: pretrained, master_dtype: float32, compute_dtype: auto, reduce_dtype: float32,
-  activation_checkpointing: none, attention: auto, compile: false}
+model: {path: m, init: pretrained, master_dtype: float32, compute_dtype: auto,
+  reduce_dtype: float32, activation_checkpointing: none, attention: auto, compile: false}
 data: {train: d.jsonl, eval: null, columns: null, template_options: {}, eval_fraction: 0.0,
   max_length: 4096, overflow: truncate, loss_on: assistant, packing: true}
 parallel: {replicate: 1, expert: 1}

@@ -37,14 +37,15 @@ TENSOR = "model.norm.weight"
 
 @pytest.fixture
 def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
-    """A configuration, data, and a model without one tensor, which only a run that reads the weights reports."""
+    """Return a run's inputs. Its model lacks a tensor; only a run that reads weights reports it."""
     write_jsonl(tmp_path / "train.jsonl", chats(6))
     model = Path(shutil.copytree(models["llama"], tmp_path / "model"))
     weights = load_file(model / "model.safetensors")
     weights.pop(TENSOR)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.yaml").write_text(
-        "model: {path: model, compute_dtype: float32}\ndata: {train: train.jsonl, max_length: 128}\n",
+        "model: {path: model, compute_dtype: float32}\n"
+        "data: {train: train.jsonl, max_length: 128}\n",
         encoding="utf-8",
     )
     return tmp_path

@@ -80,13 +80,17 @@ def test_a_reader_may_close_the_pipe() -> None:
 @pytest.mark.parametrize("module", ["shardtune", "shardtune.cluster", "distTest.preflight"])
 def test_missing_packages_are_named(module: str, tmp_path: Path) -> None:
     """An interpreter that finds no site-packages has none of the requirements."""
+    code = f"""import runpy, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+runpy.run_module({module!r}, run_name="__main__")
+"""
     done = subprocess.run(
         [
             sys.executable,
             "-I",
             "-S",
             "-c",
-            f"import sys, runpy; sys.path.insert(0, {str(REPOSITORY)!r}); runpy.run_module({module!r}, run_name='__main__')",
+            code,
         ],
         cwd=tmp_path,
         capture_output=True,

@@ -295,7 +295,16 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, name: str, nearest: str) 
 
 
 def test_unknown_names_in_the_file(tmp_path: Path) -> None:
-    text = "optimiser:\n  lr: 1\n  betas: 2\nlr: 3\ntrain:\n  epoch: 1\n  frobnicate_it: 2\neval: 5\nlogging:\n"
+    text = """optimiser:
+  lr: 1
+  betas: 2
+lr: 3
+train:
+  epoch: 1
+  frobnicate_it: 2
+eval: 5
+logging:
+"""
     assert problems(tmp_path, "train=1", text=MINIMAL + text) == [
         "optimiser (FILE:3) is not known - the nearest known one is optimizer",
         "lr (FILE:6) is not known - the nearest known one is optimizer.lr",
@@ -409,7 +418,8 @@ def test_forms_of_the_data_that_are_not_built_yet(tmp_path: Path) -> None:
     for assignment in ("data.train=[{path: a}]", "data.eval={a: b.jsonl}"):
         key, _, text = assignment.partition("=")
         assert problems(tmp_path, assignment) == [
-            f"{key} = {text} (command line) is not built yet - use one file, directory or hub dataset"
+            f"{key} = {text} (command line) is not built yet"
+            " - use one file, directory or hub dataset"
         ]
 
 

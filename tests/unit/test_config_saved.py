@@ -1,4 +1,4 @@
-"""Configurations in files: written and read again, compared with an earlier run's, and as shipped."""
+"""Configurations in files: written and read again, compared with an earlier one, as shipped."""
 
 from __future__ import annotations
 
