@@ -27,6 +27,7 @@ from shardtune.errors import first_line
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _STACK_WITHIN_S = 2.0
+_STACK_BEFORE_S = 3.0  # another node's clock may reach the limit first
 
 
 class _Agent(LocalElasticAgent):
@@ -139,7 +140,7 @@ class NodeRanks(threading.Thread):
             if clock := self._clocks.get(index):
                 clock.tick(record, status)
             _, limit_s = limits.of(status)
-            if status.idle_s <= limit_s:
+            if status.idle_s <= limit_s - _STACK_BEFORE_S:
                 status.frame = ""
             elif not status.frame and record.has_started:
                 status.frame = _describe(self.stack(index)[-1:])
