@@ -184,6 +184,7 @@ def test_a_slice_without_experts_is_refused(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_the_sections_without_peers_are_measured(
     run_benchmark: Callable[..., str], tmp_path: Path
 ) -> None:
