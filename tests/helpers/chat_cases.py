@@ -22,7 +22,10 @@ CHATML, GLM = TEMPLATES["chatml"], TEMPLATES["glm-4.5"]
 def bytes_tokenizer(
     template: str | dict[str, str] = CHATML, stops: str = "<|im_end|>", more: str = ""
 ) -> PreTrainedTokenizerFast:
-    """A token a byte, but two line breaks are one token, as in large vocabularies; `more`: other added tokens."""
+    """A token a byte, but two line breaks are one token, as in large vocabularies.
+
+    `more`: other added tokens.
+    """
     vocab = {
         token: i
         for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"])
@@ -40,7 +43,7 @@ def bytes_tokenizer(
 
 
 def words_tokenizer(kind: str, template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Like Llama 2's: words with `▁` in front, put before the text as well, and a `<s>` before plain text."""
+    """Like Llama 2's: words with `▁` in front, the first one too, and `<s>` before plain text."""
     backend = Tokenizer(models.Unigram() if kind == "unigram" else models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(
         prepend_scheme="first" if kind == "first" else "always"

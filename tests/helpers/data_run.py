@@ -30,7 +30,8 @@ from shardtune.log import logger
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+    "{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
     "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -194,7 +194,8 @@ def test_a_stop_token_that_the_tokenizer_does_not_know_is_refused() -> None:
 
 CALLS = CHATML.replace(
     "{{ m.content }}",
-    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} ARGUMENTS</call>{% endfor %}",
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} ARGUMENTS</call>{% endfor %}",
 )
 
 
@@ -299,7 +300,8 @@ def test_tokenizers_with_words(kind: str) -> None:
 
 
 def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart() -> None:
-    # GPT-2's pattern keeps the last line break for the word that follows: alone, the prompt ends in other tokens.
+    # GPT-2's pattern keeps the last line break for the word that follows: alone, the prompt ends
+    # in other tokens.
     tokenizer = bytes_tokenizer(
         CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n")
     )

@@ -1,8 +1,8 @@
-"""The trained tokens of every stock chat template of the package trl, against what a reader of the template expects.
+"""The trained tokens of every stock chat template of the package trl.
 
-Two witnesses, and neither shares the derivation: ROWS says by hand, for each template, how its generation prompt ends
-and which text a turn is; trl's own training templates mark their assistant turns by hand, and TWINS lists where they
-train more than what is generated.
+Two witnesses, and neither shares the derivation: ROWS says by hand, for each template, how its
+generation prompt ends and which text a turn is; trl's own training templates mark their assistant
+turns by hand, and TWINS lists where they train more than the generated text.
 """
 
 import datetime
@@ -26,12 +26,14 @@ def templates() -> Path:
     folder = Path(os.environ.get("SHARDTUNE_TRL_TEMPLATES", default))
     if not list(folder.glob("*.jinja")):
         pytest.fail(
-            f"no chat templates in {folder} - `make test` fetches them, or set SHARDTUNE_TRL_TEMPLATES"
+            f"no chat templates in {folder} - "
+            "`make test` fetches them, or set SHARDTUNE_TRL_TEMPLATES"
         )
     return folder
 
 
-# What a template does, by hand. `{c}` is the content of a turn, `{r}` its reasoning; a refusal is the error's text.
+# What a template does, by hand. `{c}` is the content of a turn, `{r}` its reasoning; a refusal is
+# the error's text.
 
 PROMPT = "the generation prompt of"
 NO_REASONING = "leaves out the reasoning"
@@ -43,9 +45,10 @@ REFUSALS = (PROMPT, NO_REASONING, NO_CALL, ROLES, DICT)
 
 @dataclass(frozen=True)
 class Row:
-    """One template: its generation prompt's end and what it trains, or the refusal (one of REFUSALS) in its place.
+    """One template: its generation prompt's end and what it trains, or one of REFUSALS.
 
-    `one_sequence`: the cases of several turns whose turns fit into one sequence; the others give one a turn.
+    `one_sequence`: the cases of several turns whose turns fit into one sequence; the others give
+    one a turn.
     """
 
     stops: str  # separated by blanks, the eos first
@@ -64,7 +67,10 @@ class Row:
 
 
 CHATML = Row("<|im_end|> <|endoftext|>", "<|im_start|>assistant\n", "{c}<|im_end|>")
-JSON_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call><|im_end|>'
+JSON_CALL = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
+    "<|im_end|>"
+)
 XML_CALL = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
     "</function>\n</tool_call><|im_end|>"
@@ -76,7 +82,8 @@ QWEN3_5 = replace(
     plain="\n</think>\n\n{c}<|im_end|>",
     reasoned="{r}\n</think>\n\n{c}<|im_end|>",
     call="\n</think>\n\n" + XML_CALL,
-    one_sequence="",  # history has no reasoning; and its "<think>\n\n" has other tokens than "<think>\n" and "\n"
+    # History has no reasoning; and its "<think>\n\n" has other tokens than "<think>\n" and "\n".
+    one_sequence="",
 )
 NEMOTRON = replace(
     CHATML, prompt="<|im_start|>assistant\n<think>\n", plain=PROMPT, call=PROMPT, one_sequence=""
@@ -180,7 +187,8 @@ ROWS = {
         "<|start|>assistant",
         "<|channel|>final<|message|>{c}<|return|>",
         reasoned="<|channel|>analysis<|message|>{r}<|end|><|start|>assistant<|channel|>final<|message|>{c}<|return|>",
-        call=' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 3}<|call|>',
+        call=" to=functions.weather<|channel|>commentary json<|message|>"
+        '{"city": "Paris", "days": 3}<|call|>',
         one_sequence="tools",
     ),
     "idefics3": IDEFICS,
@@ -202,7 +210,8 @@ ROWS = {
         " to=user<|message|>{c}<|eot|>",
         reasoned=" to=self<|message|>{r}<|eom|><|start|>assistant to=user<|message|>{c}<|eot|>",
         call=' to=weather<|message|><atem:function_calls>\n<atem:invoke name="weather">\n'
-        '<atem:parameter name="city">Paris</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
+        '<atem:parameter name="city">Paris</atem:parameter>\n'
+        '<atem:parameter name="days">3</atem:parameter>\n'
         "</atem:invoke>\n</atem:function_calls><|eot|>",
     ),
     "nemotron_3_nano": replace(NEMOTRON, reasoned="{r}\n</think>\n{c}<|im_end|>"),
@@ -313,7 +322,7 @@ def expected_turns(case: str, row: Row, loss_on: str) -> list[str]:
 
 
 def make_tokenizer(stops: str, *texts: str) -> PreTrainedTokenizerFast:
-    """Bytes as tokens, line breaks merged in pairs as large vocabularies do, and the markup of `texts` as tokens."""
+    """Bytes as tokens, line breaks merged in pairs, and the markup of `texts` as tokens."""
     byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*byte_tokens, "ĊĊ"])}
     backend = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ")]))
@@ -397,8 +406,9 @@ def test_every_stock_template_has_a_row(templates: Path) -> None:
     assert names == set(ROWS)
 
 
-# What trl's training templates train besides the generated text: (before it, behind it). Their text differs from the
-# stock template's where OTHER_TEXT says so: the think block in every turn, the appended stop token.
+# What trl's training templates train besides the generated text: (before it, behind it). Their text
+# differs from the stock template's where OTHER_TEXT says so: the think block in every turn, the
+# appended stop token.
 
 NEWLINE = ("", "\n")
 THINK = ("<think>\n", "\n")
@@ -442,8 +452,8 @@ OTHER_TEXT = {
     "qwen3_5_think": "multi reasons",
     "qwen3_6": "multi reasons",
 }
-# The twin marks a call without the token that ends it, and an answer behind a tool message without the role header
-# that the stock template writes there and does not prompt with.
+# The twin marks a call without the token that ends it, and an answer behind a tool message without
+# the role header that the stock template writes there and does not prompt with.
 OTHER_TURN = {
     ("diffusion_gemma", "call"): (GEMMA4.call, "<|tool_response>", ""),
     ("diffusion_gemma", "tools"): ("<|turn>model\nAtwo<turn|>", "<|turn>model\n", "\n"),

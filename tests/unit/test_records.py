@@ -62,6 +62,7 @@ def answering(**fields: Any) -> dict[str, Any]:
         ({"messages": ["hello"]}, "messages[0] is a string"),
         ({"messages": [{"content": "a"}]}, "messages[0] has no role"),
         ({"messages": [{"role": "", "content": "a"}]}, "an empty string as its role"),
+        ({"messages": [{"role": 5, "content": "a"}]}, "messages[0] has a number as its role"),
         ({"messages": [{"role": "user"}]}, "messages[0] (user) has neither content nor tool_calls"),
         ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content is a number"),
         (
@@ -71,6 +72,10 @@ def answering(**fields: Any) -> dict[str, Any]:
         (
             {"messages": [{"role": "assistant", "tool_calls": ["f"]}]},
             "messages[0].tool_calls is a list",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": ""}]},
+            "messages[0].tool_calls is an empty string",
         ),
         (calling(5), "messages[0].tool_calls[0].function is a number"),
         (
