@@ -1,4 +1,4 @@
-"""Which tokens of a record are trained: what the model must generate, through its stop token.
+"""The trained tokens of a record: those that the model must generate, through its stop token.
 
 At inference the model gets P = the messages before a turn, rendered with a generation prompt. It
 must then write T = what the template writes after that prompt for the turn, through the stop

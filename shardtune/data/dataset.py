@@ -49,7 +49,7 @@ _LOG_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What became of the records of one set; tokens are those before packing.
+    """Counts of the records and tokens of one set, before packing.
 
     `lost_tokens`, `lost_trained_tokens`: of sequences longer than `max_length`, in no piece of
     them. `repeated_tokens`: context at the start of a piece. `added_tokens`: by the sequences that
@@ -242,7 +242,7 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
     for source in sources.values():
         if source.ignored:
             names = first_few(source.ignored, 10)
-            logger.info(f"{source.name}: ignored, being of another kind: {names}")
+            logger.info(f"{source.name}: ignored (not .json, .jsonl, .parquet): {names}")
     entry = cache_root() / cache_key(sources, data, encoder)
     if read_meta(entry) is not None:
         logger.info(f"Data: cached in {entry}")

@@ -1,4 +1,4 @@
-"""What happens to a sequence that is longer than `data.max_length` (`data.overflow`)."""
+"""Sequences longer than `data.max_length` are truncated, split, dropped or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sequences share a row."""
+"""Packing: the rows that sequences share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a valid training record looks like: messages, prompt and completion, or text."""
+"""The shape of a valid training record: messages, prompt and completion, or text."""
 
 from __future__ import annotations
 

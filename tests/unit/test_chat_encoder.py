@@ -1,4 +1,4 @@
-"""What is trained of a conversation; most cases stand in tests/data/chat/cases.yaml."""
+"""The trained tokens of a conversation; most cases stand in tests/data/chat/cases.yaml."""
 
 import datetime
 import itertools

@@ -1,4 +1,4 @@
-"""What is trained of a record that is a prompt with its completion, or plain text."""
+"""The trained tokens of a prompt with its completion, and of plain text."""
 
 import pytest
 from helpers.chat_cases import (

@@ -1,4 +1,4 @@
-"""What a run trains of its records, and what the user is told about it."""
+"""The sequences that a run makes of its records, and the lines that tell of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a sequence that is longer than a row."""
+"""Sequences that are longer than a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sequences share a row."""
+"""The rows that sequences share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which records are valid, and what is wrong with the others."""
+"""Valid records, and the messages about broken ones."""
 
 from __future__ import annotations
 
