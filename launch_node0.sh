@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Node 0. Environment: MASTER_ADDR MASTER_PORT NNODES GPUS_PER_NODE NODE_RANK NCCL_SOCKET_IFNAME JOIN_TIMEOUT
 # MAX_RESTARTS (./launch_node0.sh --help). Arguments go to train_fsdp.py.
-here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]:-$0}")")" && pwd)
+here=$(cd "$(dirname "$(readlink -f "$0")")" && pwd)
 python=python3
 if [ -x "$here/.venv/bin/python" ]; then python=$here/.venv/bin/python; fi
 if [ -n "${CONDA_PREFIX:-}" ]; then python=$CONDA_PREFIX/bin/python; fi

@@ -116,10 +116,10 @@ def _launch(
     helper: Child | None = None
     try:
         try:
-            logs = tempfile.TemporaryDirectory(prefix="shardtune.", ignore_cleanup_errors=True)
+            folder = os.environ.get("TMPDIR") or "/tmp"
+            logs = tempfile.TemporaryDirectory("", "shardtune.", folder, ignore_cleanup_errors=True)
             (Path(logs.name) / "room").write_bytes(bytes(1 << 16))
         except OSError as error:
-            folder = os.environ.get("TMPDIR", "/tmp")
             raise LaunchEnded(
                 2,
                 [

@@ -252,10 +252,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    return [
-        int(child)
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
-    ]
+    """The children of all threads of a process."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in lists for child in file.read_text(encoding="utf-8").split()]
 
 
 def is_running(pid: int) -> bool:

@@ -1,0 +1,97 @@
+"""Which rank node 0's agent takes for stuck."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from shardtune.cluster.watch import FIRST_STEP_TIMEOUT_S, IdleClock, Limits, RankStatus, stuck_ranks
+from shardtune.distributed.rank_record import Phase, RankRecord, this_rank
+
+LIMITS = Limits(step_timeout_s=600, save_timeout_s=3600)
+STEP, DATA = Phase.FORWARD_BACKWARD, Phase.DATA
+
+
+def ranks(*facts: tuple[Phase, int, float], limits_steps: bool = True) -> list[RankStatus]:
+    """Phase, arrivals and idle seconds of each rank."""
+    return [
+        RankStatus(rank, "host", phase, 7, arrivals, limits_steps, idle_s, frame=f"frame{rank}")
+        for rank, (phase, arrivals, idle_s) in enumerate(facts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "blamed", "words"),
+    [
+        (ranks((STEP, 9, 600), (DATA, 8, 600)), None, ""),
+        (ranks((STEP, 9, 601), (DATA, 8, 601)), [1], "did not arrive within 600 s (at frame1)"),
+        # Outside of steps a rank that works may take its time.
+        (ranks((Phase.LOADING, 9, 700), (Phase.LOADING, 8, 3)), None, ""),
+        (ranks((Phase.LOADING, 9, 700), (Phase.LOADING, 8, 700)), [1], "in step 7 (loading"),
+        (ranks((STEP, 9, 601), (STEP, 9, 601)), [0], "nothing moved for 600 s, with no rank"),
+        (ranks((Phase.SAVING, 9, 3700), (Phase.SAVING, 8, 3700)), None, ""),
+        (ranks((Phase.SAVING, 9, 3800), (Phase.SAVING, 8, 3800)), [1], "distributed.save_timeout"),
+        (ranks((STEP, 9, 601), *[(DATA, 8, 601)] * 5), [1, 2, 3, 4, 5], "(and rank 2 on host, "),
+        (ranks((STEP, 9, 601), (STEP, 8, 601), limits_steps=False), None, ""),
+        (
+            ranks((STEP, 9, FIRST_STEP_TIMEOUT_S + 1), (STEP, 8, 1), limits_steps=False),
+            [1],
+            "did not arrive within 1800 s",
+        ),
+    ],
+)
+def test_the_rank_behind_the_others_is_blamed(
+    statuses: list[RankStatus], blamed: list[int] | None, words: str
+) -> None:
+    verdict = stuck_ranks(statuses, LIMITS)
+    assert (verdict and verdict[0]) == blamed
+    assert verdict is None or words in verdict[1], verdict
+
+
+def test_a_stopped_process_is_blamed_whatever_it_does() -> None:
+    statuses = ranks((STEP, 9, 40), (DATA, 8, 40))
+    statuses[1].stopped_s = 40
+    verdict = stuck_ranks(statuses, LIMITS)
+    assert verdict and verdict[0] == [1] and "no sign of life for 40 s" in verdict[1]
+
+
+def test_work_outside_of_steps_is_progress_and_within_them_it_is_not() -> None:
+    record, status = this_rank(), RankStatus(0, "host")
+    clock = IdleClock(os.getpid())
+
+    def ticks_after_work(phase: Phase) -> float:
+        record.phase = phase
+        for _ in range(3):
+            clock.tick(record, status)
+        busy_until = time.process_time() + 0.2
+        while time.process_time() < busy_until:
+            pass
+        clock.tick(record, status)
+        return status.idle_s
+
+    record.arrivals += 1
+    assert ticks_after_work(Phase.LOADING) == 0
+    record.arrivals += 1
+    assert ticks_after_work(Phase.DATA) == 3
+    record.arrivals += 1
+    clock.tick(record, status)
+    assert status.idle_s == 0
+
+
+def test_a_record_keeps_its_first_outcome_and_fits_its_memory() -> None:
+    import mmap
+
+    memory = mmap.mmap(-1, 2 << 16)
+    writer, reader = RankRecord(memory, 1), RankRecord(memory, 1)
+    writer.step, writer.phase, writer.arrivals, writer.thread = 3, Phase.SAVING, 17, 1 << 47
+    writer.write()
+    reader.read()
+    assert (reader.place, reader.arrivals, reader.thread) == ("step 3 (saving)", 17, 1 << 47)
+    assert reader.outcome() is None and RankRecord(memory, 0).outcome() is None
+    writer.write_outcome({"code": 2, "lines": [f"{number} {'x' * 5000}" for number in range(200)]})
+    writer.write_outcome({"code": 1, "lines": ["later"]})
+    outcome = reader.outcome()
+    assert outcome is not None and outcome["code"] == 2
+    assert outcome["lines"][-1].startswith("199 x") and RankRecord(memory, 0).outcome() is None
