@@ -49,9 +49,11 @@ async def check_nodes(
     if len(control.nodes) > 1:
         await require_paths(control, environment)
     facts = await _compare(control, environment, helper)
-    if listener is not None:
+    if listener is not None and environment.port == environment.store_port:
         listener.close()  # rank 0 of the measurement listens there
     await _measure(control, environment, helper, facts, logs)
+    if listener is not None:
+        listener.close()
     return facts
 
 

@@ -34,10 +34,10 @@ from shardtune.errors import first_few
 _HELLO_TIMEOUT_S = 10.0
 _MOST_STRANGERS = 64
 # A node with a problem of its own stays so long to tell the others.
-_TELL_S = 5.0
+_TELL_S = 4.0
 # After so long a wait for the other nodes, its likely causes are said.
 _LIKELY_CAUSES_AFTER_S = 45.0
-_TRY_EVERY_S = 1.0
+_TRY_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 4.0  # Linux needs 3 to find out that nobody has an address of its network
 # How long each result of a connection may last until it is taken for lasting. `refused` may last:
 # node 0 may start later.
@@ -212,13 +212,11 @@ class _Reception:
             )
 
     async def _admit(self) -> None:
-        while True:
+        while self._missing() or self._problems:
             peer = await self._listener.arrivals.get()
             self._problems += self._contradictions(peer.hello)
             self._control.add(peer)
             self._control.put({"arrived": peer.name})
-            if not self._missing() and not self._problems:
-                return
 
     def _take(self, received: tuple[Peer | None, Message] | None) -> None:
         if received is None:
@@ -510,4 +508,4 @@ class _Search:
 
 
 def _named(nodes: list[int]) -> str:
-    return f"node {first_few(list(map(str, nodes)), 8)}"
+    return f"node{'s' if len(nodes) > 1 else ''} {first_few(nodes, 8)}"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conftest import REPOSITORY, chats, write_jsonl
-
 from distTest.rehearse.namespaces import Node
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY
 
 CHOOSING = (
     "VIRTUAL_ENV",
@@ -34,15 +34,14 @@ class Machine:
     script: Path
     arguments: list[str] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+    delay_s: float = 0.0
 
     def start(self) -> subprocess.Popen[str]:
         inherited = {name: value for name, value in os.environ.items() if name not in CHOOSING}
         inherited |= {"VIRTUAL_ENV": sys.prefix, "GPUS_PER_NODE": "1", "JOIN_TIMEOUT": "40"}
         return self.run(
-            str(self.script),
-            "--config",
-            "config.yaml",
-            *self.arguments,
+            *("sh", "-c", 'sleep "$0"; exec "$@"', str(self.delay_s), str(self.script)),
+            *("--config", "config.yaml", *self.arguments),
             env=inherited | self.settings,
         )
 
@@ -139,6 +138,7 @@ def label_too_long(master: Machine, worker: Machine) -> None:
 
 
 def port_blocked(master: Machine, worker: Machine) -> None:
+    both((master, worker), JOIN_TIMEOUT="8")
     own_routing_rules(master)
     master.drop("ipproto", "tcp", "dport", "29600")
 
@@ -218,6 +218,12 @@ def setting(at: int, **settings: str) -> Prepare:
 
 def argument(text: str) -> Prepare:
     return lambda master, worker: worker.arguments.append(text)
+
+
+def forgotten_on_node_0(master: Machine, worker: Machine) -> None:
+    """It does not wait for the worker, which looks for it already."""
+    master.settings["NNODES"] = "1"
+    master.delay_s = 3.0
 
 
 def sizes_that_do_not_fit(master: Machine, worker: Machine) -> None:
@@ -350,7 +356,7 @@ FAULTS = [
     Fault(
         "the worker's address",
         address_of_the_worker,
-        "MASTER_ADDR 10.11.7.51 is no address of node 0",
+        "MASTER_ADDR 10.11.7.51 is not an address of node 0",
         "MASTER_ADDR 10.11.7.51 is an address of node 1 (node1) itself",
     ),
     Fault(
@@ -381,19 +387,20 @@ FAULTS = [
     Fault(
         "an address that is read as another",
         another_spelling,
-        "MASTER_ADDR 10.11.7.0143 (10.11.7.99) is no address of node 0",
+        "MASTER_ADDR 10.11.7.0143 (10.11.7.99) is not an address of node 0",
         "no machine answers at MASTER_ADDR 10.11.7.0143 (10.11.7.99) from node 1 (node1)",
     ),
     Fault(
         "a name that cannot be one",
         label_too_long,
-        "node 0 (node0): MASTER_ADDR is '10.11..7.50', which resolves to no address (a part of it",
+        "node 0 (node0): MASTER_ADDR is '10.11..7.50', which does not resolve to an address (a part of it",
         is_quick=True,
     ),
     Fault(
         "port blocked",
         port_blocked,
-        "port 29600 of node 0 is blocked on the way from node 1 (node1)",
+        "`nc -vz 10.11.7.50 29600` there",
+        "port 29600 of 10.11.7.50 is blocked: from node 1 (node1)",
     ),
     Fault(
         "only port 22 passes",
@@ -473,7 +480,7 @@ FAULTS = [
     ),
     Fault(
         "forgotten nnodes on node 0",
-        setting(0, NNODES="1"),
+        forgotten_on_node_0,
         "NNODES is 1 on node 0 (node0) and 2 on node 1 (node1)",
     ),
     Fault(
@@ -483,11 +490,6 @@ FAULTS = [
     ),
     Fault("a rank that is no number", setting(1, NODE_RANK="one"), "NODE_RANK is 'one'"),
     Fault("a number that is none", setting(1, GPUS_PER_NODE="eight"), "GPUS_PER_NODE is 'eight'"),
-    Fault(
-        "a variable of torchrun",
-        setting(1, PET_MAX_RESTARTS="3"),
-        "PET_MAX_RESTARTS would change how torchrun is",
-    ),
     Fault(
         "different GPU counts against the configuration",
         sizes_that_do_not_fit,
@@ -499,7 +501,11 @@ FAULTS = [
         "'localhost', which is 127.0.0.1 here: a loopback address",
     ),
     Fault(
-        "port taken", port_taken, "port 29600 of node 0 (node0) is taken by process", is_quick=True
+        "port taken",
+        port_taken,
+        "port 29600 of node 0 (node0) is taken by process",
+        "something answers at 10.11.7.50:29600 that is not the preflight of node 0",
+        is_quick=True,
     ),
     Fault(
         "master never comes",
@@ -526,7 +532,7 @@ FAULTS = [
     Fault(
         "another preflight",
         other_code("shardtune/cluster/node_info.py"),
-        "the code differs: distTest has digest",
+        "the code differs: shardtune/cluster has digest",
     ),
     Fault(
         "other version",

@@ -1,12 +1,12 @@
-"""The preflight through the launch scripts: faults between two nodes, each refused by its name on both of them.
+"""The preflight through the launch scripts: faults between two nodes, each named by both of them.
 
-Nodes are network namespaces with the guide's own addresses where there is root, else processes on loopback.
+Nodes are network namespaces with the guide's own addresses, or processes on loopback.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -20,12 +20,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, write_jsonl
-from helpers.documented import require_documented
+import torch.distributed as dist
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY, a_free_port, needs_namespaces
+from helpers.documented import require_error_line
 from helpers.preflight_faults import CHOOSING, FAULTS, Fault, Machine, both, clock_ahead
 
 from distTest.rehearse.namespaces import joined_nodes
-from shardtune.cluster.environment import read_settings
+from shardtune.cluster import microbenchmark, node_info
+from shardtune.cluster.child import Child
+from shardtune.cluster.control import NodeHello
+from shardtune.cluster.rendezvous import ConnectResult, say_hello
 
 INTERFACE = "enp26s0np0"
 ADDRESSES = ["10.11.7.50", "10.11.7.51", "10.11.7.52"]
@@ -88,7 +93,7 @@ def test_fault(fault: Fault, machines: list[Machine]) -> None:
         assert code == 2, output + errors
         last = errors.splitlines()[-1]
         assert last.startswith("ERROR: ") and " - " in last and words in last, output + errors
-        require_documented("preflight", last)
+        require_error_line(last)
         assert "Training Configuration" not in output
     assert time.monotonic() - started_s < ENDED_WITHIN_S
 
@@ -174,87 +179,8 @@ def test_nodes_that_agree(inputs: Callable[[str], Path]) -> None:
         pass  # torchrun is next
 
 
-@pytest.mark.full
-def test_a_third_node_where_two_were_expected(inputs: Callable[[str], Path]) -> None:
-    """Node 0 stays until it has been told too."""
-    folder, port = inputs("all"), a_free_port()
-    nodes = [
-        on_loopback(node, folder, port, NNODES="2" if node == 0 else "3", JOIN_TIMEOUT="40")
-        for node in (0, 1)
-    ]
-    time.sleep(4)
-    nodes.append(on_loopback(2, folder, port, NNODES="3", JOIN_TIMEOUT="40"))
-    for code, _, errors in map(ended, nodes):
-        assert code == 2 and "NNODES is 2 on node 0" in errors.splitlines()[-1], errors
-
-
-def test_a_hello_of_another_version(inputs: Callable[[str], Path]) -> None:
-    """It lacks what this one says of itself: the code differs, and that is what it is told."""
-    port = a_free_port()
-    master = on_loopback(0, inputs("one"), port)
-    wait_for(master, "waiting for node 1 of 2")
-    with socket.create_connection(("127.0.0.1", int(port))) as older:
-        hello = {
-            "hello": "shardtune preflight 1",
-            "node": 1,
-            "nodes": 2,
-            "host": "older",
-            "problems": [],
-        }
-        older.sendall(json.dumps(hello).encode() + b"\n")
-        said = "".join(older.makefile(encoding="utf-8"))
-    code, _, errors = ended(master)
-    assert (
-        code == 2
-        and "the code differs: distTest has digest" in errors.splitlines()[-1]
-        and "the code differs" in said
-    )
-
-
-def test_a_path_that_may_not_be_looked_at(
-    inputs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = inputs("one")
-    (folder / "config.yaml").write_text(
-        "model: {path: ./model}\ndata: {train: private/train.jsonl, max_length: 128}\n",
-        encoding="utf-8",
-    )
-
-    def refuse(path: Path, **_: bool) -> bool:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(Path, "exists", refuse)
-    found = read_settings(
-        {"NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}, ["--config", "config.yaml"]
-    )
-    (problem,) = [problem for problem in found.problems if "private" in problem]
-    assert problem.startswith("private/train.jsonl: Permission denied - ")
-    require_documented("preflight", f"ERROR: {problem}")
-
-
-def test_a_node_that_leaves_and_two_of_one_rank(inputs: Callable[[str], Path]) -> None:
-    """Three nodes: one is stopped and started again, which is no fault, and then there are two of it."""
-    folder, port = inputs("all"), a_free_port()
-    master = on_loopback(0, folder, port, NNODES="3")
-    worker = on_loopback(1, folder, port, NNODES="3")
-    wait_for(worker, "has found node 0")
-    worker.send_signal(signal.SIGINT)
-    code, _, errors = ended(worker)
-    assert (
-        code == 1
-        and errors == "ERROR: ended by SIGINT during the preflight - run the same command again\n"
-    )
-    wait_for(master, "has left again")
-    again = [on_loopback(1, folder, port, NNODES="3") for _ in range(2)]
-    for code, _, errors in map(ended, [master, *again]):
-        assert (
-            code == 2 and "ERROR: two nodes call themselves node 1: " in errors.splitlines()[-1]
-        ), errors
-
-
 @pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGTERM])
-def test_a_master_that_dies_while_a_node_waits(
+def test_a_node_0_that_dies_while_another_node_waits(
     cause: signal.Signals, inputs: Callable[[str], Path]
 ) -> None:
     folder, port = inputs("all"), a_free_port()
@@ -264,8 +190,27 @@ def test_a_master_that_dies_while_a_node_waits(
     master.send_signal(cause)
     code, _, errors = ended(worker)
     assert code == 2 and "ended while node 1" in errors.splitlines()[-1]
-    require_documented("preflight", errors.splitlines()[-1])
-    assert ended(master)[0] == (1 if cause == signal.SIGTERM else -signal.SIGKILL)
+    require_error_line(errors.splitlines()[-1])
+    code, _, errors = ended(master)
+    assert code == (1 if cause == signal.SIGTERM else -signal.SIGKILL)
+    if cause == signal.SIGTERM:
+        line = "ERROR: ended by SIGTERM during the preflight - run the same command again\n"
+        assert errors == line
+
+
+@pytest.mark.full
+def test_nodes_that_miss_each_other_say_why_within_60_s(inputs: Callable[[str], Path]) -> None:
+    """They have different ports, and go on waiting."""
+    folder, started_s = inputs("all"), time.monotonic()
+    nodes = [on_loopback(node, folder, a_free_port()) for node in (0, 1)]
+    for node in nodes:
+        wait_for(node, "Likely by now: ")
+        assert time.monotonic() - started_s < 60
+    time.sleep(2)
+    for node in nodes:
+        assert node.poll() is None
+        node.kill()
+        node.communicate()
 
 
 @pytest.mark.full
@@ -301,21 +246,7 @@ def test_a_node_0_that_is_stopped_while_others_wait(inputs: Callable[[str], Path
     assert code == 2 and re.match(
         r"ERROR: node 0 \(.+\) has said nothing for 20 s, ", errors.splitlines()[-1]
     ), errors
-    require_documented("preflight", errors.splitlines()[-1])
-
-
-@pytest.mark.full
-def test_a_worker_of_another_run(inputs: Callable[[str], Path]) -> None:
-    """Its side door is this run's master port: neither takes the other for its own."""
-    folder, port = inputs("all"), int(a_free_port()) % 20_000 + 20_000
-    worker = on_loopback(1, folder, str(port), JOIN_TIMEOUT="14")
-    master = on_loopback(0, folder, str(port + 1000), JOIN_TIMEOUT="16")
-    for node, words in (
-        (worker, f"no node 0 came to 127.0.0.1:{port}"),
-        (master, "node 1 of 2 did not come"),
-    ):
-        code, _, errors = ended(node)
-        assert code == 2 and words in errors.splitlines()[-1], errors
+    require_error_line(errors.splitlines()[-1])
 
 
 @pytest.mark.full
@@ -332,30 +263,6 @@ def test_master_at_a_second_address(address: str, machines: list[Machine]) -> No
         ended(process, 240) for process in [machine.start() for machine in machines]
     ]:
         assert code == 0, output + errors
-
-
-def test_a_child_dies_with_its_parent() -> None:
-    """At once, whatever it is doing, as a rank within a collective."""
-    program = (
-        "import os, time; from shardtune.cluster.children import Child\n"
-        "def work(link): print(os.getpid(), flush=True); time.sleep(99)\n"
-        "child = Child('a child', work); time.sleep(99)"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE
-    )
-    assert parent.stdout is not None
-    child = Path("/proc") / parent.stdout.readline().strip()
-    assert child.exists()
-    parent.kill()
-    parent.communicate(timeout=10)  # which ends when nobody holds its output any more
-
-
-def test_a_stale_process_holds_the_port(inputs: Callable[[str], Path]) -> None:
-    with socket.create_server(("0.0.0.0", 0)) as stale:
-        node = on_loopback(0, inputs("one"), str(stale.getsockname()[1]), NNODES="1")
-        code, _, errors = ended(node)
-    assert code == 2 and f"is taken by process {os.getpid()} (`" in errors.splitlines()[-1]
 
 
 @pytest.mark.full
@@ -375,13 +282,72 @@ def test_ranks_that_fail(inputs: Callable[[str], Path]) -> None:
         assert code == 2 and "the rendezvous of the ranks failed" in last and "eth77" in last, (
             errors
         )
-        require_documented("preflight", last)
+        require_error_line(last)
 
 
-def test_a_python_without_the_packages(tmp_path: Path) -> None:
+def test_a_child_dies_with_its_parent() -> None:
+    """At once, whatever it is doing, as a rank within a collective."""
+    program = (
+        "import os, time; from shardtune.cluster.child import Child\n"
+        "def work(pipe): print(os.getpid(), flush=True); time.sleep(99)\n"
+        "child = Child('a child', work); time.sleep(99)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child = Path("/proc") / parent.stdout.readline().strip()
+    assert child.exists()
+    parent.kill()
+    parent.communicate(timeout=10)  # which ends when nobody holds its output any more
+
+
+def test_a_child_that_ends_without_a_message() -> None:
+    child = Child("node 0 (host0)", lambda pipe: os._exit(3))
+    (problem,) = child.result()["problems"]
+    child.end()
+    assert problem == "node 0 (host0) ended without a message (exit code 3) - see above"
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_info, "_GPU_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(node_info, "_report_gpus", lambda pipe: time.sleep(99))
+    (problem,) = node_info._gpus()["problems"]
+    assert problem.startswith("the look at the GPUs took more than 0 s - ")
+    require_error_line(f"ERROR: {problem}")
+
+
+def test_a_rank_that_does_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one never comes."""
+    monkeypatch.setattr(microbenchmark, "_ALL_TIMEOUT_S", 1.0)
+    job = {"logs": str(tmp_path), "node": 0, "name": "node 0 (host0)", "sizes": [1, 1]}
+    job |= {"device": "CPU", "address": "127.0.0.1", "port": int(a_free_port())}
+    (problem,) = microbenchmark.measure(job)["problems"]
+    start = (
+        "node 0 (host0), rank 0 did not finish within 1 s, it was in the rendezvous of the ranks"
+    )
+    assert problem.startswith(start)
+    require_error_line(f"ERROR: {problem}")
+
+
+@pytest.mark.full
+def test_the_store_of_a_running_job_is_a_stranger() -> None:
+    """torchrun's store answers at MASTER_PORT, and serves its job afterwards too."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    me = NodeHello(1, 2, "host1", "127.0.0.1", store.port, "token", "digest")
+    result = asyncio.run(say_hello(me, "127.0.0.1", store.port))
+    assert isinstance(result, ConnectResult) and result.kind == "stranger"
+    store.set("still", "serves")
+
+
+@pytest.mark.parametrize("command", [["./launch_node0.sh"], ["python", "-m", "distTest.preflight"]])
+def test_a_python_without_the_packages(command: list[str], tmp_path: Path) -> None:
     venv.create(tmp_path / "empty", with_pip=False)
+    if command[0] == "python":
+        command = [str(tmp_path / "empty/bin/python"), *command[1:]]
     done = subprocess.run(
-        [REPOSITORY / "launch_node0.sh"],
+        command,
+        cwd=REPOSITORY,
         env=os.environ | {"VIRTUAL_ENV": str(tmp_path / "empty"), "NNODES": "1"},
         capture_output=True,
         text=True,
@@ -390,6 +356,5 @@ def test_a_python_without_the_packages(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert re.fullmatch(
-        r"ERROR: \S+/empty/bin/python has no torch, .*, yaml - activate .*\n", done.stderr
+        r"ERROR: \S+/empty/bin/python has no torch, .* - activate .*\n", done.stderr
     )
-    require_documented("preflight", done.stderr.strip())

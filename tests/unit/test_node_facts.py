@@ -1,17 +1,17 @@
-"""What the preflight makes of the facts of its nodes, here made up: differences that it refuses, and those that it
-warns of."""
+"""The facts of a node, what the preflight makes of those of several, and of its measurements."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.documented import require_documented
+from helpers.documented import require_error_line
 
-from shardtune.cluster import compare
-from shardtune.cluster import microbenchmark as ranks
-from shardtune.cluster import node_info as facts
+from shardtune.cluster import compare, microbenchmark, node_info
+from shardtune.cluster.environment import Environment, read_environment
 
 FACTS: dict[str, Any] = {
     "versions": {"torch": "2.13.0"},
@@ -37,7 +37,7 @@ FACTS: dict[str, Any] = {
     "shm_bytes": 1e11,
     "nofile": 1 << 20,
     "memlock": -1,
-    "has_rdma": True,
+    "rdma_ports": "mlx5_0:1",
 }
 
 
@@ -82,7 +82,7 @@ def test_facts_that_are_refused(different: dict[str, Any], words: str) -> None:
     problems = compare.problems_of_files(facts, names) + compare.problems_of_machines(facts, names)
     assert [words in problem for problem in problems] == [True] * bool(different)
     for problem in problems:
-        require_documented("preflight", f"ERROR: {problem}")
+        require_error_line(f"ERROR: {problem}")
 
 
 def test_a_run_directory_that_some_nodes_share() -> None:
@@ -91,7 +91,7 @@ def test_a_run_directory_that_some_nodes_share() -> None:
     assert problem.startswith(
         "run.dir runs/config is one directory on node 0 (a), node 1 (b) and another on node 2 (c)"
     )
-    require_documented("preflight", f"ERROR: {problem}")
+    require_error_line(f"ERROR: {problem}")
     alone = FACTS | {"shares_run_dir": False}
     assert not compare.problems_of_files([FACTS, alone, alone], names)  # each has a disk of its own
 
@@ -102,7 +102,7 @@ def test_the_first_differences_are_said_last() -> None:
         [FACTS, FACTS | {"code": code}], ["node 0 (a)", "node 1 (b)"]
     )
     assert problems[0].startswith("4 more differences in code - ") and len(problems) == 11
-    require_documented("preflight", f"ERROR: {problems[0]}")
+    require_error_line(f"ERROR: {problems[0]}")
 
 
 @pytest.mark.parametrize(("key", "kind"), [("data.train", "data"), ("model.path", "model")])
@@ -112,7 +112,7 @@ def test_files_of_another_path(key: str, kind: str) -> None:
     def node(path: str, digest: str) -> dict[str, Any]:
         data = {f"{other}: a.jsonl": digest for other in ("data.train", "data.eval")}
         config = FACTS["config"] | {"data.train": "x", "model.path": "y", key: path}
-        return FACTS | {"data": data, "model": {"config.json": {"told": digest}}, "config": config}
+        return FACTS | {"data": data, "model": {"config.json": {"shown": digest}}, "config": config}
 
     names = ["node 0 (a)", "node 1 (b)"]
     *others, last = compare.problems_of_files(
@@ -155,16 +155,119 @@ def test_facts_that_are_warned_of(different: dict[str, Any], words: str) -> None
     assert [words in warning for warning in found] == [True] * bool(words)
 
 
-def test_a_slow_device() -> None:
-    figures = [{"flops": [6e14, 6.1e14]}, {"flops": [4.6e14, 5.9e14]}]
-    (warning,) = ranks.slow_devices(figures, ["node 0 (a)", "node 1 (b)"])
-    assert warning.startswith("node 1 (b): device 0 is slow, its GEMM runs at 460 TFLOP/s")
+@pytest.mark.parametrize(
+    ("figure", "rdma_ports", "words"),
+    [
+        ({}, "mlx5_0:1", ""),
+        (
+            {"flops": [4.6e14, 5.9e14]},
+            "mlx5_0:1",
+            "node 1 (b): device 0 is slow, its GEMM runs at 460 TFLOP/s",
+        ),
+        (
+            {"transport": "sockets"},
+            "mlx5_0:1",
+            "node 1 (b): NCCL uses sockets although RDMA ports are active (mlx5_0:1): steps may be",
+        ),
+        ({"transport": "sockets"}, "", ""),
+    ],
+)
+def test_measurements_that_are_warned_of(
+    figure: dict[str, Any], rdma_ports: str, words: str
+) -> None:
+    figures = [{"flops": [6e14, 6.1e14], "transport": "RoCE"}] * 2
+    warnings = microbenchmark.warnings_of(
+        [figures[0], figures[1] | figure],
+        [FACTS, FACTS | {"rdma_ports": rdma_ports}],
+        ["node 0 (a)", "node 1 (b)"],
+    )
+    assert [words in warning for warning in warnings] == [True] * bool(words)
+
+
+@pytest.mark.parametrize(
+    ("line", "transport"),
+    [
+        (
+            "NET/IB : Using [0]mlx5_0:1/RoCE [1]mlx5_1:1/RoCE [RO]; OOB enp26s0np0:10.11.7.50<0>",
+            "RoCE",
+        ),
+        ("NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB enp26s0np0:10.11.7.50<0>", "InfiniBand"),
+        ("NET/Socket : Using [0]enp26s0np0:10.11.7.50<0>", "sockets"),
+        ("Bootstrap: Using enp26s0np0:10.11.7.50<0>", ""),
+    ],
+)
+def test_the_transport_is_the_one_that_nccl_names(line: str, transport: str) -> None:
+    log = (
+        f"host:7:7 [0] NCCL INFO Bootstrap: Using lo:127.0.0.1<0>\nhost:7:9 [0] NCCL INFO {line}\n"
+    )
+    assert microbenchmark.transport(log) == transport
+
+
+def test_the_table_names_the_transport() -> None:
+    figure = {"inside": 3e11, "between": 4e10, "latency_s": 3e-5, "flops": [6e14, 7e14]}
+    figures = [figure | {"transport": "RoCE"}] * 2
+    head, first, second = microbenchmark.table(figures, ["8 x H100"] * 2, ["a", "b"])
+    assert "  of all nodes (RoCE)  latency" in head
+    cells = ["0", "a", "8 x H100", "300 GB/s", "40 GB/s", "30 us", "600..700 TFLOP/s"]
+    assert re.split(r"\s{2,}", first) == cells
+    assert second.split()[:2] == ["1", "b"]
+
+
+def test_rdma_ports_are_those_that_the_kernel_calls_active(tmp_path: Path) -> None:
+    states = {"mlx5_0/ports/1": "4: ACTIVE\n", "mlx5_0/ports/2": "1: DOWN\n"}
+    for port, state in (states | {"mlx5_1/ports/1": "4: ACTIVE\n"}).items():
+        (tmp_path / port).mkdir(parents=True)
+        (tmp_path / port / "state").write_text(state, encoding="utf-8")
+    assert node_info._rdma_ports(tmp_path) == "mlx5_0:1, mlx5_1:1"
+    assert node_info._rdma_ports(tmp_path / "none") == ""
+
+
+def test_packages_on_which_tokens_or_numbers_depend_are_compared(tmp_path: Path) -> None:
+    versions = node_info.facts_of_files(environment(f"run.dir={tmp_path}"))["versions"]
+    names = {"torch", "transformers", "tokenizers", "datasets", "accelerate", "safetensors"}
+    assert names | {"numpy", "jinja2", "Python"} == versions.keys()
+    for package in versions:
+        different = FACTS | {"versions": versions | {package: "0.1"}}
+        (line,) = compare.problems_of_files([FACTS | {"versions": versions}, different], ["a", "b"])
+        assert line == (
+            f"{package} is {versions[package]} on a and 0.1 on b - "
+            "install the same requirements.txt on every node"
+        )
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_info, "_gpus", lambda: {"gpus": FACTS["gpus"][:1]})
+    (problem,) = node_info.facts_of_machine(environment())["problems"]
+    assert "GPUS_PER_NODE is 8 and 1 GPUs are visible - " in problem
+    require_error_line(f"ERROR: {problem}")
+
+
+def test_the_nccl_that_is_loaded_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may have been built with another one."""
+
+    class Library:
+        def __init__(self, name: str, mode: int) -> None:
+            assert (name, mode) == ("libnccl.so.2", os.RTLD_NOLOAD)
+
+        def ncclGetVersion(self, number: Any) -> None:  # a name of NCCL's
+            number._obj.value = 22805
+
+    monkeypatch.setattr("ctypes.CDLL", Library)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
+    monkeypatch.setattr(node_info, "_gpus", lambda: {"gpus": []})
+    libraries = node_info.facts_of_machine(environment())["libraries"]
+    assert libraries == {"CUDA": "13.0", "NCCL": "2.28.5"}
+
+
+def environment(*arguments: str) -> Environment:
+    return read_environment({"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}, arguments)
 
 
 def test_only_files_that_are_read_are_compared(tmp_path: Path) -> None:
     for name in ("train.jsonl", "NOTES.txt"):
         (tmp_path / name).touch()
-    found = vars(facts)["_data"](
+    found = node_info._data(
         {"data.train": str(tmp_path), "data.eval": str(tmp_path / "train.jsonl")}, []
     )
     assert list(found) == ["data.train: train.jsonl", "data.eval: train.jsonl"]
@@ -179,15 +282,15 @@ def test_weights_are_compared_whole_or_it_is_said(
     def told() -> tuple[str, list[str]]:
         remarks: list[str] = []
         file.write_bytes(content)
-        return vars(facts)["_model"](tmp_path, remarks)[file.name]["told"], remarks
+        return node_info._model(tmp_path, remarks)[file.name]["shown"], remarks
 
     before, remarks = told()
     content[len(content) // 2 + (1 << 20)] ^= 1  # between two samples
     assert told()[0] != before and not remarks
-    monkeypatch.setattr(facts, "_WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(node_info, "_WHOLE_BYTES", 1 << 20)
     _, remarks = told()
     assert remarks == [
-        "the model's weights: over 0 GiB, so samples of each file are compared, and its size"
+        "the model's weights: over 0 GiB, so each file's size and samples are compared"
     ]
 
 
@@ -196,7 +299,7 @@ def test_data_that_is_too_large_to_read_is_sampled(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     content = bytearray(20 << 20)
     file.write_bytes(content)
-    whole, sampled = (facts.digest(file, is_whole) for is_whole in (True, False))
+    whole, sampled = (node_info.digest(file, is_whole) for is_whole in (True, False))
     content[-1] = 1
     file.write_bytes(content)
-    assert facts.digest(file, True) != whole and facts.digest(file, False) != sampled
+    assert node_info.digest(file, True) != whole and node_info.digest(file, False) != sampled
