@@ -1,4 +1,4 @@
-"""Small runs with checkpoints: their inputs, and what two of them are compared by."""
+"""Small runs with checkpoints: their inputs, and how two of them are compared."""
 
 from __future__ import annotations
 
@@ -25,21 +25,27 @@ MEASURED = {"seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes
 CONSTANT = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "train.epochs=9")
 
 
-def write_inputs(folder: Path, model: Path, dropout: float = 0.0, records: int = 37) -> Path:
-    """What SETTINGS name: a copy of the model, with that much attention dropout, and chats. The run is in `run`."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text("run: {dir: run}\n", encoding="utf-8")
-    copied = Path(shutil.copytree(model, folder / "model"))
-    config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
-    (copied / "config.json").write_text(
+def with_dropout(model: Path, copy: Path, dropout: float) -> Path:
+    """Copy a model, with that much attention dropout in its configuration."""
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+    (copy / "config.json").write_text(
         json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8"
     )
+    return copy
+
+
+def write_inputs(folder: Path, model: Path, dropout: float = 0.0, records: int = 37) -> Path:
+    """Write what SETTINGS name: the model, with that much dropout, and chats. The run is in `run`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("run: {dir: run}\n", encoding="utf-8")
+    with_dropout(model, folder / "model", dropout)
     write_jsonl(folder / "train.jsonl", chats(records))
     return folder
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` says of the steps, but for how fast they were and in how much memory."""
+    """Return the steps in `metrics.jsonl` without their speed and memory."""
     return [
         {key: value for key, value in entry.items() if key not in MEASURED}
         for entry in read_metrics(run_dir, "step")
@@ -47,7 +53,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
-    """Of every file in a folder and those below it, by its path there."""
+    """Return the digest of every file below a folder, by its path there."""
     return {
         str(path.relative_to(folder)): xxhash.xxh3_128(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob(pattern))
@@ -64,7 +70,7 @@ def names(folder: Path) -> list[str]:
 
 
 def close_to(steps: list[dict[str, float]]) -> list[object]:
-    """The same steps over the same tokens; losses and norms to 1e-5."""
+    """Expect the same steps over the same tokens; losses and norms to 1e-5."""
     return [
         step | {key: pytest.approx(step[key], rel=1e-5, abs=1e-5) for key in ("loss", "grad_norm")}
         for step in steps

@@ -1,4 +1,4 @@
-"""One run as its user sees it: its lines, its files and its end, and how it goes on after a kill."""
+"""One run as its user sees it: its lines, its files and its end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import math
 import os
 import pty
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from conftest import REPOSITORY, chats, launch, read_metrics, write_jsonl
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY, launch, read_metrics
 from helpers.ranks import train
-from helpers.small_runs import MEASURED, steps_of
+from helpers.small_runs import MEASURED, with_dropout
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -57,8 +56,8 @@ KINDS = {
 Completed = subprocess.CompletedProcess[str]
 
 
-def said(output: str) -> list[tuple[str, re.Match[str]]]:
-    """The lines of the shapes above, in their order."""
+def contract_lines(output: str) -> list[tuple[str, re.Match[str]]]:
+    """Return the lines of the shapes above, in their order."""
     return [
         (kind, match)
         for line in output.splitlines()
@@ -74,19 +73,10 @@ def write_inputs(folder: Path, model: Path) -> Path:
     return folder
 
 
-def with_dropout(folder: Path, model: Path) -> Path:
-    copied = Path(shutil.copytree(model, folder / "model"))
-    config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
-    (copied / "config.json").write_text(
-        json.dumps(config | {"attention_dropout": 0.2}), encoding="utf-8"
-    )
-    return copied
-
-
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    return write_inputs(folder, with_dropout(folder, models["llama"]))
+    return write_inputs(folder, with_dropout(models["llama"], folder / "model", 0.2))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +91,7 @@ def whole(inputs: Path) -> Completed:
 
 
 def test_every_line_has_its_shape_and_its_place(inputs: Path, whole: Completed) -> None:
-    lines = said(whole.stdout)
+    lines = contract_lines(whole.stdout)
     total = int(dict(lines)["plan"][2])
     assert total == 2 * int(dict(lines)["plan"][1])
     expected = ["effective", "plan", "baseline"]
@@ -129,7 +119,7 @@ def test_every_line_has_its_shape_and_its_place(inputs: Path, whole: Completed) 
 
 
 def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> None:
-    lines, run_dir = said(whole.stdout), inputs / "runs/config"
+    lines, run_dir = contract_lines(whole.stdout), inputs / "runs/config"
     steps, evals = read_metrics(run_dir, "step"), read_metrics(run_dir, "eval")
     assert [match.groups()[2:] for kind, match in lines if kind == "step"] == [
         (f"{step['loss']:.4f}", f"{step['grad_norm']:.3f}", f"{step['lr']:.2e}") for step in steps
@@ -173,7 +163,7 @@ def test_the_written_configuration_is_the_one_that_ran(inputs: Path, whole: Comp
 
 def test_checkpoints_are_readable_by_safetensors_alone(inputs: Path, whole: Completed) -> None:
     checkpoints = sorted((inputs / "runs/config/checkpoints").iterdir())
-    saved = [match[1] for kind, match in said(whole.stdout) if kind == "saved"]
+    saved = [match[1] for kind, match in contract_lines(whole.stdout) if kind == "saved"]
     assert [path.name for path in checkpoints] == [f"checkpoint_{step}" for step in saved[-2:]]
     newest = checkpoints[-1]
     assert {path.name for path in newest.iterdir()} == {
@@ -212,70 +202,13 @@ def test_checkpoints_are_readable_by_safetensors_alone(inputs: Path, whole: Comp
         ].keys()
 
 
-def kill(run: subprocess.Popen[str]) -> None:
-    """End torchrun and its ranks so that none of them can do anything about it."""
-    ranks = [
-        int(pid)
-        for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children")
-        .read_text(encoding="utf-8")
-        .split()
-    ]
-    assert len(ranks) >= 2
-    for pid in (run.pid, *ranks):
-        os.kill(pid, signal.SIGKILL)
-    run.communicate()
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        time.sleep(0.01)
-
-
-def test_a_killed_run_goes_on_as_if_nothing_had_been(inputs: Path, whole: Completed) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(REPOSITORY / "train_fsdp.py"),
-        "--config",
-        "config.yaml",
-        "run.dir=runs/killed",
-    ]
-    killed = subprocess.Popen(
-        command, cwd=inputs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert killed.stdout is not None
-    before = []
-    for line in killed.stdout:
-        before.append(line)
-        if line.startswith("Step 11/"):  # mid-epoch, two steps behind checkpoint 9
-            break
-    kill(killed)
-    assert "Saved checkpoint_0000009\n" in before
-
-    again = train(2, "run.dir=runs/killed", cwd=inputs)
-    assert again.returncode == 0, again.stderr
-    kinds = [kind for kind, _ in said(again.stdout)]
-    assert kinds.count("resumed") == 1 and "baseline" not in kinds
-    assert "Resumed from checkpoint_0000009\n" in again.stdout
-    one, other = inputs / "runs/config", inputs / "runs/killed"
-    assert steps_of(one) == steps_of(other)
-    assert read_metrics(one, "eval") == read_metrics(other, "eval")
-    newest = max((one / "checkpoints").iterdir()).name
-    for name in (
-        f"checkpoints/{newest}/rank_00000.safetensors",
-        f"checkpoints/{newest}/rank_00001.safetensors",
-        "model/model.safetensors",
-    ):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
-
-
 def losses(run_dir: Path) -> list[float]:
     return [entry["loss"] for kind in ("step", "eval") for entry in read_metrics(run_dir, kind)]
 
 
 def test_every_launcher_gives_the_same_run(tmp_path: Path, models: dict[str, Path]) -> None:
     write_inputs(tmp_path, models["llama"])
-    assert train(2, "run.dir=runs/torchrun", "train.max_steps=3", cwd=tmp_path).returncode == 0
+    assert train(2, "run.dir=runs/torchrun", "train.max_steps=2", cwd=tmp_path).returncode == 0
 
     # With --cpu it starts one process, however many it is asked for.
     accelerate = [
@@ -289,7 +222,7 @@ def test_every_launcher_gives_the_same_run(tmp_path: Path, models: dict[str, Pat
         "--dynamo_backend=no",
         "--main_process_port=0",
     ]
-    script = [str(REPOSITORY / "train_fsdp.py"), "--config", "config.yaml", "train.max_steps=3"]
+    script = [str(REPOSITORY / "train_fsdp.py"), "--config", "config.yaml", "train.max_steps=2"]
     by_accelerate = subprocess.run(
         [*accelerate, *script, "run.dir=runs/accelerate"],
         cwd=tmp_path,
@@ -385,7 +318,7 @@ def test_what_is_switched_off_is_said(tmp_path: Path, models: dict[str, Path]) -
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    lines = said(done.stdout)
+    lines = contract_lines(done.stdout)
     assert [match[1] for kind, match in lines if kind == "step"] == ["2", "4", "5"]
     assert [match[1] for kind, match in lines if kind == "saved"] == ["0000005"]
     assert not {"baseline", "eval"} & set(dict(lines))

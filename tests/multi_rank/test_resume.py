@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import read_metrics
+from helpers.chats import chats, write_jsonl
+from helpers.commands import read_metrics
+from helpers.plain_training import (
+    assert_same_weights,
+    encode,
+    plain_training,
+    sharpen,
+    uneven_chats,
+    with_weights,
+)
+from helpers.plain_training import settings as exact_settings
 from helpers.ranks import on_ranks, run_script, train, train_until
 from helpers.small_runs import (
     CONSTANT,
     SETTINGS,
-    checkpoint,
     close_to,
     digests,
-    names,
     steps_of,
     write_inputs,
 )
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
-import shardtune.model.build
 import shardtune.training.evaluate
-from shardtune.checkpoint import durable_fs as disk
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,9 @@ def test_a_run_that_is_killed_again_and_again(
 ) -> None:
     """With dropout, accumulation and packing, and a save under way when it is killed, as often as not."""
     settings = (*SETTINGS, "train.gradient_accumulation_steps=2", "checkpoint.every_steps=2")
+    settings += ("train.epochs=2", "data.eval=eval.jsonl", "eval.every_steps=3")
     write_inputs(tmp_path, models[name], dropout=0.2)
+    write_jsonl(tmp_path / "eval.jsonl", chats(3, seed=1))
     assert train(ranks, *settings, "run.dir=whole", cwd=tmp_path).returncode == 0
     expected = steps_of(tmp_path / "whole")
     total = len(expected)
@@ -59,7 +66,9 @@ def test_a_run_that_is_killed_again_and_again(
         train_until(step, source.uniform(0, 0.03), ranks, *settings, cwd=tmp_path)
     done = train(ranks, *settings, cwd=tmp_path)
     assert done.returncode == 0 and "Resumed from" in done.stdout, done.stderr
+    assert "Baseline" not in done.stdout
     assert steps_of(tmp_path / "run") == expected
+    assert read_metrics(tmp_path / "run", "eval") == read_metrics(tmp_path / "whole", "eval")
     assert len({step["loss"] for step in expected}) == total
     for folder in (f"checkpoints/checkpoint_{total:07d}", "model"):
         written = digests(tmp_path / "run" / folder, "*.safetensors")
@@ -69,7 +78,7 @@ def test_a_run_that_is_killed_again_and_again(
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("llama", (1, 2, 3, 1)),
+        ("llama", (1, 3, 2)),
         (
             "glm",
             (4, 2),
@@ -77,6 +86,7 @@ def test_a_run_that_is_killed_again_and_again(
         *(
             pytest.param(name, sizes, marks=pytest.mark.full)
             for name, sizes in (
+                ("llama", (1, 2, 3, 1)),
                 ("qwen3", (1, 2, 3, 1)),
                 ("glm", (1, 2, 3, 1)),
                 ("llama", (4, 2)),
@@ -221,181 +231,25 @@ def test_saving_does_not_change_training(
     )
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
-    """A folder with a run of two ranks and two steps that is at its end."""
-    folder = write_inputs(tmp_path_factory.mktemp("finished"), models["glm"])
-    assert train(2, *SETTINGS, *CONSTANT, "train.max_steps=2", cwd=folder).returncode == 0
-    return folder
-
-
-@pytest.fixture
-def folder(finished: Path, tmp_path: Path) -> Path:
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    return tmp_path
-
-
-MAY_CHANGE = {
-    "run.ignore_plan": ("false", "true"),
-    "train.epochs": ("9", "8"),
-    "train.max_steps": ("2", "3"),
-    "train.micro_batch_size": ("1", "2"),
-    "train.gradient_accumulation_steps": ("1", "3"),
-    "eval.baseline": ("true", "false"),
-    "eval.every_steps": ("0", "7"),
-    "checkpoint.every_steps": ("500", "1"),
-    "checkpoint.keep": ("2", "1"),
-    "checkpoint.mode": ('"async"', '"sync"'),
-    "export.final": ("true", "false"),
-    "export.dtype": ('"source"', '"float16"'),
-    "logging.every_steps": ("1", "2"),
-    "distributed.backend": ('"auto"', '"gloo"'),
-    "distributed.join_timeout_s": ("300.0", "30.0"),
-    "distributed.step_timeout_s": ("600.0", "60.0"),
-    "distributed.save_timeout_s": ("3600.0", "90.0"),
-    "model.activation_checkpointing": ('"none"', '"full"'),
-    "model.attention": ('"auto"', '"eager"'),
-    "train.max_grad_norm": ("1.0", "2.0"),
-    "optimizer.lr": ("0.001", "0.002"),
-    "scheduler.name": ('"constant"', '"cosine"'),
-    "scheduler.warmup_ratio": ("0.0", "0.1"),
-    "scheduler.min_lr_ratio": ("0.1", "0.2"),
-}
-MAY_NOT_CHANGE = {
-    "run.seed": ("1234", "7"),
-    "model.init": ('"pretrained"', '"random"'),
-    "model.compute_dtype": ('"float32"', '"auto"'),
-    "model.reduce_dtype": ('"float32"', '"bfloat16"'),
-    "data.eval": ("null", '"train.jsonl"'),
-    "data.eval_fraction": ("0.0", "0.5"),
-    "data.max_length": ("128", "64"),
-    "data.overflow": ('"truncate"', '"split"'),
-    "data.loss_on": ('"assistant"', '"all"'),
-    "data.packing": ("true", "false"),
-    "optimizer.betas": ("[0.9, 0.95]", "[0.9, 0.99]"),
-    "optimizer.eps": ("1e-08", "1e-07"),
-    "optimizer.weight_decay": ("0.0", "0.1"),
-    "lora.alpha": ("null", "8.0"),
-}
-
-
-def assigned(changes: dict[str, tuple[str, str]]) -> list[str]:
-    """The settings of the finished run, with these changes."""
-    before = dict(setting.split("=", 1) for setting in (*SETTINGS, *CONSTANT, "train.max_steps=2"))
-    return [
-        f"{key}={value}"
-        for key, value in (before | {key: new for key, (_, new) in changes.items()}).items()
-    ]
-
-
-def test_what_may_change_is_said(folder: Path) -> None:
-    done = train(1, *assigned(MAY_CHANGE), cwd=folder)
+def test_a_resume_with_another_learning_rate_keeps_weights_and_moments(
+    tmp_path: Path, models: dict[str, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Two steps at 3e-3; then the line from 2e-3 to its half over five steps, at steps 3 to 5."""
+    model = with_weights(models["llama"], tmp_path / "sharp", sharpen)
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    common = exact_settings(model, data, tmp_path / "run", "train.gradient_accumulation_steps=4")
+    assert train(2, *common, "train.epochs=2", cwd=tmp_path).returncode == 0
+    new = ("optimizer.lr=2e-3", "scheduler.name=linear", "scheduler.min_lr_ratio=0.5")
+    changed = dict(setting.split("=", 1) for setting in (*common, *new, "train.epochs=5"))
+    done = train(2, *(f"{key}={value}" for key, value in changed.items()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    said = [
-        line
-        for line in done.stdout.splitlines()
-        if line.startswith("Changed since checkpoint_0000002: ")
-    ]
-    assert sorted(line.split(": ", 1)[1] for line in said) == sorted(
-        [f"{key} was {old}, is {new}" for key, (old, new) in MAY_CHANGE.items()]
-        + ["world size was 2, is 1"]
-    )
-    assert names(folder / "run/checkpoints") == ["checkpoint_0000003"]
-
-
-def test_what_may_not_change_is_refused_with_both_values(folder: Path) -> None:
-    before = digests(folder / "run")
-    done = train(2, *assigned(MAY_NOT_CHANGE), cwd=folder)
-    assert done.returncode == 2 and digests(folder / "run") == before
-    for key, (old, new) in MAY_NOT_CHANGE.items():
-        assert f"ERROR: {key} is {new} and was {old} in checkpoint_0000002 - " in done.stderr
-    assert done.stderr.count("ERROR: ") == len(MAY_NOT_CHANGE)
-
-
-def test_another_model_is_refused_with_both_values(folder: Path) -> None:
-    before = digests(folder / "run")
-    file = folder / "model/config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(
-        json.dumps(settings | {"rms_norm_eps": 0.5, "max_position_embeddings": 4096}),
-        encoding="utf-8",
-    )
-    done = train(2, *SETTINGS, *CONSTANT, "train.max_steps=4", cwd=folder)
-    assert done.returncode == 2 and digests(folder / "run") == before
-    for key, new in (("max_position_embeddings", 4096), ("rms_norm_eps", 0.5)):
-        old = json.dumps(settings[key])
-        assert (
-            f"ERROR: {key} of the model's config.json is {new} and was {old} in checkpoint_0000002 - "
-            in done.stderr
-        )
-    assert done.stderr.count("ERROR: ") == 2
-
-
-def test_what_garbles_the_metrics_does_not_stop_a_resume(folder: Path) -> None:
-    metrics = folder / "run/metrics.jsonl"
-    kept = metrics.read_bytes()
-    metrics.write_bytes(kept + b'\xff\xfe\n17\n{"kind": "step"}\n' + bytes(100) + b'\n{"kind": "st')
-    done = train(2, *SETTINGS, *CONSTANT, "train.max_steps=3", cwd=folder)
-    assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, done.stderr
-    assert metrics.read_bytes().startswith(kept)
-    assert [step["step"] for step in steps_of(folder / "run")] == [1, 2, 3]
-
-
-def run_script_without_a_model(arguments: list[str]) -> None:
-    def build_model(*_: object) -> None:
-        raise AssertionError("the model was built")
-
-    shardtune.model.build.build_model = build_model
-    run_script(arguments)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "lost"),
-    [(2, "."), (1, "model.safetensors"), pytest.param(3, "config.json", marks=pytest.mark.full)],
-)
-def test_a_finished_run_writes_its_model_again(ranks: int, lost: str, folder: Path) -> None:
-    run_dir = folder / "run"
-    checkpoints, model = digests(run_dir / "checkpoints"), digests(run_dir / "model")
-    metrics = (run_dir / "metrics.jsonl").read_bytes()
-    disk.delete(run_dir / "model" / lost)
-
-    def again(dtype: str) -> str:
-        arguments = [
-            "--config",
-            "config.yaml",
-            *SETTINGS,
-            *CONSTANT,
-            "train.max_steps=2",
-            f"export.dtype={dtype}",
-        ]
-        done = on_ranks(ranks, run_script_without_a_model, arguments, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1].startswith(
-            "Finished: checkpoint_0000002 is the last of 2 steps."
-        )
-        return done.stdout
-
-    assert "Saved the final model in run/model\n" in again("source")
-    assert digests(run_dir / "model") == model
-    assert "Saved the final model" not in again("source")
-    assert "Saved the final model in run/model\n" in again("float16")
-    assert (
-        json.loads((run_dir / "model/config.json").read_text(encoding="utf-8"))["dtype"]
-        == "float16"
-    )
-    assert (
-        digests(run_dir / "checkpoints") == checkpoints
-        and (run_dir / "metrics.jsonl").read_bytes() == metrics
-    )
-    kept = [name for name in names(run_dir) if not name.startswith("model.aside")]
-    assert kept == [".lock", "checkpoints", "config.yaml", "metrics.jsonl", "model"]
-
-
-def test_what_a_killed_run_left_is_collected_though_it_was_finished(folder: Path) -> None:
-    """The last save had been committed, and the deletion of an older checkpoint was interrupted."""
-    deleting = checkpoint(folder / "run", 1).with_name(".checkpoint_0000001.deleting")
-    deleting.mkdir()
-    (deleting / "rank_00001.safetensors").write_bytes(b"half")
-    done = train(2, *SETTINGS, *CONSTANT, "train.max_steps=2", cwd=folder)
-    assert done.returncode == 0 and "Finished: " in done.stdout
-    assert names(folder / "run/checkpoints") == ["checkpoint_0000002"]
+    for change in ("optimizer.lr was 0.003, is 0.002", 'name was "constant", is "linear"'):
+        assert f"{change}\n" in done.stdout
+    rates = [3e-3, 3e-3, 1.4e-3, 1.2e-3, 1e-3]
+    records = [encode(tokenizer, record) for record in uneven_chats()]
+    expected = plain_training(model, records, rates)
+    steps = read_metrics(tmp_path / "run", "step")
+    assert [step["lr"] for step in steps] == pytest.approx(rates)
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5)
+    assert_same_weights(tmp_path / "run", expected)
