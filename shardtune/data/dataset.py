@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from shardtune.config import DataConfig
 from shardtune.data.cache import build_entry, cache_key, cache_root, read_meta
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
+from shardtune.data.hub import hub_problem
 from shardtune.data.sources import Source, find_source
 from shardtune.data.tokenize import (
     ChunkSequences,
@@ -201,6 +202,8 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
     Raises:
         UserError: there is no tokenizer, or its stop tokens are unknown.
     """
+    if not Path(model_path).is_dir():
+        hub_problem()  # where the hub cannot be reached, its cache is read without retries
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         stops = stop_token_ids(tokenizer, model_path)

@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import xxhash
 
+from shardtune.data.hub import hub_problem
 from shardtune.data.records import READ_FIELDS, RecordError, kind_of
 from shardtune.errors import UserError, first_line
 
@@ -273,13 +274,14 @@ def _parquet_chunks(file: Path) -> Iterator[RecordChunk]:
 
 def _hub_source(name: str, spec: str) -> Source:
     dataset_name, config, split = (*spec.split(":"), "", "")[:3]
+    unreachable = hub_problem()
     try:
         dataset = datasets.load_dataset(dataset_name, config or None, split=split or "train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError, RuntimeError) as error:
+        reason = f"the hub cannot be reached: {unreachable}" if unreachable else first_line(error)
         raise UserError(
             f"{name}: neither a file or directory here nor a dataset of the hub that can be opened "
-            f"({first_line(error)}) - "
-            "correct the name, connect to the hub, or name a local file or directory"
+            f"({reason}) - correct the name, connect to the hub, or name a local file or directory"
         ) from error
     return Source(name, hub_name=spec, hub=dataset)
 

@@ -1,4 +1,8 @@
-"""What `model.path` holds: its configuration and its weights' files, checked before a weight is read."""
+"""The files behind `model.path`: its configuration, and weights that are present and whole.
+
+They are checked before any weight is read. Weights are safetensors files, of which only the headers
+are read here.
+"""
 
 from __future__ import annotations
 
@@ -8,47 +12,49 @@ import re
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
+from shardtune.data.hub import hub_problem
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
-from shardtune.errors import UserError
+from shardtune.errors import UserError, first_line
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
-    """The model's configuration, with everything checked that can be checked before a weight is read.
+    """Read the model's configuration and check it for rows of `max_length` tokens.
 
     Raises:
-        UserError: no such model, an unknown type, a configuration of which no model can be built, rows longer than its
-            positions, weights missing or truncated.
+        UserError: there is no such model, its type is unknown, no model can be built from its
+            configuration, rows are longer than its positions, or a directory's weights are missing
+            or truncated.
     """
-    if not Path(model.path).is_dir() and not _HUB_ID.fullmatch(model.path):
-        raise UserError(
-            f"model.path={model.path}: no such directory - correct the path, or name a hub id"
-        )
+    name, is_directory = f"model.path={model.path}", Path(model.path).is_dir()
+    if not is_directory and not _HUB_ID.fullmatch(model.path):
+        raise UserError(f"{name}: no such directory - correct the path, or name a hub id")
+    unreachable = "" if is_directory else hub_problem()
     try:
         config = AutoConfig.from_pretrained(model.path)
     except Exception as error:  # each model class reads its own fields
+        if unreachable:
+            raise UserError(_not_in_cache(model.path, unreachable)) from error
         raise UserError(
-            f"model.path={model.path}: no model configuration that transformers can read "
-            f"({_first_line(error)}) - name a hub id or a directory with a config.json"
+            f"{name}: no model configuration that transformers can read ({_describe(error)}) - "
+            "name a hub id or a directory with a config.json"
         ) from error
     problems = []
     if type(config) not in AutoModelForCausalLM._model_mapping:
         problems.append(
-            f"model.path={model.path}: model type '{config.model_type}' is no causal language model that "
-            "transformers knows - use one that AutoModelForCausalLM opens"
+            f"{name}: transformers knows no causal language model of type '{config.model_type}' - "
+            "use one that AutoModelForCausalLM opens"
         )
     elif getattr(config, "quantization_config", None) is not None:
-        problems.append(
-            f"model.path={model.path}: its weights are quantised - use the unquantised model"
-        )
+        problems.append(f"{name}: its weights are quantised - use the unquantised model")
     else:
         problems += _building_problems(model.path, config)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -57,7 +63,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
             f"data.max_length={max_length} is beyond the {positions} positions of {model.path} - "
             f"use data.max_length={positions} or less"
         )
-    if model.init == "pretrained" and Path(model.path).is_dir():
+    if model.init == "pretrained" and is_directory:
         problems += _weight_problems(Path(model.path))
     if problems:
         raise UserError(*problems)
@@ -67,13 +73,14 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
 
 
 def fetch_weights(model: ModelConfig) -> str | None:
-    """The commit of the hub's model that this node reads, whose weights are there now; None for a directory.
+    """Fetch a hub model's weights to this node, and return their commit; None for a directory.
 
     Raises:
         UserError: they cannot be fetched, or are missing or truncated.
     """
     if Path(model.path).is_dir():
         return None
+    unreachable = hub_problem()
     try:
         file = cached_file(model.path, "config.json")
         assert file is not None
@@ -90,52 +97,62 @@ def fetch_weights(model: ModelConfig) -> str | None:
     except UserError:
         raise
     except Exception as error:  # the hub's client has many
+        if unreachable:
+            raise UserError(_not_in_cache(model.path, unreachable)) from error
         raise UserError(
-            f"model.path={model.path}: its files cannot be fetched ({_first_line(error)}) - connect to the hub, or "
-            "copy them into this node's cache"
+            f"model.path={model.path}: its files cannot be fetched ({_describe(error)}) - connect "
+            "to the hub, or copy them into this node's cache"
         ) from error
     if problems := _weight_problems(folder):
         raise UserError(*problems)
     return commit
 
 
+def _not_in_cache(path: str, unreachable: str) -> str:
+    return (
+        f"model.path={path}: neither a directory here nor in the hub's cache, and the hub cannot be "
+        f"reached ({unreachable}) - name a directory, copy the model into {constants.HF_HUB_CACHE}, "
+        "or connect to the hub"
+    )
+
+
 def _building_problems(path: str, config: PreTrainedConfig) -> list[str]:
-    """What keeps the configuration from becoming a model: its architecture is built without storage."""
+    """Return why no model can be built from the configuration, by building it without storage."""
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(copy.deepcopy(config))  # which would be changed
-    except Exception as error:  # a wrong value meets whatever code it reaches
+            AutoModelForCausalLM.from_config(copy.deepcopy(config))  # building changes it
+    except Exception as error:  # a wrong value fails in whatever code it reaches
         return [
-            f"model.path={path}: no model can be built of its configuration ({_first_line(error)}) - "
-            "correct its config.json"
+            f"model.path={path}: no model can be built from its configuration "
+            f"({_describe(error)}) - correct its config.json"
         ]
     return []
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype of a local model's weights where its configuration names none: that of the first, by name."""
+    """Return the dtype of a directory's first tensor by name, for a config.json without one."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             names = sorted(opened.keys())
-            return (
-                DTYPES_IN_SAFETENSORS.get(opened.get_slice(names[0]).get_dtype()) if names else None
-            )
+            if not names:
+                return None
+            return DTYPES_IN_SAFETENSORS.get(opened.get_slice(names[0]).get_dtype())
     return None
 
 
 def _weight_problems(folder: Path) -> list[str]:
-    """What is wrong with the safetensors files of a model, read from their headers alone."""
+    """Return what is missing or damaged among a model's weight files."""
     if (folder / _INDEX).is_file():
         try:
             shards = _shards(folder / _INDEX)
-        except UserError as refused:
-            return refused.problems
+        except UserError as refusal:
+            return refusal.problems
     elif (folder / _SINGLE).is_file():
         shards = {_SINGLE: set()}
     else:
         return [
-            f"{folder}: no model.safetensors and no model.safetensors.index.json, so no weights - fetch them, "
-            "convert the model to safetensors, or start from model.init=random"
+            f"{folder}: no model.safetensors and no model.safetensors.index.json, so no weights - "
+            "fetch them, convert the model to safetensors, or start from model.init=random"
         ]
     return [
         problem
@@ -145,14 +162,14 @@ def _weight_problems(folder: Path) -> list[str]:
 
 
 def _shards(index: Path) -> dict[str, set[str]]:
-    """The names of the tensors in each file. Raises UserError."""
+    """Return the tensors' names in each file of an index. Raises UserError."""
     shards: dict[str, set[str]] = {}
     try:
         for name, shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             shards.setdefault(shard, set()).add(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{index}: not a readable index of weights ({_first_line(error)}) - fetch the model again"
+            f"{index}: not a readable index of weights ({_describe(error)}) - fetch the model again"
         ) from error
     return shards
 
@@ -162,23 +179,21 @@ def _shard_problems(file: Path, expected: set[str]) -> list[str]:
     if not file.is_file():
         return [f"{file}: this shard of the model is missing - {remedy}"]
     try:
-        with safe_open(
-            file, framework="pt"
-        ) as opened:  # reads the header and compares the file's size with it
+        # This compares the file's size with its header.
+        with safe_open(file, framework="pt") as opened:
             absent = sorted(expected - set(opened.keys()))
     except (OSError, SafetensorError) as error:
         return [
-            f"{file}: truncated or damaged, its {file.stat().st_size} bytes are not what its header says "
-            f"({_first_line(error)}) - {remedy}"
+            f"{file}: truncated or damaged, its {file.stat().st_size} bytes do not match its "
+            f"header ({_describe(error)}) - {remedy}"
         ]
-    return (
-        [
-            f"{file}: tensor {absent[0]} ({len(absent)} in all) is in the index and not in the file - {remedy}"
-        ]
-        if absent
-        else []
-    )
+    if not absent:
+        return []
+    return [
+        f"{file}: tensor {absent[0]} ({len(absent)} in all) is in the index and not in the file - "
+        f"{remedy}"
+    ]
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -133,13 +133,13 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown activation": (
         lambda model: edit(model / "config.json", hidden_act="zzz"),
-        "model.path=model: no model can be built of its configuration (KeyError: 'zzz')",
+        "model.path=model: no model can be built from its configuration (KeyError: 'zzz')",
     ),
     "unknown positions": (
         lambda model: edit(
             model / "config.json", rope_parameters={"rope_type": "zzz", "rope_theta": 1e4}
         ),
-        "model.path=model: no model can be built of its configuration (KeyError: 'zzz')",
+        "model.path=model: no model can be built from its configuration (KeyError: 'zzz')",
     ),
     "tokenizer of an unknown kind": (
         lambda model: edit(model / "tokenizer.json", model={"type": "Strange"}),

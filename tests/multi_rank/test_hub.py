@@ -1,23 +1,16 @@
-"""A model that is a name of the hub: before weights are read its revision is one on all nodes, and they are there."""
+"""Nodes that read a model of the hub have one revision and all its weights before they read one."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import socket
-from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.ranks import on_nodes, run_script
-from safetensors.torch import load_file, save_file
-
-from shardtune.config import ModelConfig
-from shardtune.errors import UserError
-from shardtune.model import files as source
 
 HOST = socket.gethostname()
 
@@ -37,14 +30,15 @@ def cache(model: Path, node: Path, revision: str, without: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    ("revision", "without", "options", "said"),
+    ("revision", "without", "options", "message"),
     [
         ("a" * 40, "", [], ""),
         (
             "b" * 40,
             "",
             [],
-            f"model.path=acme/tiny is the hub's revision {'a' * 40} on {{0}} and {'b' * 40} on {{1}} - .*",
+            f"model.path=acme/tiny is the hub's revision {'a' * 40} on {{0}} "
+            f"and {'b' * 40} on {{1}} - .*",
         ),
         (
             "a" * 40,
@@ -57,15 +51,16 @@ def cache(model: Path, node: Path, revision: str, without: str = "") -> None:
             "a" * 40,
             "config.json",
             [],
-            r"{1}: model\.path=acme/tiny: no model configuration that .* - .*",
+            r"{1}: model\.path=acme/tiny: neither a directory here nor in the hub's cache, .* "
+            r"\(HF_HUB_OFFLINE is set\) - .*",
         ),
     ],
 )
-def test_the_model_of_two_nodes(
+def test_nodes_must_have_the_same_revision_and_its_weights(
     revision: str,
     without: str,
     options: list[str],
-    said: str,
+    message: str,
     models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
@@ -86,49 +81,9 @@ def test_the_model_of_two_nodes(
     done = on_nodes(
         [(node, 1) for node in nodes], train_offline, ["--config", "config.yaml", *arguments]
     )
-    assert done.returncode == (2 if said else 0), done.stderr
-    if said:
+    assert done.returncode == (2 if message else 0), done.stderr
+    if message:
         names = [re.escape(f"node {number} ({HOST})") for number in (0, 1)]
-        assert re.fullmatch(f"ERROR: {said.format(*names)}", done.stderr.splitlines()[-1]), (
+        assert re.fullmatch(f"ERROR: {message.format(*names)}", done.stderr.splitlines()[-1]), (
             done.stderr
         )
-
-
-def test_the_files_that_are_fetched_are_those_of_the_index(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever their names; the hub is a folder here, from which what is asked for is copied."""
-    hub, here = tmp_path / "hub", tmp_path / "snapshots" / ("a" * 40)
-    weights = load_file(models["llama"] / "model.safetensors")
-    shards = {
-        name: f"model.safetensors-0000{1 + number % 2}-of-00002.safetensors"
-        for number, name in enumerate(weights)
-    }
-    here.mkdir(parents=True)
-    hub.mkdir()
-    for shard in set(shards.values()):
-        save_file(
-            {name: tensor for name, tensor in weights.items() if shards[name] == shard}, hub / shard
-        )
-    save_file({"other": weights["model.norm.weight"]}, hub / "consolidated.safetensors")
-    (hub / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": shards}), encoding="utf-8"
-    )
-
-    def copy(path: str, revision: str, allow_patterns: list[str]) -> str:
-        assert (path, revision) == ("acme/tiny", "a" * 40)
-        for file in hub.iterdir():
-            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
-                shutil.copy(file, here)
-        return str(here)
-
-    monkeypatch.setattr(source, "snapshot_download", copy)
-    monkeypatch.setattr(source, "cached_file", lambda path, name: str(here / name))
-    assert source.fetch_weights(ModelConfig(path="acme/tiny")) == "a" * 40
-    assert {file.name for file in here.iterdir()} == {
-        "model.safetensors.index.json",
-        *shards.values(),
-    }
-    (hub / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(UserError, match="not a readable index of weights"):
-        source.fetch_weights(ModelConfig(path="acme/tiny"))

@@ -1,0 +1,30 @@
+"""The hub of models and datasets, or its cache alone where the hub cannot be reached."""
+
+from __future__ import annotations
+
+import functools
+
+import datasets
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
+
+from shardtune.errors import first_line
+
+_TIMEOUT_S = 5
+
+
+@functools.cache
+def hub_problem() -> str:
+    """Return why the hub cannot be reached, or "".
+
+    If it cannot, all its clients in this process read the cache alone from then on: they would
+    retry for half a minute for each file, those in the cache too.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT_S)
+    except Exception as error:  # the HTTP client's and any proxy's
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        return first_line(error)
+    return ""

@@ -1,0 +1,97 @@
+"""Files of a hub model: which are fetched, and what a node does that cannot reach the hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import datasets
+import pytest
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from shardtune.config import ModelConfig
+from shardtune.data import hub
+from shardtune.errors import UserError
+from shardtune.model import files
+
+
+@pytest.fixture
+def deaf_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A hub that takes connections and never answers, and an empty cache."""
+    for module in constants, datasets.config:
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "_TIMEOUT_S", 0.5)
+    hub.hub_problem.cache_clear()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield
+    hub.hub_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("deaf_hub")
+def test_a_hub_that_does_not_answer_is_not_asked_again(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    model, started = ModelConfig(path="acme/tiny"), time.monotonic()
+    refusal = (
+        rf"in the hub's cache, and .* \(.*timed out.*\) - .* into {tmp_path}/cache, or connect"
+    )
+    for read in (lambda: files.read_model_config(model, 64), lambda: files.fetch_weights(model)):
+        with pytest.raises(UserError, match=refusal):
+            read()
+    assert time.monotonic() - started < 5
+
+    folder, commit = tmp_path / "cache/models--acme--tiny", "a" * 40
+    shutil.copytree(models["llama"], folder / "snapshots" / commit)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text(commit, encoding="utf-8")
+    assert files.read_model_config(model, 64).model_type == "llama"
+    assert files.fetch_weights(model) == commit
+    assert time.monotonic() - started < 5
+
+
+def test_the_files_that_are_fetched_are_those_of_the_index(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their names; the hub is a folder here, from which what is asked for is copied."""
+    hub, here = tmp_path / "hub", tmp_path / "snapshots" / ("a" * 40)
+    weights = load_file(models["llama"] / "model.safetensors")
+    shards = {
+        name: f"model.safetensors-0000{1 + number % 2}-of-00002.safetensors"
+        for number, name in enumerate(weights)
+    }
+    here.mkdir(parents=True)
+    hub.mkdir()
+    for shard in set(shards.values()):
+        save_file(
+            {name: tensor for name, tensor in weights.items() if shards[name] == shard}, hub / shard
+        )
+    save_file({"other": weights["model.norm.weight"]}, hub / "consolidated.safetensors")
+    (hub / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": shards}), encoding="utf-8"
+    )
+
+    def copy(path: str, revision: str, allow_patterns: list[str]) -> str:
+        assert (path, revision) == ("acme/tiny", "a" * 40)
+        for file in hub.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copy(file, here)
+        return str(here)
+
+    monkeypatch.setattr(files, "snapshot_download", copy)
+    monkeypatch.setattr(files, "cached_file", lambda path, name: str(here / name))
+    assert files.fetch_weights(ModelConfig(path="acme/tiny")) == "a" * 40
+    assert {file.name for file in here.iterdir()} == {
+        "model.safetensors.index.json",
+        *shards.values(),
+    }
+    (hub / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="not a readable index of weights"):
+        files.fetch_weights(ModelConfig(path="acme/tiny"))
