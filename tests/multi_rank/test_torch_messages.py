@@ -1,4 +1,4 @@
-"""The messages of torch that docs/troubleshooting.md quotes: each is made to happen."""
+"""Make each message of torch happen that docs/troubleshooting.md quotes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,10 @@ SECONDS = datetime.timedelta(seconds=1)
 
 
 def torchrun_alone(node: int) -> str:
-    """What a node says when the other one does not come, or when something else listens at its port."""
-    port = a_free_port()
-    options = [
-        f"--node_rank={node}",
-        "--master_addr=127.0.0.1",
-        f"--master_port={port}",
-        "--rdzv_conf=timeout=2",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        *options,
-        "distTest/demo_reduce.py",
-    ]
+    """Return the output of one of two nodes, to which the other one does not come."""
+    where = f"--node_rank={node} --master_addr=127.0.0.1 --master_port={a_free_port()}"
+    options = f"--nnodes=2 {where} --rdzv_conf=timeout=2 distTest/demo_reduce.py"
+    command = [sys.executable, "-m", "torch.distributed.run", *options.split()]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
     )
@@ -48,13 +36,10 @@ def torchrun_alone(node: int) -> str:
 
 def port_taken(folder: Path) -> str:
     with socket.create_server(("", 0)) as listener:
-        try:
-            dist.TCPStore(
-                "127.0.0.1", listener.getsockname()[1], 2, is_master=True, timeout=2 * SECONDS
-            )
-        except dist.DistNetworkError as error:
-            return f"torch.distributed.DistNetworkError: {error}"
-    raise AssertionError("the port was free")
+        port = listener.getsockname()[1]
+        with pytest.raises(dist.DistNetworkError) as error:
+            dist.TCPStore("127.0.0.1", port, 2, is_master=True, timeout=2 * SECONDS)
+    return f"torch.distributed.DistNetworkError: {error.value}"
 
 
 def on_two_ranks(work: Callable[[], None]) -> Callable[[Path], str]:
@@ -86,8 +71,8 @@ def one_has_ended() -> None:
     os._exit(0)
 
 
-def others_than_each_other(impatient: int = 0) -> None:
-    """The impatient one gives up first."""
+def different_collectives(impatient: int = 0) -> None:
+    """Let the impatient rank give up first."""
     dist.init_process_group(
         "gloo", timeout=SECONDS * (1 if int(os.environ["RANK"]) == impatient else 30)
     )
@@ -97,13 +82,13 @@ def others_than_each_other(impatient: int = 0) -> None:
         dist.all_reduce(torch.ones(3))
 
 
-def others_in_detail() -> None:
+def different_collectives_in_detail() -> None:
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()
-    others_than_each_other()
+    different_collectives()
 
 
-# A part of each quote, and what makes torch say it.
+# A part of each quote, and the mistake that makes torch say it.
 TORCH: dict[str, Callable[[Path], str]] = {
     "clients joined": lambda folder: torchrun_alone(0),
     "client socket has timed out": lambda folder: torchrun_alone(1),
@@ -111,9 +96,9 @@ TORCH: dict[str, Callable[[Path], str]] = {
     "EADDRINUSE": port_taken,
     "Unable to find address": on_two_ranks(no_such_interface),
     "by peer": on_two_ranks(one_has_ended),
-    "for recv operation": on_two_ranks(functools.partial(others_than_each_other, 1)),
-    "for send operation": on_two_ranks(others_than_each_other),
-    "Detected mismatch": on_two_ranks(others_in_detail),
+    "for recv operation": on_two_ranks(functools.partial(different_collectives, 1)),
+    "for send operation": on_two_ranks(different_collectives),
+    "Detected mismatch": on_two_ranks(different_collectives_in_detail),
 }
 
 
@@ -124,11 +109,11 @@ TORCH: dict[str, Callable[[Path], str]] = {
         for part in TORCH
     ],
 )
-def test_what_torch_says(part: str, tmp_path: Path) -> None:
+def test_torch_prints_the_quoted_message(part: str, tmp_path: Path) -> None:
     (quote,) = [quote for quote in QUOTES["torch"] if part in quote]
     said = TORCH[part](tmp_path)
     assert is_in(quote, said), said
 
 
-def test_every_message_of_torch_has_a_test() -> None:
+def test_every_quoted_message_of_torch_has_a_mistake() -> None:
     assert len(QUOTES["torch"]) == len(TORCH)
