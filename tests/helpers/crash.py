@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from helpers.faults import Call, DiskOs
 from helpers.ranks import world_of
-from helpers.thread_ranks import build, on_threads, save_steps, thread_worlds
+from helpers.thread_ranks import Tiny, TinyConfig, on_threads, save_steps, thread_worlds
 from shardtune.checkpoint import (
     agree_on_checkpoint,
     delete_unfinished,
@@ -55,7 +55,7 @@ SYNC, RENAME, SAID = "sync", "rename", "said"
 
 @dataclass(frozen=True)
 class Operation:
-    """A change of a disk, in terms of its files and directories, which are numbers; or that a step is said to be saved.
+    """A change of a file or directory, each a number; or a step that is said to be saved.
 
     `label` names it for people, by the path at that time.
     """
@@ -72,7 +72,7 @@ class Operation:
 
 @dataclass
 class Recording:
-    """Two saves, and what was saved in each."""
+    """The operations of two saves, and the tensors of each."""
 
     operations: list[Operation]
     directories: set[int]
@@ -136,7 +136,7 @@ Tree = tuple[tuple[str, Any], ...]  # of names, each with a file's bytes or anot
 
 @dataclass
 class Disks:
-    """What lasts, and what would be lost now."""
+    """The names and bytes that last, and those that a crash may lose."""
 
     directories: set[int]
     names: dict[int, dict[str, int]] = field(default_factory=dict)  # that last, of each directory
@@ -235,7 +235,7 @@ def _half(lasting: bytes, current: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a state: what is wrong with it, from which step a run would go on, and which name every disk shows."""
+    """A state's problem, the step that a run resumes from, and the step that all disks show."""
 
     problem: str
     resumed: int
@@ -250,7 +250,7 @@ class Judge:
         self.verdicts: dict[tuple[Tree, ...], Verdict] = {}
 
     def first_violation(self, operations: Sequence[Operation]) -> tuple[str, int]:
-        """The first crash that breaks a promise, as a sentence, or ""; and how many different states there were."""
+        """Return the first crash that breaks a promise, or "", and the number of states."""
         disks, said, seen = Disks(self.recording.directories), 0, set()
         for operation in operations:
             disks.apply(operation)
@@ -274,15 +274,13 @@ class Judge:
             try:
                 self.verdicts[trees] = self._judge(roots)
             except (AssertionError, UserError, DamagedCheckpoint) as wrong:
-                self.verdicts[trees] = Verdict(
-                    repr(wrong), 0, 0
-                )  # never empty, as the words of an error may be
+                self.verdicts[trees] = Verdict(repr(wrong), 0, 0)  # never empty, unlike its text
         return self.verdicts[trees]
 
     def _judge(self, roots: list[Path]) -> Verdict:
         """
         Raises:
-            AssertionError, UserError, DamagedCheckpoint: what looks like a checkpoint is none, or none can be used.
+            AssertionError, UserError, DamagedCheckpoint: a checkpoint is not whole, or no one is.
         """
         self._require_whole(roots)
         visible = [
@@ -315,7 +313,7 @@ class Judge:
                 assert not problems, problems
 
     def _resume(self, root: Path, world: World) -> int:
-        """What a run does at its start, up to loading."""
+        """Do what a run does at its start, up to loading."""
         run_dir = RunDir(root, list(range(world.size)), None)
         checkpoint = agree_on_checkpoint(run_dir, "auto", world)
         set_aside(run_dir, checkpoint, world)
@@ -332,7 +330,8 @@ class Judge:
         assert set(checkpoint.manifest["tensors"]) == set(saved), list(
             checkpoint.manifest["tensors"]
         )
-        model, optimizer = build()
+        model = Tiny(TinyConfig())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         load_checkpoint(
             checkpoint,
             model,

@@ -40,11 +40,6 @@ class Tiny(PreTrainedModel):
         self.post_init()
 
 
-def build(width: int = 4) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
-    model = Tiny(TinyConfig(), width)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
 def on_threads(worlds: Sequence[World], work: Callable[[World], T]) -> list[T]:
     """Run `work` on every rank at the same time."""
     with ThreadPoolExecutor(len(worlds)) as pool:
@@ -62,14 +57,15 @@ def save_steps(
     ranks: int,
     run_dirs: Sequence[Path],
     keep: int,
-    width: int = 4,
+    model: PreTrainedModel | None = None,
     assets: Mapping[str, bytes] = ASSET_FILES,
 ) -> dict[int, State]:
     """Save after each of these steps, which change every weight; return what was saved.
 
-    Rank r is on the disk of `run_dirs[r % len(run_dirs)]`.
+    Rank r is on the disk of `run_dirs[r % len(run_dirs)]`, and writes its share of the tensors.
     """
-    model, optimizer = build(width)
+    model = model or Tiny(TinyConfig())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     worlds = thread_worlds(ranks)
     leader_of = [rank % len(run_dirs) for rank in range(ranks)]
     for directory in run_dirs:

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, read without the program that wrote it; and how checkpoints come and go."""
+"""The files of a checkpoint, read without the program that wrote them, and which are kept."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
-from shardtune.checkpoint import Saver
-from shardtune.checkpoint import durable_fs as disk
-from shardtune.checkpoint import run_dir as rundir
+from shardtune.checkpoint import Saver, durable_fs
+from shardtune.checkpoint import run_dir as run_dir_module
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.distributed.exit import run
 from shardtune.distributed.join import join_world
@@ -48,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def run_script_without_pickle(arguments: list[str]) -> None:
-    """torch's own ways of sending and storing objects are pickles."""
+    """Refuse torch's own ways of sending and storing objects, which are pickles."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a pickle")
@@ -60,7 +59,7 @@ def run_script_without_pickle(arguments: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> dict[str, Path]:
-    """Folders of runs of three steps on three ranks, of which two are on one node: their disk is shared."""
+    """Folders of runs of three steps on two nodes, with two ranks and one, that share a disk."""
     folders = {
         name: write_inputs(tmp_path_factory.mktemp("saved") / name, models[name])
         for name in ("glm", "llama")
@@ -88,7 +87,7 @@ def whole_tensors(directory: Path) -> dict[str, torch.Tensor]:
 def test_torch_reads_the_rank_files_by_itself(
     name: str, tmp_path: Path, saved: dict[str, Path], models: dict[str, Path]
 ) -> None:
-    """The weights are those of the exported model, and with the moments those of the same steps on one rank."""
+    """Weights equal the exported model's; with the moments, those of the same steps on one rank."""
     tensors = whole_tensors(checkpoint(saved[name] / "run", 3))
     exported = AutoModelForCausalLM.from_pretrained(saved[name] / "run/model", dtype="auto")
     expected = {f"model.{key}": tensor for key, tensor in exported.state_dict().items()}
@@ -231,18 +230,18 @@ def test_nothing_but_tensors_and_text_is_stored(saved: dict[str, Path]) -> None:
 
 
 def save_while_weights_change(folder: str) -> None:
-    """Each save begins while the one before is written, and every weight has another value by then."""
+    """Change every weight and start a save while the previous one is written."""
     config = config_for(
         Path(folder) / "model", Path(folder), "model.compute_dtype=float32", "run.dir=run"
     )
-    write_file, may_write = disk.write_file, threading.Semaphore(0)
+    write_file, may_write = durable_fs.write_file, threading.Semaphore(0)
 
     def write_late(path: Path, parts: Any) -> Any:
         assert not path.name.startswith("rank_") or may_write.acquire(timeout=60)
         return write_file(path, parts)
 
     def work() -> None:
-        disk.write_file = write_late
+        durable_fs.write_file = write_late
         world = join_world(config.distributed)
         model = build_model(config, read_model_config(config.model, 128), world)
         optimizer = build_optimizer(model, config.optimizer)
@@ -279,11 +278,11 @@ STRANGERS = (("checkpoint_9999999", "COMPLETE"), ("checkpoint_0000003", "notes.t
 
 
 def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting: int) -> None:
-    """Note which whole checkpoints there are after each renaming; let one save fail, and die in one deletion.
+    """Note the whole checkpoints after each rename; fail one save, and die in one deletion.
 
-    With the first renaming come the directories of STRANGERS.
+    The first rename also creates the directories of STRANGERS.
     """
-    rename, delete, write_file = disk.rename, disk.delete, disk.write_file
+    rename, delete, write_file = durable_fs.rename, durable_fs.delete, durable_fs.write_file
 
     def noted(old: Path, new: Path) -> None:
         rename(old, new)
@@ -306,7 +305,7 @@ def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting:
             raise OSError(28, "No space left on device")
         return write_file(path, parts)
 
-    disk.rename, disk.delete, disk.write_file = noted, die, fail
+    durable_fs.rename, durable_fs.delete, durable_fs.write_file = noted, die, fail
     run_script(arguments)
 
 
@@ -314,8 +313,10 @@ def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting:
 def test_as_many_are_kept_as_were_asked_for(
     keep: int, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    """Never fewer, although a save in between fails, and the run is killed where it deletes. What others put there is
-    neither counted nor deleted."""
+    """Never fewer, although a save fails and the run is killed while it deletes.
+
+    Entries of others are neither counted nor deleted.
+    """
     write_inputs(tmp_path, models["llama"])
     settings = (
         *SETTINGS,
@@ -348,7 +349,7 @@ def test_as_many_are_kept_as_were_asked_for(
 
 
 def run_impatiently(arguments: list[str]) -> None:
-    rundir._LOCK_WAIT_S = 0.3
+    run_dir_module._LOCK_WAIT_S = 0.3
     run_script(arguments)
 
 
@@ -390,9 +391,8 @@ def test_a_second_job_in_the_same_folder_is_refused(
     again = on_ranks(2, run_impatiently, [*endless, f"train.max_steps={last + 6}"], cwd=first)
     assert again.returncode == 0, again.stderr
     resumed = re.search(r"Resumed from checkpoint_(\d+)", again.stdout)
-    assert resumed and int(resumed[1]) in (last, last + 5), (
-        again.stdout
-    )  # the save in flight may have been prepared
+    # The save at the time of the kill may have been prepared.
+    assert resumed and int(resumed[1]) in (last, last + 5), again.stdout
 
 
 @pytest.fixture
@@ -413,7 +413,7 @@ def three_steps(tmp_path: Path, saved: dict[str, Path], models: dict[str, Path])
 CONTINUE = (*SETTINGS, *CONSTANT, "checkpoint.keep=9", "export.final=false", "train.max_steps=4")
 
 
-def test_nothing_that_is_moved_aside_is_lost(three_steps: Path) -> None:
+def test_moving_aside_loses_nothing(three_steps: Path) -> None:
     checkpoints = three_steps / "run/checkpoints"
     (checkpoints / "checkpoint_0000003/COMPLETE").unlink()
     for taken in ("checkpoint_0000003.aside1", "checkpoint_0000009"):
@@ -442,8 +442,8 @@ def test_nothing_that_is_moved_aside_is_lost(three_steps: Path) -> None:
         assert (checkpoints / link).readlink() == Path(there)
 
 
-def test_a_part_of_this_run_may_have_any_name(three_steps: Path) -> None:
-    """What came after it is set aside, and what came before stays, as with its own name; so it does the next time."""
+def test_a_checkpoint_of_this_run_may_have_any_name(three_steps: Path) -> None:
+    """Newer checkpoints are moved aside and older ones stay, each time, as with its own name."""
     run_dir = three_steps / "run"
     undisturbed = steps_of(run_dir)
     checkpoint(run_dir, 2).rename(run_dir / "checkpoints/before_the_spike")

@@ -1,4 +1,4 @@
-"""What a disk, a signal and time can do to the saves of a run: each is survived or named, and changes no number."""
+"""Faults of disks, late ranks and kills while a run saves: each is survived or named."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ from helpers.faults import (
 from helpers.ranks import on_ranks
 from helpers.small_runs import SETTINGS, steps_of, write_inputs
 
-from shardtune.checkpoint import commit, open_checkpoint, saver
-from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint import commit, durable_fs, open_checkpoint, saver
 from shardtune.checkpoint.manifest import find_checkpoints, step_of
 from shardtune.checkpoint.verify import check_files
 from shardtune.training.metrics import Metrics
@@ -115,7 +114,7 @@ def hidden(folder: Path) -> list[str]:
 
 
 def said(done: Completed, what: str) -> list[int]:
-    """The steps of the checkpoints of which a run says this."""
+    """The steps of the checkpoints in the log lines that begin so."""
     return [
         int(step) for step in re.findall(rf"^{what}:? checkpoint_(\d+)", done.stdout, re.MULTILINE)
     ]
@@ -155,7 +154,7 @@ def check_failing_saves(
     effects: list[tuple[int, Any, str]],
     undisturbed: Callable[[int], list[Any]],
 ) -> None:
-    """Every second save fails, each in another place (a number of PLACES) and way; the others must succeed."""
+    """Fail every second save, each in another place (an index of PLACES) and way."""
     faults = {
         2 * number: place(where, 2 * number, effect)
         for number, (where, effect, _) in enumerate(effects, 1)
@@ -213,8 +212,7 @@ def test_every_error_in_every_place(mode, folder, undisturbed):
 
 
 def test_short_writes_are_continued(folder, undisturbed):
-    """And an old checkpoint that cannot be deleted is said, and deleted by the next run; as is a last save that fails:
-    the same command goes on."""
+    """So are a failing deletion, which the next run repeats, and a failing last save."""
     short = Fault("write", "*/.checkpoint_0000001.*", writes_less(777), times=ALWAYS)
     undeleted = Fault("unlink", "*/.checkpoint_0000001.deleting/*", fails(errno.EIO))
     last = Fault(
@@ -249,7 +247,7 @@ def make_room(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
 
 
 def run_without_room(bytes_per_file: int, faults: list[Fault], arguments: list[str]) -> None:
-    """On a disk that another fills to the last byte when the run begins, or where no file may grow larger."""
+    """Run on a disk that another program fills, or where no file may grow beyond a size."""
     begin = Metrics.__init__
 
     def begin_and_fill(metrics: Metrics, *rest: Any) -> None:
@@ -265,8 +263,7 @@ def run_without_room(bytes_per_file: int, faults: list[Fault], arguments: list[s
 
 
 def test_a_disk_that_is_really_full(folder, undisturbed):
-    """A small filesystem, filled up by others until they make room before the fourth save; without the right to mount
-    one, files that may not grow."""
+    """A small filesystem is full until the fourth save; else files cannot grow until then."""
     (folder / "run").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder / "run")]
     is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
@@ -289,7 +286,7 @@ def test_a_disk_that_is_really_full(folder, undisturbed):
 
 
 class FullFile:
-    """The file of the metrics, on a disk that takes half a line at a time, and then no more until it is told to."""
+    """metrics.jsonl on a disk that takes half a line, and then no more until `has_room`."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._is_full, self.has_room = file, False, False
@@ -321,7 +318,7 @@ def run_with_full_metrics(arguments: list[str]) -> None:
 
 
 def test_no_checkpoint_is_ahead_of_the_metrics(folder, undisturbed):
-    """Their disk takes none of the first steps' lines: training goes on, nothing is saved, and no line is lost."""
+    """While their disk is full, training continues, nothing is saved, and no line is lost."""
     arguments = command("train.max_steps=4", "checkpoint.mode=sync", "checkpoint.keep=9")
     done = on_ranks(2, run_with_full_metrics, arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -378,7 +375,7 @@ def waits_for(path: str) -> Any:
     ],
 )
 def test_a_rank_later_than_the_deadline(slow, stopped, folder, undisturbed):
-    """The save is given up on all ranks, and training goes on: with a slow disk at once."""
+    """All ranks give the save up, and training continues."""
     faults = [*late(slow, 2, waits_for), *late(stopped, 4, stops_until)]
     arguments = command("train.max_steps=5", "checkpoint.keep=9")
     done = on_ranks(2, run_with_deadlines, {2: 0.5, 4: 0.5}, faults, arguments, cwd=folder)
@@ -392,8 +389,8 @@ def test_a_rank_later_than_the_deadline(slow, stopped, folder, undisturbed):
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.full)])
-def test_nothing_is_committed_behind_the_deadline(mode, folder):
-    """Although all have reported: here the one rank, to itself."""
+def test_nothing_is_committed_after_the_deadline(mode, folder):
+    """Even if all ranks have reported in time."""
     arguments = command("train.max_steps=3", "checkpoint.keep=9", f"checkpoint.mode={mode}")
     done = on_ranks(1, run_with_deadlines, {2: 0}, [], arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -417,8 +414,8 @@ def has_trained(step: int) -> bool:
     return len(read_metrics(Path("run"), "step")) >= step
 
 
-def test_nobody_trains_while_a_stalled_disk_has_the_tensors_of_the_run(folder):
-    """With mode `sync` they are not copied. The disk answers when the weights have changed, if they do."""
+def test_no_rank_trains_while_a_stalled_disk_reads_the_tensors_of_the_run(folder):
+    """With mode `sync` they are not copied. The disk answers only after two more steps."""
     stalled = Fault(
         "write", "*/rank_00000.safetensors", waits_until(partial(has_trained, 4)), 0, nth=3
     )
@@ -441,8 +438,8 @@ def test_nobody_trains_while_a_stalled_disk_has_the_tensors_of_the_run(folder):
 
 
 @pytest.mark.parametrize("operation", ["rename", pytest.param("open", marks=pytest.mark.full)])
-def test_rank_0_decides_when_no_one_waits_any_more(operation, folder, undisturbed):
-    """What it says it has saved is whole, although the others have given up."""
+def test_rank_0_decides_after_the_others_gave_up(operation, folder, undisturbed):
+    """The checkpoints that it logs as saved are whole, although the others have given up."""
     stopped = Fault(operation, "*/.checkpoint_0000002.*", stops(3), 0)
     arguments = command("train.max_steps=4", "checkpoint.keep=9", "checkpoint.mode=sync")
     done = on_ranks(2, run_impatiently, {2: 0.5}, [stopped], arguments, cwd=folder)
@@ -458,7 +455,8 @@ def killed(folder: Path, fault: Fault, newest: int, grace_s: float) -> int:
     """Run until the fault ends a rank; the newest step that was ever said to be saved."""
     done = run(
         folder,
-        f"train.max_steps={max(checkpoints(folder), default=0) + 6}",  # more may be saved than was said
+        # More may be saved than was said.
+        f"train.max_steps={max(checkpoints(folder), default=0) + 6}",
         "checkpoint.keep=1",
         "distributed.save_timeout_s=20",
         faults=(fault,),
@@ -472,7 +470,7 @@ def killed(folder: Path, fault: Fault, newest: int, grace_s: float) -> int:
 
 
 def check_kills(folder: Path, faults: list[Fault], undisturbed: Callable[[int], list[Any]]) -> None:
-    """Launch after launch of one run, each killed; of the others every second time also the rest, at once."""
+    """Kill every launch of one run, in every second with a grace period for the other rank."""
     newest = 0
     for number, fault in enumerate(faults):
         newest = killed(folder, fault, newest, grace_s=number % 2 * 1.5)
@@ -483,7 +481,7 @@ def check_kills(folder: Path, faults: list[Fault], undisturbed: Callable[[int], 
     assert steps_of(folder / "run") == undisturbed(total)
 
 
-def test_killed_at_any_point_the_run_goes_on_as_if_it_had_not_been(folder, undisturbed):
+def test_a_run_that_is_killed_in_a_save_resumes_with_the_same_numbers(folder, undisturbed):
     faults = [
         Fault("rename", "*/.checkpoint_*", kills(), rank=0, nth=2),
         Fault("write", "*/rank_00001.safetensors", kills(), rank=1, nth=70),
@@ -494,9 +492,8 @@ def test_killed_at_any_point_the_run_goes_on_as_if_it_had_not_been(folder, undis
 
 
 def note_calls(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
-    """At the beginning of the third save, leave what this rank has called in a file: first how many calls came before
-    the second save, then each, with patterns in place of numbers."""
-    made = vars(disk)["os"].calls
+    """Write the calls of this rank to a file, after the number of those before the second save."""
+    made = vars(durable_fs)["os"].calls
     calls: list[Any] = [
         next(n for n, call in enumerate(made) if "/.checkpoint_0000002." in call.path)
     ]
@@ -510,7 +507,7 @@ def note_calls(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
 
 
 def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
-    """Every call of the second save of a run, as rank, operation, pattern and count; of many on one file, three."""
+    """Yield the calls of the second save as rank, operation, pattern and count, three per file."""
     done = run(
         folder,
         "train.max_steps=3",
@@ -549,14 +546,14 @@ def test_killed_at_every_point(when, folder, tmp_path, inputs, undisturbed):
 # For long
 
 
-def note_size(do: Callable[..., Any], path: Path) -> Any:
-    """Resident memory and open files, before a save, without the stand-in's own list of calls."""
-    vars(disk)["os"].calls.clear()
+def note_size(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
+    """Note resident memory and open files, without the list of calls that DiskOs keeps."""
+    vars(durable_fs)["os"].calls.clear()
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     files = len(list(Path("/proc/self/fd").iterdir()))
-    with Path("sizes").open("a", encoding="utf-8") as file:
+    with Path(f"sizes{os.environ['RANK']}").open("a", encoding="utf-8") as file:
         file.write(f"{pages * resource.getpagesize()} {files}\n")
-    return do(path)
+    return do(path, *arguments)
 
 
 def random_faults(saves: int, seed: int) -> Iterator[Fault]:
@@ -585,20 +582,18 @@ def random_faults(saves: int, seed: int) -> Iterator[Fault]:
 
 
 @pytest.mark.full
-def test_200_saves_with_random_faults_leave_memory_and_files_as_they_were(folder, undisturbed):
+def test_200_saves_with_random_faults_leak_neither_memory_nor_files(folder, undisturbed):
     saves = 201
     faults = (
-        Fault("mkdir", "*/.checkpoint_*." + "?" * 12, note_size, times=ALWAYS),
+        Fault("open", "*/rank_*.safetensors", note_size, times=ALWAYS),
         *random_faults(saves, 7),
     )
-    done = run(folder, f"train.max_steps={saves}", "checkpoint.keep=2", faults=faults, ranks=1)
+    done = run(folder, f"train.max_steps={saves}", "checkpoint.keep=2", faults=faults)
     assert done.returncode == 0, done.stderr
     failed = said(done, "Not saved")
     assert len(failed) > 20 and sorted(failed + said(done, "Saved")) == list(range(1, saves + 1))
-    sizes = [
-        tuple(map(int, line.split()))
-        for line in (folder / "sizes").read_text(encoding="utf-8").splitlines()
-    ]
-    memory, files = zip(*sizes, strict=True)
-    assert max(memory[-20:]) < max(memory[20:40]) + 4_000_000
-    assert max(files[-20:]) <= max(files[20:40])
+    for rank in (0, 1):
+        lines = (folder / f"sizes{rank}").read_text(encoding="utf-8").splitlines()
+        memory, files = zip(*(map(int, line.split()) for line in lines), strict=True)
+        assert max(memory[-20:]) < max(memory[20:40]) + 4_000_000
+        assert max(files[-20:]) <= max(files[20:40])

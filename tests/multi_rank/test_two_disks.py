@@ -1,4 +1,4 @@
-"""Nodes that do not share run.dir: each has a folder of its own, and run.dir is a relative path."""
+"""Nodes that do not share run.dir: each has its own folder, and run.dir is a relative path."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ from safetensors.torch import load_file
 
 import shardtune.checkpoint
 from shardtune.__main__ import run
-from shardtune.checkpoint import Checkpoint, Saver
-from shardtune.checkpoint import durable_fs as disk
+from shardtune.checkpoint import Checkpoint, Saver, durable_fs
 
 SAVES = (*SETTINGS, *CONSTANT, "checkpoint.every_steps=2", "checkpoint.keep=9")
-HIDDEN = ".checkpoint_0000004.0123456789ab0001"
+STAGING = ".checkpoint_0000004.0123456789ab0001"
 SPOILT = "model.model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
-    """What six steps of three ranks leave on one disk."""
+    """The run directory of six steps of three ranks on one disk."""
     folder = write_inputs(tmp_path_factory.mktemp("whole"), models["glm"], dropout=0.2)
     assert train(3, *SAVES, "train.max_steps=6", cwd=folder).returncode == 0
     return folder / "run"
@@ -112,7 +111,7 @@ def test_a_run_goes_on_as_on_one_disk(a: Path, b: Path, whole: Path) -> None:
 def test_ranks_may_find_their_parts_on_another_disk(
     layout: list[tuple[str, int]], a: Path, b: Path, whole: Path
 ) -> None:
-    """Disks that were swapped, and other numbers of ranks on each: with as many in all the run is the same."""
+    """After disks are swapped or ranks moved between nodes, the run is the same."""
     nodes = [({"a": a, "b": b}[name], ranks) for name, ranks in layout]
     done = train_on_nodes(nodes, *SAVES, "train.max_steps=6")
     assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
@@ -164,15 +163,15 @@ def test_another_number_of_ranks_and_of_disks(
 def test_a_node_whose_part_is_gone_is_named(
     a: Path, b: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    """A new disk: nothing is whole, so nothing is touched. With the part of the older one brought back, it does."""
+    """With a new disk nothing is whole or touched; with an older part restored, the run resumes."""
     new = write_inputs(tmp_path / "new", models["glm"], dropout=0.2)
     before = digests(a / "run")
     done = train_on_nodes([(a, 2), (new, 1)], *SAVES, "train.max_steps=6")
     assert done.returncode == 2 and digests(a / "run") == before
     host = os.uname().nodename
     for line, step in zip(done.stderr.splitlines(), (4, 2), strict=False):
-        missing = f"checkpoint_000000{step}: rank_00002.safetensors, written on node 1 ({host}), is missing"
-        assert line == f"ERROR: {missing} - restore it from a copy"
+        missing = f"rank_00002.safetensors, written on node 1 ({host}), is missing"
+        assert line == f"ERROR: checkpoint_000000{step}: {missing} - restore it from a copy"
     assert "run.resume=never" in done.stderr.splitlines()[-1]
 
     shutil.copytree(checkpoint(b / "run", 2), checkpoint(new / "run", 2))
@@ -199,7 +198,7 @@ def test_a_crash_between_the_phases_rolls_forward(
     """Prepared everywhere, and renamed on one disk or on none."""
     for folder in (a, b):
         if folder.name != renamed:
-            checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / HIDDEN)
+            checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / STAGING)
     done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
     assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
     assert steps_of(a / "run") == steps_of(whole)
@@ -209,10 +208,10 @@ def test_a_crash_between_the_phases_rolls_forward(
         ]
 
 
-def test_a_part_without_its_name_yet_is_set_aside_with_the_damaged_other(a: Path, b: Path) -> None:
-    """The crash came between the two names, so it was a checkpoint; mend the bad part, and it is one again."""
-    checkpoint(b / "run", 4).rename(b / "run/checkpoints" / HIDDEN)
-    parts = digests(b / "run/checkpoints" / HIDDEN)
+def test_an_uncommitted_part_is_moved_aside_with_the_damaged_other(a: Path, b: Path) -> None:
+    """One disk had committed, so it is a checkpoint, which restoring the damaged part mends."""
+    checkpoint(b / "run", 4).rename(b / "run/checkpoints" / STAGING)
+    parts = digests(b / "run/checkpoints" / STAGING)
     damaged = checkpoint(a / "run", 4) / "rank_00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=3")
@@ -223,16 +222,16 @@ def test_a_part_without_its_name_yet_is_set_aside_with_the_damaged_other(a: Path
 
 
 @pytest.mark.parametrize("lacks", ["COMPLETE", pytest.param("everything", marks=pytest.mark.full)])
-def test_what_is_not_prepared_everywhere_was_never_saved(
+def test_a_checkpoint_that_is_not_prepared_everywhere_is_deleted(
     lacks: str, a: Path, b: Path, whole: Path
 ) -> None:
-    """It is collected, but not before there is another one to go on from."""
+    """It is deleted only once the run resumes from another."""
     for folder in (a, b):
-        checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / HIDDEN)
+        checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / STAGING)
     if lacks == "COMPLETE":
-        (b / "run/checkpoints" / HIDDEN / "COMPLETE").unlink()
+        (b / "run/checkpoints" / STAGING / "COMPLETE").unlink()
     else:
-        shutil.rmtree(b / "run/checkpoints" / HIDDEN)
+        shutil.rmtree(b / "run/checkpoints" / STAGING)
     before = [digests(folder / "run") for folder in (a, b)]
     refused = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6", "run.seed=7")
     assert refused.returncode == 2 and [digests(folder / "run") for folder in (a, b)] == before
@@ -250,7 +249,7 @@ def test_what_is_not_prepared_everywhere_was_never_saved(
 def test_a_crash_in_the_first_save_is_no_reason_to_refuse(a: Path, b: Path, whole: Path) -> None:
     for folder in (a, b):
         shutil.rmtree(checkpoint(folder / "run", 2))
-    checkpoint(a / "run", 4).rename(a / "run/checkpoints" / HIDDEN)
+    checkpoint(a / "run", 4).rename(a / "run/checkpoints" / STAGING)
     shutil.rmtree(checkpoint(b / "run", 4))
     done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
     assert done.returncode == 0 and "Resumed" not in done.stdout, done.stderr
@@ -259,14 +258,14 @@ def test_a_crash_in_the_first_save_is_no_reason_to_refuse(a: Path, b: Path, whol
 
 
 def die_at_the_last_rename(arguments: list[str], node: str) -> None:
-    rename = disk.rename
+    rename = durable_fs.rename
 
     def die(old: Path, new: Path) -> None:
         if new.name == "checkpoint_0000006" and os.environ["GROUP_RANK"] == node:
             os.kill(os.getpid(), signal.SIGKILL)
         rename(old, new)
 
-    disk.rename = die
+    durable_fs.rename = die
     run_script(arguments)
 
 
@@ -331,7 +330,7 @@ def test_verify_reads_the_copies_of_all_parts(
 def test_the_final_model_is_that_of_a_shared_disk(
     a: Path, b: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """And what `export` makes of the parts."""
+    """So is the export of the parts."""
     assert train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6").returncode == 0
     parts = [str(checkpoint(folder / "run", 6)) for folder in (b, a)]
     assert run(["export", *parts, str(tmp_path / "out")]) == 0
@@ -373,7 +372,7 @@ def damage_before_the_export(arguments: list[str], damage: str) -> None:
         *(pytest.param(damage, marks=pytest.mark.full) for damage in ("truncated", "missing")),
     ],
 )
-def test_nobody_waits_for_a_part_that_is_not_sound(damage: str, a: Path, b: Path) -> None:
+def test_no_rank_waits_for_a_damaged_part(damage: str, a: Path, b: Path) -> None:
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     done = on_nodes([(a, 2), (b, 1)], damage_before_the_export, arguments, damage, timeout_s=60)
     assert done.returncode == 1 and "rank_00002.safetensors" in done.stderr
@@ -408,7 +407,7 @@ def damage_before_the_load(arguments: list[str], damage: str) -> None:
         ),
     ],
 )
-def test_what_goes_bad_between_check_and_load_ends_all_ranks(
+def test_damage_between_check_and_load_ends_all_ranks(
     damage: str, said: str, a: Path, b: Path
 ) -> None:
     """The disks were swapped: the ranks wait for what the other node sends."""
@@ -426,8 +425,10 @@ KEEP_2 = (*SAVES[:-1], "checkpoint.keep=2", "export.final=false")
 def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(
     a: Path, b: Path, tmp_path: Path
 ) -> None:
-    """Its node can take part, even as the first, when all parts are on disks that are still there. As many as are kept
-    must be on all disks before an older one is deleted on any."""
+    """It may be node 0's, if all parts are on the other disks.
+
+    An older checkpoint is deleted once `keep` newer ones are on all disks.
+    """
     new = write_inputs(tmp_path / "new", a / "model", dropout=0.2)
     for file in checkpoint(b / "run", 4).glob("rank_*"):
         shutil.copy(file, checkpoint(a / "run", 4))
@@ -442,7 +443,7 @@ def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(
             ]
 
 
-def test_what_has_no_name_on_one_disk_does_not_count_on_the_others(a: Path, b: Path) -> None:
+def test_a_checkpoint_that_one_disk_did_not_commit_does_not_count(a: Path, b: Path) -> None:
     unnamed = Fault("rename", "*/.checkpoint_0000006.*", fails(errno.EIO), rank=2)
     arguments = ["--config", "config.yaml", *KEEP_2, "train.max_steps=8"]
     done = on_nodes([(a, 2), (b, 1)], run_with, [unnamed], arguments)

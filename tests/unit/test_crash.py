@@ -1,4 +1,4 @@
-"""What a crash of the machine leaves of two saves: every state that a POSIX filesystem allows is resumed from."""
+"""Crashes of a machine that saves: the run resumes from every state that POSIX allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardtune.checkpoint.manifest import ASSETS
 
 @pytest.fixture(autouse=True)
 def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the judge itself writes need not survive."""
+    """The judge's own writes need no sync."""
     monkeypatch.setattr(
         durable_fs, "os", DiskOs(Fault("fsync", "*", lambda do, handle: None, times=ALWAYS))
     )
@@ -46,9 +46,8 @@ def test_no_crash_breaks_a_promise(
     judge = judges(ranks, disks)
     violation, states = judge.first_violation(judge.recording.operations)
     assert not violation
-    print(
-        f"{ranks} ranks, {disks} disks: {len(judge.recording.operations)} operations, {states} states"
-    )
+    operations = len(judge.recording.operations)
+    print(f"{ranks} ranks, {disks} disks: {operations} operations, {states} states")
     assert {verdict.resumed for verdict in judge.verdicts.values()} == {0, *SAVES}
 
 
@@ -56,7 +55,7 @@ def test_no_crash_breaks_a_promise(
 def test_every_sync_and_every_rename_is_needed(
     ranks: int, disks: int, judges: Callable[[int, int], Judge]
 ) -> None:
-    """But for those that a later sync makes up for, and on other disks than rank 0's those of files that it has too."""
+    """Except those that a later sync repeats, and those of other disks' copies of assets."""
     judge = judges(ranks, disks)
     operations = judge.recording.operations
     unneeded, made_up_for, copies = set[int](), set[int](), set[int]()

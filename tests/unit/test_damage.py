@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from helpers.ranks import world_of
-from helpers.thread_ranks import save_steps
+from helpers.thread_ranks import Tiny, TinyConfig, save_steps
 
-from shardtune.checkpoint import agree_on_checkpoint
+from shardtune.checkpoint import agree_on_checkpoint, verify_checkpoint
 from shardtune.checkpoint.manifest import ASSETS
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.errors import UserError
@@ -27,7 +27,7 @@ from shardtune.errors import UserError
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three checkpoints of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    save_steps((1, 2, 3), 2, [folder / "run"], keep=3, width=400)
+    save_steps((1, 2, 3), 2, [folder / "run"], keep=3, model=Tiny(TinyConfig(), width=400))
     return folder
 
 
@@ -68,7 +68,8 @@ def flips(newest: Path) -> Iterator[tuple[Path, int, int]]:
 def test_every_flipped_bit_is_found_and_named(saved, tmp_path, caplog):
     folder = Path(shutil.copytree(saved, tmp_path / "here"))
     in_tensors = 0
-    for file, offset, bit in flips(folder / "run/checkpoints/checkpoint_0000003"):
+    newest = folder / "run/checkpoints/checkpoint_0000003"
+    for file, offset, bit in flips(newest):
         good = file.read_bytes()
         tensor = tensor_at(file, offset) if file.suffix == ".safetensors" else ""
         file.write_bytes(good[:offset] + bytes([good[offset] ^ 1 << bit]) + good[offset + 1 :])
@@ -77,6 +78,9 @@ def test_every_flipped_bit_is_found_and_named(saved, tmp_path, caplog):
         assert str(file).replace("COMPLETE", "manifest.json") in caplog.text
         assert f"first in tensor {tensor} " in caplog.text or not tensor
         caplog.clear()
+        (problem,) = verify_checkpoint([newest])
+        assert str(file).replace("COMPLETE", "manifest.json") in problem
+        assert f"first in tensor {tensor} - restore it from a copy" in problem or not tensor
         in_tensors += bool(tensor)
         file.write_bytes(good)
     assert in_tensors > 30
@@ -123,7 +127,7 @@ def foreign_manifest(checkpoint: Path) -> str:
     return "checkpoint_0000003: "
 
 
-def foreign_mark(checkpoint: Path) -> str:
+def foreign_complete(checkpoint: Path) -> str:
     shutil.copy(checkpoint.with_name("checkpoint_0000002") / "COMPLETE", checkpoint)
     return "manifest.json: does not match the digest in COMPLETE"
 
@@ -136,7 +140,7 @@ DAMAGES = [
     missing_asset,
     foreign,
     foreign_manifest,
-    foreign_mark,
+    foreign_complete,
 ]
 
 
@@ -145,6 +149,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(damage, saved, tmp_p
     folder = Path(shutil.copytree(saved, tmp_path / "here"))
     newest = folder / "run/checkpoints/checkpoint_0000003"
     named = damage(newest)
+    assert verify_checkpoint([newest])
     assert resumed_step(folder) == 2
     assert "Not accepted: " in caplog.text and "checkpoint_0000003" in caplog.text
     assert named in caplog.text

@@ -1,0 +1,387 @@
+"""The final model of a run, and what `export` makes of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.chats import chats, write_jsonl
+from helpers.ranks import on_ranks, run_script, train
+from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from shardtune.__main__ import run
+from shardtune.checkpoint import durable_fs, export
+
+Runs = Callable[[str, int], Path]
+# Sampling settings that contradict greedy decoding, which transformers itself refuses to write.
+GENERATION = (
+    '{\n  "do_sample": false,\n  "temperature": 0.6,\n  "top_p": 0.9,\n  "eos_token_id": [1, 2]\n}'
+)
+TEMPLATE = (
+    "{#- kept to the letter -#}\n{%- for message in messages %}{{ '<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{%- endfor %}"
+    "\n\n{%- if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{%- endif %}\n\n"
+)
+STILL = (
+    "optimizer.lr=0",
+    "train.max_steps=1",
+    "model.compute_dtype=float32",
+    "data.max_length=128",
+    "data.train=train.jsonl",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "train.jsonl", chats(6))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> dict[str, Path]:
+    """Models as they are published: in bfloat16, the router's correction in float32."""
+    root = tmp_path_factory.mktemp("published")
+    for name, path in models.items():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        model.save_pretrained(root / name)
+        AutoTokenizer.from_pretrained(path).save_pretrained(root / name)
+        (root / name / "generation_config.json").write_text(GENERATION, encoding="utf-8")
+        (root / name / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    unsaid = root / "qwen3" / "config.json"  # a configuration may leave the dtype to the weights
+    values = json.loads(unsaid.read_text(encoding="utf-8"))
+    del values["dtype"]
+    unsaid.write_text(json.dumps(values), encoding="utf-8")
+    return {name: root / name for name in models}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 1), ("glm", 2)])
+def test_without_learning_the_source_comes_back(
+    name: str,
+    ranks: int,
+    folder: Path,
+    sources: dict[str, Path],
+) -> None:
+    source, out = sources[name], folder / "runs/config/model"
+    done = train(ranks, *STILL, f"model.path={source}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    before, after = (load_file(path / "model.safetensors") for path in (source, out))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert tensor.dtype == after[key].dtype and torch.equal(tensor, after[key]), key
+    assert ("lm_head.weight" in after) == (name != "llama")
+    if name == "glm":
+        assert "model.layers.1.mlp.experts.5.up_proj.weight" in after
+        assert after["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+
+    assert (out / "generation_config.json").read_text(encoding="utf-8") == GENERATION
+    assert (out / "chat_template.jinja").read_text(encoding="utf-8") == TEMPLATE
+    for file in ("tokenizer.json", "config.json"):
+        old, new = (json.loads((f / file).read_text(encoding="utf-8")) for f in (source, out))
+        assert {key: new.get(key) for key in old} == old, file
+
+
+def answer(folder: Path) -> str:
+    """The greedy answer of this folder's model, with the folder's own settings."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "which rank"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    return str(tokenizer.decode(model.generate(**asked, do_sample=False, max_new_tokens=12)[0]))
+
+
+def test_the_final_model_answers_like_the_original_until_it_learns(
+    folder: Path, sources: dict[str, Path]
+) -> None:
+    original = answer(sources["qwen3"])
+    source = f"model.path={sources['qwen3']}"
+    assert train(1, *STILL, source, cwd=folder).returncode == 0
+    assert answer(folder / "runs/config/model") == original
+    learning = ("optimizer.lr=0.02", "train.max_steps=9", "train.epochs=9", "run.dir=learned")
+    assert train(1, *STILL[2:], *learning, source, cwd=folder).returncode == 0
+    assert answer(folder / "learned/model") != original
+
+
+def test_the_named_dtype(folder: Path, sources: dict[str, Path]) -> None:
+    done = train(1, *STILL, "export.dtype=float16", f"model.path={sources['glm']}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    exported = folder / "runs/config/model"
+    for name, tensor in load_file(exported / "model.safetensors").items():
+        is_exact = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_exact else torch.float16), name
+    assert AutoModelForCausalLM.from_pretrained(exported).dtype == torch.float16
+
+
+def test_a_source_without_a_generation_config(folder: Path, models: dict[str, Path]) -> None:
+    source = Path(shutil.copytree(models["llama"], folder / "source"))
+    (source / "generation_config.json").unlink()
+    assert train(1, *STILL, "model.path=source", cwd=folder).returncode == 0
+    assert not (folder / "runs/config/model/generation_config.json").exists()
+    assert (
+        AutoModelForCausalLM.from_pretrained(
+            folder / "runs/config/model"
+        ).generation_config.eos_token_id
+        == 1
+    )
+
+
+def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(
+    folder: Path, models: dict[str, Path]
+) -> None:
+    """And of an export that was interrupted nothing stays."""
+    moving = (
+        "data.train=train.jsonl",
+        "data.max_length=128",
+        "model.compute_dtype=float32",
+        "scheduler.name=constant",
+        "scheduler.warmup_ratio=0",
+        f"model.path={models['llama']}",
+    )
+    assert train(1, *moving, "train.max_steps=1", cwd=folder).returncode == 0
+    run_dir = folder / "runs/config"
+    (run_dir / "model/of_the_earlier").write_text("", encoding="utf-8")
+    (run_dir / ".model.writing").mkdir()
+    (run_dir / ".model.writing/half").write_text("", encoding="utf-8")
+    earlier = (run_dir / "model/model.safetensors").read_bytes()
+    done = train(1, *moving, "train.max_steps=2", cwd=folder)
+    assert (
+        done.returncode == 0
+        and "Moved aside, an earlier model: runs/config/model.aside1\n" in done.stdout
+    )
+    assert (run_dir / "model/model.safetensors").read_bytes() != earlier
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "model",
+        "model.aside1",
+    ]
+    assert (run_dir / "model.aside1/model.safetensors").read_bytes() == earlier
+    assert (run_dir / "model.aside1/of_the_earlier").exists()
+    assert not (run_dir / "model/of_the_earlier").exists() and not (run_dir / "model/half").exists()
+
+
+# The command `export`
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Runs:
+    """run.dir of two steps of that model on so many ranks, for reading only."""
+    finished: dict[tuple[str, int], Path] = {}
+
+    def run_of(name: str, ranks: int) -> Path:
+        if (name, ranks) not in finished:
+            folder = write_inputs(tmp_path_factory.mktemp(name), models[name])
+            done = train(ranks, *SETTINGS, *CONSTANT, "train.max_steps=2", cwd=folder)
+            assert done.returncode == 0, done.stderr
+            finished[name, ranks] = folder / "run"
+        return finished[name, ranks]
+
+    return run_of
+
+
+def exported(checkpoint_dir: Path, out: Path, *options: str) -> Path:
+    assert run(["export", str(checkpoint_dir), str(out), *options]) == 0
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=[] if (name, ranks) in ordinary else pytest.mark.full)
+        for ordinary in [{("llama", 3), ("qwen3", 1), ("glm", 2)}]
+        for name in ("llama", "qwen3", "glm")
+        for ranks in (1, 2, 3)
+    ],
+)
+def test_export_makes_the_runs_own_model(
+    name: str, ranks: int, runs: Runs, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    out = exported(checkpoint(runs(name, ranks), 2), tmp_path / "out")
+    assert digests(out) == digests(runs(name, ranks) / "model")
+    written, source = (load_file(folder / "model.safetensors") for folder in (out, models[name]))
+    assert {key: tensor.shape for key, tensor in written.items()} == {
+        key: tensor.shape for key, tensor in source.items()
+    }
+    assert ("lm_head.weight" in written) == (name != "llama")
+    assert ("model.layers.2.mlp.experts.5.down_proj.weight" in written) == (name == "glm")
+
+
+def test_a_checkpoint_is_enough_by_itself(tmp_path: Path, models: dict[str, Path]) -> None:
+    folder = write_inputs(tmp_path / "run_folder", models["glm"])
+    assert train(2, *SETTINGS, *CONSTANT, "train.max_steps=2", cwd=folder).returncode == 0
+    kept = digests(folder / "run/model")
+    shutil.move(checkpoint(folder / "run", 2), tmp_path / "kept")
+    shutil.rmtree(folder)
+    out = exported(tmp_path / "kept", tmp_path / "deep/down/out")
+    assert digests(out) == kept
+    assert AutoTokenizer.from_pretrained(out).chat_template
+    assert sorted(path.name for path in (tmp_path / "deep/down").iterdir()) == ["out"]
+
+
+def run_script_with_small_files(arguments: list[str]) -> None:
+    export._FILE_BYTES = 50_000
+    run_script(arguments)
+
+
+def test_a_large_model_is_in_several_files(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run, in which two ranks share them, and the command, write the same."""
+    write_inputs(tmp_path, models["glm"])
+    arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=1"]
+    done = on_ranks(2, run_script_with_small_files, arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(export, "_FILE_BYTES", 50_000)
+    out = exported(checkpoint(tmp_path / "run", 1), tmp_path / "out")
+    assert digests(out) == digests(tmp_path / "run/model")
+
+    index = json.loads((out / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    files = {file.name: load_file(file) for file in out.glob("*.safetensors")}
+    assert len(files) > 3 and all(
+        re.fullmatch(rf"model-\d{{5}}-of-{len(files):05d}.safetensors", name) for name in files
+    )
+    assert index["weight_map"] == {key: name for name, tensors in files.items() for key in tensors}
+    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in files.values()]
+    assert index["metadata"]["total_size"] == sum(sizes) and max(sizes) <= 50_000
+    monkeypatch.undo()
+    single = load_file(
+        exported(checkpoint(tmp_path / "run", 1), tmp_path / "single") / "model.safetensors"
+    )
+    assert all(
+        torch.equal(tensor, single[key])
+        for tensors in files.values()
+        for key, tensor in tensors.items()
+    )
+    opened, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("out", "single")
+    )
+    assert opened.keys() == expected.keys()
+    assert all(torch.equal(opened[key], expected[key]) for key in expected)
+
+
+def export_and_die(source: str, out: str, after_parts: int) -> None:
+    write_file, written = durable_fs.write_file, []
+
+    def die(path: Path, parts: Any) -> Any:
+        def until_then() -> Any:
+            for part in parts:
+                written.append(path)
+                if len(written) == after_parts:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield part
+
+        return write_file(path, until_then())
+
+    durable_fs.write_file = die
+    sys.exit(run(["export", source, out]))
+
+
+@pytest.mark.parametrize(
+    "after_parts", [20, *(pytest.param(count, marks=pytest.mark.full) for count in (1, 61))]
+)
+def test_an_export_is_whole_or_not_there(after_parts: int, tmp_path: Path, runs: Runs) -> None:
+    source, out = checkpoint(runs("glm", 2), 2), tmp_path / "out"
+    killed = on_ranks(1, export_and_die, str(source), str(out), after_parts, cwd=tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / ".out.writing").is_dir() and not out.exists()
+    assert digests(exported(source, out)) == digests(runs("glm", 2) / "model")
+    assert not (tmp_path / ".out.writing").exists()
+
+
+def export_until_a_signal(source: str, out: str) -> None:
+    def read(*_: Any) -> torch.Tensor:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("went on")
+
+    export.read_tensor = read
+    sys.argv = ["shardtune", "export", source, out]
+    runpy.run_module("shardtune.__main__", run_name="__main__")
+
+
+def test_an_export_that_is_ended_says_so_and_leaves_nothing(tmp_path: Path, runs: Runs) -> None:
+    source = str(checkpoint(runs("glm", 2), 2))
+    (exports := tmp_path / "exports").mkdir()
+    ended = on_ranks(1, export_until_a_signal, source, str(exports / "out"), cwd=tmp_path)
+    line = "ERROR: ended by SIGTERM before it was done - run the same command again\n"
+    # runpy may warn before the line.
+    assert ended.returncode == 1 and ended.stderr.endswith(line), ended.stderr
+    assert ended.stderr.count("ERROR") == 1 and "Traceback" not in ended.stderr
+    assert names(exports) == []
+
+
+def export_and_measure(source: str, out: str) -> None:
+    """Print the peak of the process's own memory, above that at the start."""
+    peak, real = 0, os.write
+
+    def own_bytes() -> int:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+
+    def measured_write(handle: int, data: memoryview) -> int:
+        nonlocal peak
+        peak = max(peak, own_bytes())
+        return real(handle, data)
+
+    class MeasuredOs:
+        write = staticmethod(measured_write)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+    before = own_bytes()
+    durable_fs.os = MeasuredOs()
+    code = run(["export", source, out])
+    print(peak - before)
+    sys.exit(code)
+
+
+def test_export_needs_memory_for_one_tensor(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Of 48 layers of seven tensors of at most half a MiB, in halves on two ranks."""
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    config = LlamaConfig(**shape, vocab_size=331, num_hidden_layers=48, tie_word_embeddings=True)
+    write_inputs(tmp_path, models["llama"])
+    config.save_pretrained(tmp_path / "model")
+    settings = (
+        *SETTINGS,
+        *CONSTANT,
+        "model.init=random",
+        "train.max_steps=1",
+        "export.final=false",
+    )
+    done = train(2, *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    measured = on_ranks(
+        1,
+        export_and_measure,
+        str(checkpoint(tmp_path / "run", 1)),
+        str(tmp_path / "out"),
+        cwd=tmp_path,
+    )
+    assert measured.returncode == 0, measured.stderr
+    whole = (tmp_path / "out/model.safetensors").stat().st_size
+    assert int(measured.stdout.splitlines()[-1]) < whole / 6, whole
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), LlamaForCausalLM)

@@ -1,0 +1,161 @@
+"""`export`: what it refuses, and that its folder is whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.faults import DiskOs, Fault, fails
+from helpers.small_runs import checkpoint, digests, names
+from helpers.thread_ranks import save_steps
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shardtune.__main__ import run
+from shardtune.checkpoint import durable_fs, open_checkpoint
+from shardtune.checkpoint.export import model_assets
+from shardtune.checkpoint.load import read_chunk
+from shardtune.checkpoint.manifest import DamagedCheckpoint, StoredChunk
+
+EXPERTS = "model.model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """A checkpoint of two ranks."""
+    run_dir = tmp_path_factory.mktemp("exported") / "run"
+    model = AutoModelForCausalLM.from_pretrained(models["glm"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(models["glm"])
+    assets = model_assets(model.config, str(models["glm"]), tokenizer)
+    save_steps((2,), 2, [run_dir], keep=1, model=model, assets=assets)
+    return checkpoint(run_dir, 2)
+
+
+@pytest.fixture
+def copied(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "copied"))
+
+
+Export = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def export(copied: Path, capsys: pytest.CaptureFixture[str]) -> Export:
+    """Export the copy; the exit code and standard error."""
+
+    def export_to(out: Path, *options: str) -> tuple[int, str]:
+        capsys.readouterr()
+        return run(["export", str(copied), str(out), *options]), capsys.readouterr().err
+
+    return export_to
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def chunk_of_experts(directory: Path) -> StoredChunk:
+    return open_checkpoint(directory).chunks[EXPERTS][0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype(dtype: str, export: Export, tmp_path: Path) -> None:
+    """The tensor that transformers keeps in float32 stays so."""
+    assert export(tmp_path / "plain") == export(tmp_path / "other", "--dtype", dtype) == (0, "")
+    expected = load_file(tmp_path / "plain/model.safetensors")
+    for key, tensor in load_file(tmp_path / "other/model.safetensors").items():
+        is_exact = key.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_exact else getattr(torch, dtype)), key
+        assert torch.equal(tensor, expected[key].to(tensor.dtype)), key
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype="auto")
+    assert opened.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("file", ["rank", "huggingface/tokenizer.json"])
+def test_a_damaged_checkpoint_is_not_exported(
+    file: str, export: Export, copied: Path, tmp_path: Path
+) -> None:
+    chunk = chunk_of_experts(copied)
+    damaged, position = (chunk.file, chunk.begin) if file == "rank" else (file, 100)
+    flip(copied / damaged, position)
+    code, error = export(tmp_path / "out")
+    tensor = f"tensor {EXPERTS} is damaged" if file == "rank" else "is damaged"
+    remedy = "restore it from a copy, or use another checkpoint"
+    assert code == 1 and error == f"ERROR: {copied / damaged}: {tensor} - {remedy}\n"
+    assert names(tmp_path) == ["copied"]
+
+
+def test_a_chunk_that_was_damaged_since_its_check_is_an_error(copied: Path) -> None:
+    saved, chunk = open_checkpoint(copied), chunk_of_experts(copied)
+    file = copied / chunk.file
+    content = file.read_bytes()
+    rows = read_chunk(saved, chunk, [slice(1, 2), *(slice(0, n) for n in chunk.sizes[1:])])
+    assert torch.equal(rows, load_file(file)[chunk.tensor][1:2])
+
+    flip(file, chunk.end - 1)
+    message = re.escape(f"{file}: tensor {chunk.tensor} is damaged")
+    for length in (len(content), chunk.end - 1, chunk.begin, 0):
+        os.truncate(file, length)
+        with pytest.raises(DamagedCheckpoint, match=message):
+            read_chunk(saved, chunk)
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # its first pages cannot be read: EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        read_chunk(saved, chunk)
+
+
+@pytest.mark.parametrize("out", ["file/out", "file/deep/out", "/proc/out", "x" * 300])
+def test_a_folder_that_cannot_be_created_is_refused(
+    out: str, export: Export, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    code, error = export(tmp_path / out)
+    line = rf"ERROR: {tmp_path / out} cannot be created: .+ - name another .+\n"
+    assert code == 2 and re.fullmatch(line, error)
+    assert names(tmp_path) == ["copied", "file"]
+
+
+def test_a_full_disk(export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = DiskOs(Fault("write", "*/model.safetensors", fails(errno.ENOSPC), nth=9))
+    monkeypatch.setattr(durable_fs, "os", full)
+    code, error = export(tmp_path / "out")
+    line = rf"ERROR: {tmp_path}/out was not written: .*No space left .* - make room .+\n"
+    assert code == 1 and re.fullmatch(line, error)
+    assert names(tmp_path) == ["copied"]
+
+
+def test_an_existing_folder_is_not_touched(export: Export, tmp_path: Path) -> None:
+    assert export(tmp_path / "out") == (0, "")
+    (tmp_path / "out/config.json").write_text("of the user", encoding="utf-8")
+    before = digests(tmp_path / "out")
+    refusal = f"ERROR: {tmp_path}/out exists - name a directory that does not\n"
+    assert export(tmp_path / "out") == (2, refusal)
+    assert digests(tmp_path / "out") == before
+
+
+def test_the_second_of_two_exports_to_one_place_is_refused(
+    export: Export, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It disturbs nothing."""
+    assert export(tmp_path / "alone") == (0, "")
+    out, write_file, seconds = tmp_path / "out", durable_fs.write_file, []
+
+    def write_and_export(path: Path, parts: Any) -> Any:
+        written = write_file(path, parts)
+        seconds.append(export(out))
+        return written
+
+    monkeypatch.setattr(durable_fs, "write_file", write_and_export)
+    assert run(["export", str(copied), str(out)]) == 0
+    line = f"ERROR: another export writes {out} - wait for it, or name another directory\n"
+    assert len(seconds) > 5 and set(seconds) == {(2, line)}
+    assert digests(out) == digests(tmp_path / "alone")

@@ -1,0 +1,112 @@
+"""`verify`: its exit codes, its messages, and how much it reads."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from helpers.small_runs import checkpoint
+from helpers.thread_ranks import save_steps
+
+from shardtune.__main__ import run
+from shardtune.checkpoint import verify_checkpoint
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of two ranks."""
+    save_steps((2,), 2, [tmp_path / "run"], keep=1)
+    return checkpoint(tmp_path / "run", 2)
+
+
+def verified(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
+    """The exit code, standard output, and the lines on standard error."""
+    code = run(["verify", str(directory)])
+    out, err = capsys.readouterr()
+    return code, out, err.splitlines()
+
+
+def test_an_intact_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, errors = verified(saved, capsys)
+    assert (code, errors) == (0, [])
+    assert out == "checkpoint_0000002: intact, 4 files, 0.00 GB\n"
+
+
+def test_each_bad_file_has_a_line(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (saved / f"rank_0000{rank}.safetensors" for rank in (0, 1))
+    first.write_bytes(first.read_bytes() + b"\0")
+    second.unlink()
+    code, out, (damaged, missing) = verified(saved, capsys)
+    assert (code, out) == (1, "")
+    assert re.fullmatch(
+        rf"ERROR: {first}: is damaged \(its length is not \d+\) "
+        "- restore it from a copy, or use another checkpoint",
+        damaged,
+    )
+    assert re.fullmatch(
+        rf"ERROR: {second.name}, written on node 1 \(\S+\), is missing in {saved} "
+        "- name all parts of the checkpoint, or restore it from a copy",
+        missing,
+    )
+
+
+def test_a_checkpoint_without_complete_or_manifest(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (saved / "manifest.json").rename(saved / "kept")
+    code, _, (error,) = verified(saved, capsys)
+    assert code == 1 and error.startswith(f"ERROR: {saved}/manifest.json: cannot be read (No such")
+    (saved / "kept").rename(saved / "manifest.json")
+    (saved / "COMPLETE").unlink()
+    code, _, (error,) = verified(saved, capsys)
+    assert code == 1 and error.startswith(f"ERROR: {saved}/COMPLETE: cannot be read (No such file")
+
+
+@pytest.mark.parametrize("argument", ["manifest.json", "nothing", "x" * 300, "", ".."])
+def test_a_path_that_is_no_checkpoint_is_refused(
+    argument: str, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(saved)
+    (saved / "COMPLETE").rename(saved / "complete")
+    (saved / "manifest.json").rename(saved / "manifest")
+    code, _, (error,) = verified(Path(argument), capsys)
+    assert code == 2
+    assert re.fullmatch(
+        rf"ERROR: {Path(argument)}: not a complete checkpoint \(.+\) - use another one", error
+    )
+
+
+def test_progress_is_shown_on_a_terminal_only(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal, stream = pty.openpty()
+    termios.tcsetwinsize(stream, (24, 80))
+    with os.fdopen(stream, "w", encoding="utf-8") as screen:
+        monkeypatch.setattr(sys, "stderr", screen)
+        assert verify_checkpoint([saved]) == []
+        screen.flush()
+        shown = ""
+        while "\rcheckpoint_0000002: 100%" not in shown:
+            assert select.select([terminal], [], [], 10)[0], shown
+            shown += os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert "\r" not in capsys.readouterr().out
+
+
+def test_each_byte_is_read_once(saved: Path) -> None:
+    def bytes_read() -> int:
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text(encoding="utf-8"))[1])
+
+    before = bytes_read()
+    read_by_asking = bytes_read() - before
+    before = bytes_read()
+    assert verify_checkpoint([saved]) == []
+    read = bytes_read() - before - read_by_asking
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    assert 0 <= read - size < 500
