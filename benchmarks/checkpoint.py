@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Saving and loading a training state, against torch.distributed.checkpoint (DCP) on the same state in the same run.
+"""Time saving and loading a training state, beside torch.distributed.checkpoint (DCP).
 
-torchrun --nproc_per_node=2 benchmarks/checkpoint.py --model DIR --results FILE [--rounds 5] [--disk DIR]
+torchrun --nproc_per_node=2 benchmarks/checkpoint.py --model DIR --results FILE \\
+    [--rounds 5] [--disk DIR]
 
-Writes a table in Markdown. Each round does all variants one after the other, in another order each time; figures are
-medians over the rounds, with the smallest and the largest.
+Writes a Markdown table. Each round runs all variants on the same state, in another order each time.
+Figures are medians over the rounds, with the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from shardtune.config_io import load_config, to_dict
 from shardtune.data.batch import Batch
 from shardtune.distributed.exit import run
 from shardtune.distributed.join import join_world
+from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.log import quiet_libraries
 from shardtune.model.build import build_model
@@ -48,12 +50,10 @@ TOKENS_PER_RANK = 512
 
 
 class PeakMemory:
-    """The most this process has held beyond what it held at the start, in bytes; read 100 times a second."""
+    """The peak memory of this process above that at the start, in bytes; sampled at 100 Hz."""
 
     def __enter__(self) -> PeakMemory:
-        ctypes.CDLL(None).malloc_trim(
-            0
-        )  # what an earlier variant has freed is not there for this one
+        ctypes.CDLL(None).malloc_trim(0)  # return the memory that an earlier variant freed
         self._start, self.extra = _resident_bytes(), 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -94,9 +94,9 @@ def main() -> None:
     quiet_libraries(world.is_main)
     scratch = Path(world.on_rank0(lambda: tempfile.mkdtemp(prefix="bench", dir=arguments.disk)))
     try:
-        found = measure(config, world, scratch, arguments.rounds)
+        results = measure(config, world, scratch, arguments.rounds)
         if world.is_main:
-            arguments.results.write_text(found, encoding="utf-8")
+            arguments.results.write_text(results, encoding="utf-8")
     finally:
         if world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -104,7 +104,7 @@ def main() -> None:
 
 @dataclass
 class Subject:
-    """A training state on this rank, with all that it takes to save and load it in each way."""
+    """A training state on this rank, and the means to save and load it in each way."""
 
     config: Any
     model: Any
@@ -115,7 +115,7 @@ class Subject:
     run_dir: RunDir
     group: dist.ProcessGroup
 
-    def ours(self, mode: str) -> dict[str, float]:
+    def save_shardtune(self, mode: str) -> dict[str, float]:
         self._clear(self.run_dir.path / "checkpoints")
         saving = replace(self.config.checkpoint, mode=mode)
         saver = checkpoint.Saver(
@@ -124,7 +124,7 @@ class Subject:
         state = {"step": 1, "epoch": 0, "row": 0, "config": to_dict(self.config)}
         return _save(lambda: saver.save(state), saver.finish)
 
-    def theirs(self, mode: str) -> dict[str, float]:
+    def save_dcp(self, mode: str) -> dict[str, float]:
         folder = self.scratch / "dcp"
         self._clear(folder)
         given: dict[str, Any] = {"checkpoint_id": folder, "process_group": self.group}
@@ -141,25 +141,24 @@ class Subject:
 
         def copy() -> None:
             copies.extend(
-                checkpoint_local(tensor).detach().to("cpu", copy=True)
-                for tensor in self.tensors.values()
+                to_local(tensor).detach().to("cpu", copy=True) for tensor in self.tensors.values()
             )
 
         with PeakMemory() as memory:
             stall_s = _timed(copy)
         return {"stall": stall_s, "memory": memory.extra}
 
-    def load_ours(self) -> dict[str, float]:
+    def load_shardtune(self) -> dict[str, float]:
         def load() -> None:
-            found = checkpoint.agree_on_checkpoint(self.run_dir, "auto", self.world)
-            assert found
+            saved = checkpoint.agree_on_checkpoint(self.run_dir, "auto", self.world)
+            assert saved
             checkpoint.load_checkpoint(
-                found, self.model, self.optimizer, 1, self.run_dir, self.world
+                saved, self.model, self.optimizer, 1, self.run_dir, self.world
             )
 
         return {"load": _timed(load)}
 
-    def load_theirs(self) -> dict[str, float]:
+    def load_dcp(self) -> dict[str, float]:
         given: dict[str, Any] = {"checkpoint_id": self.scratch / "dcp", "process_group": self.group}
         return {"load": _timed(lambda: dcp.load(self.tensors, **given))}
 
@@ -187,7 +186,7 @@ def build_subject(config: Any, world: World, scratch: Path) -> Subject:
     for tensor in tensors.values():
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor.detach())
-    run_dir, group = open_run_dir(scratch / "ours", world), dist.new_group(backend="gloo")
+    run_dir, group = open_run_dir(scratch / "shardtune", world), dist.new_group(backend="gloo")
     return Subject(config, model, optimizer, tensors, world, scratch, run_dir, group)
 
 
@@ -195,13 +194,13 @@ def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
     subject = build_subject(config, world, scratch)
     step_s = _median([_timed(lambda: forward_and_backward(subject.model, world)) for _ in range(3)])
     variants: dict[str, list[Callable[[], dict[str, float]]]] = {
-        "shardtune, async": [lambda: subject.ours("async")],
-        "shardtune, sync": [lambda: subject.ours("sync"), subject.load_ours],
-        "DCP, async": [lambda: subject.theirs("async")],
-        "DCP, sync": [lambda: subject.theirs("sync"), subject.load_theirs],
+        "shardtune, async": [lambda: subject.save_shardtune("async")],
+        "shardtune, sync": [lambda: subject.save_shardtune("sync"), subject.load_shardtune],
+        "DCP, async": [lambda: subject.save_dcp("async")],
+        "DCP, sync": [lambda: subject.save_dcp("sync"), subject.load_dcp],
         "a copy of the state alone": [subject.stage],
     }
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(variants), len(variants)):
@@ -209,19 +208,10 @@ def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
             for part in variants[name]:
                 dist.barrier(subject.group)
                 merged |= part()
-            slowest = world.all_gather_json(merged)
-            found[name].append({key: max(of_rank[key] for of_rank in slowest) for key in merged})
-    size_gb = sum(_local_bytes(tensor) for tensor in subject.tensors.values()) * world.size / 1e9
-    return table(found, size_gb, step_s, world.size, rounds)
-
-
-def checkpoint_local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    own = checkpoint_local(tensor)
-    return own.numel() * own.element_size()
+            per_rank = world.all_gather_json(merged)
+            results[name].append({key: max(rank[key] for rank in per_rank) for key in merged})
+    size_gb = sum(to_local(tensor).nbytes for tensor in subject.tensors.values()) * world.size / 1e9
+    return table(results, size_gb, step_s, world.size, rounds)
 
 
 def forward_and_backward(model: Any, world: World) -> None:
@@ -250,10 +240,14 @@ def _median(values: list[float]) -> float:
 
 
 def table(
-    found: dict[str, list[dict[str, float]]], size_gb: float, step_s: float, ranks: int, rounds: int
+    results: dict[str, list[dict[str, float]]],
+    size_gb: float,
+    step_s: float,
+    ranks: int,
+    rounds: int,
 ) -> str:
     def cell(name: str, key: str, scale: float = 1, digits: int = 2) -> str:
-        values = [of_round[key] * scale for of_round in found[name] if key in of_round]
+        values = [result[key] * scale for result in results[name] if key in result]
         if not values:
             return ""
         return f"{_median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
@@ -262,16 +256,17 @@ def table(
         f"State: {size_gb:.2f} GB on {ranks} ranks; {rounds} rounds; torch {torch.__version__}.",
         f"A forward and backward of {TOKENS_PER_RANK} tokens on each rank takes {step_s:.2f} s.",
         "",
-        "| | loop waits, s | of the save | of a step | until durable, s | save, GB/s | load, s | extra GB of a rank |",
+        "| | loop waits, s | of the save | of a step | until durable, s | save, GB/s | load, s "
+        "| extra GB of a rank |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in found:
-        totals = [of_round["total"] for of_round in found[name] if "total" in of_round]
+    for name in results:
+        totals = [result["total"] for result in results[name] if "total" in result]
         speed = f"{size_gb / _median(totals):.2f}" if totals else ""
-        stall_s = _median([of_round["stall"] for of_round in found[name]])
-        of_save = f"{stall_s / _median(totals):.0%}" if totals else ""
+        stall_s = _median([result["stall"] for result in results[name]])
+        share_of_save = f"{stall_s / _median(totals):.0%}" if totals else ""
         lines.append(
-            f"| {name} | {cell(name, 'stall')} | {of_save} | {stall_s / step_s:.0%} | "
+            f"| {name} | {cell(name, 'stall')} | {share_of_save} | {stall_s / step_s:.0%} | "
             f"{cell(name, 'total')} | {speed} | {cell(name, 'load')} | "
             f"{cell(name, 'memory', 1e-9)} |"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -104,7 +105,7 @@ def _receive(
     requests = world.all_gather_json(local_requests)
     if not any(requests):
         return
-    total = sum(nbytes for of_rank in requests for *_, nbytes in of_rank)
+    total = sum(nbytes for *_, nbytes in chain(*requests))
     logger.info(f"Read from the disks of other nodes: {total / 1e9:.2f} GB")
     group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
     for receiver, receiver_requests in enumerate(requests):

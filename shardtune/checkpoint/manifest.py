@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,8 +97,7 @@ class Checkpoint:
     def chunks_by_file(self) -> dict[str, list[StoredChunk]]:
         """The chunks of each rank file, in the order of their bytes."""
         by_file: dict[str, list[StoredChunk]] = {}
-        chunks = (chunk for of_tensor in self.chunks.values() for chunk in of_tensor)
-        for chunk in sorted(chunks, key=lambda chunk: chunk.begin):
+        for chunk in sorted(chain(*self.chunks.values()), key=lambda chunk: chunk.begin):
             by_file.setdefault(chunk.file, []).append(chunk)
         return by_file
 

@@ -194,8 +194,8 @@ def delete_unfinished(run_dir: RunDir, resumed: Checkpoint | None, world: World)
         for entry in _entries(run_dir.checkpoints):
             if not entry.name.startswith(".checkpoint_") or _is_part(entry, resumed):
                 continue
-            own = digest(entry)
-            is_kept = own is not None and (resumed is None or own in committed)
+            manifest = digest(entry)
+            is_kept = manifest is not None and (resumed is None or manifest in committed)
             if is_kept and (match := _STAGING.fullmatch(entry.name)):
                 yield durable_fs.move_aside(entry, entry.with_name(match[1]))
             else:
