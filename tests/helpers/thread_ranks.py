@@ -66,6 +66,7 @@ def save_steps(
     """
     model = model or Tiny(TinyConfig())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    training_state(model, optimizer)  # creates Adam's state, once for all ranks
     worlds = thread_worlds(ranks)
     leader_of = [rank % len(run_dirs) for rank in range(ranks)]
     for directory in run_dirs:
