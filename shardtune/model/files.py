@@ -110,9 +110,9 @@ def fetch_weights(model: ModelConfig) -> str | None:
 
 def _not_in_cache(path: str, unreachable: str) -> str:
     return (
-        f"model.path={path}: neither a directory here nor in the hub's cache, and the hub cannot be "
-        f"reached ({unreachable}) - name a directory, copy the model into {constants.HF_HUB_CACHE}, "
-        "or connect to the hub"
+        f"model.path={path}: neither a directory here nor in the hub's cache, and the hub cannot "
+        f"be reached ({unreachable}) - name a directory, copy the model into "
+        f"{constants.HF_HUB_CACHE}, or connect to the hub"
     )
 
 

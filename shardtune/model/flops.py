@@ -1,12 +1,12 @@
-"""Model FLOPs: what a step's documents need, and the share of the devices' peak that they got (MFU).
+"""Count the FLOPs that a step's documents need, and their share of the devices' peak (MFU).
 
-The forward costs 2 FLOPs for every parameter that a token is multiplied by, and in each layer 2 FLOPs for every
-(query, key) pair, head and dimension, once for the scores and once for the values; the backward costs twice the
-forward. That is the MFU of PaLM (arXiv 2204.02311, appendix B), which has all L x L pairs of a row, with three
-corrections for what is needed and no more: a document of L tokens has the L (L + 1) / 2 pairs of causal attention, or
-those of its window; only the positions whose next token is trained reach the head; of a layer's experts a token is
-multiplied by those that it is routed to. Looking up embeddings, norms, activations, softmax and the optimizer count
-nothing, padding counts nothing, and neither does what activation checkpointing computes again.
+The forward costs 2 FLOPs for every parameter that a token is multiplied by, and in each layer 2
+FLOPs for every (query, key) pair, head and dimension, once for the scores and once for the values.
+The backward costs twice the forward. This is the MFU of PaLM (arXiv 2204.02311, appendix B), with
+three corrections: a document of L tokens has the L (L + 1) / 2 pairs of causal attention, or those
+of its window, not L x L; only positions whose next token is trained reach the head; a token is
+multiplied only by the experts that it is routed to. Embedding lookups, norms, activations, softmax,
+the optimizer, padding and recomputation count nothing.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ _TOP_K_NAMES = (
     "moe_k",
 )
 _EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-# What a layer of each type says of its span; other types have no pairs, or pairs that depend on the data.
+# The setting with the span of each layer type; other types have no pairs, or pairs that depend on
+# the data.
 _SPANS = {
     "full_attention": "",
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
 
-# TFLOP/s in bfloat16, dense, with float32 accumulation: the vendors' data sheets, where half of the figure with
-# sparsity. The first entry of which the device's name has all words.
+# TFLOP/s in bfloat16, dense, with float32 accumulation: half of the data sheets' figure with
+# sparsity. A device has the first entry whose words are all in its name.
 _PUBLISHED_TFLOPS = {
     "GB200": 2500,
     "B200": 2250,
@@ -84,12 +85,11 @@ class ModelFlops:
 
     per_token: float
     per_trained_token: float  # the head
-    layers: Counter[
-        tuple[float, str, int]
-    ]  # how many there are of each: FLOPs of a pair, type, span in tokens
+    # The number of layers of each kind: FLOPs of a pair, type, span in tokens.
+    layers: Counter[tuple[float, str, int]]
 
     def of_step(self, lengths: np.ndarray, trained_tokens: int) -> float:
-        """FLOPs of forward and backward over documents of so many tokens each."""
+        """Return the FLOPs of forward and backward over documents of so many tokens each."""
         tokens = int(lengths.sum(dtype=np.int64))
         forward = self.per_token * tokens + self.per_trained_token * trained_tokens
         for (per_pair, layer_type, span), count in self.layers.items():
@@ -98,10 +98,10 @@ class ModelFlops:
 
 
 def attended_pairs(lengths: np.ndarray, layer_type: str, span: int) -> int:
-    """The (query, key) pairs of one layer over documents of so many tokens each.
+    """Count the (query, key) pairs of one layer over documents of so many tokens each.
 
-    A token attends to itself and the tokens before it: to all of them, to `span` tokens in all (sliding), or to those
-    of its own stretch of `span` tokens (chunked).
+    A token attends to itself and the tokens before it: to all of them, to `span` tokens in all
+    (sliding), or to those of its own stretch of `span` tokens (chunked).
     """
     lengths = np.asarray(lengths, np.int64)
     if layer_type == "full_attention":
@@ -114,11 +114,11 @@ def attended_pairs(lengths: np.ndarray, layer_type: str, span: int) -> int:
 
 
 def count_flops(model: PreTrainedModel) -> ModelFlops:
-    """The FLOPs of a model, sharded or not, from its own parameters and, for its attention, its config.
+    """Count the FLOPs of a model, sharded or not, from its parameters and its attention's config.
 
     Raises:
-        NotCounted: some of its layers are no attention, or attend to what depends on the data; or its experts, heads
-            or head are not where other architectures have them.
+        NotCounted: some of its layers do not attend, or attend to keys that depend on the data; or
+            its experts, heads or head are not where other architectures have them.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     kind = config.model_type
@@ -145,8 +145,8 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
-    """The share of a parameter by which a token is multiplied."""
-    # Decoders made for an encoder keep what attends to it, and without one leave it out.
+    """Return the share of a parameter by which a token is multiplied."""
+    # Decoders made for an encoder keep the attention to it, and skip it without one.
     if parameter.dim() < 2 or name.endswith("bias") or ".encoder_attn." in name:
         return 0.0
     is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None
@@ -160,14 +160,15 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
 
 
 def _attention(config: Any, layer: int) -> tuple[float, str, int]:
-    """Of a layer with this config: FLOPs of a pair (a query by a key, a weight by a value), its type, its span."""
+    """Return a layer's FLOPs per pair (a query by a key, a weight by a value), its type, its
+    span."""
     heads, width = _first(config, ("num_attention_heads",)), _first(config, ("hidden_size",))
     if not heads or not width:
         raise NotCounted(f"{config.model_type} does not say how many heads its layers have")
-    of_query = _first(config, ("head_dim",)) or width // heads
+    query_width = _first(config, ("head_dim",)) or width // heads
     if latent := _first(config, ("qk_nope_head_dim",)):
-        of_query = latent + config.qk_rope_head_dim
-    of_value = _first(config, ("v_head_dim",)) or of_query
+        query_width = latent + config.qk_rope_head_dim
+    value_width = _first(config, ("v_head_dim",)) or query_width
     if types := getattr(config, "layer_types", None):
         layer_type = types[layer]
     elif types := getattr(config, "attention_layers", None):  # GPT-Neo's
@@ -179,25 +180,29 @@ def _attention(config: Any, layer: int) -> tuple[float, str, int]:
     if layer_type not in _SPANS:
         raise NotCounted(f"{config.model_type} has layers of {layer_type}")
     span = _first(config, (_SPANS[layer_type],))
-    return 2.0 * heads * (of_query + of_value), layer_type if span else "full_attention", span or 0
+    return (
+        2.0 * heads * (query_width + value_width),
+        layer_type if span else "full_attention",
+        span or 0,
+    )
 
 
 def _first(config: Any, names: Sequence[str]) -> int | None:
-    """The first of these settings that is a number, the same in all layers."""
+    """Return the first of these settings that is a number, the same in all layers."""
     for name in names:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # transformers' word for one that differs from layer to layer
+        # transformers raises this for a setting that differs from layer to layer.
+        with contextlib.suppress(RuntimeError):
             if isinstance(value := getattr(config, name, None), int):
                 return value
     return None
 
 
 class MfuMeter:
-    """The MFU of a run's steps: model FLOPs per second over the peak of all its devices together."""
+    """The MFU of a run's steps: model FLOPs per second over the peak of all its devices
+    together."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
-        """Every rank calls it; what the MFU is measured against, or why there is none, is said."""
+        """Collective: log the peak that the MFU is relative to, or why there is none."""
         self._flops: ModelFlops | None = None
         try:
             flops = count_flops(model)
@@ -206,20 +211,19 @@ class MfuMeter:
             logger.info(f"MFU is left out: {reason}")
 
     def of_step(self, lengths: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
-        """From 0 to 1, of a step over documents of so many tokens each; None where it is not known."""
+        """Return the MFU, from 0 to 1, of a step over documents of so many tokens each, or None."""
         if self._flops is None:
             return None
         return self._flops.of_step(lengths, trained_tokens) / seconds / self._peak
 
 
 def _peak_of_all(dtype: torch.dtype, world: World) -> float:
-    """FLOP/s of all ranks together."""
+    """Return the FLOP/s of all ranks together. Collective."""
     name = dtype_name(dtype)
     if world.device.type == "cpu":
         measure_matmul_rate(dtype, seconds=0)
-        world.all_reduce_max(
-            0
-        )  # all at once: cores and memory that ranks share must not count twice
+        # All ranks at once: cores and memory that they share must not count twice.
+        world.all_reduce_max(0)
         rates = world.all_gather_json(measure_matmul_rate(dtype))
         source = f"measured on this CPU in {name}"
     else:
@@ -230,13 +234,14 @@ def _peak_of_all(dtype: torch.dtype, world: World) -> float:
             raise NotCounted(f"the peak of {device} in {name} is not in the table")
     mean = sum(rates) / world.size
     logger.info(
-        f"MFU counts model FLOPs against {mean / 1e12:.3g} TFLOP/s ({source}) x {world.size} (ranks)"
+        f"MFU counts model FLOPs against {mean / 1e12:.3g} TFLOP/s ({source}) x {world.size} "
+        "(ranks)"
     )
     return mean * world.size
 
 
 def published_peak(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a GPU in bfloat16 or float16, dense; None where it is not known."""
+    """Return the FLOP/s of a GPU in bfloat16 or float16, dense, or None."""
     words = set(re.split(r"[\s-]+", device_name))
     if dtype not in (torch.bfloat16, torch.float16) or words & _OTHER_DEVICES:
         return None
@@ -247,24 +252,26 @@ def published_peak(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_matmul_rate(dtype: torch.dtype, seconds: float = _MEASURED_S) -> float:
-    """FLOP/s of square matrices of 1024, multiplied for so many seconds with this process's number of threads."""
-    a, b, product = torch.ones(
-        3, _GEMM_SIZE, _GEMM_SIZE, dtype=dtype
-    )  # no random numbers: those are the run's
+    """Return the FLOP/s of square matrix products, on the threads of this process.
+
+    Matrices are 1024 wide; they are multiplied for at least `seconds`.
+    """
+    # No random numbers: those are the run's.
+    a, b, product = torch.ones(3, _GEMM_SIZE, _GEMM_SIZE, dtype=dtype)
     started, count = time.perf_counter(), 0
     while True:
         torch.mm(a, b.T, out=product)
         count += 1
-        if (passed := time.perf_counter() - started) >= seconds:
-            return count * 2 * _GEMM_SIZE**3 / passed
+        if (elapsed := time.perf_counter() - started) >= seconds:
+            return count * 2 * _GEMM_SIZE**3 / elapsed
 
 
 def cost_of(model: PreTrainedModel) -> Cost:
-    """Two FLOPs for each parameter that a token is multiplied by, and four for each dimension of a head and pair.
+    """Estimate the forward's FLOPs, to balance rows between ranks.
 
-    An estimate, from which nothing but the balance between ranks follows: of stacked experts as many count as a token
-    meets, the head is for trained tokens alone, and an architecture that does not say how many heads it has has no
-    attention.
+    Unlike `count_flops` it serves every architecture: a token meets `num_experts_per_tok` of the
+    stacked experts, all attention is causal over the whole document, and an architecture that does
+    not say how many heads it has has no attention.
     """
     config: Any = model.config
     text = config.get_text_config()
@@ -273,19 +280,21 @@ def cost_of(model: PreTrainedModel) -> Cost:
         value = getattr(text, name, None)
         return value if isinstance(value, int) else 0
 
-    met, heads = number("num_experts_per_tok") or 1, number("num_attention_heads")
+    top_k, heads = number("num_experts_per_tok") or 1, number("num_attention_heads")
     head: Any = model.get_output_embeddings()
-    of_head = {} if head is None else {id(p): p.numel() for p in head.parameters()}
+    head_sizes = {} if head is None else {id(p): p.numel() for p in head.parameters()}
     looked_up = {
         id(p)
         for module in model.modules()
         if isinstance(module, nn.Embedding)
         for p in module.parameters()
     }
-    of_others = sum(
-        p.numel() * met // p.shape[0] if p.dim() == 3 else p.numel()
+    body_size = sum(
+        p.numel() * top_k // p.shape[0] if p.dim() == 3 else p.numel()
         for p in model.parameters()
-        if id(p) not in of_head.keys() | looked_up
+        if id(p) not in head_sizes.keys() | looked_up
     )
     width = (heads * number("head_dim") or number("hidden_size")) if heads else 0
-    return Cost(2 * of_others, 2 * sum(of_head.values()), 4 * number("num_hidden_layers") * width)
+    return Cost(
+        2 * body_size, 2 * sum(head_sizes.values()), 4 * number("num_hidden_layers") * width
+    )

@@ -1,9 +1,10 @@
 """The loss: a sum over trained tokens, divided once by their number in the whole global batch.
 
-Only the positions that predict a trained token reach the head of the model. Projection and cross-entropy go through
-them in chunks, and the gradients are made with the loss, so that no tensor of tokens x vocabulary exists (the idea of
-arXiv 2410.10989 and 2411.09009). A model that changes its logits after the head has to have those of the trained
-positions at once, and one whose head is not a plain one has those of all.
+Only the positions that predict a trained token reach the model's head. Projection and cross-entropy
+process them in chunks, and gradients are computed with the loss, so that no tensor of tokens x
+vocabulary exists (as in arXiv 2410.10989 and 2411.09009). A model that changes its logits after the
+head needs those of all trained positions at once, and a model whose head is not a plain linear
+layer those of all positions.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from shardtune.model.attention import documents
 from shardtune.model.build import forward_only
 
 _CHUNK_BYTES = 1 << 28  # of logits, in the dtype of the matrix product
-_SOFTMAX_BYTES = 1 << 26  # of those in float32
+_SOFTMAX_BYTES = 1 << 26  # of logits in float32
 _BLOCK_ROWS = 1 << 13  # of the head's weight
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """The sum of the negative log-likelihoods (nats, float32, a scalar) of the batch's trained tokens.
+    """Return the summed negative log-likelihood of the batch's trained tokens: nats, float32,
+    scalar.
 
-    A sum, because a mean over a micro-batch or a rank weights tokens by where they happen to lie, and is NaN where
-    nothing is trained. Here such a batch gives zero, with a graph, so that its backward joins the collectives.
+    A mean over a micro-batch or a rank would weight tokens by where they happen to lie, and be NaN
+    where nothing is trained. Here such a batch gives zero, with a graph, so that its backward joins
+    the collectives.
     """
     head = model.get_output_embeddings()
     documents.set(batch.lengths, batch.boundaries)
@@ -50,10 +53,10 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 class LossHead(nn.Linear):
-    """A model's head while a batch is asked for: it projects what predicts trained tokens, and nothing else.
+    """A model's head that projects only the positions that predict trained tokens of `batch`.
 
-    Where nothing follows the head in the model (`is_last`) it gives the summed loss itself, else (1, n, vocabulary)
-    logits, which the model goes on to scale or cap.
+    Where nothing follows the head in the model (`is_last`) it returns the summed loss itself, else
+    logits (1, n, vocabulary), which the model goes on to scale or cap.
     """
 
     batch: Batch | None
@@ -78,8 +81,8 @@ class LossHead(nn.Linear):
 class _SummedCrossEntropy(torch.autograd.Function):
     """sum_i logsumexp(W h_i + b) - (W h_i + b)[target_i], and its gradients, chunk by chunk.
 
-    Matrix products are in the dtype of their operands, as in the plain head; softmax, loss and the sums over chunks
-    in float32.
+    Matrix products are in the dtype of their operands, as in the plain head; softmax, loss and the
+    sums over chunks in float32.
     """
 
     @staticmethod
@@ -93,8 +96,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         vocabulary = weight.shape[0]
         rows = max(1, min(len(hidden), _CHUNK_BYTES // (hidden.itemsize * vocabulary)))
-        logits_of_chunk = hidden.new_empty(rows, vocabulary)
-        # In float32 the logits turn into their softmax in place, else a few rows of them at a time.
+        chunk_buffer = hidden.new_empty(rows, vocabulary)
+        # In float32 the softmax replaces the logits in place, else a few rows are converted at a
+        # time.
         at_once = (
             rows
             if hidden.dtype == torch.float32
@@ -110,44 +114,44 @@ class _SummedCrossEntropy(torch.autograd.Function):
             else None
         )
         for start in range(0, len(hidden), rows):
-            chunk, targets_of_chunk = (
+            chunk, chunk_targets = (
                 hidden[start : start + rows],
                 targets[start : start + rows, None],
             )
-            logits_now = logits_of_chunk[: len(chunk)]
+            chunk_logits = chunk_buffer[: len(chunk)]
             if bias is None:
-                torch.mm(chunk, weight.t(), out=logits_now)
+                torch.mm(chunk, weight.t(), out=chunk_logits)
             else:
-                torch.addmm(bias, chunk, weight.t(), out=logits_now)
+                torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
             for logits, wanted in zip(
-                logits_now.split(at_once), targets_of_chunk.split(at_once), strict=True
+                chunk_logits.split(at_once), chunk_targets.split(at_once), strict=True
             ):
                 softmax = logits if converted is None else converted[: len(logits)].copy_(logits)
                 target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
                 torch.softmax(softmax, 1, out=softmax)
-                # log sum exp is what lies between the largest logit and its log-probability.
+                # log sum exp = the largest logit - its log-probability.
                 loss += (largest - softmax.amax(1, keepdim=True).log() - target_logits).sum()
                 if gradients:
                     softmax.scatter_add_(1, wanted, softmax.new_full(wanted.shape, -1.0))
                     logits.copy_(softmax)
             if gradients:
-                gradients.add(start, chunk, logits_now)
-        ctx.gradients = gradients and (gradients.of_hidden, gradients.of_weight, gradients.of_bias)
+                gradients.add(start, chunk, chunk_logits)
+        ctx.gradients = gradients and (gradients.hidden, gradients.weight, gradients.bias)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good for one backward
         return (
-            *(None if gradient is None else gradient.mul_(of_loss) for gradient in gradients),
+            *(None if gradient is None else gradient.mul_(loss_gradient) for gradient in gradients),
             None,
             None,
         )
 
 
 class _Gradients:
-    """Those of hidden states, weight and bias, filled chunk by chunk."""
+    """The gradients of hidden states, weight and bias, filled chunk by chunk."""
 
     def __init__(
         self,
@@ -156,30 +160,32 @@ class _Gradients:
         bias: torch.Tensor | None,
         is_one_chunk: bool,
     ) -> None:
-        self._weight = weight
+        self._head_weight = weight
         dtype = weight.dtype if is_one_chunk else torch.float32
-        self.of_hidden = torch.empty_like(hidden)
-        self.of_weight = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
-        self.of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        self.hidden = torch.empty_like(hidden)
+        self.weight = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
+        self.bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
 
-    def add(self, start: int, chunk: torch.Tensor, of_logits: torch.Tensor) -> None:
-        torch.mm(of_logits, self._weight, out=self.of_hidden[start : start + len(chunk)])
-        if self.of_weight is not None and self.of_weight.dtype == chunk.dtype:
-            self.of_weight.addmm_(of_logits.t(), chunk)
-        elif self.of_weight is not None:
-            # By blocks of the vocabulary: their product is in the dtype of the operands before it is added.
-            of_blocks = of_logits.t().split(_BLOCK_ROWS)
-            for block, of_block in zip(self.of_weight.split(_BLOCK_ROWS), of_blocks, strict=True):
-                block += of_block @ chunk
-        if self.of_bias is not None:
-            self.of_bias += of_logits.sum(0, dtype=torch.float32)
+    def add(self, start: int, chunk: torch.Tensor, logits_gradient: torch.Tensor) -> None:
+        torch.mm(logits_gradient, self._head_weight, out=self.hidden[start : start + len(chunk)])
+        if self.weight is not None and self.weight.dtype == chunk.dtype:
+            self.weight.addmm_(logits_gradient.t(), chunk)
+        elif self.weight is not None:
+            # By blocks of the vocabulary, since each product has the dtype of its operands.
+            logits_blocks = logits_gradient.t().split(_BLOCK_ROWS)
+            for block, logits_block in zip(
+                self.weight.split(_BLOCK_ROWS), logits_blocks, strict=True
+            ):
+                block += logits_block @ chunk
+        if self.bias is not None:
+            self.bias += logits_gradient.sum(0, dtype=torch.float32)
 
 
 def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Let the head give the loss, if the model's own forward shows that it may.
+    """Let the head return the loss, if the model's own forward allows it.
 
-    Which logits there are at once, if not those of a chunk, and why: words to follow "logits are made". A stand-in
-    for the logits must come out of the model as it came out of the head.
+    To find out, a marker stands in for the logits and must leave the model as it left the head.
+    Returns None, or which logits exist at once, and why: words to follow "logits are made".
     """
     head: Any = model.get_output_embeddings()
     kind: Any = type(head)
@@ -201,9 +207,15 @@ def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
     finally:
         del head.forward
     if len(seen) != 1 or seen[0][:-1].numel() != ids.numel():
-        return f"for every position, since its forward calls the head {len(seen)} times, or not for every token"
+        return (
+            f"for every position, since its forward calls the head {len(seen)} times, or not for "
+            "every token"
+        )
     head.__class__ = LossHead
     head.batch, head.is_last = None, logits is marker
     if not head.is_last:
-        return f"for all trained positions at once, since {model.config.model_type} changes them after its head"
+        return (
+            f"for all trained positions at once, since {model.config.model_type} changes them after "
+            "its head"
+        )
     return None

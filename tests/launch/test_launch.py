@@ -287,9 +287,7 @@ def test_a_carriage_return_in_the_settings(folder: Path) -> None:
         start("launch_node0.sh", "--config", "config.yaml", cwd=folder, **settings)
     )
     assert (
-        code == 2
-        and "\nMaster: '127.0.0.1\\r':'1\\r'\n" in output
-        and "\r" not in output + errors
+        code == 2 and "\nMaster: '127.0.0.1\\r':'1\\r'\n" in output and "\r" not in output + errors
     )
     assert "ERROR: " in errors.splitlines()[-1] and "MASTER_ADDR is '127.0.0.1?'" in errors
 

@@ -138,8 +138,8 @@ def test_rows_beyond_a_table_of_positions_are_refused(tokenizer, tmp_path):
     refused = train(2, *given, "train.micro_batch_size=3", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
-        "ERROR: gpt_neo has a causal mask of 200 x 200 positions, and the rows of a micro-batch, "
-        "one behind the other, have 300 tokens - lower data.max_length x train.micro_batch_size "
+        "ERROR: gpt_neo has a causal mask of 200 x 200 positions, and the rows of a micro-batch "
+        "have 300 tokens in all - lower data.max_length x train.micro_batch_size "
         "to 200, or use data.packing=false"
     )
     finish(train(2, *given, "train.micro_batch_size=2", cwd=tmp_path))
@@ -174,7 +174,7 @@ def test_a_rope_chosen_for_a_whole_forward_has_each_record_to_itself(tokenizer, 
         )
         assert refused.returncode == 2
         assert refused.stderr.splitlines()[-1] == (
-            "ERROR: phi3 turns to other rope factors for a whole forward once one of its records "
+            "ERROR: phi3 takes other rope factors for a whole forward once one of its records "
             "is longer than 60 tokens - use data.max_length=60 or less, or data.packing=false "
             "with train.micro_batch_size=1"
         )

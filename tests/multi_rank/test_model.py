@@ -174,8 +174,8 @@ def test_layers_that_each_rank_drops_by_itself_are_refused_by_name(models, tmp_p
     refused = train(2, *given, f"run.dir={tmp_path / 'two'}", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
-        "ERROR: opt drops layers at random (layerdrop), each rank others, while all have to "
-        "gather them together - set the layerdrop of its config.json to 0"
+        "ERROR: opt drops layers at random (layerdrop), so ranks would drop different "
+        "layers, and all must gather each together - set the layerdrop of its config.json to 0"
     )
     alone = train(1, *given, f"run.dir={tmp_path / 'one'}", "train.max_steps=2", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
