@@ -1,16 +1,12 @@
-"""Rehearse a run on this one machine: the launch scripts as they are, as several nodes of several CPU processes, with
-a tiny random model of the configured architecture; one node is killed, and the same commands resume.
+"""Rehearse a run on this machine: the launch scripts as several nodes, a tiny model, a node that is lost.
+
+The nodes have CPU processes and a random model of the configured architecture. One node is killed, and
+the same commands resume.
 
 python -m distTest.rehearse [--nodes 2] [--procs-per-node 8] [--config FILE] [--loopback] [-- section.key=value ...]
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a file: then modules are looked for beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import contextlib
 import io
@@ -18,48 +14,51 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distTest.rehearse import namespaces
-from distTest.rehearse.node_processes import Failed, Place, Terminals
+from distTest.rehearse.node_processes import CheckFailed, NodeCommand, NodeProcesses
 from distTest.rehearse.tiny_model import ROW_TOKENS, make_model, write_chats
 from shardtune.__main__ import run as run_tool
+from shardtune.cluster.environment import DEFAULTS, REPOSITORY
+from shardtune.cluster.network import free_port
 from shardtune.config import Config
 from shardtune.config_io import Parser, load_config, to_dict
 from shardtune.distributed.signals import end_on_signal
 from shardtune.errors import Aborted, UserError
 from shardtune.log import quiet_libraries
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
-# The launch scripts' own defaults, which hold where nothing is set.
-MASTER, INTERFACE, PORT, PROCESSES = "10.11.7.50", "enp26s0np0", 29600, 8
-_SETTINGS = [
+PROCESSES = int(DEFAULTS["GPUS_PER_NODE"])
+_VARIABLES = [
     *("MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "GPUS_PER_NODE"),
     *("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "JOIN_TIMEOUT"),
 ]
 
-STEPS, STEPS_BETWEEN_SAVES = 7, 3
-_NODES_MAY_END_WITHIN_S = 60
-_PATIENCE_S = 600  # for what a few seconds suffice on a machine with nothing else to do
+STEPS, STEPS_BETWEEN_SAVES = 13, 5
+# A node is killed so many steps behind a save at most, so that its end comes before the next one.
+_MOST_STEPS_BEHIND = 2
+_END_TIMEOUT_S = 60
+_TIMEOUT_S = 600  # a few seconds suffice on an idle machine
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`arguments` are the launch scripts', `config` what they read of these."""
+    """`arguments` are those of the launch scripts, and `config` is read from them."""
 
     config: Config
     arguments: list[str]
-    master: str
+    master: str  # address:port
     nodes: int
     processes: int
 
@@ -75,7 +74,12 @@ class Plan:
 
 
 def rehearse(arguments: Sequence[str], folder: Path) -> None:
-    """All of it, with every file in `folder`. Raises Failed at the first check that does, Refused for bad arguments."""
+    """Rehearse with every file in `folder`.
+
+    Raises:
+        CheckFailed: the first check that failed.
+        UserError: the arguments are wrong.
+    """
     started = time.monotonic()
     options, assignments = _read_arguments(arguments)
     end_on_signal("with all that it had started - run it again", code=1)
@@ -83,7 +87,7 @@ def rehearse(arguments: Sequence[str], folder: Path) -> None:
     print(
         f"Rehearsing {options.nodes} nodes x {options.procs_per_node} processes over CPU, in {folder}"
     )
-    with shuffle_groups(options, folder) as (places, master):
+    with node_commands(options, folder) as (commands, master):
         changed = _prepare(folder, options, assignments)
         plan = Plan(
             load_config(options.config, changed, {}),
@@ -93,8 +97,8 @@ def rehearse(arguments: Sequence[str], folder: Path) -> None:
             options.procs_per_node,
         )
         print(f"Each node runs: ./launch_node<0 or 1>.sh {' '.join(plan.arguments)}\n", flush=True)
-        saved, steps = _run_until_a_node_dies(plan, places, folder)
-        _run_to_the_end(plan, places, folder, saved, steps)
+        saved, steps = _run_until_a_node_dies(plan, commands, folder)
+        _run_to_the_end(plan, commands, folder, saved, steps)
     print(
         f"\nRehearsed in {time.monotonic() - started:.0f} s: every check passed. What this cannot show: GPUs and NCCL, "
         "the network between your nodes, and whether the real model fits."
@@ -102,7 +106,7 @@ def rehearse(arguments: Sequence[str], folder: Path) -> None:
 
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    """The options, and what stands behind `--`."""
+    """The options, and the assignments behind `--`."""
     cut = list(arguments).index("--") if "--" in arguments else len(arguments)
     parser = Parser(
         prog="python -m distTest.rehearse", description=str(__doc__).partition("\n\n")[0]
@@ -127,66 +131,61 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 @contextlib.contextmanager
-def shuffle_groups(options: Any, folder: Path) -> Iterator[tuple[list[Place], str]]:
-    """Where each node runs, and the master's address: namespaces if they can be made, else loopback; said which."""
-    common = {name: value for name, value in os.environ.items() if name not in _SETTINGS}
-    if unused := [name for name in _SETTINGS if name in os.environ]:
+def node_commands(options: Any, folder: Path) -> Iterator[tuple[list[NodeCommand], str]]:
+    """The command of each node and node 0's address: in network namespaces, else on loopback."""
+    common = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
+    if unused := [name for name in _VARIABLES if name in os.environ]:
         print(f"Not used, the rehearsal has its own: {', '.join(unused)}")
     (folder / "tmp").mkdir()
-    # What a killed node leaves behind goes with the folder.
+    # The files that a killed node leaves go with the folder.
     common |= {
         "CUDA_VISIBLE_DEVICES": "",
         "SHARDTUNE_CACHE": str(folder / "cache"),
         "TMPDIR": str(folder / "tmp"),
     }
-    common |= (
-        {"GPUS_PER_NODE": str(options.procs_per_node)}
-        if options.procs_per_node != PROCESSES
-        else {}
-    )
-    common |= {"NNODES": str(options.nodes)} if options.nodes != 2 else {}
-    own = [{} if node < 2 else {"NODE_RANK": str(node)} for node in range(options.nodes)]
+    if options.procs_per_node != PROCESSES:
+        common["GPUS_PER_NODE"] = str(options.procs_per_node)
+    if options.nodes != int(DEFAULTS["NNODES"]):
+        common["NNODES"] = str(options.nodes)
+    ranks = [{} if node < 2 else {"NODE_RANK": str(node)} for node in range(options.nodes)]
     scripts = [REPOSITORY / f"launch_node{min(node, 1)}.sh" for node in range(options.nodes)]
 
-    why_not = "--loopback" if options.loopback else namespaces.why_not()
+    no_namespaces = "--loopback" if options.loopback else namespaces.obstacle()
+    interface = DEFAULTS["NCCL_SOCKET_IFNAME"]
     with contextlib.ExitStack() as stack:
-        if not why_not:
-            network, _, first = MASTER.rpartition(".")
+        if not no_namespaces:
+            network, _, first = DEFAULTS["MASTER_ADDR"].rpartition(".")
             addresses = [f"{network}.{int(first) + node}" for node in range(options.nodes)]
             try:
-                nodes = stack.enter_context(namespaces.joined_nodes(addresses, INTERFACE))
+                nodes = stack.enter_context(namespaces.joined_nodes(addresses, interface))
             except subprocess.CalledProcessError as error:
-                why_not = f"this kernel makes no network namespaces ({error.stderr.strip()})"
-        if not why_not:
+                no_namespaces = f"this kernel makes no network namespaces ({error.stderr.strip()})"
+        if not no_namespaces:
             print(
-                f"Each node is a network namespace, which no packet leaves, with {INTERFACE}: {', '.join(addresses)}"
+                "Each node is a network namespace, which no packet leaves, with "
+                f"{interface}: {', '.join(addresses)}"
             )
-            master = f"{MASTER}:{PORT}"
-            places = [
-                Place(n.prefix, s, common | o) for n, s, o in zip(nodes, scripts, own, strict=True)
-            ]
+            master = f"{DEFAULTS['MASTER_ADDR']}:{DEFAULTS['MASTER_PORT']}"
+            prefixes = [node.prefix for node in nodes]
         else:
-            port = _free_port()
-            here = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "NCCL_SOCKET_IFNAME": "lo",
-            }
-            print(f"All nodes are this host, over loopback: {why_not}")
+            master = f"127.0.0.1:{free_port()}"
+            address, _, port = master.partition(":")
+            here = {"MASTER_ADDR": address, "MASTER_PORT": port, "NCCL_SOCKET_IFNAME": "lo"}
+            print(f"All nodes are this host, over loopback: {no_namespaces}")
             print(f"Set for them: {' '.join(f'{name}={value}' for name, value in here.items())}")
-            master = f"127.0.0.1:{port}"
-            places = [Place([], s, common | here | o) for s, o in zip(scripts, own, strict=True)]
-        yield places, master
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+            common |= here
+            prefixes = [[] for _ in range(options.nodes)]
+        yield (
+            [
+                NodeCommand(prefix, script, common | rank)
+                for prefix, script, rank in zip(prefixes, scripts, ranks, strict=True)
+            ],
+            master,
+        )
 
 
 def _prepare(folder: Path, options: Any, assignments: list[str]) -> list[str]:
-    """Write model and data; the assignments, with all that the rehearsal replaces among them."""
+    """Write model and data; return the assignments, followed by those of the rehearsal."""
     config = load_config(options.config, assignments, {})
     ranks = options.nodes * options.procs_per_node
     model = make_model(config.model.path, ranks, folder / "model")
@@ -223,37 +222,39 @@ def _prepare(folder: Path, options: Any, assignments: list[str]) -> list[str]:
 
 
 def _run_until_a_node_dies(
-    plan: Plan, places: list[Place], folder: Path
+    plan: Plan, commands: list[NodeCommand], folder: Path
 ) -> tuple[str, list[dict[str, Any]]]:
-    """The newest checkpoint that the run said to have saved, and every step that it had made by then."""
+    """Kill the last node behind a save; the newest checkpoint, and every step before the kill."""
     last = plan.nodes - 1
-    with Terminals(places, plan.arguments, folder) as terminals:
-        _check_rendezvous(plan, terminals)
+    with NodeProcesses(commands, plan.arguments, folder) as processes:
+        _check_rendezvous(plan, processes)
         if plan.has_baseline:
             baseline = r"^Baseline Perplexity: (\S+) \| Loss: \S+ \| Tokens: \d+"
-            terminals.read_until(
-                "Baseline Perplexity", lambda: terminals.find(0, baseline), _PATIENCE_S
+            processes.read_until(
+                "Baseline Perplexity", lambda: processes.find(0, baseline), _TIMEOUT_S
             )
             _passed(
-                "baseline", f"perplexity {terminals.find(0, baseline)[-1]} before the first update"
+                "baseline", f"perplexity {processes.find(0, baseline)[-1]} before the first update"
             )
-        terminals.read_until(
-            "a step behind Saved checkpoint_...", lambda: _is_behind_a_save(terminals), _PATIENCE_S
+        processes.read_until(
+            "a step behind Saved checkpoint_...",
+            lambda: _is_right_behind_a_save(processes),
+            _TIMEOUT_S,
         )
-        terminals.kill(last)
+        processes.kill(last)
         killed = time.monotonic()
         print(f"\nKilled every process of node {last} (-9)\n", flush=True)
-        terminals.read_until(
-            "the end of all processes", lambda: terminals.all_ended, _NODES_MAY_END_WITHIN_S
+        processes.read_until(
+            "the end of all processes", lambda: processes.have_all_ended, _END_TIMEOUT_S
         )
         ended_after_s = time.monotonic() - killed
         steps = _check_steps(plan)
-        saved = _check_checkpoint(plan, terminals)
+        saved = _check_checkpoint(plan, processes)
         for node in range(last):
-            line = terminals.said[node][-1]
-            if terminals.codes[node] != 1 or not line.startswith("ERROR: "):
-                raise Failed(
-                    f"node {node} ended with code {terminals.codes[node]} and '{line}', not with 1 and ERROR"
+            line = processes.lines[node][-1]
+            if processes.exit_codes[node] != 1 or not line.startswith("ERROR: "):
+                raise CheckFailed(
+                    f"node {node} ended with code {processes.exit_codes[node]} and '{line}', not with 1 and ERROR"
                 )
         others = "node 0" if last == 1 else f"nodes 0 to {last - 1}"
         _passed(
@@ -263,24 +264,25 @@ def _run_until_a_node_dies(
     return saved, steps
 
 
-def _is_behind_a_save(terminals: Terminals) -> bool:
-    saves, steps = terminals.find(0, r"^Saved checkpoint_(\d+)"), terminals.find(0, r"^Step (\d+)/")
-    return bool(saves) and int(steps[-1]) > int(saves[-1])
+def _is_right_behind_a_save(processes: NodeProcesses) -> bool:
+    """Steps have been made since the last save, and the next save is some steps away."""
+    saves, steps = processes.find(0, r"^Saved checkpoint_(\d+)"), processes.find(0, r"^Step (\d+)/")
+    return bool(saves) and 1 <= int(steps[-1]) - int(saves[-1]) <= _MOST_STEPS_BEHIND
 
 
-def _check_rendezvous(plan: Plan, terminals: Terminals) -> None:
+def _check_rendezvous(plan: Plan, processes: NodeProcesses) -> None:
     sizes = rf"  World Size: {plan.ranks}\n  Number of Nodes: {plan.nodes}\n"
     block = rf"^Training Configuration:\n  Hostname: .+\n{sizes}(?:  .+\n)+\n"
     nodes = range(plan.nodes)
-    terminals.read_until(
+    processes.read_until(
         "Training Configuration: on every node",
-        lambda: all(terminals.find(node, block) for node in nodes),
-        _PATIENCE_S,
+        lambda: all(processes.find(node, block) for node in nodes),
+        _TIMEOUT_S,
     )
     for node in nodes:
         banner = f"Launching {'WORKER' if node else 'MASTER'} NODE (Node {node})"
-        if banner not in terminals.said[node]:
-            raise Failed(f"node {node} did not print '{banner}'")
+        if banner not in processes.lines[node]:
+            raise CheckFailed(f"node {node} did not print '{banner}'")
     _passed(
         "rendezvous",
         f"{plan.nodes} nodes met at {plan.master} and are one world of {plan.ranks} ranks",
@@ -288,7 +290,7 @@ def _check_rendezvous(plan: Plan, terminals: Terminals) -> None:
 
 
 def _check_steps(plan: Plan) -> list[dict[str, Any]]:
-    """The steps that metrics.jsonl has."""
+    """Check the steps of metrics.jsonl, and return them."""
     lines = (Path(plan.config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
     for step in steps:
@@ -296,28 +298,28 @@ def _check_steps(plan: Plan) -> list[dict[str, Any]]:
             isinstance(step[key], float) and math.isfinite(step[key])
             for key in ("loss", "grad_norm")
         ):
-            raise Failed(
+            raise CheckFailed(
                 f"step {step['step']} has loss {step['loss']} and gradient norm {step['grad_norm']}"
             )
     if [step["step"] for step in steps] != list(range(1, len(steps) + 1)):
-        raise Failed(
+        raise CheckFailed(
             f"metrics.jsonl has the steps {[step['step'] for step in steps]}, not each once"
         )
     _passed("steps", f"{len(steps)} of {STEPS}, with finite losses and gradient norms")
     return steps
 
 
-def _check_checkpoint(plan: Plan, terminals: Terminals) -> str:
-    """Its name."""
-    name = terminals.find(0, r"^Saved (checkpoint_\d+)")[-1]
+def _check_checkpoint(plan: Plan, processes: NodeProcesses) -> str:
+    """Check the newest checkpoint, and return its name."""
+    name = processes.find(0, r"^Saved (checkpoint_\d+)")[-1]
     checkpoint = Path(plan.config.run.dir) / "checkpoints" / name
     if run_tool(["verify", str(checkpoint)]) != 0:
-        raise Failed(f"{checkpoint} is not intact")
+        raise CheckFailed(f"{checkpoint} is not intact")
     _passed("checkpoint", f"`python -m shardtune verify` finds {name} intact")
     sizes = [file.stat().st_size for file in checkpoint.glob("rank_*.safetensors")]
     largest = max(sizes) / sum(sizes)
     if len(sizes) != plan.ranks or largest > 2 / plan.ranks:
-        raise Failed(
+        raise CheckFailed(
             f"{name} has {len(sizes)} files for {plan.ranks} ranks, and {largest:.0%} of the bytes in one"
         )
     _passed(
@@ -327,29 +329,37 @@ def _check_checkpoint(plan: Plan, terminals: Terminals) -> str:
 
 
 def _run_to_the_end(
-    plan: Plan, places: list[Place], folder: Path, saved: str, before: list[dict[str, Any]]
+    plan: Plan,
+    commands: list[NodeCommand],
+    folder: Path,
+    saved: str,
+    before: list[dict[str, Any]],
 ) -> None:
     print("\nThe same commands again\n", flush=True)
-    with Terminals(places, plan.arguments, folder) as terminals:
-        terminals.read_until("the end of the run", lambda: terminals.all_ended, _PATIENCE_S)
-        if any(terminals.codes.values()):
-            raise Failed(f"the second launch did not finish: {terminals.outcome}")
-        resumed = terminals.find(0, r"^Resumed from (checkpoint_\d+)$")
+    with NodeProcesses(commands, plan.arguments, folder) as processes:
+        processes.read_until("the end of the run", lambda: processes.have_all_ended, _TIMEOUT_S)
+        if any(processes.exit_codes.values()):
+            raise CheckFailed(f"the second launch did not finish: {processes.outcome}")
+        resumed = processes.find(0, r"^Resumed from (checkpoint_\d+)$")
         if not resumed or resumed[0] < saved:
-            raise Failed(f"the second launch did not resume from {saved} or a newer one")
+            raise CheckFailed(f"the second launch did not resume from {saved} or a newer one")
         _passed("resume", f"Resumed from {resumed[0]}, finished with code 0 on every node")
     after = _check_steps(plan)
     first = int(resumed[0].rpartition("_")[2])
     if len(after) != STEPS:
-        raise Failed(f"the run finished after {len(after)} steps, not {STEPS}")
-    for one, other in zip(before, after, strict=False):
+        raise CheckFailed(f"the run finished after {len(after)} steps, not {STEPS}")
+    for old, new in zip(before, after, strict=False):
         for key in ("loss", "grad_norm"):
-            if one[key] != other[key]:
-                raise Failed(
-                    f"{key} of step {one['step']} was {one[key]} before the kill and is {other[key]} now"
+            if old[key] != new[key]:
+                raise CheckFailed(
+                    f"{key} of step {old['step']} was {old[key]} before the kill and is {new[key]} "
+                    "now"
                 )
     if len(before) == first:
-        raise Failed(f"no step was repeated, the kill came right behind the save of {resumed[0]}")
+        raise CheckFailed(
+            f"no step was repeated: the run had saved {resumed[0]} before the kill reached it; run the "
+            "rehearsal again"
+        )
     _passed(
         "repeated steps",
         f"{len(before) - first} of them, with the same losses to the last bit as before the kill",
@@ -366,7 +376,7 @@ def _check_model(path: Path) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([tokenizer("rank node")["input_ids"]])).logits
     if not torch.isfinite(logits).all():
-        raise Failed(f"the model in {path} gives values that are not finite")
+        raise CheckFailed(f"the model in {path} gives values that are not finite")
     _passed(
         "final model",
         f"opens with from_pretrained, {sum(p.numel() for p in model.parameters())} parameters",
@@ -378,7 +388,10 @@ def _passed(check: str, what: str) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Rehearse; the exit code, after an `ERROR:` line unless it is 0. The logs are kept if a check failed."""
+    """Rehearse, print an `ERROR:` line for each problem, and return the exit code.
+
+    The logs are kept if a check failed.
+    """
     folder = Path(tempfile.mkdtemp(prefix="shardtune-rehearsal-"))
     code, lines, is_kept = 0, [], False
     try:
@@ -390,9 +403,9 @@ def run(arguments: Sequence[str]) -> int:
     except Aborted as ended:
         code, lines = ended.code, [str(ended)]
     except Exception as error:
-        if not isinstance(error, Failed):
+        if not isinstance(error, CheckFailed):
             traceback.print_exc()
-        what = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
         logs = " ".join(map(str, sorted(folder.glob("node*.log"))))
         code, lines, is_kept = 1, [f"{what} - see {logs or 'above'}"], True
     finally:

@@ -1,10 +1,13 @@
-"""Nodes that are network namespaces of this one machine, joined by a bridge in a namespace of its own: what they send
-cannot leave it. Needs Linux, root and `ip` of iproute2."""
+"""Network namespaces of this machine as nodes, joined by a bridge in a namespace of its own.
+
+No packet leaves them. Needs Linux, root and `ip` of iproute2.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +20,7 @@ _PREFIX = "shardtune"
 
 @dataclass(frozen=True)
 class Node:
-    """A namespace. Commands behind `prefix` run in it and see a host of its name, with one interface and loopback."""
+    """A namespace with one interface and loopback. Commands behind `prefix` run in it, as on `host`."""
 
     name: str
     host: str
@@ -42,8 +45,8 @@ class Node:
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def why_not() -> str | None:
-    """Why namespaces cannot be made here, or None."""
+def obstacle() -> str | None:
+    """The reason why namespaces cannot be made here, or None."""
     if os.geteuid() != 0:
         return "only root can make network namespaces"
     missing = [name for name in ("ip", "unshare", "hostname") if not shutil.which(name)]
@@ -56,21 +59,23 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def joined_nodes(addresses: list[str], interface: str) -> Iterator[list[Node]]:
-    """A node for each address, in networks of 24 bits; they are removed, with every process in them, at the end.
+    """Make a node for each address, in networks of 24 bits.
+
+    At the end they are removed with every process in them.
 
     Raises:
-        subprocess.CalledProcessError: this kernel has no namespaces, bridges or veth; what failed is in its `stderr`.
+        subprocess.CalledProcessError: this kernel has no namespaces, bridges or veth; see its `stderr`.
     """
     _remove_left_behind()
     bridge = f"{_PREFIX}-{os.getpid()}-bridge"
     nodes = [
         Node(
-            f"{_PREFIX}-{os.getpid()}-node{number}",
-            f"node{number}",
-            address,
-            interface,
-            f"wire{number}",
-            bridge,
+            name=f"{_PREFIX}-{os.getpid()}-node{number}",
+            host=f"node{number}",
+            address=address,
+            interface=interface,
+            wire=f"wire{number}",
+            bridge=bridge,
         )
         for number, address in enumerate(addresses)
     ]
@@ -80,20 +85,8 @@ def joined_nodes(addresses: list[str], interface: str) -> Iterator[list[Node]]:
         _ip("-n", bridge, "link", "set", "bridge", "up")
         for node in nodes:
             _ip("netns", "add", node.name)
-            cable = (
-                "link",
-                "add",
-                "name",
-                node.wire,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                interface,
-                "netns",
-                node.name,
-            )
-            _ip("-n", bridge, *cable)
+            cable = f"link add name {node.wire} type veth peer name {interface} netns {node.name}"
+            _ip("-n", bridge, *cable.split())
             _ip("-n", bridge, "link", "set", node.wire, "master", "bridge", "up")
             node.ip("link", "set", "lo", "up")
             node.ip("address", "add", f"{node.address}/24", "dev", interface)
@@ -106,16 +99,11 @@ def joined_nodes(addresses: list[str], interface: str) -> Iterator[list[Node]]:
 
 
 def _remove_left_behind() -> None:
-    """Namespaces of processes that were killed before they could remove them."""
+    """Remove namespaces whose processes were killed before they could."""
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
-        parts = name.split("-")
-        if (
-            parts[0] == _PREFIX
-            and len(parts) == 3
-            and parts[1].isdigit()
-            and not Path(f"/proc/{parts[1]}").exists()
-        ):
+        pid = re.fullmatch(rf"{_PREFIX}-(\d+)-\w+", name)
+        if pid and not Path(f"/proc/{pid[1]}").exists():
             _remove(name)
 
 

@@ -20,8 +20,8 @@ from distTest.rehearse import namespaces
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 needs_namespaces = pytest.mark.skipif(
-    namespaces.why_not() is not None,
-    reason=f"network namespaces cannot be made: {namespaces.why_not()}",
+    namespaces.obstacle() is not None,
+    reason=f"network namespaces cannot be made: {namespaces.obstacle()}",
 )
 
 

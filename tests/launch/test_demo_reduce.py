@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, a_free_port, needs_namespaces
+from helpers.commands import REPOSITORY, a_free_port, needs_namespaces
 
 from distTest import demo_reduce
 from distTest.rehearse import namespaces
@@ -20,7 +20,7 @@ ONE_NODE, TWO_NODES, TWO_TERMINALS = re.findall(r":\n((?:    .+\n)+)", demo_redu
 
 
 def run_each(*commands: str, prefixes: tuple[list[str], ...] = ([], [])) -> str:
-    """What the commands say, which run at the same time; all must end with 0."""
+    """The output of commands that run at the same time; all must end with 0."""
     here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     started = [
         subprocess.Popen(
@@ -87,10 +87,6 @@ def test_two_nodes_as_it_stands() -> None:
     """With the guide's own address, port and interface, and 16 ranks."""
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as nodes:
         output = run_each(*on_both(TWO_NODES), prefixes=tuple(node.prefix for node in nodes))
-    said = sums(output)
-    assert len(said) == 16 and all(line.endswith("got 136, right is 136") for line in said)
-    assert (
-        sum(" on node0, " in line for line in said)
-        == sum(" on node1, " in line for line in said)
-        == 8
-    )
+    found = sums(output)
+    assert len(found) == 16 and all(line.endswith("got 136, right is 136") for line in found)
+    assert [sum(f" on node{n}, " in line for line in found) for n in (0, 1)] == [8, 8]

@@ -1,4 +1,4 @@
-"""The rehearsal: both of its modes with real launches, its refusals and failures, and that it leaves nothing behind."""
+"""The rehearsal with real launches: both modes, refusals, failures, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import REPOSITORY, needs_namespaces
+from helpers.commands import REPOSITORY, needs_namespaces
 from helpers.documented import QUOTES, is_in
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distTest.rehearse import __main__ as rehearse
-from distTest.rehearse import node_processes as terminals
-from distTest.rehearse import tiny_model as tiny
+from distTest.rehearse.node_processes import mark, processes_with
 
 CHECKS = [
     *("rendezvous", "baseline", "steps", "checkpoint", "sharding", "a node lost"),
@@ -57,12 +54,12 @@ def marked_processes(pid: int) -> list[int]:
     return [
         process
         for node in range(3)
-        for process in terminals._processes_with(f"SHARDTUNE_REHEARSED_NODE={pid}.{node}")
+        for process in processes_with(f"SHARDTUNE_REHEARSED_NODE={mark(pid, node)}")
     ]
 
 
 def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
-    """As `make rehearse`; a value of the user's reaches the scripts, and settings of the real cluster do not."""
+    """A value of the user's reaches the scripts; variables of the real cluster do not."""
     options = "--loopback --procs-per-node 1 -- optimizer.lr=2e-3 data.max_length=99"
     there = here | {"MASTER_ADDR": "192.0.2.1", "NNODES": "7"}
     done = run(
@@ -87,7 +84,7 @@ def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
         re.MULTILINE,
     )
     assert "  data.max_length=64 (was 99)\n" in output
-    assert re.search(r"^\[node 0\] Step 1/\d .* LR: 2\.00e-03 ", output, re.MULTILINE)
+    assert re.search(r"^\[node 0\] Step 1/\d+ .* LR: 2\.00e-03 ", output, re.MULTILINE)
     assert re.search(r"^\[node 1\] Launching WORKER NODE \(Node 1\)$", output, re.MULTILINE)
     assert re.search(r"^Rehearsed in \d+ s: every check passed\.", output.splitlines()[-1])
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", output)
@@ -124,8 +121,7 @@ def test_the_production_shape(tmp_path: Path, here: dict[str, str]) -> None:
 def test_three_nodes_with_a_configuration_of_ones_own(
     tmp_path: Path, here: dict[str, str], models: dict[str, Path]
 ) -> None:
-    """A dense model, evaluation data out of the training data, a line every fifth step, no final model, and no resume
-    but this one."""
+    """A dense model, evaluation data taken from train, few lines, no final model, and no resume."""
     config = {
         "run": {"resume": "never"},
         "model": {"path": str(models["llama"])},
@@ -203,7 +199,7 @@ def test_ctrl_c_ends_all_that_it_started(
         (["--loopback", "--", "train.epoch=1"], "train.epoch (command line) is not known - "),
     ],
 )
-def test_what_cannot_be_rehearsed(
+def test_a_rehearsal_that_is_refused(
     arguments: list[str],
     problem: str,
     tmp_path: Path,
@@ -222,79 +218,3 @@ def test_what_cannot_be_rehearsed(
             signal.signal(number, handler)
     assert capsys.readouterr().err.startswith(f"ERROR: {problem}")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm"])
-@pytest.mark.parametrize("ranks", [2, 3, 16])
-def test_a_tiny_model(
-    architecture: str, ranks: int, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    said = tiny.make_model(str(models[architecture]), ranks, tmp_path)
-    config, source = (
-        AutoConfig.from_pretrained(tmp_path),
-        AutoConfig.from_pretrained(models[architecture]),
-    )
-    assert config.model_type == source.model_type
-    assert config.tie_word_embeddings == source.tie_word_embeddings
-    assert said.endswith(f"as {models[architecture]}")
-    if architecture == "glm":
-        assert (
-            config.n_routed_experts % ranks == 0
-            and config.first_k_dense_replace < config.num_hidden_layers
-        )
-    assert AutoModelForCausalLM.from_config(config).num_parameters() < 1_000_000
-    assert config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("heads", "shared", "small"), [(9, 3, 2), (24, 8, 2), (3, 3, 4), (12, 12, 4), (8, 1, 1)]
-)
-def test_a_tiny_model_shares_keys_as_the_real_one(
-    heads: int, shared: int, small: int, tmp_path: Path
-) -> None:
-    sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": shared}
-    AutoConfig.for_model("llama", **sizes).save_pretrained(tmp_path / "large")
-    tiny.make_model(str(tmp_path / "large"), 2, tmp_path / "small")
-    config = AutoConfig.from_pretrained(tmp_path / "small")
-    assert (config.model_type, config.num_attention_heads, config.num_key_value_heads) == (
-        "llama",
-        4,
-        small,
-    )
-    logits = AutoModelForCausalLM.from_config(config)(torch.tensor([[1, 2, 3]])).logits
-    assert logits.isfinite().all()
-
-
-def test_an_architecture_that_cannot_be_had(tmp_path: Path) -> None:
-    """No directory, and a directory of a model that transformers does not know."""
-    strange = tmp_path / "strange"
-    strange.mkdir()
-    (strange / "config.json").write_text('{"model_type": "unheard-of"}', encoding="utf-8")
-    for path in (tmp_path / "nothing", strange):
-        said = tiny.make_model(str(path), 2, tmp_path / "out")
-        assert said.startswith("glm4_moe, 3 layers, ")
-        assert f" as zai-org/GLM-4.5-Air, because that of {path} cannot be had here (" in said
-        assert AutoConfig.from_pretrained(tmp_path / "out").model_type == "glm4_moe"
-
-
-def test_one_layer_of_each_kind_is_kept(tmp_path: Path) -> None:
-    large = AutoConfig.for_model("gemma3_text")
-    large.save_pretrained(tmp_path / "large")
-    tiny.make_model(str(tmp_path / "large"), 2, tmp_path / "small")
-    small = AutoConfig.from_pretrained(tmp_path / "small")
-    assert set(small.layer_types) == set(large.layer_types) and small.num_hidden_layers == 3
-
-
-def test_the_template_marks_what_the_model_writes(tmp_path: Path) -> None:
-    tiny.make_model("zai-org/GLM-4.5-Air", 2, tmp_path)
-    tiny.write_chats(tmp_path / "chats.jsonl", 20, seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    for line in (tmp_path / "chats.jsonl").read_text(encoding="utf-8").splitlines():
-        messages = json.loads(line)["messages"]
-        said = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids = said["input_ids"]
-        assert tiny.ROW_TOKENS // 2 < len(ids) <= tiny.ROW_TOKENS
-        marked = [token for token, mark in zip(ids, said["assistant_masks"], strict=True) if mark]
-        assert tokenizer.decode(marked) == messages[1]["content"] + "<|im_end|>"

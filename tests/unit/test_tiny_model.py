@@ -1,0 +1,90 @@
+"""The tiny model of the rehearsal has the architecture of the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from distTest.rehearse import tiny_model as tiny
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm"])
+@pytest.mark.parametrize("ranks", [2, 3, 16])
+def test_a_tiny_model(
+    architecture: str, ranks: int, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    line = tiny.make_model(str(models[architecture]), ranks, tmp_path)
+    config, source = (
+        AutoConfig.from_pretrained(tmp_path),
+        AutoConfig.from_pretrained(models[architecture]),
+    )
+    assert config.model_type == source.model_type
+    assert config.tie_word_embeddings == source.tie_word_embeddings
+    assert line.endswith(f"as {models[architecture]}")
+    if architecture == "glm":
+        assert (
+            config.n_routed_experts % ranks == 0
+            and config.first_k_dense_replace < config.num_hidden_layers
+        )
+    assert AutoModelForCausalLM.from_config(config).num_parameters() < 1_000_000
+    assert config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "small"), [(9, 3, 2), (24, 8, 2), (3, 3, 4), (12, 12, 4), (8, 1, 1)]
+)
+def test_a_tiny_model_shares_keys_as_the_real_one(
+    heads: int, shared: int, small: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": shared}
+    AutoConfig.for_model("llama", **sizes).save_pretrained(tmp_path / "large")
+    tiny.make_model(str(tmp_path / "large"), 2, tmp_path / "small")
+    config = AutoConfig.from_pretrained(tmp_path / "small")
+    assert (config.model_type, config.num_attention_heads, config.num_key_value_heads) == (
+        "llama",
+        4,
+        small,
+    )
+    logits = AutoModelForCausalLM.from_config(config)(torch.tensor([[1, 2, 3]])).logits
+    assert logits.isfinite().all()
+
+
+def test_glm_stands_in_for_an_architecture_that_cannot_be_read(tmp_path: Path) -> None:
+    """There is no such directory, or transformers does not know the model in it."""
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    (strange / "config.json").write_text('{"model_type": "unheard-of"}', encoding="utf-8")
+    for path in (tmp_path / "nothing", strange):
+        line = tiny.make_model(str(path), 2, tmp_path / "out")
+        assert line.startswith("glm4_moe, 3 layers, ")
+        assert f" as zai-org/GLM-4.5-Air, because that of {path} cannot be had here (" in line
+        assert AutoConfig.from_pretrained(tmp_path / "out").model_type == "glm4_moe"
+
+
+def test_one_layer_of_each_kind_is_kept(tmp_path: Path) -> None:
+    large = AutoConfig.for_model("gemma3_text")
+    large.save_pretrained(tmp_path / "large")
+    tiny.make_model(str(tmp_path / "large"), 2, tmp_path / "small")
+    small = AutoConfig.from_pretrained(tmp_path / "small")
+    assert set(small.layer_types) == set(large.layer_types) and small.num_hidden_layers == 3
+
+
+def test_the_template_marks_the_assistant_tokens(tmp_path: Path) -> None:
+    tiny.make_model("zai-org/GLM-4.5-Air", 2, tmp_path)
+    tiny.write_chats(tmp_path / "chats.jsonl", 20, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for line in (tmp_path / "chats.jsonl").read_text(encoding="utf-8").splitlines():
+        messages = json.loads(line)["messages"]
+        encoded = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids = encoded["input_ids"]
+        assert tiny.ROW_TOKENS // 2 < len(ids) <= tiny.ROW_TOKENS
+        marked = [
+            token for token, mark in zip(ids, encoded["assistant_masks"], strict=True) if mark
+        ]
+        assert tokenizer.decode(marked) == messages[1]["content"] + "<|im_end|>"
