@@ -23,6 +23,7 @@ from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Schedule, Step
 from shardtune.distributed.exit import run as run_and_exit
 from shardtune.distributed.join import join_world
+from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest, end_on_signal
 from shardtune.errors import AGAIN, Preempted
 from shardtune.log import logger
@@ -102,7 +103,7 @@ def build_train_context(
     Files of another run are moved aside once that checkpoint is loaded.
     """
     config, world, resumed = run.config, run.world, run.resumed
-    world.progress.enter("loading the model")
+    world.progress.enter(Phase.LOADING)
     model = world.run_on_all_ranks(weights_fit()(lambda: build_model(config, model_config, world)))
     optimizer = build_optimizer(model, config.optimizer)
     logger.info(describe_state(model))
@@ -206,7 +207,7 @@ def accumulate_gradients(
 ) -> torch.Tensor:
     """Return the sum of this rank's negative log-likelihoods, a float64 scalar on its device."""
     world, model = context.run.world, context.model
-    world.progress.enter("forward and backward")
+    world.progress.enter(Phase.FORWARD_BACKWARD)
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     # FSDP averages gradients over ranks; this makes them the sum over ranks per trained token.
     scale = world.size / max(1, step.trained_tokens)
@@ -221,7 +222,7 @@ def accumulate_gradients(
 
 def update_weights(context: TrainContext, grad_norm: float) -> None:
     """Clip the gradients, update the weights and drop the gradients."""
-    context.run.world.progress.enter("optimizer")
+    context.run.world.progress.enter(Phase.OPTIMIZER)
     max_grad_norm = context.run.config.train.max_grad_norm
     if max_grad_norm is not None:
         clip_gradients(context.model, max_grad_norm, grad_norm)
@@ -232,7 +233,7 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
 
 def save(context: TrainContext, step: Step) -> None:
     """Start the checkpoint of this step."""
-    context.run.world.progress.enter("saving")
+    context.run.world.progress.enter(Phase.SAVING)
     context.saver.save(vars(step.end) | context.run_state, context.metrics.sync)
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument(
         "--questions", type=Path, required=True, help="chats, one JSON object a line"
     )
-    parser.add_argument("--number", type=int, default=0, help="which of them, from 0")
+    parser.add_argument("--number", type=int, default=0, help="which question, from 0")
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     chat = json.loads(
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def answer(path: Path, messages: list[dict[str, Any]]) -> str:
-    """The model's most likely answer, of at most 100 tokens."""
+    """Generate the model's most likely answer, of at most 100 tokens."""
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(

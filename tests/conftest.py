@@ -29,7 +29,7 @@ __all__ = [
     "write_jsonl",
 ]
 
-# A suite that runs in the background is started with Ctrl-C ignored, and so would be all that it starts.
+# A suite that runs in the background ignores Ctrl-C, and its processes would inherit that.
 for _number, _action in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),

@@ -1,4 +1,4 @@
-"""What the parts of the training loop share."""
+"""The state that all parts of the training loop share."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from shardtune.data.batch import build_batch
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.order import plan_rows
 from shardtune.data.schedule import assign_rows
+from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest
 from shardtune.distributed.world import World
 from shardtune.log import logger
@@ -45,7 +46,7 @@ def evaluate_and_log(context: TrainContext, step: int, stop: StopRequest | None 
     Return False on every rank, and log nothing, if a signal on any rank cut the evaluation short.
     """
     assert context.data.eval
-    context.run.world.progress.enter("evaluation", step)
+    context.run.world.progress.enter(Phase.EVALUATING, step)
     evaluation = evaluate(
         context.model,
         context.data.eval,

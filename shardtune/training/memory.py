@@ -30,10 +30,10 @@ def memory_suffices(config: Config, has_saved: Callable[[], object]) -> Iterator
     """
     rows, length = config.train.micro_batch_size, config.data.max_length
     noun, verb = ("row", "does") if rows == 1 else ("rows", "do")
-    what = (
+    subject = (
         f"{rows} (train.micro_batch_size) {noun} of up to {length} (data.max_length) tokens {verb}"
     )
-    with _explain_out_of_memory(what, lambda: _keys_to_lower(config, bool(has_saved()))):
+    with _explain_out_of_memory(subject, lambda: _keys_to_lower(config, bool(has_saved()))):
         yield
 
 
@@ -70,7 +70,7 @@ def weights_fit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explain_out_of_memory(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+def _explain_out_of_memory(subject: str, remedy: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except OutOfMemory:
@@ -80,7 +80,7 @@ def _explain_out_of_memory(what: str, remedy: Callable[[], str]) -> Iterator[Non
         if not is_known and "t allocate memory" not in str(error):
             raise
         raise OutOfMemory(
-            f"{what} not fit the memory ({first_line(error)}) - {remedy()}"
+            f"{subject} not fit the memory ({first_line(error)}) - {remedy()}"
         ) from error
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from shardtune.checkpoint import durable_fs
 from shardtune.config import Config
 from shardtune.data.schedule import Schedule, Step
+from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.build import compute_dtype
@@ -57,7 +58,7 @@ def all_gather_step_stats(
         squared_grad_norm,
         must_stop,
         peak_memory_bytes(world.device),
-        world.progress.seconds_in("data"),
+        world.progress.seconds_in(Phase.DATA),
         *straggler_seconds,
     )
     nll_sums, squared_norms, stops, memory, data, *phases = per_rank.unbind(dim=1)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from shardtune.data.batch import Batch, build_batch
 from shardtune.data.schedule import Schedule, Step
+from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.model.flops import cost_of
 
@@ -59,7 +60,7 @@ def prefetch(
 
     def take() -> Iterator[StepBatches]:
         for number in range(schedule.start.step + 1, schedule.total_steps + 1):
-            world.progress.enter("data", number)
+            world.progress.enter(Phase.DATA, number)
             with world.progress.working_in(thread):
                 step_batches = queue.get()
             if isinstance(step_batches, BaseException):

@@ -1,4 +1,4 @@
-"""What a run checks, reads and says before it builds the model. Every function is collective."""
+"""All that a run checks, reads and logs before it builds the model. Each function is collective."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from shardtune.data.dataset import (
 )
 from shardtune.data.schedule import Position, Schedule, make_schedule
 from shardtune.distributed.join import describe
+from shardtune.distributed.progress import Phase
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of
@@ -110,10 +111,10 @@ def read_model_files(run: Run) -> PretrainedConfig:
     """Read the model's configuration, and check that its weights are there. No weight is read.
 
     Raises:
-        UserError: on every rank, with what is wrong with the model and which data is missing.
+        UserError: on every rank, with the problems of the model and the data that is missing.
     """
     config, world = run.config, run.world
-    world.progress.enter("preparing the data")
+    world.progress.enter(Phase.PREPARING_DATA)
     model_config, _ = world.run_on_all_ranks(
         lambda: all_of(
             weights_fit()(lambda: read_model_config(config.model, config.data.max_length)),
@@ -144,7 +145,7 @@ def _require_same_revision(model: ModelConfig, world: World) -> None:
 def read_data(
     run: Run, model_config: PretrainedConfig
 ) -> tuple[PreparedData, PreTrainedTokenizerBase]:
-    """Tokenize the data, or open what an earlier run has cached of it.
+    """Tokenize the data, or open its cache from an earlier run.
 
     Raises:
         UserError: on every rank; broken data, or other data than another node or the resumed
@@ -310,7 +311,7 @@ def find_pending_evaluation(run: Run, data: PreparedData) -> int | None:
 
 
 def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
-    """Return what the resumed run decided, unless something changed that the decision rests on."""
+    """Return the decision of the resumed run, or None where its grounds have changed."""
     resumed = run.resumed
     if resumed is None or resumed.world_size != run.world.size or "residency" not in resumed.state:
         return None
@@ -324,7 +325,7 @@ def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
 def state_of_run(
     run: Run, data: PreparedData, assets: Mapping[str, bytes], reshard: ReshardPolicy
 ) -> dict[str, Any]:
-    """Return what each checkpoint of the run holds beside its tensors and its position."""
+    """Return the state that each checkpoint of the run holds beside its tensors and position."""
     return {
         "date": run.date.isoformat(),
         "data": data.key,

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from transformers import PreTrainedModel
 
-from shardtune.distributed.progress import STEP_PHASES, Progress
+from shardtune.distributed.progress import STEP_PHASES, Phase, Progress
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.training.metrics import Metrics
@@ -65,7 +65,7 @@ class Stragglers:
             self._report(step - 1, seconds_by_rank)
             self.pending = []
         seconds = self._world.progress.take_seconds()
-        self._world.progress.enter("reporting")
+        self._world.progress.enter(Phase.REPORTING)
         self._steps += 1
         if self._steps == 0 or self._world.size == 1:
             return

@@ -26,7 +26,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def a_free_port() -> str:
-    """One that the system does not choose for anybody's connections meanwhile (`net.ipv4.ip_local_port_range`)."""
+    """Choose a port below `net.ipv4.ip_local_port_range`, so that no connection takes it."""
     while True:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", random.randrange(20_000, 29_000)))
@@ -40,7 +40,7 @@ def launch(
     timeout_s: float = 240,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run train_fsdp.py as a user would: under torchrun, or plainly for one process (`processes=0`)."""
+    """Run train_fsdp.py as a user does: under torchrun, or by itself (`processes=0`)."""
     script = [str(REPOSITORY / "train_fsdp.py"), *map(str, arguments)]
     runner = (
         []

@@ -36,7 +36,7 @@ def with_dropout(model: Path, copy: Path, dropout: float) -> Path:
 
 
 def write_inputs(folder: Path, model: Path, dropout: float = 0.0, records: int = 37) -> Path:
-    """Write what SETTINGS name: the model, with that much dropout, and chats. The run is in `run`."""
+    """Write the files of SETTINGS: the model, with that dropout, and chats."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("run: {dir: run}\n", encoding="utf-8")
     with_dropout(model, folder / "model", dropout)

@@ -24,7 +24,8 @@ from transformers import (
 from helpers.chats import sentence
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # No number of ranks above one divides it, so a tied weight that lost its twin shows.
@@ -99,7 +100,7 @@ def save_models(root: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, Pat
 
 
 def small_opt(**settings: Any) -> OPTForCausalLM:
-    """With random weights. Its positions count along the whole row, so packed documents would mix."""
+    """Build OPT; its positions count along the whole row, so packed documents would mix."""
     small = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,

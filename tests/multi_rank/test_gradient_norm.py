@@ -20,7 +20,7 @@ from shardtune.training.optim import clip_gradients, non_finite_tensors, squared
 
 
 def measure_norm(config: Config, gradients: Path, out: Path) -> None:
-    """On a rank: give the sharded model these gradients, then norm, clip and norm, and look for an infinity."""
+    """Give the sharded model these gradients; clip them twice; then make two values not finite."""
     world = join_world(config.distributed)
     model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
     given = load_file(gradients)

@@ -52,7 +52,7 @@ import shardtune.training.evaluate
 def test_a_run_that_is_killed_again_and_again(
     name: str, ranks: int, seed: int, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    """With dropout, accumulation and packing, and a save under way when it is killed, as often as not."""
+    """With dropout, accumulation and packing; half of the kills hit a save."""
     settings = (*SETTINGS, "train.gradient_accumulation_steps=2", "checkpoint.every_steps=2")
     settings += ("train.epochs=2", "data.eval=eval.jsonl", "eval.every_steps=3")
     write_inputs(tmp_path, models[name], dropout=0.2)
@@ -79,10 +79,8 @@ def test_a_run_that_is_killed_again_and_again(
     ("name", "sizes"),
     [
         ("llama", (1, 3, 2)),
-        (
-            "glm",
-            (4, 2),
-        ),  # of six experts four ranks cannot each have some, so they are cut elsewhere; one has no router
+        # Four ranks cannot each have some of six experts, so these are cut along another dimension.
+        ("glm", (4, 2)),
         *(
             pytest.param(name, sizes, marks=pytest.mark.full)
             for name, sizes in (
@@ -125,7 +123,7 @@ def test_other_numbers_of_ranks(
 
 
 def run_and_signal(nth: int, arguments: list[str]) -> None:
-    """Rank 1 gets SIGTERM in the third micro-batch of the nth evaluation; the ranks ask one another after each."""
+    """Send rank 1 SIGTERM in the third micro-batch of the nth evaluation; ranks ask after each."""
     evaluate: Any = shardtune.training.evaluate
     evaluate._ASK_TO_STOP_EVERY_S = 0
     assign_rows, summed_loss, evaluations, batches = (

@@ -37,8 +37,10 @@ EFFECTIVE = r"Effective batch size: 1 \(micro-batch\) x 2 \(accumulation\) x 2 \
 PLAN = r"Steps per epoch: (\d+) \| Total steps: (\d+) \| Records: (\d+) \| Trained tokens: (\d+)"
 BASELINE = rf"Baseline Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+)"
 STEP = (
-    rf"Step (\d+)/(\d+) \| Loss: {NUMBER} \| Grad Norm: (\d+\.\d{{3}}) \| LR: (\d\.\d\de[-+]\d\d) \| "
-    r"(?:0\.0*[1-9]\d\d|\d\.\d\d|\d\d\.\d|\d{3,}) it/s \| \d+ tok/s \| MFU \d+\.\d% \| \d+\.\d GB \| "
+    rf"Step (\d+)/(\d+) \| Loss: {NUMBER} \| Grad Norm: (\d+\.\d{{3}}) \| "
+    r"LR: (\d\.\d\de[-+]\d\d) \| "
+    r"(?:0\.0*[1-9]\d\d|\d\.\d\d|\d\d\.\d|\d{3,}) it/s \| \d+ tok/s \| "
+    r"MFU \d+\.\d% \| \d+\.\d GB \| "
     r"ETA (?:\d+h\d\dm|\d+m\d\ds) \| \d\d:\d\d:\d\d"
 )
 EVAL = rf"Eval Perplexity: {NUMBER} \| Loss: {NUMBER} \| Tokens: (\d+) \| Step: (\d+)"

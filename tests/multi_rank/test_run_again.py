@@ -361,7 +361,7 @@ def test_a_disk_that_takes_no_more(
     tmp_path: Path,
     run_again: RunAgain,
 ) -> None:
-    """It says so, leaves nothing half-written and goes on when there is room; at step 3, only the export is left."""
+    """The run goes on when there is room; at step 3, only the export is left."""
     run_dir = tmp_path / "run"
     shutil.rmtree(run_dir / "model")
     before = digests(run_dir / "checkpoints")

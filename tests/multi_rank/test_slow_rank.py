@@ -83,7 +83,8 @@ def test_a_slow_rank_is_named(
     more = [f"parallel.replicate={replicas}", "train.max_steps=22"]
     said = run(tmp_path, models["llama"], ranks, rank, phase, *more)
     lines = re.findall(
-        r"^Slowest: rank (\d) on (\S+), (\d+\.\d\d) x the median, in (.+) \(a step: data \S+ s, forward and backward "
+        r"^Slowest: rank (\d) on (\S+), (\d+\.\d\d) x the median, in (.+) "
+        r"\(a step: data \S+ s, forward and backward "
         r"\S+ s, optimizer \S+ s, waiting \S+ s\)$",
         said,
         re.MULTILINE,

@@ -22,7 +22,7 @@ from shardtune.training.metrics import Metrics
 
 
 def run_and_note_collections(arguments: list[str]) -> None:
-    """Write to `collected<rank>` before which micro-batch of training or of evaluation garbage is collected."""
+    """Write to `collected<rank>` before which micro-batches garbage is collected."""
     vars(garbage_collection)["_EVERY_MICRO_BATCHES"] = 3
     micro_batches: Counter[str] = Counter()
     original = loss.summed_loss
@@ -90,7 +90,7 @@ def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_e
 
 
 def run_and_count(arguments: list[str]) -> None:
-    """Write to `metrics.jsonl`, with each step, which of our functions asked a tensor for its numbers during it."""
+    """Write to `metrics.jsonl` which functions asked a tensor for its numbers in each step."""
     asked: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
