@@ -120,13 +120,8 @@ def _launch(
             logs = tempfile.TemporaryDirectory("", "shardtune.", folder, ignore_cleanup_errors=True)
             (Path(logs.name) / "room").write_bytes(bytes(1 << 16))
         except OSError as error:
-            raise LaunchEnded(
-                2,
-                [
-                    f"no temporary folder can be made in {folder} ({error.strerror}) - "
-                    "make room there, or set TMPDIR"
-                ],
-            ) from error
+            what = f"no temporary folder can be made in {folder} ({error.strerror})"
+            raise LaunchEnded(2, [f"{what} - make room there, or set TMPDIR"]) from error
         with logs:
             if not environment.problems:
                 helper = start_helper(environment)  # before there is a socket
@@ -205,10 +200,13 @@ class Agent:
     def _on_signal(self, number: int) -> None:
         """Pass it on to the ranks; before there are any, this launch ends."""
         self._signalled = signal.Signals(number).name
-        if self._ranks is not None:
-            self._ranks.signal(number)
-        elif self._work is not None:
+        if self._ranks is None:
+            assert self._work is not None
             self._work.cancel()
+        elif self._ranks.pids:
+            self._ranks.signal(number)
+        else:
+            asyncio.get_running_loop().call_later(_POLL_S, self._on_signal, number)
 
     # The ranks of all nodes, once for each attempt.
 
