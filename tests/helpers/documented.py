@@ -25,8 +25,3 @@ def fixed_parts(quote: str) -> list[str]:
 def require_error_line(line: str) -> None:
     """Require the form of a last line: `ERROR: <what happened> - <what to do>`."""
     assert re.fullmatch(r"ERROR: \S.* - \S.*", line), line
-
-
-def require_documented(kind: str, line: str) -> None:
-    """The old name of `require_error_line`."""
-    require_error_line(line)

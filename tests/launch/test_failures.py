@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, a_free_port, needs_namespaces, read_metrics
-from helpers.documented import require_documented
+from helpers.documented import require_error_line
 from helpers.launches import (
     ARGUMENTS,
     DATA,
@@ -58,7 +58,7 @@ def require_end(nodes: Nodes, code: int, pattern: str) -> None:
     """Both nodes end with this code and a last line that is documented."""
     for actual, last in nodes.end():
         assert actual == code and re.fullmatch(f"ERROR: {pattern}", last), nodes.texts()
-        require_documented("running", last)
+        require_error_line(last)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_an_agent_that_is_killed_before_the_ranks_have_met(node: int, folder: Pa
         code, last = nodes.end()[1 - node]
     lost = r"node 0 \(.+\) is out of reach at .+" if node == 0 else r"node 1 \(.+\) is lost: .+"
     assert code == 1 and re.fullmatch(f"ERROR: {lost} - its launch has ended .*", last), last
-    require_documented("running", last)
+    require_error_line(last)
 
 
 TAKE_THE_PORT = """
@@ -238,7 +238,7 @@ def test_a_rank_that_takes_long_outside_of_steps(effect: str, code: int, folder:
         at = r"\(at build_model, sitecustomize.py:\d+\)"
         line = rf"rank 1 on {HOST}: did not arrive within 4 s {at}, in loading the model"
         assert re.match(f"ERROR: {line} - see its traceback there, or raise ", last), errors
-        require_documented("running", last)
+        require_error_line(last)
 
 
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=FULL)])
@@ -253,7 +253,7 @@ def test_an_agent_that_is_killed(node: int, folder: Path) -> None:
         if node == 0:
             lost = rf"node 0 \({HOST}\) is out of reach at 127.0.0.1:\d+: .+"
         assert code == 1 and re.fullmatch(f"ERROR: {lost} - its launch has .*", last), nodes.texts()
-        require_documented("running", last)
+        require_error_line(last)
     resumes(folder)
 
 
@@ -266,7 +266,7 @@ def test_an_agent_that_is_stopped(folder: Path) -> None:
         assert nodes.scripts[1].wait(60) == 1
         last = nodes.texts()[1].splitlines()[-1]
         assert "is out of reach" in last and "no sign of life for 40 s" in last, last
-        require_documented("running", last)
+        require_error_line(last)
         os.kill(nodes.scripts[0].pid, signal.SIGCONT)
         assert nodes.end()[0][0] == 1
 
@@ -296,7 +296,7 @@ def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
             code, last = ended[node]
             if how == "cable" or node != lost:
                 assert code == 1 and re.fullmatch(f"ERROR: {line}", last), nodes.texts()
-                require_documented("running", last)
+                require_error_line(last)
     resumes(folder)
 
 
@@ -329,7 +329,7 @@ def test_a_rank_that_ends_while_node_0_cannot_be_reached(cause: str, folder: Pat
             (code0, last0), (code1, last1) = nodes.end()
     assert code0 == 1 and re.match(r"ERROR: node 1 \(node1\) is lost: no sign ", last0), last0
     assert code1 == 1 and re.fullmatch(f"ERROR: {line}", last1), last1
-    require_documented("running", last1)
+    require_error_line(last1)
 
 
 @pytest.mark.parametrize("ranks_per_node", ["1", pytest.param("2", marks=FULL)])
@@ -359,7 +359,7 @@ def test_restarts_are_given_up_when_no_step_is_gained(folder: Path) -> None:
     )
     assert code == 1 and output.count("Restart 1 of 5 after: ") == 1, output + errors
     assert output.count("Restart ") == 1 and "no step was gained" in errors.splitlines()[-1]
-    require_documented("running", errors.splitlines()[-1])
+    require_error_line(errors.splitlines()[-1])
 
 
 @FULL

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, needs_namespaces, read_metrics, write_jsonl
-from helpers.documented import require_documented
+from helpers.documented import require_error_line
 from helpers.launches import children, end, environment, fill, small_disk, start
 
 from shardtune.cluster.environment import DEFAULTS
@@ -145,7 +145,7 @@ def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
         last = errors.splitlines()[-1]
         said = f"rank 1 on {socket.gethostname()}: ended by SIGKILL, last seen in "
         assert code == 1 and last.startswith(f"ERROR: {said}"), errors
-        require_documented("running", last)
+        require_error_line(last)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_launch_that_is_ended_while_it_waits(number: signal.Signals, folder: P
     else:
         line = f"ERROR: ended by {number.name} during the preflight - run the same command again\n"
         assert (code, errors) == (1, line)
-        require_documented("preflight", line.strip())
+        require_error_line(line.strip())
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{process}").exists() for process in helpers):
         assert time.monotonic() < deadline
@@ -268,7 +268,7 @@ def test_an_interface_that_this_node_lacks(folder: Path) -> None:
         assert line.startswith(
             f"NCCL_SOCKET_IFNAME is '{value}', and exactly one interface's name is wanted - "
         ), line
-        require_documented("preflight", f"ERROR: {line}")
+        require_error_line(f"ERROR: {line}")
     (line,) = refused(
         folder, NCCL_SOCKET_IFNAME="eth77"
     )  # and nothing of an address that only another makes wrong
@@ -313,7 +313,7 @@ def test_no_room_for_temporary_files(folder: Path) -> None:
     code, _, errors = end(start("launch_node0.sh", cwd=folder, TMPDIR=nowhere, NNODES="1"))
     line = f"ERROR: no temporary folder can be made in {nowhere} (No such file or directory) - "
     assert code == 2 and errors.splitlines()[-1] == f"{line}make room there, or set TMPDIR"
-    require_documented("preflight", errors.splitlines()[-1])
+    require_error_line(errors.splitlines()[-1])
 
 
 @needs_namespaces
@@ -332,7 +332,7 @@ def test_an_environment_that_is_gone(name: str, folder: Path) -> None:
     code, output, errors = end(start("launch_node1.sh", cwd=folder, **gone))
     assert (code, output) == (2, "")
     assert re.fullmatch(rf"ERROR: there is no {folder}/gone/bin/python - .+\n", errors)
-    require_documented("preflight", errors.strip())
+    require_error_line(errors.strip())
 
 
 def test_a_python_that_is_too_old(folder: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_python_that_is_too_old(folder: Path) -> None:
     code, output, errors = end(start("launch_node1.sh", cwd=folder, VIRTUAL_ENV=str(folder)))
     assert (code, output) == (2, "")
     assert re.fullmatch(rf"ERROR: {old} is older than Python 3\.11, .+ - activate .+\n", errors)
-    require_documented("preflight", errors.strip())
+    require_error_line(errors.strip())
 
 
 def a_python(path: Path, name: str) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
-from helpers.documented import require_documented
+from helpers.documented import require_error_line
 from helpers.faults import Fault, gets, run_with
 from helpers.launches import break_rank, descendants, end, environment, start
 from helpers.ranks import on_nodes, on_ranks, run_script, train
@@ -231,7 +231,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(
     )  # torchrun would need 30 s to kill a process that does not hear
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
     assert last.startswith("ERROR: ended by SIGINT before the first step")
-    require_documented("running", last)
+    require_error_line(last)
 
 
 def test_a_pipe_that_ends_first_does_not_stop_the_save(
@@ -254,9 +254,7 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(
     [
         # Of different kinds, because the system may make one of several of a kind.
         ((signal.SIGINT, signal.SIGHUP), False),
-        pytest.param(
-            (signal.SIGTERM, signal.SIGUSR1), False, marks=pytest.mark.full
-        ),
+        pytest.param((signal.SIGTERM, signal.SIGUSR1), False, marks=pytest.mark.full),
         pytest.param((signal.SIGTERM,) * 2, True, marks=pytest.mark.full),
     ],
 )
@@ -375,7 +373,7 @@ def test_what_resumes_after_a_signal_is_said(
     line = f"ERROR: stopped by {number.name} on {platform.node()} after saving step {step} - "
     line += f"run the same command again{how} to resume\n"
     assert done.returncode == 75 and done.stderr.endswith(line), done.stderr
-    require_documented("running", line.strip())
+    require_error_line(line.strip())
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
 
@@ -395,7 +393,7 @@ def test_a_second_request_does_not_wait_for_the_save(
     done = forked(tmp_path, f"model.path={models['llama']}", faults=[asked, asked_again], ranks=1)
     line = f"ERROR: ended by a second signal, SIGTERM, without a save - {AGAIN}\n"
     assert done.returncode == 1 and done.stderr.endswith(line), done.stderr
-    require_documented("running", line.strip())
+    require_error_line(line.strip())
     assert [path.parent.name for path in tmp_path.glob("run/checkpoints/*/COMPLETE")] == [
         "checkpoint_0000001"
     ]

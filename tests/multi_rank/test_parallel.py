@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.chats import write_jsonl
 from helpers.commands import launch
-from helpers.documented import require_documented
+from helpers.documented import require_error_line
 from helpers.plain_training import (
     Trained,
     assert_same_steps,
@@ -181,7 +181,7 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(
         "parallel.replicate=3 does not divide the world size, 2 - "
         in refused.stderr.splitlines()[-1]
     )
-    require_documented("running", refused.stderr.splitlines()[-1])
+    require_error_line(refused.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
