@@ -1,8 +1,8 @@
 """The agent of one node: it owns a launch from its banner to its exit code.
 
-It meets the other agents, makes the checks with them, starts the ranks through torchrun's agent class
-and looks at them once a second. Node 0's agent decides how the run ends; every agent prints that and
-ends its ranks. The connection between the agents stays open all the time.
+It meets the other agents, makes the checks with them, starts the ranks through torchrun's agent
+class and looks at them once a second. Node 0's agent decides how the run ends; every agent prints
+that and ends its ranks. The connection between the agents stays open all the time.
 """
 
 from __future__ import annotations
@@ -328,8 +328,8 @@ class Agent:
         if peer.hello.node == 0:
             address = f"{self._environment.master}:{self._environment.port}"
             line = (
-                f"node 0 ({peer.hello.host}) is out of reach at {address}: {why}{place} - its launch "
-                f"has ended or is stopped, or it or the network is down: look there; {AGAIN}"
+                f"node 0 ({peer.hello.host}) is out of reach at {address}: {why}{place} - its "
+                f"launch has ended or is stopped, or it or the network is down: look there; {AGAIN}"
             )
         else:
             line = (
@@ -490,7 +490,8 @@ def _set_defaults(environment: Environment) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", os.environ["NCCL_SOCKET_IFNAME"])
     # One thread per process is torchrun's own default; naming it spares its warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Warnings of torch's sockets, about names that cannot be looked up, would hide lines that matter.
+    # Warnings of torch's sockets, about names that cannot be looked up, would hide lines that
+    # matter.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

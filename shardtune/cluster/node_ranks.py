@@ -1,4 +1,5 @@
-"""The ranks of one node: torchrun's agent class starts and watches them in a thread of this process."""
+"""The ranks of one node: torchrun's agent class starts and watches them in a thread of this
+process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How this process ends: its exit code and the last line.
 
-Under an agent (the launch scripts) the rank leaves both in its record, and the agent prints the line
-when all ranks have ended. Otherwise the rank prints it.
+Under an agent (the launch scripts) the rank leaves both in its record, and the agent prints the
+line when all ranks have ended. Otherwise the rank prints it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class Progress:
         self._record.write()
 
     def limit_steps(self) -> None:
-        """Tell the agent that a step has ended: from now on none may take longer than its time limit."""
+        """Tell the agent that a step has ended: from now on none may take longer than its time
+        limit."""
         self._record.limits_steps = True
         self._record.write()
 
@@ -76,7 +77,8 @@ class Progress:
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
-        """Count the time inside as the other ranks': on a GPU the current stream's, else the host's."""
+        """Count the time inside as the other ranks': on a GPU the current stream's, else the
+        host's."""
         start = self.mark()
         try:
             yield

@@ -1,7 +1,8 @@
 """Where a rank is and how it ended, in memory that it shares with the agent of its node.
 
-The agent allocates one record a rank in anonymous memory, which no full disk can take away. The rank writes a few
-numbers whenever it gets further; the agent reads them once a second. This module imports nothing heavy.
+The agent allocates one record a rank in anonymous memory, which no full disk can take away. The
+rank writes a few numbers whenever it gets further; the agent reads them once a second. This module
+imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def place(phase: Phase, step: int | None) -> str:
 class RankRecord:
     """One rank's record. The rank is its only writer.
 
-    `arrivals` counts how often the rank has come to a place where it needs the others. `thread` identifies the thread
-    whose stack says where the rank is. `has_started`: faulthandler listens. `limits_steps`: a step has ended.
+    `arrivals` counts how often the rank has come to a place where it needs the others. `thread`
+    identifies the thread whose stack says where the rank is. `has_started`: faulthandler listens.
+    `limits_steps`: a step has ended.
     """
 
     _FIELDS = struct.Struct("<IIqQQI")  # started, limits_steps, step, thread, arrivals, phase

@@ -1,4 +1,5 @@
-"""Signals: before training they end the process; during training all ranks agree to save and stop."""
+"""Signals: before training they end the process; during training all ranks agree to save and
+stop."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _TORCHRUN_KILLS_AFTER_S = 30.0  # its default, see `torchrun --help`
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the system kill this process when `parent`, which started it, has ended for any reason."""
+    """Have the system kill this process when `parent`, which started it, has ended for any
+    reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(1)

@@ -47,15 +47,16 @@ def write_run(folder: Path, model: Path) -> Path:
     """The data and the configuration of a run in this folder; the folder."""
     write_jsonl(folder / "train.jsonl", chats(30))
     (folder / "config.yaml").write_text(
-        f"model: {{path: {model}, compute_dtype: float32}}\ndata: {{train: train.jsonl, max_length: 128}}\n"
-        "run: {dir: run}\n",
+        f"model: {{path: {model}, compute_dtype: float32}}\ndata: {{train: train.jsonl, "
+        "max_length: 128}\nrun: {dir: run}\n",
         encoding="utf-8",
     )
     return folder
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """This one's, without what would choose another Python; everything goes to and from 127.0.0.1."""
+    """This one's, without what would choose another Python; everything goes to and from
+    127.0.0.1."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -86,7 +87,8 @@ def end(node: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 class Nodes:
-    """Two nodes, with two ranks each if nothing else is set. `logs` are what `tee` would have written."""
+    """Two nodes, with two ranks each if nothing else is set. `logs` are what `tee` would have
+    written."""
 
     def __init__(
         self, folder: Path, *arguments: str, prefixes: Prefixes = ([], []), **settings: str
@@ -226,12 +228,12 @@ def break_rank(
 
 
 def while_it_imports(folder: Path, program: str, effect: str) -> dict[str, str]:
-    """The settings of a launch in which processes of this name, or this rank, do that when they begin."""
+    """The settings of a launch in which processes of this name, or this rank, do that when they
+    begin."""
     (folder / "fault").mkdir()
     (folder / "fault/sitecustomize.py").write_text(
-        "import os, signal, socket, sys, threading, time\n"
-        f"if os.environ.get('RANK') == {program!r} or any(a.endswith({program!r}) for a in sys.orig_argv[1:4]):\n"
-        f"    {effect}\n",
+        "import os, signal, socket, sys, threading, time\nif os.environ.get('RANK') == "
+        f"{program!r} or any(a.endswith({program!r}) for a in sys.orig_argv[1:4]):\n    {effect}\n",
         encoding="utf-8",
     )
     return {"PYTHONPATH": str(folder / "fault")}

@@ -1,5 +1,6 @@
-"""Ranks forked from a server that has torch and transformers loaded: a run in seconds, where torchrun pays the import
-of both in every rank. What a rank executes, and the environment it finds, are torchrun's."""
+"""Ranks forked from a server that has torch and transformers loaded: a run in seconds, where
+torchrun pays the import of both in every rank. What a rank executes, and the environment it finds,
+are torchrun's."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from shardtune.distributed.world import World
 from shardtune.training.metrics import Metrics
 
 _FORKS = multiprocessing.get_context("forkserver")
-# By a name that is found from the root of the repository, where pytest runs; from elsewhere ranks start more slowly.
+# By a name that is found from the root of the repository, where pytest runs; from elsewhere ranks
+# start more slowly.
 _FORKS.set_forkserver_preload(["tests.helpers.preloaded"])
 
 
@@ -39,10 +41,11 @@ def on_ranks(
     timeout_s: float = 240,
     grace_s: float = 0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first failure ends all:
-    they get SIGTERM, and SIGKILL after `grace_s`.
+    """Run `work(*arguments)`, a function of a module, on every rank; as torchrun does, the first
+    failure ends all: they get SIGTERM, and SIGKILL after `grace_s`.
 
-    The exit code is that of this first failure, standard output is rank 0's, standard error that of all.
+    The exit code is that of this first failure, standard output is rank 0's, standard error that of
+    all.
     """
     return on_nodes([(cwd, ranks)], work, *arguments, timeout_s=timeout_s, grace_s=grace_s)
 
@@ -94,7 +97,8 @@ def on_nodes(
 
 
 def train(ranks: int, *assignments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run train_fsdp.py on forked ranks, with these `section.key=value` and the defaults for the rest."""
+    """Run train_fsdp.py on forked ranks, with these `section.key=value` and the defaults for the
+    rest."""
     return train_on_nodes([(cwd, ranks)], *assignments)
 
 
@@ -108,7 +112,8 @@ def train_on_nodes(
 
 
 def train_until(step: int, after_s: float, ranks: int, *assignments: Any, cwd: Path) -> None:
-    """The same, and kill -9 of all ranks so many seconds after this step, whatever is being written then."""
+    """The same, and kill -9 of all ranks so many seconds after this step, whatever is being written
+    then."""
     (cwd / "config.yaml").touch()
     arguments = ["--config", "config.yaml", *map(str, assignments)]
     killed = on_ranks(ranks, _run_script_until, step, after_s, arguments, cwd=cwd)
@@ -171,7 +176,8 @@ def _environment(
 
 
 def world_of(rank: int, size: int, store: dist.Store) -> World:
-    """A rank, each a node of its own, that can agree with the others of the store, and do nothing else with them."""
+    """A rank, each a node of its own, that can agree with the others of the store, and do nothing
+    else with them."""
     cpu = torch.device("cpu")
     return World(rank, size, 0, 1, rank, cpu, cast(Any, None), store, Progress(cpu))
 

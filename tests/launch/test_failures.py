@@ -1,8 +1,8 @@
 """What ends a run that is under way: on every node all processes are gone within a minute, the last
 line names the rank or node that failed, and the same commands resume.
 
-The launch scripts run as two nodes on this machine's loopback, or as network namespaces where a cable
-is cut.
+The launch scripts run as two nodes on this machine's loopback, or as network namespaces where a
+cable is cut.
 """
 
 from __future__ import annotations

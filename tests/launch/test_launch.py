@@ -1,4 +1,5 @@
-"""The launch scripts: two nodes on this machine's loopback, their banners, their choices and their exit codes."""
+"""The launch scripts: two nodes on this machine's loopback, their banners, their choices and their
+exit codes."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 
 
 def test_one_node(folder: Path) -> None:
-    """Through a symbolic link, from another directory; nothing stays in the folder of temporary files."""
+    """Through a symbolic link, from another directory; nothing stays in the folder of temporary
+    files."""
     (folder / "elsewhere").mkdir()
     (folder / "temporary").mkdir()
     script = folder / "elsewhere/train"
@@ -153,12 +155,14 @@ def test_a_process_that_is_killed_ends_both_nodes(folder: Path) -> None:
     [
         (
             "launch_node0.sh",
-            "node 1 of 2 did not come to node 0 within 2 s - start launch_node1.sh on it with MASTER_ADDR=127.0.0.1 "
-            "MASTER_PORT={port}; if it runs, its own log says what it sees, and `nc -vz 127.0.0.1 {port}` there",
+            "node 1 of 2 did not come to node 0 within 2 s - start launch_node1.sh on it with "
+            "MASTER_ADDR=127.0.0.1 MASTER_PORT={port}; if it runs, its own log says what it sees, "
+            "and `nc -vz 127.0.0.1 {port}` there",
         ),
         (
             "launch_node1.sh",
-            "no node 0 came to 127.0.0.1:{port} within 2 s, 127.0.0.1 refuses connections to node 1",
+            "no node 0 came to 127.0.0.1:{port} within 2 s, 127.0.0.1 refuses connections to node "
+            "1",
         ),
     ],
 )
@@ -208,7 +212,8 @@ def test_a_launch_that_is_ended_in_its_first_moments(number: signal.Signals, fol
 
 
 def refused(cwd: Path, **settings: str) -> list[str]:
-    """The errors of a node 0 that refuses by itself, and has the shortest time to tell the others."""
+    """The errors of a node 0 that refuses by itself, and has the shortest time to tell the
+    others."""
     alone = {"JOIN_TIMEOUT": "1", "MASTER_PORT": a_free_port()}
     code, output, errors = end(
         start("launch_node0.sh", "--config", "config.yaml", cwd=cwd, **alone | settings)

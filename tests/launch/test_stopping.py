@@ -1,4 +1,5 @@
-"""How a run ends when it is told to, when nodes do not fit together, and when its reader goes away."""
+"""How a run ends when it is told to, when nodes do not fit together, and when its reader goes
+away."""
 
 from __future__ import annotations
 
@@ -237,7 +238,8 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(
 def test_a_pipe_that_ends_first_does_not_stop_the_save(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    """Ctrl-C reaches the launch script and `tee` alike: nobody reads what the run says of its end."""
+    """Ctrl-C reaches the launch script and `tee` alike: nobody reads what the run says of its
+    end."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     process = one_node(models, "2", subprocess.PIPE, cwd=tmp_path)
     assert process.stdout is not None
