@@ -62,8 +62,7 @@ class NodeProcesses:
     def _start(self, node: int) -> None:
         command = self._commands[node]
         process = subprocess.Popen(
-            # They leave the processor to this process, which has to kill a node between two saves.
-            ["nice", *command.prefix, str(command.script), *self._arguments],
+            [*command.prefix, str(command.script), *self._arguments],
             cwd=self._folder,
             env=command.environment | {_MARK: mark(os.getpid(), node)},
             stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Tries the paths between any two nodes as NCCL and gloo need them: any port, and large messages."""
+"""Tries the paths between any two nodes as NCCL and gloo need them: any port, large messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_NETWORK, _NO_HOST = os.strerror(errno.ENETUNREACH), os.strerror(errno.EHOSTU
 
 
 async def require_paths(control: Control, environment: Environment) -> None:
-    """Connect every node with every other, and send both ways; afterwards nothing of it is left.
+    """Connect every node with every other, and send messages both ways.
 
     Raises:
         LaunchEnded: on every node, with the nodes that cannot reach each other, and how.
@@ -65,13 +65,13 @@ def _describe(
     control: Control,
     environment: Environment,
 ) -> str:
-    """`<what> - <what to do>` for what `_try` met on the way to a node."""
+    """Describe the trouble that `_try` met on the way to a node, as `<what> - <what to do>`."""
     me, other = control.me.name, control.nodes[node].name
     ip, port = places[node]["ip"], places[node]["port"]
     # The addresses by which the nodes have met at the master port.
     known = {0: environment.master_ip}
     if control.node == 0:
-        known = {each.node or 0: each.address for each in control.nodes}
+        known = {hello.node or 0: hello.address for hello in control.nodes}
     if trouble == "large":
         mtus = f"{places[control.node]['mtu']} here and {places[node]['mtu']} there"
         return (
@@ -112,7 +112,10 @@ def _describe(
 
 
 def _try(ip: str, port: int) -> str | None:
-    """Name the trouble on the way, or None: `large` if only a small message passes, `slow` if more do."""
+    """Name the trouble on the way, or None.
+
+    `large`: only a small message passes. `slow`: a larger one passes, the largest does not.
+    """
     try:
         connection = socket.create_connection((ip, port), _CONNECT_TIMEOUT_S)
     except OSError as error:

@@ -232,7 +232,7 @@ def _link_problems(interface: str) -> list[str]:
         return []
     return [
         f"NCCL_SOCKET_IFNAME is '{interface}', and that interface is down - "
-        f"`ip link set {interface} up` as root; if `ip link show {interface}` says NO-CARRIER then, "
+        f"`ip link set {interface} up` as root; if `ip link show {interface}` says NO-CARRIER, "
         "look at its cable and its switch"
     ]
 

@@ -1,4 +1,4 @@
-"""Short measurements with as many processes as the run: collectives inside a node and over all, one GEMM each."""
+"""Short measurements with as many processes as the run: collectives, and a GEMM in each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.cluster.child import Child, Message, Pipe, results
+from shardtune.errors import first_line
 
 _PART_TIMEOUT_S = 30.0
 _ALL_TIMEOUT_S = 120.0
@@ -25,10 +26,10 @@ _SLOW = 0.8  # of the median
 
 
 def measure(job: Message) -> Message:
-    """Fork this node's ranks and measure; its figures, or `problems`.
+    """Fork this node's ranks, measure, and return the figures or `problems`.
 
     `job`: logs (an empty folder), node, name, sizes (processes of each node), device, address,
-    port. torch has been imported, CUDA not begun.
+    port. torch has been imported, and CUDA has not been used.
     """
     first = sum(job["sizes"][: job["node"]])
     local = job["sizes"][job["node"]]
@@ -102,8 +103,7 @@ def table(figures: Sequence[Message], devices: Sequence[str], hosts: Sequence[st
 def warnings_of(
     figures: Sequence[Message], facts: Sequence[Message], names: Sequence[str]
 ) -> list[str]:
-    """Warn of each device that multiplies much more slowly than the median of all, and of sockets
-    where RDMA could be used."""
+    """Warn of devices that multiply much more slowly than the median, and of unused RDMA ports."""
     median = statistics.median(value for figure in figures for value in figure["flops"])
     warnings = [
         f"{name}: device {number} is slow, its GEMM runs at {value / 1e12:.3g} TFLOP/s, the median "
@@ -123,7 +123,7 @@ def warnings_of(
 
 
 def transport(log: str) -> str:
-    """The network that NCCL took by what it logs: `InfiniBand`, `RoCE`, `sockets`, or empty."""
+    """Read the network that NCCL took from its log: `InfiniBand`, `RoCE`, `sockets`, or empty."""
     if "NET/IB : Using" in log:
         return "RoCE" if "/RoCE" in log else "InfiniBand"
     return "sockets" if "NET/Socket : Using" in log else ""
@@ -139,7 +139,7 @@ def _tail(log: Path, lines: int = 15) -> str:
 
 
 def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: str) -> None:
-    """One rank: the parts in order, each noted before it begins."""
+    """Measure as one rank. Each part is noted in a file before it begins."""
     import torch
     import torch.distributed as dist
 
@@ -167,10 +167,13 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: str) -> 
         store = dist.TCPStore(
             job["address"], job["port"], sum(sizes), rank == 0, timeout, wait_for_workers=False
         )
-        own = device if kind == "GPU" else None
-        backend = "nccl" if kind == "GPU" else "gloo"
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=sum(sizes), timeout=timeout, device_id=own
+            "nccl" if kind == "GPU" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=sum(sizes),
+            timeout=timeout,
+            device_id=device if kind == "GPU" else None,
         )
         begin("the all-reduce inside the node")
         groups = [
@@ -183,7 +186,7 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: str) -> 
         begin("the small all-reduces of all nodes")
         latency_s = _latency_s(torch, device, sum(sizes))
         begin("the end")
-        # Nobody leaves while another still needs its connections, and the store's process is the last.
+        # Another rank may still need this one's connections. The store's process ends last.
         store.set(f"done/{rank}", "")
         store.wait([f"done/{other}" for other in range(sum(sizes))], timeout)
         if rank > 0:
@@ -193,20 +196,20 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: str) -> 
         pipe.send({"inside": inside, "between": between, "latency_s": latency_s, "flops": flops})
     except Exception as error:
         print(f"rank {rank}, {part.read_text(encoding='utf-8')}: {error}", flush=True)
-        # Without gloo's guesses.
-        first_line = (str(error).splitlines() or [""])[0].partition(" This is typically caused by")[
-            0
-        ][:300]
-        what = (
-            f"{job['name']}, rank {rank}: {part.read_text(encoding='utf-8')} failed ({first_line})"
+        why = first_line(error).partition(" This is typically caused by")[0][:300]  # gloo guesses
+        problem = (
+            f"{job['name']}, rank {rank}: {part.read_text(encoding='utf-8')} failed ({why}) - the "
+            "same with NCCL_DEBUG=INFO, or TORCH_DISTRIBUTED_DEBUG=DETAIL on every node, says more"
         )
-        advice = "the same with NCCL_DEBUG=INFO, or TORCH_DISTRIBUTED_DEBUG=DETAIL on every node, says more"
-        pipe.send({"problems": [f"{what} - {advice}"]})
+        pipe.send({"problems": [problem]})
     os._exit(0)  # closing the groups would wait for the others
 
 
 def _gemm_flops(torch: Any, device: Any, kind: str) -> float:
-    """The best of a few, in operations a second; on CPUs a second of this thread, however many share a core."""
+    """Measure the best of a few multiplications, in operations a second.
+
+    On a CPU that is a second of this thread's, since several may share a core.
+    """
     size = _GEMM_SIZE[kind]
     dtype = torch.bfloat16 if kind == "GPU" else torch.float32
     factors = [torch.randn(size, size, device=device, dtype=dtype) for _ in range(2)]
@@ -223,7 +226,10 @@ def _gemm_flops(torch: Any, device: Any, kind: str) -> float:
 
 
 def _reduce_rate(torch: Any, device: Any, kind: str, group: Any, ranks: int) -> float:
-    """Bus bandwidth in bytes a second, 2 (n - 1) / n x size / time (nccl-tests, PERFORMANCE.md); 0 for one rank."""
+    """Measure the bus bandwidth of an all-reduce in bytes a second; 0 for one rank.
+
+    It is 2 (n - 1) / n x size / time, as in nccl-tests (PERFORMANCE.md).
+    """
     import torch.distributed as dist
 
     values = torch.ones(_REDUCED_BYTES[kind] // 4, device=device)

@@ -16,78 +16,79 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def addresses() -> dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]]:
-    """Of every interface its addresses, each with the network it lies in; IPv4 first.
+    """List every interface's addresses with the network of each, IPv4 first.
 
     An address with a label, as in `eth0:1`, is eth0's.
     """
-    found: dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]] = {}
+    interfaces: dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]] = {}
     for name, entries in psutil.net_if_addrs().items():
         ordered = sorted(
             (entry for entry in entries if entry.family in _FAMILIES),
             key=lambda entry: entry.family,
         )
-        own = [_with_network(entry.address.partition("%")[0], entry.netmask) for entry in ordered]
-        known = found.setdefault(name.partition(":")[0], [])
-        known += [one for one in own if one.version == 4 or not one.ip.is_link_local]
-    for _, name in socket.if_nameindex():  # one without any address is in no other list
-        found.setdefault(name, [])
-    return found
+        parsed = [_with_network(e.address.partition("%")[0], e.netmask) for e in ordered]
+        usable = [one for one in parsed if one.version == 4 or not one.ip.is_link_local]
+        interfaces.setdefault(name.partition(":")[0], []).extend(usable)
+    for _, name in socket.if_nameindex():  # psutil leaves out those without an address
+        interfaces.setdefault(name, [])
+    return interfaces
 
 
 def loopback() -> str:
-    """The name of the loopback interface, mostly lo."""
+    """Name the loopback interface, mostly lo."""
     return interfaces_of("127.0.0.1")[0]
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens at now."""
+    """Choose a port of loopback at which nobody listens now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def described_addresses() -> str:
-    """`lo (127.0.0.1), enp26s0np0 (10.11.7.50)`."""
-    return ", ".join(
-        f"{name} ({' '.join(str(one.ip) for one in own if str(one.ip) != '::1') or 'without an address'})"
-        for name, own in addresses().items()
-    )
+    """Describe all interfaces: `lo (127.0.0.1), enp26s0np0 (10.11.7.50)`."""
+    texts = {
+        name: " ".join(str(one.ip) for one in known if str(one.ip) != "::1")
+        for name, known in addresses().items()
+    }
+    return ", ".join(f"{name} ({text or 'without an address'})" for name, text in texts.items())
 
 
 def interfaces_of(ip: str) -> list[str]:
-    """The interfaces that own this address; every 127.x.x.x is lo's."""
+    """List the interfaces that own this address; every 127.x.x.x is lo's."""
     wanted = ipaddress.ip_address(ip)
     return [
         name
-        for name, own in addresses().items()
-        if any(one.ip == wanted or (one.ip.is_loopback and wanted.is_loopback) for one in own)
+        for name, known in addresses().items()
+        if any(one.ip == wanted or (one.ip.is_loopback and wanted.is_loopback) for one in known)
     ]
 
 
 def address_towards(interface: str, ip: str) -> str:
-    """Of the interface's addresses this very one, else one in its network, else the first."""
-    wanted, own = ipaddress.ip_address(ip), addresses()[interface]
-    return str(max(own, key=lambda one: (one.ip == wanted, wanted in one.network)).ip)
+    """Choose the interface's address: this very one, else one in its network, else the first."""
+    wanted, known = ipaddress.ip_address(ip), addresses()[interface]
+    return str(max(known, key=lambda one: (one.ip == wanted, wanted in one.network)).ip)
 
 
 def interfaces_towards(ip: str) -> list[str]:
-    """The interfaces through which this machine reaches the address: the route's own, then those in its network.
+    """List the interfaces that lead to the address: the route's, then those in its network.
 
     Nothing is sent: connecting a UDP socket only chooses a route.
     """
-    found: list[str] = []
+    by_route: list[str] = []
     wanted = ipaddress.ip_address(ip)
     with contextlib.suppress(OSError), socket.socket(_family(ip), socket.SOCK_DGRAM) as chooser:
         chooser.connect((ip, 9))
-        found += interfaces_of(chooser.getsockname()[0])
-    return found + [
+        by_route += interfaces_of(chooser.getsockname()[0])
+    return by_route + [
         name
-        for name, own in addresses().items()
-        if name not in found and any(wanted in one.network for one in own)
+        for name, known in addresses().items()
+        if name not in by_route and any(wanted in one.network for one in known)
     ]
 
 
 def resolved(name: str) -> str:
-    """The address of a host's name, or the address itself. Raises OSError."""
+    """Look up the address of a host's name; an address is its own. Raises OSError."""
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
@@ -101,18 +102,18 @@ def resolved(name: str) -> str:
 
 
 def named(name: str, ip: str | None) -> str:
-    """`NAME (ADDRESS)`, or the name alone where it is that very address or has none."""
+    """Write `NAME (ADDRESS)`, or the name alone where it is that very address or has none."""
     return name if ip in (None, name) else f"{name} ({ip})"
 
 
 def is_link_up(interface: str) -> bool:
-    """Whether it was set up, and has a carrier; one of which the system knows nothing counts as up."""
+    """Whether it is set up and has a carrier; an interface that psutil does not know is up."""
     known = psutil.net_if_stats().get(interface)
     return known is None or known.isup
 
 
 def listen(port: int, ip: str = "") -> socket.socket:
-    """A listener on one address, or on every one of this machine. Raises OSError."""
+    """Listen on one address, or on all of this machine. Raises OSError."""
     if ip or not socket.has_dualstack_ipv6():
         return socket.create_server(
             (ip, port), family=_family(ip) if ip else socket.AF_INET, backlog=128
@@ -123,7 +124,7 @@ def listen(port: int, ip: str = "") -> socket.socket:
 
 
 def port_holder(port: int) -> str:
-    """Who listens on a port of this machine, as far as the system tells: of another user's process it may not."""
+    """Name the process that listens on a port of this machine; another user's may be hidden."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if (
@@ -137,7 +138,7 @@ def port_holder(port: int) -> str:
 
 
 def is_up(ip: str, ports: Iterable[int], timeout_s: float) -> int | None:
-    """The first of these ports where the machine answers, be it with a refusal; None if it is silent on all."""
+    """Return the first of these ports where the machine answers or refuses, or None."""
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as opened:
         trying: dict[int, tuple[socket.socket, int]] = {}

@@ -1,4 +1,4 @@
-"""Facts about a node: versions, code, configuration, data, model, machine."""
+"""Collects facts about a node: versions, code, configuration, data, model, machine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shardtune.cluster.child import Child, Message, Pipe, results
 from shardtune.cluster.environment import DATA_SUFFIXES, REPOSITORY, Environment, existing_part
 from shardtune.config_io import to_dict
 
-# More than this is not read whole: then blocks at even distances of every file.
+# Of more than this only blocks at even distances are read.
 _WHOLE_BYTES = 4 << 30
 _BLOCK_BYTES = 1 << 20
 _BLOCKS = 16
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-# Of NCCL and gloo, without what names a node's own devices and files or says more.
+# Variables of NCCL and gloo, but for those that name a node's devices and files or log more.
 _TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
 _MAY_DIFFER = ("run.dir", "distributed.join_timeout_s")
 _GPU_TIMEOUT_S = 60.0
@@ -110,7 +110,7 @@ def facts_of_machine(environment: Environment) -> Message:
 
 
 def _gpus() -> Message:
-    """In a process of its own: one that has used CUDA cannot fork the ranks."""
+    """List the GPUs in a process of its own: one that has used CUDA cannot fork the ranks."""
     name = "the look at the GPUs"
     late = (
         f"{name} took more than {_GPU_TIMEOUT_S:.0f} s - "
@@ -132,17 +132,17 @@ def _report_gpus(pipe: Pipe) -> None:
 
 
 def _rdma_ports(devices: Path) -> str:
-    """The RDMA ports that are active, as `mlx5_0:1`, by the kernel's own files."""
+    """List the active RDMA ports as `mlx5_0:1`, from the kernel's files."""
     states = sorted(devices.glob("*/ports/*/state"))
     active = [s for s in states if "ACTIVE" in s.read_text(encoding="utf-8")]
     return ", ".join(f"{state.parents[2].name}:{state.parent.name}" for state in active)
 
 
 def _nccl_version() -> str | None:
-    """The version of the library that torch has loaded, or None where it is part of torch.
+    """Read the version of the library that torch has loaded, or None where it is part of torch.
 
     torch.cuda.nccl.version() is the one that torch was built with; the packages nvidia-nccl-cu*,
-    LD_PRELOAD and LD_LIBRARY_PATH choose the other. The number is NCCL_VERSION of nccl.h, as of 2.9.
+    LD_PRELOAD and LD_LIBRARY_PATH choose the other. The number is NCCL_VERSION of nccl.h (2.9 on).
     """
     number = ctypes.c_int()
     try:
@@ -153,24 +153,21 @@ def _nccl_version() -> str | None:
 
 
 def _debug_level() -> str:
-    return (
-        "DETAIL"
-        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-        else "not DETAIL"
-    )
+    is_detail = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+    return "DETAIL" if is_detail else "not DETAIL"
 
 
 def _ask_nvidia(query: str) -> str:
     try:
         asked = ["nvidia-smi", query, "--format=csv,noheader"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+        text = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return "; ".join(line.strip() for line in said.splitlines() if line.strip())
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _code() -> dict[str, str]:
-    """A digest of every file that a run executes, by its path in the repository."""
+    """Digest every file that a run executes, by its path in the repository."""
     files: Iterable[Path] = (
         file
         for pattern in ("train_fsdp.py", "launch_node*.sh", "shardtune/**/*.py", "distTest/**/*")
@@ -184,12 +181,12 @@ def _code() -> dict[str, str]:
 
 
 def agents_digest() -> str:
-    """A digest of the programs that meet: only equal ones understand more than a hello."""
+    """Digest the programs that meet: only equal ones understand more than a hello."""
     return digest_of({name: d for name, d in _code().items() if "shardtune/cluster/" in name})
 
 
 def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
-    """Size and digest of every file of the data, by key and name."""
+    """Give size and digest of every file of the data, by key and name."""
     files = {}
     for key, spec in specs.items():
         if spec is not None and not Path(spec).exists():
@@ -211,7 +208,7 @@ def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
 
 
 def _model(folder: Path, remarks: list[str]) -> dict[str, dict[str, Any]]:
-    """Size and digest of every file of the model's directory; of large ones samples of it."""
+    """Give size and digest of every file of the model's directory; large ones are sampled."""
     if not folder.is_dir():
         remarks.append(f"model.path={folder} is a name of the hub; the ranks compare its revision")
         return {}
@@ -241,7 +238,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def digest(file: Path, is_whole: bool) -> str:
-    """xxh3 of a file's content, or of blocks at even distances from the first to the last."""
+    """Hash a file's content, or blocks at even distances from the first to the last, with xxh3."""
     hasher = xxhash.xxh3_64()
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -41,7 +41,9 @@ async def check_nodes(
     helper: Child,
     logs: Path,
 ) -> list[Message]:
-    """Make all checks; every node's facts, in the order of their ranks. The master port is free then.
+    """Make all checks, and return every node's facts in the order of their ranks.
+
+    The master port is free then.
 
     Raises:
         LaunchEnded: on every node, with the reasons why this run cannot start.
@@ -59,11 +61,11 @@ async def check_nodes(
 
 async def _compare(control: Control, environment: Environment, helper: Child) -> list[Message]:
     names = [node.name for node in control.nodes]
-    looks = await _look_at_run_dir(control, environment)
+    run_dirs = await _facts_of_run_dir(control, environment)
     what = "the facts of its files (digests of code, data and model)"
     facts = await control.gather(what, asyncio.to_thread(helper.result), _FACTS_TIMEOUT_S)
-    for fact, look in zip(facts, looks, strict=True):
-        fact |= look
+    for fact, run_dir in zip(facts, run_dirs, strict=True):
+        fact |= run_dir
     if problems := compare.problems_of_files(facts, names):
         raise LaunchEnded(2, problems)
     what = "the facts of its devices"
@@ -80,8 +82,8 @@ async def _compare(control: Control, environment: Environment, helper: Child) ->
     return facts
 
 
-async def _look_at_run_dir(control: Control, environment: Environment) -> list[Message]:
-    """Of each node its clock, and whether it sees a file that node 0 makes where run.dir will be."""
+async def _facts_of_run_dir(control: Control, environment: Environment) -> list[Message]:
+    """Give each node's clock, and whether it sees a file that node 0 makes at run.dir's place."""
     assert environment.config is not None
     run_dir = Path(environment.config.run.dir).absolute()
     folder = existing_part(run_dir)
@@ -93,12 +95,12 @@ async def _look_at_run_dir(control: Control, environment: Environment) -> list[M
         value = {"name": probe.name, "up": len(run_dir.parts) - len(folder.parts)}
         first = (await control.gather("the place of run.dir", value, _SHORT_TIMEOUT_S))[0]
         place = Path(*run_dir.parts[: len(run_dir.parts) - first["up"]])
-        look: Message = {
+        facts: Message = {
             "shares_run_dir": (place / first["name"]).is_file(),
             "clock_ahead_s": control.clock_ahead_s,
             "clock_error_s": control.clock_error_s,
         }
-        return await control.gather("a look at run.dir", look, _SHORT_TIMEOUT_S)
+        return await control.gather("a look at run.dir", facts, _SHORT_TIMEOUT_S)
     finally:
         probe.unlink(missing_ok=True)
 

@@ -91,7 +91,7 @@ async def meet(environment: Environment, code: str) -> tuple[Control, Listener |
 
 
 class Listener:
-    """Node 0's master port. Whoever comes says hello; anyone else, such as a port scan, is let go."""
+    """Listens at node 0's master port. Whatever says no hello, such as a port scan, is let go."""
 
     def __init__(self, me: NodeHello) -> None:
         self.arrivals: asyncio.Queue[Peer] = asyncio.Queue()
@@ -121,7 +121,7 @@ class Listener:
         self.arrivals.put_nowait(peer)
 
     async def turn_away(self, control: Control) -> None:
-        """Have nodes that come too late refuse; this one too, if it takes itself for the only one."""
+        """Refuse nodes that come too late; this one too, if it takes itself for the only one."""
         while True:
             late = await self.arrivals.get()
             problem, is_forgotten = _why_too_late(control.nodes, late.hello)
@@ -232,8 +232,8 @@ class _Reception:
         peers = sorted(self._control.peers, key=lambda peer: peer.hello.node or 0)
         nodes = [self._me, *(peer.hello for peer in peers)]
         self._control.nodes = nodes
-        told = [{**node.message(), "address": node.address} for node in nodes]
-        await self._control.tell({"met": told})
+        hellos = [{**node.message(), "address": node.address} for node in nodes]
+        await self._control.tell({"met": hellos})
 
     def _missing(self) -> list[int]:
         present = {peer.hello.node for peer in self._control.peers}
@@ -250,7 +250,7 @@ class _Reception:
         )
         if time.monotonic() - self._started > _LIKELY_CAUSES_AFTER_S:
             line += (
-                f". Likely by now: it is not started, it has another MASTER_ADDR or MASTER_PORT, or "
+                ". Likely by now: it is not started, it has another MASTER_ADDR or MASTER_PORT, or "
                 f"a firewall is in the way. Node 0 listens at {self._address}"
             )
         say(line)
@@ -276,7 +276,7 @@ class _Reception:
         return f"nc -vz {self._environment.master} {self._environment.port}"
 
     def _how(self, missing: list[int]) -> str:
-        """What launch_node1.sh must be told there, where that is not its default."""
+        """The variables that launch_node1.sh needs there, where they are not its defaults."""
         where = f"MASTER_ADDR={self._environment.master} MASTER_PORT={self._environment.port}"
         if self._me.nodes not in (None, int(DEFAULTS["NNODES"])):
             where += f" NNODES={self._me.nodes}"

@@ -87,8 +87,10 @@ def test_three_nodes_meet() -> None:
     ],
 )
 def test_a_problem_of_one_node_ends_both_at_once(
-    sick: int | None, worker: dict[str, Any], words: str
+    sick: int | None, worker: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rendezvous, "_TELL_S", 1.0)
+
     async def test() -> None:
         port, started = a_free_port(), time.monotonic()
         first = node(0, port, problems=("no disk - buy one",) if sick == 0 else ())
@@ -287,11 +289,11 @@ def test_a_worker_gives_up_when_node_0_waits_longer_for_others(
 
     async def test() -> None:
         port = a_free_port()
-        first = asyncio.create_task(refusal(meet(node(0, port, 3, join_timeout_s=3.0), "code")))
+        first = asyncio.create_task(refusal(meet(node(0, port, 3, join_timeout_s=2.0), "code")))
         await asyncio.sleep(0.1)
         line = await refusal(meet(node(1, port, 3, join_timeout_s=0.3), "code"))
         assert "still waits for other nodes after 0 s - see its log" in line
-        assert "node 2 of 3 did not come to node 0 within 3 s" in await first
+        assert "node 2 of 3 did not come to node 0 within 2 s" in await first
 
     run(test())
 
