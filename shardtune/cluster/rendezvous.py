@@ -36,7 +36,7 @@ _MOST_STRANGERS = 64
 # A node with a problem of its own stays so long to tell the others.
 _TELL_S = 4.0
 # After so long a wait for the other nodes, its likely causes are said.
-_LIKELY_CAUSES_AFTER_S = 45.0
+_LIKELY_CAUSES_AFTER_S = 40.0
 _TRY_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 4.0  # Linux needs 3 to find out that nobody has an address of its network
 # How long each result of a connection may last until it is taken for lasting. `refused` may last:
