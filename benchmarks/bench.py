@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""shardtune against what people would use instead, on this machine's CPU; writes benchmarks/RESULTS.md and its plot.
+"""shardtune against what people would use instead, on this machine's CPU; writes
+benchmarks/RESULTS.md and its plot.
 
 python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections NAME ...]
 
-All sides train the same weights on the same chats. All of the chats are one optimizer step, so every side has the same
-global batch, however it orders and packs. At every step its loss must equal the reference's (HF Trainer's) before
-any of its figures counts. In each round the sides take turns, in another order each time. Each runs in its own process
-on one pinned core with one thread. Its first step also sets things up and is not counted.
+All sides train the same weights on the same chats. All of the chats are one optimizer step, so
+every side has the same global batch, however it orders and packs. At every step its loss must
+equal the reference's (HF Trainer's) before any of its figures counts. In each round the sides take
+turns, in another order each time. Each runs in its own process on one pinned core with one thread.
+Its first step also sets things up and is not counted.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ def main() -> None:
 def parts(
     options: argparse.Namespace,
 ) -> dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]]:
-    """Return the measurements that the options ask for, by their names in the results; other results stay as they are."""
+    """Return the measurements that the options ask for, by their names in the results; other
+    results stay as they are.
+    """
     parts_to_measure: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {}
     sections = {
         "traffic": traffic,
@@ -218,7 +222,8 @@ def machine(options: argparse.Namespace) -> dict[str, str]:
         "commit": output_of("git", "-C", REPOSITORY, "describe", "--always")
         + ("-dirty" if changed else ""),
         "CPU": f"{cpu}, {os.cpu_count()} cores, {', '.join(native) or 'no AVX-512'}",
-        "ours": f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}",
+        "ours": f"Python {platform.python_version()}, torch {version('torch')}, transformers "
+        "{version('transformers')}",
         "peers": peer_versions,
         "command": shlex.join(["python", *sys.argv]),
     }
@@ -461,7 +466,8 @@ def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
 
 
 def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
-    """Peak memory of forward and backward of the head and the loss, each way in a process of its own.
+    """Peak memory of forward and backward of the head and the loss, each way in a process of its
+    own.
 
     Raises:
         Unequal: their losses differ.

@@ -1,4 +1,6 @@
-"""Chats for the benchmarks: real words, log-normal lengths, a fixed seed, and 60 to 75% of the tokens in prompts."""
+"""Chats for the benchmarks: real words, log-normal lengths, a fixed seed, and 60 to 75% of the
+tokens in prompts.
+"""
 
 from __future__ import annotations
 

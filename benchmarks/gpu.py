@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""shardtune, TRL and HF Trainer on one GPU: real shapes with random weights; writes benchmarks/GPU.md.
+"""shardtune, TRL and HF Trainer on one GPU: real shapes with random weights; writes
+benchmarks/GPU.md.
 
-python benchmarks/gpu.py --tokenizer models/SmolLM2-135M-Instruct --peers .venv/peers/bin/python [--shapes qwen3-1.7b]
-python benchmarks/gpu.py --tokenizer ... --peers ... --tiny      # tiny shapes on the CPU: shows that all of it runs
+python benchmarks/gpu.py --tokenizer DIR --peers .venv/peers/bin/python [--shapes qwen3-1.7b]
+python benchmarks/gpu.py --tokenizer DIR --peers ... --tiny   # shows on a CPU that all of it runs
 
-As in bench.py, all of the chats are one optimizer step, all sides begin with the same weights, drawn once, and losses
-must be equal at every step. With random weights nearly all logits are alike at first, and equal losses would say
-little. So the learning rate moves the loss by far more than the tolerance; where it does not, there is no figure. Where
-float32 weights, gradients and moments (16 bytes a parameter) do not fit the GPU, the model has fewer layers, and the
-table says how many. A model with experts is refused where no layer with experts fits.
+As in bench.py, all of the chats are one optimizer step, all sides begin with the same weights,
+drawn once, and losses must be equal at every step. With random weights nearly all logits are alike
+at first, and equal losses would say little. So the learning rate moves the loss by far more than
+the tolerance; where it does not, there is no figure. Where float32 weights, gradients and moments
+(16 bytes a parameter) do not fit the GPU, the model has fewer layers, and the table says how many.
+A model with experts is refused where no layer with experts fits.
 """
 
 from __future__ import annotations
@@ -125,10 +127,12 @@ def main() -> None:
         "",
         f"- device: {device}",
         f"- date: {datetime.date.today().isoformat()}",
-        f"- torch {version('torch')}, transformers {version('transformers')}; activation checkpointing "
+        f"- torch {version('torch')}, transformers {version('transformers')}; activation "
+        f"checkpointing "
         f"{options.checkpointing}; forward and backward in {options.dtype}",
         "",
-        "| model | row | layers | side | tokens/s | MFU | peak memory | first and last loss | attention |",
+        "| model | row | layers | side | tokens/s | MFU | peak memory | first and last loss "
+        "| attention |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for shape in options.shapes:
@@ -179,11 +183,14 @@ def read_options() -> argparse.Namespace:
 
 
 class TooLarge(Exception):
-    """The GPU cannot hold the smallest slice that is like the shape; the message says how much that takes."""
+    """The GPU cannot hold the smallest slice that is like the shape; the message says how much
+    that takes.
+    """
 
 
 def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
-    """Write a model directory with random weights and a tokenizer; return it and the number of its layers in words.
+    """Write a model directory with random weights and a tokenizer; return it and the number of its
+    layers in words.
 
     Raises:
         TooLarge: the GPU has no room for one layer, or for the first layer with experts.
@@ -216,8 +223,10 @@ def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
     if needed(layers) > room:
         kind = "" if dense is None else ", the last of them the first with experts"
         raise TooLarge(
-            f"{shape}: {layers} of {whole} layers{kind}, take {needed(layers) / 1e9:.0f} GB of weights, gradients and "
-            f"moments, and {room / 1e9:.0f} GB is what this GPU has for them - take a GPU with more memory"
+            f"{shape}: {layers} of {whole} layers{kind}, take {needed(layers) / 1e9:.0f} GB "
+            f"of weights, gradients and "
+            f"moments, and {room / 1e9:.0f} GB is what this GPU has for them - take a GPU "
+            f"with more memory"
         )
     description = f"{layers} of {whole} layers" + (
         "" if dense is None else f", {layers - dense} of them with experts"
@@ -299,7 +308,8 @@ def table_lines(
         speed = spread([side.tokens / value for side in sides for value in side.seconds])
         losses = f"{sides[0].losses[0]:.4f} {sides[0].losses[-1]:.4f}"
         lines.append(
-            f"{start} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB | {losses} | {sides[0].attention} |"
+            f"{start} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB | {losses} | "
+            f"{sides[0].attention} |"
         )
     return lines + [f"{start} | {NAMES[name]} | {why} | | | | |" for name, why in refused.items()]
 

@@ -1,4 +1,6 @@
-"""Shared by all benchmarks: pinned runs of either side, their measurements, and the gate before any figure."""
+"""Shared by all benchmarks: pinned runs of either side, their measurements, and the gate before
+any figure.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FAILED: list[str] = []  # one reason for each measurement of this process that failed
-# A loss must change by so many tolerances: a side that stays within one tolerance has then made the same updates.
+# A loss must change by so many tolerances: a side that stays within one tolerance has then made the
+# same updates.
 _MOVES = 10
-# Matmul rates around two runs that differ by more, relative, mean that they did not have the same core.
+# Matmul rates around two runs that differ by more, relative, mean that they did not have the same
+# core.
 STEADY = 0.1
-# Of losses, relative. Float32 sides differ by 1e-6. Bfloat16 sides differ by 9e-4: some keep float32 between layers.
+# Of losses, relative. Float32 sides differ by 1e-6. Bfloat16 sides differ by 9e-4: some keep
+# float32 between layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 
 
@@ -29,7 +34,9 @@ class Unequal(Exception):
 
 @dataclass
 class Side:
-    """One run: the `seconds` of its steps from the second one on; counts are those of one step over all ranks."""
+    """One run: the `seconds` of its steps from the second one on; counts are those of one step
+    over all ranks.
+    """
 
     losses: list[float]
     seconds: list[float]
@@ -71,7 +78,10 @@ def require_equal_losses(
 def describe_count(rounds: int, steps: int) -> str:
     """Say how many figures each median has; `steps` are those that count."""
     turns = "" if rounds > 1 else ", one round only, so that no side had its turn twice"
-    return f"Medians (smallest to largest) of {rounds * steps} figures a side: {rounds} x {steps} steps{turns}."
+    return (
+        f"Medians (smallest to largest) of {rounds * steps} figures a side: {rounds} x "
+        f"{steps} steps{turns}."
+    )
 
 
 def describe_losses(dtype: str, rows: dict[str, dict[str, Any]], reference: str) -> str:
@@ -83,13 +93,17 @@ def describe_losses(dtype: str, rows: dict[str, dict[str, Any]], reference: str)
         for a, b in zip(row["losses"], expected, strict=True)
     )
     return (
-        f"At every step the losses of all sides are within {TOLERANCE[dtype]:.2%} of the reference's, relative to it "
-        f"(the furthest is {furthest:.4%} away), which goes from {expected[0]:.4f} to {expected[-1]:.4f}."
+        f"At every step the losses of all sides are within {TOLERANCE[dtype]:.2%} of the "
+        f"reference's, relative to it "
+        f"(the furthest is {furthest:.4%} away), which goes from {expected[0]:.4f} to "
+        f"{expected[-1]:.4f}."
     )
 
 
 def require_moving_loss(side: Side, tolerance: float) -> None:
-    """Raises Unequal where the first and the last loss of a run are so near that equal losses would say nothing."""
+    """Raises Unequal where the first and the last loss of a run are so near that equal losses
+    would say nothing.
+    """
     first, last = side.losses[0], side.losses[-1]
     if not abs(first - last) > _MOVES * tolerance * abs(first):
         raise Unequal(
@@ -125,7 +139,9 @@ def gated(
 
 
 def in_turns(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield the round and the side of each run, rotated so that no side always follows the same other one."""
+    """Yield the round and the side of each run, rotated so that no side always follows the same
+    other one.
+    """
     for turn in range(rounds):
         first = turn % len(sides)
         yield from ((turn, side) for side in (*sides[first:], *sides[:first]))
@@ -141,7 +157,9 @@ def spread(values: Sequence[float]) -> str:
 def run_pinned(
     command: Sequence[str | Path], cores: Sequence[int] | None, log: Path, timeout_s: float
 ) -> bool:
-    """Run a command on these cores, one thread a process, its output in `log`; return whether it ended well."""
+    """Run a command on these cores, one thread a process, its output in `log`; return whether it
+    ended well.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),  # of train_fsdp

@@ -25,7 +25,8 @@ OLDER_NAMES = {
 
 
 def with_grouped_keys(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Give the `varlen_attn` of 2.11 the option `enable_gqa` of 2.12, by repeating the heads of keys and values.
+    """Give the `varlen_attn` of 2.11 the option `enable_gqa` of 2.12, by repeating the heads of
+    keys and values.
 
     Tensors are (tokens, heads, width).
     """

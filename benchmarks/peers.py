@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Run one training of a peer, through its public API and at its best setting, in the peers' environment.
+"""Run one training of a peer, through its public API and at its best setting, in the peers'
+environment.
 
 python benchmarks/peers.py --side trl_packed --model DIR --data chats.jsonl --out result.json ...
 
-All of the data is one optimizer step, so that every side has the same batch, however it orders and packs. Writes the
-fields of `measure.Side`.
+All of the data is one optimizer step, so that every side has the same batch, however it orders and
+packs. Writes the fields of `measure.Side`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from transformers.utils import is_flash_attn_2_available
 
 # The model's own template, with marks around all that it must generate, the end of turn included.
 TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' "
+    "}}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
     "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -45,7 +48,9 @@ WHOLE_EPOCH = 1 << 20  # micro-batches: more than any epoch has, so that one ste
 
 
 class Watch(TrainerCallback):
-    """The seconds from the end of one optimizer step to the end of the next, and what the trainer logs of each."""
+    """The seconds from the end of one optimizer step to the end of the next, and what the trainer
+    logs of each.
+    """
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -222,7 +227,9 @@ def tokenize(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[st
 
 
 def peak_of_process() -> int:
-    """Return bytes, by the counter that shardtune reads: ru_maxrss is inherited from the starting process."""
+    """Return bytes, by the counter that shardtune reads: ru_maxrss is inherited from the starting
+    process.
+    """
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 

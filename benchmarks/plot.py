@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""The plot of RESULTS.md, in the peers' environment: python benchmarks/plot.py RESULTS.json RESULTS.png"""
+"""The plot of RESULTS.md, in the peers' environment: python benchmarks/plot.py RESULTS.json
+RESULTS.png
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def main() -> None:
 
 
 def bars(axes: plt.Axes, rows: dict[str, dict[str, list[float]]]) -> None:
-    """Trained tokens per second, with the smallest and the largest, and the share of the matmul rate above."""
+    """Trained tokens per second, with the smallest and the largest, and the share of the matmul
+    rate above.
+    """
     for place, (name, row) in enumerate(rows.items()):
         speeds = row["trained_tokens_per_s"]
         middle = median(speeds)

@@ -10,7 +10,8 @@ from typing import Any
 from measure import STEADY, describe_count, describe_losses, spread
 
 MEMORY = (
-    "shardtune takes more memory than batches of single chats, because it keeps the activations of a whole row: "
+    "shardtune takes more memory than batches of single chats, because it keeps the "
+    "activations of a whole row: "
     "data.packing=false or model.activation_checkpointing=full takes less."
 )
 NAMES = {
@@ -84,16 +85,21 @@ def one_thread_lines(figures: dict[str, Any], head: dict[str, int] | None) -> li
         waited = "not measured" if row["data_share"] is None else f"{row['data_share']:.2%}"
         shares = [100 * share for share in row["share_of_matmul_rate"]]
         shown.append(
-            f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {spread(gflops([row]))} | "
+            f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | "
+            f"{spread(gflops([row]))} | "
             f"{row['padding']:.1%} | {row['head_rows'] or own_head_rows(counts, head)} | "
             f"{row['memory_bytes'] / 1e9:.2f} GB | {waited} | {ratio} |"
         )
-    header = "| | trained tokens/s | share of the matmul rate | that rate, GFLOP/s | padding | rows through the head "
+    header = (
+        "| | trained tokens/s | share of the matmul rate | that rate, GFLOP/s | padding "
+        "| rows through the head "
+    )
     header += "| peak memory | waited for data | shardtune is |"
     lines += table(header, shown)
     if "ours" in rows and not head:
         lines += [
-            "Rows through the head of shardtune are counted by the section `traffic`, which has no figures.",
+            "Rows through the head of shardtune are counted by the section `traffic`, which "
+            "has no figures.",
             "",
         ]
     memory = {name: row["memory_bytes"] for name, row in rows.items()}
@@ -107,7 +113,9 @@ def gflops(rows: Iterable[dict[str, Any]]) -> list[float]:
 
 
 def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, list[float]]]:
-    """Return the runs whose rates, in GFLOP/s, differ from one another or from the median of all runs."""
+    """Return the runs whose rates, in GFLOP/s, differ from one another or from the median of all
+    runs.
+    """
     around = [
         (number, [rate / 1e9 for rate in rates])
         for number, rates in enumerate(row["rates"], start=1)
@@ -120,12 +128,16 @@ def unsteady_runs(row: dict[str, Any], middle: float) -> list[tuple[int, list[fl
 
 
 def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
-    """Describe the matmul rates around the runs, and name the runs that did not have the same core."""
+    """Describe the matmul rates around the runs, and name the runs that did not have the same
+    core.
+    """
     middle = median(gflops(rows.values()))
     limit = 1e9 * middle * counts["trained_tokens"] / counts["flops"]
     lines = [
-        f"This thread's matmuls: {spread(gflops(rows.values()))} GFLOP/s. Each run is divided by the mean of two rates "
-        f"measured right before and right after it. At the median of all rates, matmuls alone would train {limit:.1f} "
+        f"This thread's matmuls: {spread(gflops(rows.values()))} GFLOP/s. Each run is "
+        f"divided by the mean of two rates "
+        f"measured right before and right after it. At the median of all rates, matmuls "
+        f"alone would train {limit:.1f} "
         "tokens a second: the limit of any side."
     ]
     unsteady = [
@@ -135,8 +147,10 @@ def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
     ]
     if unsteady:
         lines += [
-            f"**Not all runs had the same core.** The rate before, the rate after and the median of all are more than "
-            f"{STEADY:.0%} apart for: {', '.join(unsteady)}. Tokens per second of these runs, and ratios to them, also "
+            f"**Not all runs had the same core.** The rate before, the rate after and the "
+            f"median of all are more than "
+            f"{STEADY:.0%} apart for: {', '.join(unsteady)}. Tokens per second of these "
+            f"runs, and ratios to them, also "
             "depend on the other work of the machine; their shares of the rate depend on it less."
         ]
     return [part for line in lines for part in (line, "")]
@@ -145,7 +159,10 @@ def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
 def profile_lines(figures: dict[str, Any]) -> list[str]:
     total = sum(figures["seconds"].values())
     rows = [f"| {kind} | {seconds / total:.1%} |" for kind, seconds in figures["seconds"].items()]
-    text = f"The last step of a run of shardtune on the chats above, under PyTorch's profiler: {total:.1f} s."
+    text = (
+        f"The last step of a run of shardtune on the chats above, under PyTorch's "
+        f"profiler: {total:.1f} s."
+    )
     title = f"Where the time of shardtune goes, {figures['dtype']}"
     return section(title, text, header="| | share of the step |", rows=rows)
 
@@ -153,7 +170,8 @@ def profile_lines(figures: dict[str, Any]) -> list[str]:
 def two_ranks_lines(figures: dict[str, Any]) -> list[str]:
     speeds = {name: median(row["trained_tokens_per_s"]) for name, row in figures["rows"].items()}
     rows = [
-        f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {row['memory_bytes'] / 1e9:.2f} GB | "
+        f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | "
+        f"{row['memory_bytes'] / 1e9:.2f} GB | "
         + (f"{speeds['ours'] / speeds[name]:.2f} x |" if "ours" in speeds else "|")
         for name, row in figures["rows"].items()
     ]
@@ -174,13 +192,17 @@ def traffic_lines(figures: dict[str, Any]) -> list[str]:
     ]
     title = "What one step moves (two ranks, two micro-batches each), float32"
     header = "| | calls | bytes gathered or reduced |"
-    text = f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, {head['trained_tokens']} of them trained."
+    text = (
+        f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, "
+        f"{head['trained_tokens']} of them trained."
+    )
     return [*section(title, header=header, rows=rows), text, ""]
 
 
 def head_lines(figures: dict[str, Any]) -> list[str]:
     rows = [
-        f"| {way} | {each['tokens']} | {each['vocabulary']} | {each['width']} | {each['peak_bytes'] / 1e9:.3f} GB | "
+        f"| {way} | {each['tokens']} | {each['vocabulary']} | {each['width']} | "
+        f"{each['peak_bytes'] / 1e9:.3f} GB | "
         f"{(each['peak_bytes'] - each['gradient_bytes']) / 1e9:.3f} GB |"
         for way, each in figures.items()
     ]
@@ -196,8 +218,10 @@ def head_lines(figures: dict[str, Any]) -> list[str]:
         )
         losses = " and ".join(f"{each['loss']:.5f}" for each in figures.values())
         lines += [
-            f"shardtune takes {share:.1%} of the naive peak, {rest:.1%} without the weight's gradient. On both sides that "
-            "gradient, its sum in float32 and the copies that FSDP reduces grow with the width, so the "
+            f"shardtune takes {share:.1%} of the naive peak, {rest:.1%} without the weight's "
+            f"gradient. On both sides that "
+            "gradient, its sum in float32 and the copies that FSDP reduces grow with the "
+            "width, so the "
             "share is larger for a wider model."
         ]
         lines += [f"Losses of a token: {losses}.", ""]
@@ -206,15 +230,21 @@ def head_lines(figures: dict[str, Any]) -> list[str]:
 
 def scaling_lines(figures: dict[str, Any]) -> list[str]:
     rows = [
-        f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | {row['data_share']:.2%} | "
+        f"| {count} | {spread(row['trained_tokens_per_s'])} | {median(row['mfu']):.1%} | "
+        f"{row['data_share']:.2%} | "
         f"{row['memory_bytes'] / 1e9:.2f} GB | {row['losses'][0]:.6f} {row['losses'][-1]:.6f} |"
         for count, row in figures.items()
     ]
-    header = "| ranks | trained tokens/s | MFU | waited for data | memory of a rank | first and last loss |"
+    header = (
+        "| ranks | trained tokens/s | MFU | waited for data | memory of a rank | first "
+        "and last loss |"
+    )
     return section(
         "The same batches of a small model on 1 to 16 ranks",
-        "All ranks share the cores of this machine, one thread each. Medians (smallest to largest) of the steps of one "
-        f"run each: {', '.join(str(len(row['trained_tokens_per_s'])) for row in figures.values())}.",
+        "All ranks share the cores of this machine, one thread each. Medians (smallest to "
+        "largest) of the steps of one "
+        f"run each: "
+        f"{', '.join(str(len(row['trained_tokens_per_s'])) for row in figures.values())}.",
         describe_losses("float32", figures, next(iter(figures))),
         header=header,
         rows=rows,
@@ -226,7 +256,8 @@ def records_lines(figures: dict[str, Any]) -> list[str]:
         return f"{row['outside_s'][state]:.1f} s" if state in row["outside_s"] else "not measured"
 
     rows = [
-        f"| {count} | {seconds(row, 'tokenised')} | {seconds(row, 'cached')} | {spread(row['tokens_per_s'])} |"
+        f"| {count} | {seconds(row, 'tokenised')} | {seconds(row, 'cached')} | "
+        f"{spread(row['tokens_per_s'])} |"
         for count, row in figures.items()
     ]
     header = "| records | outside the steps, tokenizing | from the cache | tokens/s |"
@@ -238,7 +269,9 @@ def records_lines(figures: dict[str, Any]) -> list[str]:
 
 
 def own_head_rows(counts: dict[str, Any], head: dict[str, int] | None) -> str:
-    """Return the rows of this step through the head, if those counted in another step are all of one kind."""
+    """Return the rows of this step through the head, if those counted in another step are all of
+    one kind.
+    """
     kinds = ("trained_tokens", "tokens")
     return next(
         (str(counts[kind]) for kind in kinds if head and head["rows"] == head[kind]), "not counted"

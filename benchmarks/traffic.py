@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Run train_fsdp.py and count its collectives and the rows through its head, by watching PyTorch's operators.
+"""Run train_fsdp.py and count its collectives and the rows through its head, by watching PyTorch's
+operators.
 
-PYTHONPATH=. torchrun --nproc_per_node=2 benchmarks/traffic.py OUT VOCABULARY [arguments of train_fsdp.py]
+PYTHONPATH=. torchrun --nproc_per_node=2 benchmarks/traffic.py OUT VOCABULARY [arguments of
+train_fsdp.py]
 
-Each rank writes OUT.<rank>.json: for each collective the calls and the bytes of its largest tensor, which is the one
-that is gathered or reduced; and as `head` the rows of all products whose width is the vocabulary.
+Each rank writes OUT.<rank>.json: for each collective the calls and the bytes of its largest
+tensor, which is the one that is gathered or reduced; and as `head` the rows of all products whose
+width is the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Pages of the docs site that lie elsewhere in the repository, and the links between them (read by mkdocs)."""
+"""Pages of the docs site that lie elsewhere in the repository, and the links between them (read by
+mkdocs).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The messages quoted in docs/troubleshooting.md: in blocks of a kind, one on each line, `<...>` for what varies."""
+"""The messages quoted in docs/troubleshooting.md: in blocks of a kind, one on each line, `<...>`
+for what varies.
+"""
 
 from __future__ import annotations
 

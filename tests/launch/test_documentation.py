@@ -1,4 +1,6 @@
-"""Every command and every YAML of README.md and docs/, run as it stands there in a copy of the repository."""
+"""Every command and every YAML of README.md and docs/, run as it stands there in a copy of the
+repository.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def blocks(language: str) -> list[str]:
 
 
 COMMANDS = blocks("bash")
-# Those that other tests run: `make demo` and the rest of the targets, and python -m distTest.preflight.
+# Those that other tests run: `make demo` and the rest of the targets, and python -m
+# distTest.preflight.
 ELSEWHERE = ("make ", "python -m distTest.preflight")
 NODES = [command for command in COMMANDS if command.startswith("./launch_node")]
 ALONE = [command for command in COMMANDS if command.startswith("NNODES=1 ")]
@@ -49,7 +52,7 @@ ASKING = [command for command in COMMANDS if command.startswith("python examples
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
-    """A copy of what a clone holds, with tiny models and data where the configurations name them."""
+    """A copy of the repository, with tiny models and data where the configurations name them."""
     copy = tmp_path_factory.mktemp("clone") / "shardtune"
     names = (".git", ".venv", "runs", "models", "site", "tests", "__pycache__", ".*_cache")
     shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(*names))
@@ -104,7 +107,9 @@ def test_every_command_is_run_by_a_test() -> None:
 
 
 def test_two_nodes_and_their_log(repository: Path) -> None:
-    """Both commands of the README on this machine, and then the lines that it looks for in the log."""
+    """Both commands of the README on this machine, and then the lines that it looks for in the
+    log.
+    """
     worker = repository.parent / "worker"
     worker.mkdir()
     (repository / "runs").mkdir(exist_ok=True)
@@ -174,7 +179,9 @@ def test_the_rehearsal(repository: Path) -> None:
 
 
 def test_ssh_and_slurm_start_all_nodes(tmp_path: Path) -> None:
-    """An ssh that stays here, an sbatch that lists its argument, and a Python that prints its arguments."""
+    """An ssh that stays here, an sbatch that lists its argument, and a Python that prints its
+    arguments.
+    """
     (tmp_path / "bin").mkdir()
     stubs = {
         "ssh": '[ "$1 $2" = "-n worker" ] && exec sh -c "$3"',

@@ -1,4 +1,6 @@
-"""The pages of README.md and docs/: their links, their paths, their examples, and the site made of them."""
+"""The pages of README.md and docs/: their links, their paths, their examples, and the site made of
+them.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ FEW = 3  # runs of three words: a message with fewer is too short to be looked f
 
 
 def source_texts() -> Iterator[str]:
-    """The string literals of the code that a launch runs, NUL where a value is put in, and the launch scripts."""
+    """The string literals of the code that a launch runs, NUL where a value is put in, and the
+    launch scripts.
+    """
     for folder in ("shardtune", "distTest"):
         for file in (REPOSITORY / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -33,7 +35,9 @@ def source_texts() -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", ["preflight", "running", "slow"])
 def test_each_quoted_message_is_in_the_source(kind: str) -> None:
-    """Most of its words, three in a row at a time: the source may put a message together from parts."""
+    """Most of its words, three in a row at a time: the source may put a message together from
+    parts.
+    """
     source = "\n".join(source_texts())
     assert QUOTES[kind]
     for quote in QUOTES[kind]:
