@@ -1,9 +1,10 @@
-"""Rehearse a run on this machine: the launch scripts as several nodes, a tiny model, a node that is lost.
+"""Rehearse a run on this machine: the launch scripts as several nodes, one of which is killed.
 
-The nodes have CPU processes and a random model of the configured architecture. One node is killed, and
-the same commands resume.
+The nodes have CPU processes and a random tiny model of the configured architecture. The same
+commands resume then.
 
-python -m distTest.rehearse [--nodes 2] [--procs-per-node 8] [--config FILE] [--loopback] [-- section.key=value ...]
+python -m distTest.rehearse [--nodes 2] [--procs-per-node 8] [--config FILE] [--loopback]
+    [-- section.key=value ...]
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def rehearse(arguments: Sequence[str], folder: Path) -> None:
     end_on_signal("with all that it had started - run it again", code=1)
     quiet_libraries(is_main=False)
     print(
-        f"Rehearsing {options.nodes} nodes x {options.procs_per_node} processes over CPU, in {folder}"
+        f"Rehearsing {options.nodes} nodes x {options.procs_per_node} processes over CPU, "
+        f"in {folder}"
     )
     with node_commands(options, folder) as (commands, master):
         changed = _prepare(folder, options, assignments)
@@ -100,8 +102,8 @@ def rehearse(arguments: Sequence[str], folder: Path) -> None:
         saved, steps = _run_until_a_node_dies(plan, commands, folder)
         _run_to_the_end(plan, commands, folder, saved, steps)
     print(
-        f"\nRehearsed in {time.monotonic() - started:.0f} s: every check passed. What this cannot show: GPUs and NCCL, "
-        "the network between your nodes, and whether the real model fits."
+        f"\nRehearsed in {time.monotonic() - started:.0f} s: every check passed. It cannot show "
+        "GPUs, NCCL, the network between your nodes, or whether the real model fits."
     )
 
 
@@ -124,7 +126,8 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     options = parser.parse_args(arguments[:cut])
     if not 2 <= options.nodes <= 200 or options.procs_per_node < 1:
         parser.error(
-            f"--nodes {options.nodes} --procs-per-node {options.procs_per_node}: from 2 to 200 and at least 1"
+            f"--nodes {options.nodes} --procs-per-node {options.procs_per_node}: "
+            "from 2 to 200 and at least 1"
         )
     options.config = options.config.resolve()
     return options, list(arguments[cut + 1 :])
@@ -254,7 +257,8 @@ def _run_until_a_node_dies(
             line = processes.lines[node][-1]
             if processes.exit_codes[node] != 1 or not line.startswith("ERROR: "):
                 raise CheckFailed(
-                    f"node {node} ended with code {processes.exit_codes[node]} and '{line}', not with 1 and ERROR"
+                    f"node {node} ended with code {processes.exit_codes[node]} and '{line}', "
+                    "not with 1 and ERROR"
                 )
         others = "node 0" if last == 1 else f"nodes 0 to {last - 1}"
         _passed(
@@ -320,7 +324,8 @@ def _check_checkpoint(plan: Plan, processes: NodeProcesses) -> str:
     largest = max(sizes) / sum(sizes)
     if len(sizes) != plan.ranks or largest > 2 / plan.ranks:
         raise CheckFailed(
-            f"{name} has {len(sizes)} files for {plan.ranks} ranks, and {largest:.0%} of the bytes in one"
+            f"{name} has {len(sizes)} files for {plan.ranks} ranks, and {largest:.0%} of the bytes "
+            "in one"
         )
     _passed(
         "sharding", f"{plan.ranks} ranks saved a part each, the largest {largest:.1%} of the whole"
@@ -357,8 +362,8 @@ def _run_to_the_end(
                 )
     if len(before) == first:
         raise CheckFailed(
-            f"no step was repeated: the run had saved {resumed[0]} before the kill reached it; run the "
-            "rehearsal again"
+            f"no step was repeated: {resumed[0]} was saved before the kill reached the run; rehearse "
+            "again"
         )
     _passed(
         "repeated steps",

@@ -20,7 +20,7 @@ _PREFIX = "shardtune"
 
 @dataclass(frozen=True)
 class Node:
-    """A namespace with one interface and loopback. Commands behind `prefix` run in it, as on `host`."""
+    """A namespace with one interface and loopback. Commands behind `prefix` run in it."""
 
     name: str
     host: str
@@ -64,7 +64,7 @@ def joined_nodes(addresses: list[str], interface: str) -> Iterator[list[Node]]:
     At the end they are removed with every process in them.
 
     Raises:
-        subprocess.CalledProcessError: this kernel has no namespaces, bridges or veth; see its `stderr`.
+        subprocess.CalledProcessError: this kernel lacks namespaces, bridges or veth: `stderr`.
     """
     _remove_left_behind()
     bridge = f"{_PREFIX}-{os.getpid()}-bridge"

@@ -24,7 +24,7 @@ class CheckFailed(Exception):
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """How a node is launched: a prefix such as `ip netns exec`, the script, its whole environment."""
+    """How a node is launched: a prefix such as `ip netns exec`, script, whole environment."""
 
     prefix: list[str]
     script: Path
@@ -32,10 +32,10 @@ class NodeCommand:
 
 
 class NodeProcesses:
-    """Runs a command for each node. Their output is shown behind `[node k] ` and kept in `node<k>.log`.
+    """Runs a command for each node, shows its output behind `[node k] `, keeps it in `node<k>.log`.
 
-    `lines[k]` are the lines of node k so far; `exit_codes[k]` comes when no process holds its output
-    any more.
+    `lines[k]` are the lines of node k so far. `exit_codes[k]` comes when no process holds its
+    output any more.
     """
 
     def __init__(self, commands: Sequence[NodeCommand], arguments: list[str], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model, a tokenizer and data that are small enough for many ranks on two cores, in the shape of the real ones."""
+"""A model, a tokenizer and data in the shape of the real ones, small enough for two cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-# What there is no need to ask the hub: the shipped configuration's model.
+from shardtune.errors import first_line
+
+# The shipped configuration's model needs no hub.
 _KNOWN = {"zai-org/GLM-4.5-Air": "glm4_moe"}
 _FALLBACK = "zai-org/GLM-4.5-Air"
 
@@ -40,7 +42,7 @@ _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _MOST_PARAMETERS = 5_000_000
 
-# The generation marks stand around what the model must write.
+# The generation marks enclose the text that the model must write.
 _TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -69,10 +71,10 @@ _WORDS = (
 
 
 def make_model(path: str, ranks: int, out: Path) -> str:
-    """Write configuration and tokenizer, without weights, of a tiny model of the architecture of `path` to `out`.
+    """Write configuration and tokenizer of a tiny model of `path`'s architecture to `out`.
 
-    Returns what it is, in one line; where the architecture of `path`, a directory or a hub id, cannot be had or made
-    small, the line says why, and which one stands in for it.
+    `path` is a directory or a hub id. Returns a line that describes the model. Where the
+    architecture cannot be read or made small, the line says why, and which one stands in for it.
     """
     tokenizer = _tokenizer()
     try:
@@ -81,21 +83,21 @@ def make_model(path: str, ranks: int, out: Path) -> str:
             if path in _KNOWN
             else AutoConfig.from_pretrained(path)
         )
-        model, of = _scale_down(source, ranks, tokenizer), path
+        model, origin = _scale_down(source, ranks, tokenizer), path
     except Exception as error:  # each configuration class reads its own fields
-        why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        why = f"{type(error).__name__}: {first_line(error)}"
         model = _scale_down(AutoConfig.for_model(_KNOWN[_FALLBACK]), ranks, tokenizer)
-        of = f"{_FALLBACK}, because that of {path} cannot be had here ({why})"
+        origin = f"{_FALLBACK}, because that of {path} cannot be had here ({why})"
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    parameters = _count_parameters(model)
-    return f"{model.model_type}, {model.num_hidden_layers} layers, {parameters} random parameters, as {of}"
+    size = f"{model.num_hidden_layers} layers, {_count_parameters(model)} random parameters"
+    return f"{model.model_type}, {size}, as {origin}"
 
 
 def _scale_down(
     source: PreTrainedConfig, ranks: int, tokenizer: PreTrainedTokenizerFast
 ) -> PreTrainedConfig:
-    """The same architecture with a few narrow layers, one of each kind that it has at least.
+    """Keep the architecture with a few narrow layers, at least one of each of its kinds.
 
     Raises:
         ValueError: it is not small after that.
@@ -127,10 +129,10 @@ def _scale_down(
 
 
 def _some_layers(values: dict[str, Any]) -> list[int]:
-    """The first layer of each kind that the lists of the configuration tell apart, and more up to `_LAYERS`."""
+    """Choose the first layer of each kind in the configuration's lists, and more up to `_LAYERS`."""
     depth = values["num_hidden_layers"]
     lists = [value for value in values.values() if _is_per_layer(value, depth)]
-    kinds = [json.dumps([each[layer] for each in lists]) for layer in range(depth)]
+    kinds = [json.dumps([kind[layer] for kind in lists]) for layer in range(depth)]
     firsts = sorted({kinds.index(kind) for kind in kinds})
     others = [layer for layer in range(depth) if layer not in firsts]
     return sorted(firsts + others[: max(0, _LAYERS - len(firsts))])
@@ -147,7 +149,7 @@ def _count_parameters(config: PreTrainedConfig) -> int:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on the words that the data is made of."""
+    """Train byte-level BPE on the words of the data."""
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -166,7 +168,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_chats(path: Path, count: int, seed: int) -> None:
-    """Write `count` chats of one question and one answer, each of which fills more than half a row."""
+    """Write `count` chats of one question and one answer; each fills more than half a row."""
     source = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):

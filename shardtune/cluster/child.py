@@ -41,13 +41,15 @@ class Child:
 
     def __init__(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
         self._name = name
-        ours, theirs = _FORKS.Pipe()
+        parent_end, child_end = _FORKS.Pipe()
         self._process = _FORKS.Process(
-            target=_run, args=(os.getpid(), ours, theirs, name, work, arguments), daemon=False
+            target=_run,
+            args=(os.getpid(), parent_end, child_end, name, work, arguments),
+            daemon=False,
         )
         self._process.start()
-        theirs.close()
-        self.pipe = Pipe(ours)
+        child_end.close()
+        self.pipe = Pipe(parent_end)
 
     def result(self) -> Message:
         """Wait for the next message of the child."""
@@ -69,7 +71,7 @@ class Child:
 def results(
     children: list[Child], timeout_s: float, late: Callable[[int], str], more_s: float
 ) -> list[Message]:
-    """One message of each child, in their order; they are ended then.
+    """Receive one message of each child, in their order, and end them.
 
     After the first message with `problems` the others have `more_s` seconds left. `late` names the
     problem of a child, by its index, that has reported nothing in time.
@@ -98,8 +100,8 @@ def results(
 
 def _run(
     parent: int,
-    ours: Connection,
-    theirs: Connection,
+    parent_end: Connection,
+    child_end: Connection,
     name: str,
     work: Callable[..., None],
     arguments: Any,
@@ -109,8 +111,8 @@ def _run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-    ours.close()
-    pipe = Pipe(theirs)
+    parent_end.close()
+    pipe = Pipe(child_end)
     try:
         work(pipe, *arguments)
     except Exception as error:

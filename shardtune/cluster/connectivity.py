@@ -32,12 +32,12 @@ async def require_paths(control: Control, environment: Environment) -> None:
     Raises:
         LaunchEnded: on every node, with the nodes that cannot reach each other, and how.
     """
-    assert environment.own_ip is not None
-    with network.listen(0, environment.own_ip) as listener:
+    assert environment.local_ip is not None
+    with network.listen(0, environment.local_ip) as listener:
         threading.Thread(target=_answer_all, args=(listener,), daemon=True).start()
         mtu = psutil.net_if_stats()[environment.interface].mtu
         place = {
-            "ip": environment.own_ip,
+            "ip": environment.local_ip,
             "port": listener.getsockname()[1],
             "mtu": f"{environment.interface} {mtu}",
         }

@@ -39,7 +39,7 @@ _JOIN_TIMEOUT_S = 300.0  # where neither JOIN_TIMEOUT nor a readable configurati
 class Environment:
     """One node's part. A number that could not be read is None; `problems` says so.
 
-    `master_ip` is MASTER_ADDR resolved, `own_ip` the interface's address that is nearest to it.
+    `master_ip` is MASTER_ADDR resolved, `local_ip` the interface's address that is nearest to it.
     `port` is MASTER_PORT; `store_port`, where the ranks meet, differs from it only for one node
     alone. `problems` are `<what> - <what to do>`.
     """
@@ -52,7 +52,7 @@ class Environment:
     port: int | None
     store_port: int | None
     interface: str
-    own_ip: str | None
+    local_ip: str | None
     owns_master: bool
     join_timeout_s: float
     max_restarts: int
@@ -94,11 +94,11 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
         store_port = network.free_port()
     config = _config(arguments, numbers, problems)
     interface, master = values["NCCL_SOCKET_IFNAME"], values["MASTER_ADDR"]
-    own_ip = _own_ip(interface, problems)
-    master_ip = _master_ip(master, own_ip, problems)
+    local_ip = _local_ip(interface, problems)
+    master_ip = _master_ip(master, local_ip, problems)
     owns_master = master_ip is not None and bool(network.interfaces_of(master_ip))
-    if master_ip and own_ip:
-        own_ip = network.address_towards(interface, master_ip)
+    if master_ip and local_ip:
+        local_ip = network.address_towards(interface, master_ip)
         route_problems = _route_problems(interface, master, master_ip, owns_master, node)
         problems += route_problems or _link_problems(interface)
     join_timeout_s = numbers.get("JOIN_TIMEOUT") or _JOIN_TIMEOUT_S
@@ -111,7 +111,7 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
         port=port,
         store_port=store_port,
         interface=interface,
-        own_ip=own_ip,
+        local_ip=local_ip,
         owns_master=owns_master,
         join_timeout_s=config.distributed.join_timeout_s if config else join_timeout_s,
         max_restarts=numbers.get("MAX_RESTARTS") or 0,
@@ -205,7 +205,7 @@ def existing_part(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
-def _own_ip(interface: str, problems: list[str]) -> str | None:
+def _local_ip(interface: str, problems: list[str]) -> str | None:
     known = network.addresses()
     if re.search("[=^,]", interface):  # NCCL takes lists, prefixes and exclusions
         problems.append(
@@ -237,7 +237,7 @@ def _link_problems(interface: str) -> list[str]:
     ]
 
 
-def _master_ip(master: str, own_ip: str | None, problems: list[str]) -> str | None:
+def _master_ip(master: str, local_ip: str | None, problems: list[str]) -> str | None:
     try:
         ip = network.resolved(master)
     except OSError as error:
@@ -252,11 +252,11 @@ def _master_ip(master: str, own_ip: str | None, problems: list[str]) -> str | No
         )
         return None
     is_loopback = ipaddress.ip_address(ip).is_loopback
-    if is_loopback and own_ip is not None and not ipaddress.ip_address(own_ip).is_loopback:
+    if is_loopback and local_ip is not None and not ipaddress.ip_address(local_ip).is_loopback:
         problems.append(
             f"MASTER_ADDR is '{master}', which is {ip} here: a loopback address, where every "
             "machine finds only itself - set it to node 0's address in the network (this node has "
-            f"{own_ip})"
+            f"{local_ip})"
         )
         return None
     return ip

@@ -1,6 +1,6 @@
 """How the agents find one another: node 0 listens at the master port, the others look for it there.
 
-A node that cannot train for a reason of its own tells the others, if it meets them within seconds.
+A node with a problem of its own tells it to the others, if it meets them within seconds.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from shardtune.errors import first_few
 
 _HELLO_TIMEOUT_S = 10.0
 _MOST_STRANGERS = 64
-# A node with a problem of its own stays so long to tell the others.
+# A node with a problem of its own waits so long for others to tell them.
 _TELL_S = 4.0
-# After so long a wait for the other nodes, its likely causes are said.
+# A node names the likely causes after so long a wait for the others.
 _LIKELY_CAUSES_AFTER_S = 40.0
 _TRY_EVERY_S = 0.5
-_CONNECT_TIMEOUT_S = 4.0  # Linux needs 3 to find out that nobody has an address of its network
-# How long each result of a connection may last until it is taken for lasting. `refused` may last:
+_CONNECT_TIMEOUT_S = 4.0  # Linux needs 3 to learn that no machine has an address of its network
+# A worker gives up after each result of a connection has lasted so long. `refused` has no limit:
 # node 0 may start later.
 _SILENT_S = 30.0
 _NO_ROUTE_S = 3.0
@@ -57,7 +57,7 @@ async def meet(environment: Environment, code: str) -> tuple[Control, Listener |
     Raises:
         LaunchEnded: not all nodes came in time, they contradict one another, or one has a problem.
     """
-    own = tuple(
+    problems = tuple(
         problem if environment.is_alone else f"{environment.name}: {problem}"
         for problem in environment.problems
     )
@@ -65,14 +65,14 @@ async def meet(environment: Environment, code: str) -> tuple[Control, Listener |
         node=environment.node,
         nodes=environment.nodes,
         host=socket.gethostname(),
-        address=environment.own_ip or "?",
+        address=environment.local_ip or "?",
         port=environment.port,
         token=secrets.token_hex(8),
         code=code,
-        problems=own,
+        problems=problems,
     )
-    if environment.port is None or (own and environment.is_alone):
-        raise LaunchEnded(2, own)
+    if environment.port is None or (problems and environment.is_alone):
+        raise LaunchEnded(2, problems)
     control = Control(me)
     if environment.node == 0 and (environment.owns_master or environment.master_ip is None):
         listener = Listener(me)
@@ -85,7 +85,7 @@ async def meet(environment: Environment, code: str) -> tuple[Control, Listener |
         control.spawn(listener.turn_away(control))
         return control, listener
     if environment.master_ip is None:
-        raise LaunchEnded(2, own)
+        raise LaunchEnded(2, problems)
     await _Search(environment, control).find_and_wait()
     return control, None
 
@@ -175,7 +175,7 @@ class _Reception:
 
         Raises:
             LaunchEnded: a node has a problem, nodes contradict one another, or not all came in
-                time; the nodes that came are told.
+                time; the nodes that came hear it.
         """
         await self._open()
         self._control.spawn(self._admit())
@@ -308,18 +308,18 @@ class _Reception:
 
     async def _tell_all(self) -> None:
         """Tell the nodes that are here, and for some seconds those that come."""
-        told: set[Peer] = set()
+        informed: set[Peer] = set()
         deadline = time.monotonic() + _TELL_S
         if not self._control.peers and self._me.nodes != 1:
             say(f"staying for {_TELL_S:.0f} s to tell the other nodes that there will be no run")
         while True:
             for peer in self._control.peers:
-                if peer not in told:
-                    told.add(peer)
+                if peer not in informed:
+                    informed.add(peer)
                     with contextlib.suppress(ConnectionLost):
                         await peer.send({"problems": list(dict.fromkeys(self._problems))})
-            expected = max([self._me.nodes or 2, *(p.hello.nodes or 0 for p in told)])
-            if len(told) >= expected - 1 or time.monotonic() >= deadline:
+            expected = max([self._me.nodes or 2, *(p.hello.nodes or 0 for p in informed)])
+            if len(informed) >= expected - 1 or time.monotonic() >= deadline:
                 return
             self._take(await self._control.next(min(0.5, deadline - time.monotonic())))
 
@@ -413,8 +413,9 @@ class _Search:
                 )
             _, message = received
             if isinstance(message.get("problems"), list):
-                own = [p for p in self._me.problems if p not in message["problems"]]
-                raise LaunchEnded(2, [*own, *map(str, message["problems"])])
+                # The last line is node 0's.
+                local = [p for p in self._me.problems if p not in message["problems"]]
+                raise LaunchEnded(2, [*local, *map(str, message["problems"])])
             if "lost" in message and "no sign of life" in message["lost"]:
                 self._end(
                     f"{node0} has said nothing for {control.silent_s:.0f} s, it is stopped or its "

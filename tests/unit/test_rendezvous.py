@@ -515,7 +515,7 @@ def test_trouble_on_the_way_to_another_node(
             monkeypatch.setattr(
                 connectivity, "_try", lambda ip, _: trouble if ip == "127.0.0.2" else None
             )
-            places = node(0, "29600"), node(1, "29600", own_ip="127.0.0.2")
+            places = node(0, "29600"), node(1, "29600", local_ip="127.0.0.2")
             back = asyncio.create_task(refusal(connectivity.require_paths(second, places[1])))
             line = await refusal(connectivity.require_paths(first, places[0]))
             assert words in line and line == await back
