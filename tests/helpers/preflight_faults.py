@@ -27,7 +27,7 @@ CHOOSING = (
 
 @dataclass
 class Machine:
-    """A node before its launch: where it is, its folder with data, model and configuration, and what it is told."""
+    """A node before its launch; `folder` holds its data, model and configuration."""
 
     node: Node
     folder: Path
@@ -57,30 +57,27 @@ class Machine:
         )
 
     def python(self, program: str, *arguments: str) -> subprocess.Popen[str]:
-        """A program that has printed a line before this returns."""
+        """Start a program, and wait for its first line."""
         process = self.run(sys.executable, "-c", program, *arguments)
         assert process.stdout is not None and process.stdout.readline()
         return process
 
-    def drop(self, *what: str) -> None:
-        """Lose incoming packets such as these without a word."""
-        self.node.ip("rule", "add", "pref", "10", "iif", self.node.interface, *what, "blackhole")
+    def drop(self, what: str) -> None:
+        """Lose such incoming packets silently."""
+        self.ip(f"rule add pref 10 iif {self.node.interface} {what} blackhole")
 
-    def reject(self, *what: str) -> None:
-        """Refuse them as firewalls do (ICMP, administratively prohibited), which arrives as "No route to host"."""
-        answer = [
-            "sh",
-            "-c",
-            "echo 1 > /proc/sys/net/ipv4/ip_forward",
-        ]  # only then does the kernel answer
-        subprocess.run([*self.node.prefix, *answer], check=True)
-        self.node.ip("rule", "add", "pref", "10", "iif", self.node.interface, *what, "prohibit")
+    def reject(self, what: str) -> None:
+        """Refuse them as firewalls do (ICMP), which arrives as "No route to host"."""
+        answer = "echo 1 > /proc/sys/net/ipv4/ip_forward"  # else the kernel does not answer
+        subprocess.run([*self.node.prefix, "sh", "-c", answer], check=True)
+        self.ip(f"rule add pref 10 iif {self.node.interface} {what} prohibit")
 
-    def accept(self, *what: str) -> None:
-        """Let these pass what `drop` says."""
-        self.node.ip(
-            "rule", "add", "pref", "5", "iif", self.node.interface, *what, "lookup", "local"
-        )
+    def accept(self, what: str) -> None:
+        """Let such packets pass `drop` and `reject`."""
+        self.ip(f"rule add pref 5 iif {self.node.interface} {what} lookup local")
+
+    def ip(self, arguments: str) -> None:
+        self.node.ip(*arguments.split())
 
 
 Prepare = Callable[[Machine, Machine], object]
@@ -92,9 +89,9 @@ def both(machines: Sequence[Machine], **settings: str) -> None:
 
 
 def own_routing_rules(machine: Machine) -> None:
-    """Have rules that drop packets come before the one that hands them to this node."""
-    machine.node.ip("rule", "add", "pref", "100", "lookup", "local")
-    machine.node.ip("rule", "del", "pref", "0")
+    """Make room for rules before the one that hands packets to this node."""
+    machine.ip("rule add pref 100 lookup local")
+    machine.ip("rule del pref 0")
 
 
 def wrong_address(master: Machine, worker: Machine) -> None:
@@ -108,24 +105,24 @@ def address_of_the_worker(master: Machine, worker: Machine) -> None:
 
 def no_way_between(master: Machine, worker: Machine) -> None:
     both((master, worker), JOIN_TIMEOUT="8")
-    worker.node.ip("route", "add", "blackhole", "10.11.7.50/32")
+    worker.ip("route add blackhole 10.11.7.50/32")
 
 
 def no_network(master: Machine, worker: Machine) -> None:
     """The worker's interface is in another network than node 0."""
     master.settings["JOIN_TIMEOUT"] = "8"
-    worker.node.ip("address", "flush", "dev", worker.node.interface)
-    worker.node.ip("address", "add", "192.168.77.51/24", "dev", worker.node.interface)
+    worker.ip(f"address flush dev {worker.node.interface}")
+    worker.ip(f"address add 192.168.77.51/24 dev {worker.node.interface}")
 
 
 def nobody_has_the_address(master: Machine, worker: Machine) -> None:
     both((master, worker), JOIN_TIMEOUT="8")
-    master.node.ip("link", "set", master.node.interface, "down")
+    master.ip(f"link set {master.node.interface} down")
 
 
 def interface_down(master: Machine, worker: Machine) -> None:
     both((master, worker), JOIN_TIMEOUT="6")
-    worker.node.ip("link", "set", worker.node.interface, "down")
+    worker.ip(f"link set {worker.node.interface} down")
 
 
 def another_spelling(master: Machine, worker: Machine) -> None:
@@ -140,25 +137,27 @@ def label_too_long(master: Machine, worker: Machine) -> None:
 def port_blocked(master: Machine, worker: Machine) -> None:
     both((master, worker), JOIN_TIMEOUT="8")
     own_routing_rules(master)
-    master.drop("ipproto", "tcp", "dport", "29600")
+    master.drop("ipproto tcp dport 29600")
 
 
 def only_ssh_passes(master: Machine, worker: Machine) -> None:
     both((master, worker), JOIN_TIMEOUT="8")
     own_routing_rules(master)
-    master.accept("ipproto", "tcp", "dport", "22")
-    master.drop("ipproto", "tcp")
+    master.accept("ipproto tcp dport 22")
+    master.drop("ipproto tcp")
 
 
 def other_ports(at: int, lose: Callable[..., None]) -> Prepare:
-    """The ports of the system's choice are closed, on one node, by `Machine.drop` or `Machine.reject`; that also stops
-    what its own connections to such ports receive."""
+    """One node closes the ports that the system chooses, by `Machine.drop` or `Machine.reject`.
+
+    Its own connections to such ports receive nothing then.
+    """
 
     def prepare(*machines: Machine) -> None:
         own_routing_rules(machines[at])
-        lose(machines[at], "ipproto", "tcp", "dport", "32768-60999")
+        lose(machines[at], "ipproto tcp dport 32768-60999")
         if at == 1:
-            machines[at].accept("ipproto", "tcp", "sport", "29600")
+            machines[at].accept("ipproto tcp sport 29600")
 
     return prepare
 
@@ -166,50 +165,45 @@ def other_ports(at: int, lose: Callable[..., None]) -> Prepare:
 def port_rejected(master: Machine, worker: Machine) -> None:
     both((master, worker), JOIN_TIMEOUT="8")
     own_routing_rules(master)
-    master.accept("ipproto", "tcp", "dport", "22")
-    master.reject("ipproto", "tcp")
+    master.accept("ipproto tcp dport 22")
+    master.reject("ipproto tcp")
 
 
 def slow_link(master: Machine, worker: Machine) -> None:
     for machine in (master, worker):
-        node = machine.node
-        limit = ["root", "tbf", "rate", "500kbit", "burst", "16kb", "latency", "400ms"]
-        command = [*node.prefix, "tc", "qdisc", "add", "dev", node.interface, *limit]
-        subprocess.run(command, check=True, capture_output=True)
+        limit = "root tbf rate 500kbit burst 16kb latency 400ms"
+        command = f"tc qdisc add dev {machine.node.interface} {limit}".split()
+        subprocess.run([*machine.node.prefix, *command], check=True, capture_output=True)
 
 
 def small_mtu(master: Machine, worker: Machine) -> None:
-    subprocess.run(
-        ["ip", "-n", worker.node.bridge, "link", "set", worker.node.wire, "mtu", "900"],
-        check=True,
-        capture_output=True,
-    )
+    command = f"ip -n {worker.node.bridge} link set {worker.node.wire} mtu 900"
+    subprocess.run(command.split(), check=True, capture_output=True)
 
 
 def interface_elsewhere(at: int) -> Prepare:
     def prepare(*machines: Machine) -> None:
-        node = machines[at].node
-        node.ip("link", "add", "name", "docker0", "type", "bridge")
-        node.ip("address", "add", "172.17.0.1/16", "dev", "docker0")
-        node.ip("link", "set", "docker0", "up")
+        machines[at].ip("link add name docker0 type bridge")
+        machines[at].ip("address add 172.17.0.1/16 dev docker0")
+        machines[at].ip("link set docker0 up")
         machines[at].settings["NCCL_SOCKET_IFNAME"] = "docker0"
 
     return prepare
 
 
 def address_nobody_reaches(master: Machine, worker: Machine) -> None:
-    """The worker's interface has another address too, from which there is no way back, and names it first."""
-    node = worker.node
-    node.ip("address", "flush", "dev", node.interface)
-    node.ip("address", "add", "192.168.77.51/24", "dev", node.interface)
-    node.ip("address", "add", "10.11.7.51/32", "dev", node.interface)
-    node.ip("route", "add", "10.11.7.0/24", "dev", node.interface, "src", "10.11.7.51")
+    """The first address of the worker's interface is one that has no way back."""
+    interface = worker.node.interface
+    worker.ip(f"address flush dev {interface}")
+    worker.ip(f"address add 192.168.77.51/24 dev {interface}")
+    worker.ip(f"address add 10.11.7.51/32 dev {interface}")
+    worker.ip(f"route add 10.11.7.0/24 dev {interface} src 10.11.7.51")
 
 
 def address_refused(master: Machine, worker: Machine) -> None:
-    """The same, and what is between the two says so."""
+    """The same, and a router between the two says so."""
     address_nobody_reaches(master, worker)
-    master.node.ip("route", "add", "unreachable", "192.168.77.0/24")
+    master.ip("route add unreachable 192.168.77.0/24")
 
 
 def setting(at: int, **settings: str) -> Prepare:
@@ -252,7 +246,7 @@ def other_code(file_name: str) -> Callable[[Machine, Machine], None]:
 
 
 def other_version(master: Machine, worker: Machine) -> None:
-    """What pip leaves of a package says its version."""
+    """The version is that of the metadata."""
     info = worker.folder / "packages/transformers-4.0.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(
@@ -305,13 +299,18 @@ def other_model(master: Machine, worker: Machine) -> None:
 
 
 def other_weights(master: Machine, worker: Machine) -> None:
-    """Of the same size, as a model and what was made of it are."""
+    """Of the same size, as after fine-tuning."""
     file = worker.folder / "model/model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-LISTEN = "import socket, time; s = socket.create_server(('', 29600)); print('listening', flush=True); time.sleep(99)"
+LISTEN = """
+import socket, time
+listener = socket.create_server(("", 29600))
+print("listening", flush=True)
+time.sleep(99)
+"""
 
 
 def port_taken(master: Machine, worker: Machine) -> None:
@@ -321,6 +320,11 @@ def port_taken(master: Machine, worker: Machine) -> None:
 def master_never_comes(master: Machine, worker: Machine) -> None:
     master.script = Path("/bin/true")
     worker.settings["JOIN_TIMEOUT"] = "4"
+
+
+def worker_never_comes(master: Machine, worker: Machine) -> None:
+    master.settings["JOIN_TIMEOUT"] = "3"
+    worker.script = Path("/bin/true")
 
 
 def another_service(master: Machine, worker: Machine) -> None:
@@ -334,7 +338,7 @@ def loopback_name(master: Machine, worker: Machine) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """`words` stand in the last line on stderr of both nodes, or those of the worker in `on_worker`."""
+    """The last line on stderr holds `words`, on the worker `on_worker` if that is set."""
 
     name: str
     prepare: Prepare
@@ -350,7 +354,7 @@ FAULTS = [
     Fault(
         "wrong master address",
         wrong_address,
-        "start launch_node1.sh on it with MASTER_ADDR=10.11.7.50 MASTER_PORT=29600",
+        "on it with MASTER_ADDR=10.11.7.50 MASTER_PORT=29600",
         "no machine answers at MASTER_ADDR 10.11.7.99",
     ),
     Fault(
@@ -374,14 +378,14 @@ FAULTS = [
     Fault(
         "nobody has the address",
         nobody_has_the_address,
-        "NCCL_SOCKET_IFNAME is 'enp26s0np0', and that interface is down - `ip link set enp26s0np0 up`",
+        "NCCL_SOCKET_IFNAME is 'enp26s0np0', and that interface is down",
         "(10.11.7.50:29600 cannot be reached (No route to host))",
     ),
     Fault(
         "interface down",
         interface_down,
         "did not come to node 0",
-        "NCCL_SOCKET_IFNAME is 'enp26s0np0', and that interface is down - `ip link set enp26s0np0 up`",
+        "NCCL_SOCKET_IFNAME is 'enp26s0np0', and that interface is down",
         is_quick=True,
     ),
     Fault(
@@ -393,7 +397,7 @@ FAULTS = [
     Fault(
         "a name that cannot be one",
         label_too_long,
-        "node 0 (node0): MASTER_ADDR is '10.11..7.50', which does not resolve to an address (a part of it",
+        "MASTER_ADDR is '10.11..7.50', which does not resolve to an address (a part of it",
         is_quick=True,
     ),
     Fault(
@@ -444,23 +448,23 @@ FAULTS = [
     Fault(
         "wrong interface on node 0",
         interface_elsewhere(0),
-        "NCCL_SOCKET_IFNAME is 'docker0' and the way to MASTER_ADDR 10.11.7.50 leads through enp26s0np0",
+        "'docker0' and the way to MASTER_ADDR 10.11.7.50 leads through enp26s0np0",
     ),
     Fault(
         "wrong interface on node 1",
         interface_elsewhere(1),
-        "NCCL_SOCKET_IFNAME is 'docker0' and the way to MASTER_ADDR 10.11.7.50 leads through enp26s0np0",
+        "'docker0' and the way to MASTER_ADDR 10.11.7.50 leads through enp26s0np0",
         is_quick=True,
     ),
     Fault(
         "an address that node 0 does not reach",
         address_nobody_reaches,
-        "node 0 (node0) cannot reach node 1 (node1) at 192.168.77.51 (Network is unreachable), though it",
+        "cannot reach node 1 (node1) at 192.168.77.51 (Network is unreachable), though it",
     ),
     Fault(
         "an address that is refused to node 0",
         address_refused,
-        "of 192.168.77.51 (No route to host), though both reach MASTER_ADDR: a firewall rejects it",
+        "of 192.168.77.51 (No route to host), though both reach MASTER_ADDR: a firewall",
     ),
     Fault(
         "no such interface",
@@ -493,7 +497,7 @@ FAULTS = [
     Fault(
         "different GPU counts against the configuration",
         sizes_that_do_not_fit,
-        "the world size is 3 (2 + 1 processes on node 0 (node0), node 1 (node1)), which parallel.replicate=2 does not",
+        "on node 0 (node0), node 1 (node1)), which parallel.replicate=2 does not",
     ),
     Fault(
         "a name of loopback",
@@ -521,11 +525,7 @@ FAULTS = [
     ),
     Fault(
         "worker never comes",
-        lambda master, worker: (
-            setting(1)(master, worker),
-            master.settings.update(JOIN_TIMEOUT="3"),
-            setattr(worker, "script", Path("/bin/true")),
-        ),
+        worker_never_comes,
         "node 1 of 2 did not come to node 0 within 3 s",
     ),
     Fault("other code", other_code("shardtune/model/loss.py"), "shardtune/model/loss.py is"),

@@ -140,18 +140,18 @@ def on_loopback(
 
 
 def wait_for(process: subprocess.Popen[str], words: str) -> str:
-    """What the process has printed when it prints these words."""
+    """Return the process's output up to the line with these words."""
     assert process.stdout is not None
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if words in line:
-            return said
-    raise AssertionError(said)
+            return output
+    raise AssertionError(output)
 
 
 def test_nodes_that_agree(inputs: Callable[[str], Path]) -> None:
-    """Nodes of different size; something else than a node knocks at the master port first, and is ignored."""
+    """They have different sizes. Noise at the master port is ignored."""
     folder, port = inputs("both"), a_free_port()
     master = on_loopback(0, folder, port)
     output = wait_for(master, "waiting for node 1 of 2, 300 s more")
@@ -169,9 +169,10 @@ def test_nodes_that_agree(inputs: Callable[[str], Path]) -> None:
     lines = (output + more).splitlines()
     assert len([line for line in lines if not line.startswith("Preflight: waiting")]) <= 12
     assert "run.dir runs/config is shared by all nodes" in more
-    row = r"^Preflight: {node}     \S+ +{size} x CPU process +\S+( GB/s)? +\S+ GB/s +\d+ us +\S+ TFLOP/s$"
+    figures = r"\S+( GB/s)? +\S+ GB/s +\d+ us +\S+ TFLOP/s"
     for node, size in ((0, 2), (1, 1)):
-        assert re.search(row.format(node=node, size=size), more, re.MULTILINE), more
+        row = rf"^Preflight: {node}     \S+ +{size} x CPU process +{figures}$"
+        assert re.search(row, more, re.MULTILINE), more
     for last in (lines[-1], on_worker.splitlines()[-1]):
         assert re.fullmatch(r"Preflight: all 2 nodes agree \(\d+ s\)", last)
     assert not errors0 + errors1 and not list(folder.rglob(".preflight*"))
@@ -253,7 +254,7 @@ def test_a_node_0_that_is_stopped_while_others_wait(inputs: Callable[[str], Path
 @needs_namespaces
 @pytest.mark.parametrize("address", ["10.11.7.60", "192.168.77.50"])
 def test_master_at_a_second_address(address: str, machines: list[Machine]) -> None:
-    """With a label, as old tools give one; in the other nodes' network, or in another one that they are in too."""
+    """It has a label, as old tools give one, and is in the nodes' network or in a second one."""
     network = address.rpartition(".")[0]
     for number, machine in enumerate(machines):
         own = address if number == 0 else f"{network}.61"

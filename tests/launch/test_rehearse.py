@@ -1,4 +1,4 @@
-"""The rehearsal with real launches: both modes, refusals, failures, and that it leaves nothing behind."""
+"""The rehearsal with real launches: both modes, refusals, failures, and its cleaning up."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_launch_that_fails(tmp_path: Path, here: dict[str, str]) -> None:
     )
     assert failed, last
     assert [Path(log).name for log in failed.groups()] == ["node0.log", "node1.log"]
-    assert "Launching MASTER NODE (Node 0)" in Path(failed[1]).read_text(encoding="utf-8")
+    assert "ERROR: there is no /" in Path(failed[1]).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

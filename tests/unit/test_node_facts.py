@@ -61,11 +61,11 @@ FACTS: dict[str, Any] = {
         ({"device": "CPU", "gpus": [], "driver": ""}, "GPUs on node 0 (a) and CPUs on node 1 (b)"),
         (
             {"processes": 4, "config": {"parallel.replicate": 8, "parallel.expert": 1}},
-            "12 (8 + 4 processes on node 0 (a), node 1 (b)), which parallel.replicate=8 does not divide",
+            "12 (8 + 4 processes on node 0 (a), node 1 (b)), which parallel.replicate=8 does no",
         ),
         (
             {"processes": 4, "config": {"parallel.replicate": 2, "parallel.expert": 4}},
-            "12 (8 + 4 processes on node 0 (a), node 1 (b)), and parallel.expert=4 does not divide 12 / 2 (parallel.",
+            "and parallel.expert=4 does not divide 12 / 2 (parallel.",
         ),
         (
             {"config": {"parallel.replicate": 1, "parallel.expert": 1, "new": None}},
@@ -107,7 +107,7 @@ def test_the_first_differences_are_said_last() -> None:
 
 @pytest.mark.parametrize(("key", "kind"), [("data.train", "data"), ("model.path", "model")])
 def test_files_of_another_path(key: str, kind: str) -> None:
-    """That they differ follows from their path, which alone is said; those of the same path are compared."""
+    """Only the path is reported then; files of the same path are compared."""
 
     def node(path: str, digest: str) -> dict[str, Any]:
         data = {f"{other}: a.jsonl": digest for other in ("data.train", "data.eval")}
@@ -132,7 +132,7 @@ def test_files_of_another_path(key: str, kind: str) -> None:
         ({}, ""),
         (
             {"gpus": [FACTS["gpus"][0] | {"free_bytes": 9e9}], "gpu_users": "77, python, 70 GB"},
-            "node 1 (b): GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (processes on its GPUs: 77",
+            "node 1 (b): GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (",
         ),
         (
             {"weights_bytes": 214 * 10**10},
