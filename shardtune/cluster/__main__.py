@@ -1,4 +1,5 @@
-"""The agent of one node, as the launch scripts start it: python -m shardtune.cluster [arguments of train_fsdp.py]"""
+"""The agent of one node, as the launch scripts start it: python -m shardtune.cluster [arguments of
+train_fsdp.py]"""
 
 from __future__ import annotations
 

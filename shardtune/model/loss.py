@@ -215,7 +215,7 @@ def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
     head.batch, head.is_last = None, logits is marker
     if not head.is_last:
         return (
-            f"for all trained positions at once, since {model.config.model_type} changes them after "
-            "its head"
+            f"for all trained positions at once, since {model.config.model_type} changes them "
+            "after its head"
         )
     return None

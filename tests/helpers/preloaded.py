@@ -1,5 +1,5 @@
-"""Imported by the server of tests/ranks.py, so that no rank that it forks has to: the script with all that it imports,
-and what transformers computes once in a process."""
+"""Imported by the server of tests/ranks.py, so that no rank that it forks has to: the script with
+all that it imports, and what transformers computes once in a process."""
 
 from __future__ import annotations
 

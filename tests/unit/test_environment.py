@@ -32,7 +32,8 @@ def problem(environment: Environment, start: str) -> str:
         *(
             (
                 {"MASTER_ADDR": name},
-                f"MASTER_ADDR is '{name}', which does not resolve to an address (a part of it between",
+                f"MASTER_ADDR is '{name}', which does not resolve to an address (a part of it "
+                "between",
             )
             for name in ("127.0.0..1", "a" * 64)
         ),
