@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-# The remedy of most failures; distTest/launch.sh has the same words.
+# The remedy of most failures.
 AGAIN = "the same command with run.resume=auto resumes from the last checkpoint, if any"
 
 

@@ -11,8 +11,14 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.checkpoint import Checkpoint, agree_on_checkpoint
+from shardtune.checkpoint import agree_on_checkpoint
 from shardtune.checkpoint.export import model_assets
+from shardtune.checkpoint.resume_rules import (
+    model_settings,
+    require_allowed_settings,
+    require_same_data,
+    require_same_model,
+)
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.config import Config, ModelConfig
 from shardtune.config_io import changed_keys, remarks, to_dict
@@ -38,7 +44,6 @@ from shardtune.training.metrics import kinds_of_step
 from shardtune.training.optim import learning_rate, warmup_steps
 from shardtune.training.reshard import ReshardPolicy
 
-_START_ANEW = "start anew with run.resume=never or another run.dir"
 # Node 0's values hold for these, so nodes may differ in them.
 _MAY_DIFFER_BY_NODE = ("run.dir", "distributed.join_timeout_s")
 
@@ -82,29 +87,10 @@ def open_run(config: Config, world: World) -> Run:
     directory = open_run_dir(Path(config.run.dir), world)
     resumed = agree_on_checkpoint(directory, config.run.resume, world)
     if resumed:
-        _require_allowed_changes(resumed, config, world)
+        require_allowed_settings(resumed, config, world)
     today = datetime.date.today().isoformat()
     date = world.on_rank0(lambda: resumed.state["date"] if resumed else today)
     return Run(config, world, directory, resumed, datetime.date.fromisoformat(date))
-
-
-def _require_allowed_changes(resumed: Checkpoint, config: Config, world: World) -> None:
-    """Log every setting that has changed since the checkpoint, or refuse the change."""
-    allowed, forbidden = changed_keys(resumed.state["config"], config)
-    if forbidden:
-        raise UserError(
-            *(
-                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {resumed.name} - "
-                f"set it back, or {_START_ANEW}"
-                for key, old, new in forbidden
-            )
-        )
-    if resumed.world_size != world.size:
-        allowed.append(("world size", resumed.world_size, world.size))
-    for key, old, new in allowed:
-        logger.info(
-            f"Changed since {resumed.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}"
-        )
 
 
 def read_model_files(run: Run) -> PretrainedConfig:
@@ -166,12 +152,8 @@ def read_data(
                 f"the data of rank {rank} (digest {digest}) is not that of rank 0 ({digests[0]}) - "
                 "copy the same data, model and code to every node"
             )
-    if resumed and resumed.state["data"] != data.key:
-        raise UserError(
-            f"the data (digest {data.key}) is not that of {resumed.name} "
-            f"({resumed.state['data']}) - bring the same data, tokenizer and code back, "
-            f"or {_START_ANEW}"
-        )
+    if resumed:
+        require_same_data(resumed, data.key)
     return data, encoder.tokenizer
 
 
@@ -268,26 +250,8 @@ def read_model_assets(
         lambda: model_assets(model_config, run.config.model.path, tokenizer)
     )
     if run.resumed:
-        old, new = run.resumed.state["model"], _model_settings(assets)
-        if problems := [
-            f"{key} of the model's config.json is {json.dumps(new.get(key))} and was "
-            f"{json.dumps(old.get(key))} in {run.resumed.name} - bring the same model back, "
-            f"or {_START_ANEW}"
-            for key in sorted({*old, *new})
-            if old.get(key) != new.get(key)
-        ]:
-            raise UserError(*problems)
+        require_same_model(run.resumed, assets)
     return assets
-
-
-def _model_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the settings in config.json that belong to the model itself."""
-    settings: dict[str, Any] = json.loads(assets["config.json"])
-    return {
-        key: value
-        for key, value in settings.items()
-        if key not in ("transformers_version", "_name_or_path")
-    }
 
 
 def find_pending_evaluation(run: Run, data: PreparedData) -> int | None:
@@ -330,7 +294,7 @@ def state_of_run(
         "date": run.date.isoformat(),
         "data": data.key,
         "config": to_dict(run.config),
-        "model": _model_settings(assets),
+        "model": model_settings(assets),
         "residency": list(vars(reshard).values()),  # the key that older checkpoints have, too
     }
 

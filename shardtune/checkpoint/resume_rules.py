@@ -1,0 +1,70 @@
+"""What a resume may change: log every change, or refuse it with both values and the remedies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shardtune.checkpoint.manifest import Checkpoint
+from shardtune.config import Config
+from shardtune.config_io import changed_keys
+from shardtune.distributed.world import World
+from shardtune.errors import UserError
+from shardtune.log import logger
+
+_START_ANEW = "start anew with run.resume=never or another run.dir"
+
+
+def require_allowed_settings(resumed: Checkpoint, config: Config, world: World) -> None:
+    """Log each setting that has changed since the checkpoint.
+
+    Each field of `shardtune.config` says whether a resume may change it.
+
+    Raises:
+        UserError: with every setting that must not change.
+    """
+    allowed, forbidden = changed_keys(resumed.state["config"], config)
+    if forbidden:
+        raise UserError(
+            *(
+                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {resumed.name} - "
+                f"set it back, or {_START_ANEW}"
+                for key, old, new in forbidden
+            )
+        )
+    if resumed.world_size != world.size:
+        allowed.append(("world size", resumed.world_size, world.size))
+    for key, old, new in allowed:
+        logger.info(
+            f"Changed since {resumed.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}"
+        )
+
+
+def require_same_data(resumed: Checkpoint, digest: str) -> None:
+    """Raises UserError where `digest`, of the tokenized data, is not the checkpoint's."""
+    if resumed.state["data"] != digest:
+        raise UserError(
+            f"the data (digest {digest}) is not that of {resumed.name} ({resumed.state['data']}) - "
+            f"bring the same data, tokenizer and code back, or {_START_ANEW}"
+        )
+
+
+def require_same_model(resumed: Checkpoint, assets: Mapping[str, bytes]) -> None:
+    """Raises UserError with every setting in which config.json is not the checkpoint's."""
+    old, new = resumed.state["model"], model_settings(assets)
+    if problems := [
+        f"{key} of the model's config.json is {json.dumps(new.get(key))} and was "
+        f"{json.dumps(old.get(key))} in {resumed.name} - bring the same model back, "
+        f"or {_START_ANEW}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+    ]:
+        raise UserError(*problems)
+
+
+def model_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the settings in config.json that belong to the model itself."""
+    settings: dict[str, Any] = json.loads(assets["config.json"])
+    own = settings.keys() - {"transformers_version", "_name_or_path"}
+    return {key: value for key, value in settings.items() if key in own}
