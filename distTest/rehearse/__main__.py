@@ -362,8 +362,8 @@ def _run_to_the_end(
                 )
     if len(before) == first:
         raise CheckFailed(
-            f"no step was repeated: {resumed[0]} was saved before the kill reached the run; rehearse "
-            "again"
+            f"no step was repeated: {resumed[0]} was saved before the kill reached the run; "
+            "rehearse again"
         )
     _passed(
         "repeated steps",

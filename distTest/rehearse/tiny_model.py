@@ -46,7 +46,8 @@ _MOST_PARAMETERS = 5_000_000
 _TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
-{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{% if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
 {%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant
@@ -129,7 +130,7 @@ def _scale_down(
 
 
 def _some_layers(values: dict[str, Any]) -> list[int]:
-    """Choose the first layer of each kind in the configuration's lists, and more up to `_LAYERS`."""
+    """Choose the first layer of each kind in the lists, and more up to `_LAYERS`."""
     depth = values["num_hidden_layers"]
     lists = [value for value in values.values() if _is_per_layer(value, depth)]
     kinds = [json.dumps([kind[layer] for kind in lists]) for layer in range(depth)]

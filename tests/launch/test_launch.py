@@ -309,7 +309,8 @@ def test_a_directory_that_is_gone(folder: Path) -> None:
         timeout=60,
         check=False,
     )
-    line = "ERROR: the directory that this was started in does not exist any more - `cd` into one that does"
+    line = "ERROR: the directory that this was started in does not exist any more - "
+    line += "`cd` into one that does"
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == line
 
 

@@ -127,7 +127,8 @@ def test_ranks_end_with_torchrun_and_the_same_command_goes_on(
         check=False,
     )
     assert again.returncode == 0 and "Resumed from checkpoint_" in again.stdout, again.stderr
-    said = r"A save takes \d+ s, and torchrun kills its processes 0 s after a signal: start it with --shutdown-timeout="
+    said = r"A save takes \d+ s, and torchrun kills its processes 0 s after a signal: "
+    said += "start it with --shutdown-timeout="
     assert len(re.findall(said, again.stdout)) == 1
 
 

@@ -110,6 +110,7 @@ def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(
     assert failed.returncode == 1, failed.stderr
     assert re.match(
         r"ERROR: rank 0 on \S+: the model with its gradients and its optimizer's state does not "
-        r"fit the memory \(.+\), in loading the model - share it among more GPUs or nodes, use some with more memory, or a smaller model$",
+        r"fit the memory \(.+\), in loading the model - share it among more GPUs or nodes, "
+        r"use some with more memory, or a smaller model$",
         failed.stderr.splitlines()[-1],
     ), failed.stderr

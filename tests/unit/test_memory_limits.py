@@ -36,7 +36,8 @@ def test_memory_that_python_lacks_is_said_too(
     more: list[str], is_saved: bool, remedy: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = config_for(models["llama"], tmp_path, "model.activation_checkpointing=full", *more)
-    said = r"^1 \(train\.micro_batch_size\) row of up to \d+ \(data\.max_length\) tokens does not fit the memory "
+    said = r"^1 \(train\.micro_batch_size\) row of up to \d+ \(data\.max_length\) tokens "
+    said += "does not fit the memory "
     said += rf"\(Unable to allocate .+\) - {re.escape(remedy)}$"
     with pytest.raises(OutOfMemory, match=said), memory_suffices(config, lambda: is_saved):
         np.empty(1 << 60, np.uint8)
@@ -46,7 +47,8 @@ def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = config_for(models["llama"], tmp_path)
-    said = r"^the model with its gradients and its optimizer's state does not fit the memory \((?!the|\d+ \().+\) - "
+    said = r"^the model with its gradients and its optimizer's state does not fit the memory "
+    said += r"\((?!the|\d+ \().+\) - "
     with (
         pytest.raises(OutOfMemory, match=said),
         memory_suffices(config, lambda: False),
