@@ -115,6 +115,8 @@ def _launch(
 ) -> tuple[int, list[str]]:
     helper: Child | None = None
     try:
+        # Until the loop handles signals, so that none ends this process with the folder left behind.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             folder = os.environ.get("TMPDIR") or "/tmp"
             logs = tempfile.TemporaryDirectory("", "shardtune.", folder, ignore_cleanup_errors=True)
@@ -161,6 +163,7 @@ class Agent:
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         self._work = asyncio.get_running_loop().create_task(self._prepare_and_run())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             return await self._work
         except LaunchEnded as ended:
@@ -284,7 +287,7 @@ class Agent:
             if control.node == 0 and len(self._finished) == len(control.nodes):
                 return await self._decide(Failure(0, []), attempt)
             if failure is not None and control.node != 0 and failure.is_lost_node:
-                return pending or failure
+                return pending if pending is not None and not pending.is_symptom else failure
             if failure is not None and control.node == 0 and not failure.is_symptom:
                 return await self._decide(failure, attempt)
             if failure is not None and (pending is None or failure.is_symptom < pending.is_symptom):

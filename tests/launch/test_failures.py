@@ -162,8 +162,8 @@ def test_a_rank_that_ends_or_stops(
 @pytest.mark.parametrize(
     ("rank", "effect", "line"),
     [
-        (0, "os._exit(0)", ENDED.replace("CODE", "0")),
         (1, KILL, KILLED),
+        pytest.param(0, "os._exit(0)", ENDED.replace("CODE", "0"), marks=FULL),
         pytest.param(1, "os._exit(0)", ENDED.replace("CODE", "0"), marks=FULL),
         pytest.param(1, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED, marks=FULL),
     ],
@@ -254,7 +254,6 @@ def test_an_agent_that_is_killed(node: int, folder: Path) -> None:
             lost = rf"node 0 \({HOST}\) is out of reach at 127.0.0.1:\d+: .+"
         assert code == 1 and re.fullmatch(f"ERROR: {lost} - its launch has .*", last), nodes.texts()
         require_error_line(last)
-    resumes(folder)
 
 
 @FULL

@@ -58,6 +58,7 @@ def marked_processes(pid: int) -> list[int]:
     ]
 
 
+@pytest.mark.full
 def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
     """A value of the user's reaches the scripts; variables of the real cluster do not."""
     options = "--loopback --procs-per-node 1 -- optimizer.lr=2e-3 data.max_length=99"

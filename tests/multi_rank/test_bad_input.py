@@ -151,7 +151,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no causal model": (
         lambda model: edit(model / "config.json", model_type="vit"),
-        "model type 'vit'",
+        "language model of type 'vit'",
     ),
     "quantised": (
         lambda model: edit(

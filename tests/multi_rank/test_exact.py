@@ -315,7 +315,7 @@ def test_bfloat16_compute_keeps_float32_masters(sharp, plain, tmp_path):
         "train.epochs=4",
         "train.gradient_accumulation_steps=4",
     )
-    assert "forward and backward in bfloat16" in output
+    assert "Precision: bfloat16 in forward and backward" in output
     expected = plain("llama", (3e-3,) * 4).losses
     assert step_losses(run_dir) == pytest.approx(expected, rel=1e-2)
     assert step_losses(run_dir) != pytest.approx(expected, rel=1e-5)

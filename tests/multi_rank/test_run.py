@@ -139,7 +139,7 @@ def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> N
     assert all(
         set(step)
         == {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens"}
-        | MEASURED
+        | (MEASURED - {"time"})  # which read_metrics checks
         for step in steps
     )
     assert all(entry["perplexity"] == math.exp(entry["loss"]) for entry in evals)
