@@ -115,7 +115,7 @@ def _launch(
 ) -> tuple[int, list[str]]:
     helper: Child | None = None
     try:
-        # Until the loop handles signals, so that none ends this process with the folder left behind.
+        # Until the loop handles them: none ends this process with the folder left behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             folder = os.environ.get("TMPDIR") or "/tmp"
