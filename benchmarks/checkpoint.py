@@ -16,7 +16,6 @@ import random
 import resource
 import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -28,8 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shardtune import checkpoint
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir

@@ -75,7 +75,7 @@ class Failure:
 
     `is_symptom`: a rank lost its connection to another one, which may be the cause. `may_restart`:
     the same ranks may go on after a restart. `blamed`: ranks that are stuck. `restart`: the number
-    of the restart that follows, or 0; `overrides` are its further arguments.
+    of the restart that follows, or 0; `resume` is its run.resume where that changes.
     """
 
     code: int
@@ -85,7 +85,7 @@ class Failure:
     may_restart: bool = True
     blamed: list[int] = field(default_factory=list)
     restart: int = 0
-    overrides: list[str] = field(default_factory=list)
+    resume: str = ""
 
 
 def main(arguments: Sequence[str], checks_only: bool = False) -> None:
@@ -203,12 +203,14 @@ class Agent:
     def _on_signal(self, number: int) -> None:
         """Pass it on to the ranks; before there are any, this launch ends."""
         self._signalled = signal.Signals(number).name
-        if self._ranks is None:
-            assert self._work is not None
-            self._work.cancel()
-        elif self._ranks.pids:
+        if self._ranks is not None and self._ranks.pids:
             self._ranks.signal(number)
-        else:
+            return
+        assert self._work is not None
+        if self._ranks is None:
+            self._work.cancel()
+        # asyncio.wait_for may swallow a cancellation: https://github.com/python/cpython/issues/86296
+        if not self._work.done():
             asyncio.get_running_loop().call_later(_POLL_S, self._on_signal, number)
 
     # The ranks of all nodes, once for each attempt.
@@ -256,7 +258,9 @@ class Agent:
             )
             attempt = end.restart
             rendezvous.run_id = f"attempt{attempt}"
-            command = [str(REPOSITORY / "train_fsdp.py"), *self._arguments, *end.overrides]
+            if end.resume:
+                kept = [a for a in self._arguments if not a.startswith("run.resume=")]
+                command[1:] = [*kept, f"run.resume={end.resume}"]
 
     async def _watch(self, ranks: NodeRanks, limits: Limits, size: int, attempt: int) -> Failure:
         """Wait for the end of this attempt; a failure with code 0 is success.
@@ -431,13 +435,18 @@ class Agent:
         if attempt >= environment.max_restarts:
             return
         if attempt > 0 and reached <= best:
-            failure.lines[-1] += f" (given up after {attempt} restarts: no step was gained)"
+            what, _, remedy = failure.lines[-1].partition(" - ")
+            given_up = "given up, because no step was gained since the last restart"
+            failure.lines[-1] = f"{what}; {given_up} - {remedy}"
             return
         failure.restart = attempt + 1
         assert environment.config is not None
-        checkpoints = Path(environment.config.run.dir) / "checkpoints"
-        if environment.config.run.resume == "never" or any(checkpoints.glob("checkpoint_*")):
-            failure.overrides = ["run.resume=auto"]
+        run = environment.config.run
+        has_begun = any(s.step is not None for each in self._statuses.values() for s in each)
+        has_checkpoint = any((Path(run.dir) / "checkpoints").glob("checkpoint_*"))
+        # Once a run has begun, run.dir holds nothing but its own: what it found is moved aside.
+        if has_begun and (run.resume == "never" or has_checkpoint):
+            failure.resume = "auto"
 
     async def _end_ranks(self, ranks: NodeRanks, end: Failure) -> None:
         """Show where stuck ranks are, and end all that have not ended by themselves."""
@@ -446,7 +455,8 @@ class Agent:
                 frames = await asyncio.to_thread(ranks.stack, index)
                 stack = "".join(traceback.format_list(frames))
                 with contextlib.suppress(OSError):
-                    print(f"{status.name} is here:\n{stack}", file=sys.stderr, flush=True)
+                    if stack:  # a stopped process shows none
+                        print(f"{status.name} is here:\n{stack}", file=sys.stderr, flush=True)
         if end.blamed:
             for path in await asyncio.to_thread(dump_flight_recorders, ranks.statuses):
                 print(f"NCCL's flight recorder: {path}", file=sys.stderr, flush=True)

@@ -56,6 +56,7 @@ def facts_of_files(environment: Environment) -> Message:
         "environment": {
             "TORCH_DISTRIBUTED_DEBUG": _debug_level(),
             "TORCH_DIST_INIT_BARRIER": os.environ.get("TORCH_DIST_INIT_BARRIER", "not set"),
+            "MAX_RESTARTS": environment.max_restarts,
         },
         "tuning": {name: value for name, value in os.environ.items() if _TUNING.match(name)},
         "config": {key: value for key, value in flat.items() if key not in _MAY_DIFFER},

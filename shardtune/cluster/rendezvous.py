@@ -34,7 +34,7 @@ from shardtune.errors import first_few
 _HELLO_TIMEOUT_S = 10.0
 _MOST_STRANGERS = 64
 # A node with a problem of its own waits so long for others to tell them.
-_TELL_S = 4.0
+_TELL_S = 3.0
 # A node names the likely causes after so long a wait for the others.
 _LIKELY_CAUSES_AFTER_S = 40.0
 _TRY_EVERY_S = 0.5

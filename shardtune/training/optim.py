@@ -102,7 +102,8 @@ def require_finite(
         blamed = f"first in the gradient of {name}"
         remedy = "lower optimizer.lr or look at this step's data"
     raise RunFailed(
-        f"step {step} was not taken: its loss is {loss} and its gradient norm {grad_norm}, "
+        f"step {step} was not taken: its loss is {loss:.6g} and its gradient norm "
+        f"{grad_norm:.6g}, "
         f"{blamed} - {remedy}; {AGAIN}"
     )
 

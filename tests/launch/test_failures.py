@@ -357,7 +357,10 @@ def test_restarts_are_given_up_when_no_step_is_gained(folder: Path) -> None:
         start("launch_node0.sh", *arguments, cwd=folder, **one_node, **fault)
     )
     assert code == 1 and output.count("Restart 1 of 5 after: ") == 1, output + errors
-    assert output.count("Restart ") == 1 and "no step was gained" in errors.splitlines()[-1]
+    assert (
+        output.count("Restart ") == 1
+        and "given up, because no step was gained" in errors.splitlines()[-1]
+    )
     require_error_line(errors.splitlines()[-1])
 
 
