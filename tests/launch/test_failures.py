@@ -336,7 +336,8 @@ def test_the_agents_start_the_ranks_again(ranks_per_node: str, folder: Path) -> 
     """On both nodes at once, and they resume; said each time."""
     once = f"os.path.exists('{folder}/fell') or open('{folder}/fell', 'w') and {KILL}"
     settings = break_rank(folder, 1, DATA, once) | {"GPUS_PER_NODE": ranks_per_node}
-    with two_nodes(folder, "train.max_steps=12", MAX_RESTARTS="1", **settings) as nodes:
+    arguments = ("train.max_steps=12", "run.resume=never")  # which holds for the first start
+    with two_nodes(folder, *arguments, MAX_RESTARTS="1", **settings) as nodes:
         nodes.wait_for_step(4)
         for script in nodes.scripts:
             assert script.wait(120) == 0, nodes.texts()
