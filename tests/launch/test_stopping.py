@@ -278,7 +278,7 @@ def test_a_scheduler_that_signals_every_process_asks_once(
     last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
     step = read_metrics(tmp_path / "run", "step")[-1]["step"]
     assert re.match(
-        f"ERROR: stopped by SIG(INT|HUP|TERM|USR1) on {platform.node()} after saving step {step} - ",
+        f"ERROR: stopped by SIG(INT|HUP|TERM|USR1) on {platform.node()} after saving step {step} ",
         last,
     )
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
