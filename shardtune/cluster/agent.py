@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING
 from shardtune.cluster.child import Child
 from shardtune.cluster.control import Control, LaunchEnded, Message, Peer, printable, say
 from shardtune.cluster.environment import (
-    DEFAULTS,
+    HELP,
     REPOSITORY,
     Environment,
+    banner,
     read_environment,
+    set_defaults,
 )
 from shardtune.cluster.node_info import agents_digest
 from shardtune.cluster.preflight import check_nodes, start_helper
@@ -51,22 +53,6 @@ _CAUSE_WITHIN_S = 15.0
 _VERDICT_WITHIN_S = 15.0
 _END_BY_THEMSELVES_S = 3.0
 _KILLED_WITHIN_S = 15.0
-# Signals reach the ranks through the agent, and a save may take long.
-_SHUTDOWN_TIMEOUT_S = 2 * 24 * 3600
-
-HELP = """\
-One node of the run, as the environment says. The same on every node:
-  MASTER_ADDR=10.11.7.50          node 0's address
-  MASTER_PORT=29600               where the nodes meet
-  NNODES=2                        number of nodes; 1 needs no address, port or interface
-  JOIN_TIMEOUT=300                seconds in which all of them have to come
-  MAX_RESTARTS=0                  how often the ranks are started again after a failure
-and for each:
-  NODE_RANK                       0 to NNODES - 1; launch_node0.sh sets 0 and launch_node1.sh 1
-  GPUS_PER_NODE=8                 processes, one a GPU, or CPU processes where there is none
-  NCCL_SOCKET_IFNAME=enp26s0np0   interface towards the others, for gloo too
-Arguments are those of train_fsdp.py:
-"""
 
 
 @dataclass
@@ -98,9 +84,9 @@ def main(arguments: Sequence[str], checks_only: bool = False) -> None:
         print(HELP, flush=True)
         read_run_arguments(["--help"], REPOSITORY / "config.yaml")
     environment = read_environment(os.environ, arguments)
-    _set_defaults(environment)
+    set_defaults(environment)
     if not checks_only:
-        logger.info(_banner(environment))
+        logger.info(banner(environment))
     code, lines = _launch(environment, arguments, checks_only)
     with contextlib.suppress(OSError):
         for line in lines:
@@ -245,6 +231,7 @@ class Agent:
                 sizes[control.node],
                 rendezvous,
                 socket.gethostname(),
+                Path(environment.config.run.dir),
                 self._logs / f"torchrun{attempt}",
             )
             self._statuses, self._finished = {}, set()
@@ -458,7 +445,7 @@ class Agent:
                     if stack:  # a stopped process shows none
                         print(f"{status.name} is here:\n{stack}", file=sys.stderr, flush=True)
         if end.blamed:
-            for path in await asyncio.to_thread(dump_flight_recorders, ranks.statuses):
+            for path in await asyncio.to_thread(ranks.dump_flight_recorders):
                 print(f"NCCL's flight recorder: {path}", file=sys.stderr, flush=True)
         if end.code != 1:
             await asyncio.to_thread(ranks.join, _END_BY_THEMSELVES_S)
@@ -469,65 +456,3 @@ def _have_finished(ranks: NodeRanks) -> bool:
     outcomes = [record.outcome() for record in ranks.records]
     all_ended = len(ranks.exit_codes) == len(ranks.records)
     return all_ended and all(outcome and outcome["code"] == 0 for outcome in outcomes)
-
-
-def dump_flight_recorders(statuses: Sequence[RankStatus]) -> list[str]:
-    """Ask NCCL in each rank for the last collectives; the files that it has written.
-
-    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
-    """
-    pipe, dump = (os.environ.get(name, "") for name in (_PIPE_VARIABLE, _DUMP_VARIABLE))
-    asked = []
-    for status in statuses:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(f"{pipe}{status.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
-            os.write(descriptor, b"1\n")
-            os.close(descriptor)
-            asked.append(f"{dump}{status.rank}")
-    deadline = time.monotonic() + _DUMPED_WITHIN_S
-    while time.monotonic() < deadline and not all(Path(path).exists() for path in asked):
-        time.sleep(0.1)
-    return [path for path in asked if Path(path).exists()]
-
-
-_PIPE_VARIABLE, _DUMP_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
-_DUMPED_WITHIN_S = 5.0
-
-
-def _set_defaults(environment: Environment) -> None:
-    """Set the variables that the ranks, torch and NCCL read."""
-    for name, value in DEFAULTS.items():
-        if not os.environ.get(name):
-            os.environ[name] = value
-    os.environ["NCCL_SOCKET_IFNAME"] = environment.interface
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", os.environ["NCCL_SOCKET_IFNAME"])
-    # One thread per process is torchrun's own default; naming it spares its warning.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Warnings of torch's sockets, about names that cannot be looked up, would hide lines that
-    # matter.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-
-
-def _banner(environment: Environment) -> str:
-    role = "MASTER" if os.environ["NODE_RANK"] == "0" else "WORKER"
-    values = {name: _shown(os.environ[name]) for name in DEFAULTS}
-    port = environment.store_port or values["MASTER_PORT"]
-    rule = "=" * 40
-    return "\n".join(
-        (
-            rule,
-            f"Launching {role} NODE (Node {values['NODE_RANK']})",
-            f"Master: {_shown(environment.master)}:{port}",
-            f"Total Nodes: {values['NNODES']}",
-            f"GPUs per Node: {values['GPUS_PER_NODE']}",
-            rule,
-        )
-    )
-
-
-def _shown(value: str) -> str:
-    """A carriage return from a file of settings must not rewrite the line."""
-    return value if value.isprintable() else repr(value)

@@ -31,6 +31,21 @@ _RANGES = {
     "JOIN_TIMEOUT": (1, 999_999_999),
     "MAX_RESTARTS": (0, 9_999),
 }
+HELP = """\
+One node of the run, as the environment says. The same on every node:
+  MASTER_ADDR=10.11.7.50          node 0's address
+  MASTER_PORT=29600               where the nodes meet
+  NNODES=2                        number of nodes; 1 needs no address, port or interface
+  JOIN_TIMEOUT=300                seconds in which all of them have to come
+  MAX_RESTARTS=0                  how often the ranks are started again after a failure
+and for each:
+  NODE_RANK                       0 to NNODES - 1; launch_node0.sh sets 0 and launch_node1.sh 1
+  GPUS_PER_NODE=8                 processes, one a GPU, or CPU processes where there is none
+  NCCL_SOCKET_IFNAME=enp26s0np0   interface towards the others, for gloo too
+Arguments are those of train_fsdp.py:
+"""
+# Signals reach the ranks through the agent, and a save may take long.
+_SHUTDOWN_TIMEOUT_S = 2 * 24 * 3600
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
 _JOIN_TIMEOUT_S = 300.0  # where neither JOIN_TIMEOUT nor a readable configuration names one
 
@@ -282,3 +297,42 @@ def _route_problems(
         f"{interfaces[0]} - set NCCL_SOCKET_IFNAME={interfaces[0]}, or MASTER_ADDR to an address "
         f"that {interface} reaches"
     ]
+
+
+def set_defaults(environment: Environment) -> None:
+    """Set the variables that the ranks, torch and NCCL read."""
+    for name, value in DEFAULTS.items():
+        if not os.environ.get(name):
+            os.environ[name] = value
+    os.environ["NCCL_SOCKET_IFNAME"] = environment.interface
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", os.environ["NCCL_SOCKET_IFNAME"])
+    # One thread per process is torchrun's own default; naming it spares its warning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Warnings of torch's sockets, about names that cannot be looked up, would hide lines that
+    # matter.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def banner(environment: Environment) -> str:
+    role = "MASTER" if os.environ["NODE_RANK"] == "0" else "WORKER"
+    values = {name: _shown(os.environ[name]) for name in DEFAULTS}
+    port = environment.store_port or values["MASTER_PORT"]
+    rule = "=" * 40
+    return "\n".join(
+        (
+            rule,
+            f"Launching {role} NODE (Node {values['NODE_RANK']})",
+            f"Master: {_shown(environment.master)}:{port}",
+            f"Total Nodes: {values['NNODES']}",
+            f"GPUs per Node: {values['GPUS_PER_NODE']}",
+            rule,
+        )
+    )
+
+
+def _shown(value: str) -> str:
+    """A carriage return from a file of settings must not rewrite the line."""
+    return value if value.isprintable() else repr(value)

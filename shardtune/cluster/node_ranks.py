@@ -27,6 +27,8 @@ from shardtune.distributed.rank_record import RECORD_BYTES, RECORDS, STACK, Rank
 from shardtune.errors import first_line
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_PIPE_VARIABLE, _DUMP_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
+_DUMPED_WITHIN_S = 5.0
 _STACK_WITHIN_S = 2.0
 _STACK_BEFORE_S = 3.0  # another node's clock may reach the limit first
 
@@ -68,10 +70,14 @@ class NodeRanks(threading.Thread):
         local_size: int,
         rendezvous: StaticTCPRendezvous,
         host: str,
+        run_dir: Path,
         logs: Path,
     ) -> None:
         super().__init__(name="ranks", daemon=True)
         self.problem: str | None = None
+        # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+        os.environ.setdefault(_DUMP_VARIABLE, str(run_dir.absolute() / "nccl_trace_rank_"))
+        os.environ.setdefault(_PIPE_VARIABLE, str(logs.parent / "nccl_pipe_rank_"))
         records = os.memfd_create("shardtune ranks")
         os.ftruncate(records, local_size * RECORD_BYTES)
         memory = mmap.mmap(records, local_size * RECORD_BYTES)
@@ -161,6 +167,21 @@ class NodeRanks(threading.Thread):
             time.sleep(0.05)
             text = os.pread(self._stacks, 1 << 20, 0).decode(errors="replace")
         return _frames(text, record.thread)
+
+    def dump_flight_recorders(self) -> list[str]:
+        """Ask NCCL in each rank for its last collectives; return the files that it has written."""
+        asked = []
+        for status in self.statuses:
+            with contextlib.suppress(OSError):  # no NCCL in this rank
+                path = f"{os.environ[_PIPE_VARIABLE]}{status.rank}.pipe"
+                descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                os.write(descriptor, b"1\n")
+                os.close(descriptor)
+                asked.append(Path(f"{os.environ[_DUMP_VARIABLE]}{status.rank}"))
+        deadline = time.monotonic() + _DUMPED_WITHIN_S
+        while time.monotonic() < deadline and not all(path.exists() for path in asked):
+            time.sleep(0.1)
+        return [str(path) for path in asked if path.exists()]
 
 
 def _frames(text: str, thread: int) -> list[traceback.FrameSummary]:

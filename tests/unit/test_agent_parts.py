@@ -1,0 +1,55 @@
+"""What an agent sets and prints before it meets the others, and NCCL's flight recorder."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from shardtune.cluster.environment import banner, read_environment, set_defaults
+from shardtune.cluster.node_ranks import NodeRanks
+
+BANNER = """\
+========================================
+Launching WORKER NODE (Node 1)
+Master: 10.11.7.50:29600
+Total Nodes: 2
+GPUs per Node: 8
+========================================"""
+
+
+def test_the_defaults_are_the_guides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"NODE_RANK": "1", "OMP_NUM_THREADS": "3"})
+    environment = read_environment(os.environ, [])
+    set_defaults(environment)
+    assert banner(environment) == BANNER
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+    assert [os.environ[name] for name in names] == ["enp26s0np0", "enp26s0np0", "3"]
+
+
+def test_the_flight_recorders_of_a_node_are_asked_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread stands in for NCCL, which listens at a pipe in one of two ranks."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    rendezvous = StaticTCPRendezvous("127.0.0.1", 1, 0, 1, "attempt0", 1)
+    logs = tmp_path / "logs" / "torchrun0"
+    ranks = NodeRanks(["train_fsdp.py"], 4, 2, rendezvous, "host", tmp_path, logs)
+    logs.parent.mkdir(exist_ok=True)
+    pipe, dump = tmp_path / "logs/nccl_pipe_rank_5.pipe", tmp_path / "nccl_trace_rank_5"
+    os.mkfifo(pipe)
+    descriptor = os.open(pipe, os.O_RDWR)
+
+    def record() -> None:
+        dump.write_bytes(os.read(descriptor, 10))
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    assert ranks.dump_flight_recorders() == [str(dump)]
+    thread.join()
+    os.close(descriptor)
+    ranks.close()
+    assert dump.read_bytes() == b"1\n"
