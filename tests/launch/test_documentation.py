@@ -138,6 +138,7 @@ def test_two_nodes_and_their_log(repository: Path) -> None:
     assert re.search(r"^Eval Perplexity: \d", found, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_a_run_on_one_machine_resumed_verified_and_exported(repository: Path) -> None:
     load_config(repository / "mine.yaml", [], {})
     outputs = {command: run(command, repository) for command in TORCHRUN_AND_TOOLS}

@@ -100,6 +100,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(
     )
 
 
+@pytest.mark.full
 def test_ranks_end_with_torchrun_and_the_same_command_goes_on(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
