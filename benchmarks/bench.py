@@ -282,7 +282,7 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
     if not equal:
         return {}
     trained_tokens = runs[REFERENCE][0].trained_tokens
-    step_flops = flops.of_step(lengths, trained_tokens)
+    step_flops = flops.per_step(lengths, trained_tokens)
     rows = {}
     for name, sides in equal.items():
         rows[name] = {

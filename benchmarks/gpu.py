@@ -298,7 +298,7 @@ def table_lines(
     lines = []
     for name, sides in equal.items():
         seconds = [value for side in sides for value in side.seconds]
-        step_flops = flops.of_step(lengths, sides[0].trained_tokens)
+        step_flops = flops.per_step(lengths, sides[0].trained_tokens)
         mfu = (
             f"{median(step_flops / value / peak for value in seconds):.1%}"
             if peak

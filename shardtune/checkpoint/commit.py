@@ -1,6 +1,6 @@
 """Two-phase commit: the ranks make one checkpoint of the files that each wrote, or none.
 
-write    Every rank writes its file into a staging directory, which is hidden.
+write    Every rank writes its file into a hidden staging directory.
 prepare  The coordinator, rank 0, sends the manifest to the participants, the first rank of each
          disk. They add it and COMPLETE, and report.
 commit   When all are prepared, each participant renames its staging directory to its final name.

@@ -95,7 +95,7 @@ class _ExportUnit:
 
 
 class Export:
-    """The layout of the exported files, which is the same on every rank.
+    """The layout of the exported files, the same on every rank.
 
     Raises:
         UserError: transformers does not know the checkpoint's configuration.

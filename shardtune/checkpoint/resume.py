@@ -39,7 +39,7 @@ class _Candidate:
 
     @property
     def is_committed(self) -> bool:
-        """Whether it has its final name on any disk; otherwise nobody was told that it is saved."""
+        """Whether it has its final name on any disk; otherwise no log says that it is saved."""
         return any(not Path(path).name.startswith(".") for path in self.paths.values())
 
 

@@ -195,7 +195,7 @@ class Agent:
         assert self._work is not None
         if self._ranks is None:
             self._work.cancel()
-        # asyncio.wait_for may swallow a cancellation: https://github.com/python/cpython/issues/86296
+        # Again and again: asyncio.wait_for may swallow a cancellation (python/cpython#86296).
         if not self._work.done():
             asyncio.get_running_loop().call_later(_POLL_S, self._on_signal, number)
 
@@ -449,7 +449,8 @@ class Agent:
                 print(f"NCCL's flight recorder: {path}", file=sys.stderr, flush=True)
         if end.code != 1:
             await asyncio.to_thread(ranks.join, _END_BY_THEMSELVES_S)
-        await asyncio.to_thread(ranks.kill, _KILLED_WITHIN_S)
+        if await asyncio.to_thread(ranks.kill, _KILLED_WITHIN_S):
+            ranks.close()
 
 
 def _have_finished(ranks: NodeRanks) -> bool:

@@ -79,13 +79,11 @@ def results(
     reports: dict[int, Message] = {}
     deadline = time.monotonic() + timeout_s
     while len(reports) < len(children) and (left_s := deadline - time.monotonic()) > 0:
-        waiting = {
-            child.pipe.connection: number
-            for number, child in enumerate(children)
-            if number not in reports
-        }
-        for connection in wait(list(waiting), left_s):
-            number = waiting[connection]  # type: ignore[index]
+        waiting = [number for number in range(len(children)) if number not in reports]
+        readable = wait([children[number].pipe.connection for number in waiting], left_s)
+        for number in waiting:
+            if children[number].pipe.connection not in readable:
+                continue
             reports[number] = children[number].result()
             if reports[number].get("problems"):
                 deadline = min(deadline, time.monotonic() + more_s)

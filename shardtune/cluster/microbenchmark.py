@@ -143,12 +143,7 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: str) -> 
     import torch
     import torch.distributed as dist
 
-    if not {"NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL"} & os.environ.keys():
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        if job["device"] == "GPU":  # NCCL names the network that it takes
-            os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+    _write_output_to(log, job["device"])
     part = Path(log).with_suffix(".part")
 
     def begin(what: str) -> None:
@@ -186,13 +181,7 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: str) -> 
         begin("the small all-reduces of all nodes")
         latency_s = _latency_s(torch, device, sum(sizes))
         begin("the end")
-        # Another rank may still need this one's connections. The store's process ends last.
-        store.set(f"done/{rank}", "")
-        store.wait([f"done/{other}" for other in range(sum(sizes))], timeout)
-        if rank > 0:
-            store.set(f"left/{rank}", "")
-        else:
-            store.wait([f"left/{other}" for other in range(1, sum(sizes))], timeout)
+        _leave_together(store, rank, sum(sizes), timeout)
         pipe.send({"inside": inside, "between": between, "latency_s": latency_s, "flops": flops})
     except Exception as error:
         print(f"rank {rank}, {part.read_text(encoding='utf-8')}: {error}", flush=True)
@@ -203,6 +192,28 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: str) -> 
         )
         pipe.send({"problems": [problem]})
     os._exit(0)  # closing the groups would wait for the others
+
+
+def _write_output_to(log: str, kind: str) -> None:
+    """Send this process's output to a file, unless the user asks for more of it by a variable."""
+    asked = os.environ.keys() & {"NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}
+    if asked or os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR") != "ERROR":  # the agent's default
+        return
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    if kind == "GPU":  # NCCL names the network that it takes
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+
+
+def _leave_together(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    """Wait for all ranks: another may still need this one's connections, and rank 0's store."""
+    store.set(f"done/{rank}", "")
+    store.wait([f"done/{other}" for other in range(size)], timeout)
+    if rank > 0:
+        store.set(f"left/{rank}", "")
+    else:
+        store.wait([f"left/{other}" for other in range(1, size)], timeout)
 
 
 def _gemm_flops(torch: Any, device: Any, kind: str) -> float:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
@@ -142,7 +143,7 @@ class NodeRanks(threading.Thread):
             record, status = self.records[index], self.statuses[index]
             record.read()
             if index not in self._clocks:
-                with contextlib.suppress(Exception):  # it has ended
+                with contextlib.suppress(psutil.Error):  # it has ended
                     self._clocks[index] = IdleClock(pid)
             if clock := self._clocks.get(index):
                 clock.tick(record, status)

@@ -374,8 +374,8 @@ def _write(
         for set_name, sequences in chunk.sets.items():
             writers[set_name].add(sequences)
     if n_broken:
-        of_all = f"{n_broken} of {_count(n_records, 'record')}"
-        problems.append(f"data.{name}: {of_all} broken - repair or remove them")
+        share = f"{n_broken} of {_count(n_records, 'record')}"
+        problems.append(f"data.{name}: {share} broken - repair or remove them")
     elif not n_records:
         problems.append(f"{source.name}: no record in it - name data that has some")
     return problems

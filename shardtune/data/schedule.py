@@ -29,7 +29,7 @@ class Cost:
     per_trained_token: int
     per_pair: int
 
-    def of_rows(self, rows: Rows, lengths: np.ndarray, trained_counts: np.ndarray) -> np.ndarray:
+    def per_row(self, rows: Rows, lengths: np.ndarray, trained_counts: np.ndarray) -> np.ndarray:
         """Return int64 [rows], from the lengths and trained counts of `rows.members`."""
         lengths = lengths.astype(np.int64)
         costs = self.per_token * lengths + self.per_trained_token * trained_counts.astype(np.int64)
@@ -85,7 +85,7 @@ class Step:
         self, cost: Cost, rank: int, ranks: int, rows_per_micro_batch: int
     ) -> list[list[int]]:
         """Return the sequences of this rank's micro-batches (`assign_rows`)."""
-        costs = cost.of_rows(self.rows, self.lengths, self.trained_counts)
+        costs = cost.per_row(self.rows, self.lengths, self.trained_counts)
         return assign_rows(self.rows, costs, rank, ranks, rows_per_micro_batch)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -246,6 +246,16 @@ def _load_sharded(
         ignore_mismatched_sizes=True,
     )
     del model.config.distributed_config
+    _require_all_weights(path, info)
+    return cast(PreTrainedModel, model)
+
+
+def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
+    """Check what `from_pretrained` reports of its reading, and log what it left unread.
+
+    Raises:
+        UserError: the files lack tensors of the model, or have them in another shape.
+    """
     misshapen = (
         f"{name} {list(stored)}, not {list(built)}"
         for name, stored, built in info["mismatched_keys"]
@@ -265,7 +275,6 @@ def _load_sharded(
         logger.info(
             f"Not in the model, left unread: {unexpected[0]} ({len(unexpected)} tensors in all)"
         )
-    return cast(PreTrainedModel, model)
 
 
 @contextmanager

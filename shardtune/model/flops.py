@@ -88,7 +88,7 @@ class ModelFlops:
     # The number of layers of each kind: FLOPs of a pair, type, span in tokens.
     layers: Counter[tuple[float, str, int]]
 
-    def of_step(self, lengths: np.ndarray, trained_tokens: int) -> float:
+    def per_step(self, lengths: np.ndarray, trained_tokens: int) -> float:
         """Return the FLOPs of forward and backward over documents of so many tokens each."""
         tokens = int(lengths.sum(dtype=np.int64))
         forward = self.per_token * tokens + self.per_trained_token * trained_tokens
@@ -206,18 +206,18 @@ class MfuMeter:
         self._flops: ModelFlops | None = None
         try:
             flops = count_flops(model)
-            self._peak, self._flops = _peak_of_all(dtype, world), flops
+            self._peak, self._flops = _total_peak(dtype, world), flops
         except NotCounted as reason:
             logger.info(f"MFU is left out: {reason}")
 
-    def of_step(self, lengths: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
+    def per_step(self, lengths: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
         """Return the MFU, from 0 to 1, of a step over documents of so many tokens each, or None."""
         if self._flops is None:
             return None
-        return self._flops.of_step(lengths, trained_tokens) / seconds / self._peak
+        return self._flops.per_step(lengths, trained_tokens) / seconds / self._peak
 
 
-def _peak_of_all(dtype: torch.dtype, world: World) -> float:
+def _total_peak(dtype: torch.dtype, world: World) -> float:
     """Return the FLOP/s of all ranks together. Collective."""
     name = dtype_name(dtype)
     if world.device.type == "cpu":

@@ -86,7 +86,7 @@ def evaluate(
     micro-batches, some seconds apart by the pace of the slowest.
     """
     rows = plan_rows(dataset.lengths, config.data.max_length, config.data.packing, seed=0, epoch=0)
-    costs = cost_of(model).of_rows(
+    costs = cost_of(model).per_row(
         rows, dataset.lengths[rows.members], dataset.trained_counts[rows.members]
     )
     micro_batches = assign_rows(rows, costs, world.rank, world.size, config.train.micro_batch_size)

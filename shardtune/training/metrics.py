@@ -151,7 +151,7 @@ def _lines_up_to(path: Path, step: int) -> list[bytes]:
     return kept
 
 
-def kinds_of_step(path: Path, step: int) -> set[str]:
+def logged_kinds(path: Path, step: int) -> set[str]:
     """Return the kinds of the objects that `metrics.jsonl` holds of this step."""
     entries = map(json.loads, _lines_up_to(path, step))
     return {entry.get("kind") for entry in entries if entry["step"] == step}
@@ -192,7 +192,7 @@ class StepLog:
 
     def step_ended(self, step: Step, stats: StepStats, lr: float) -> None:
         seconds = time.perf_counter() - self._started
-        mfu = self._mfu.of_step(step.lengths, step.trained_tokens, seconds)
+        mfu = self._mfu.per_step(step.lengths, step.trained_tokens, seconds)
         self._metrics.write(
             "step",
             step=step.number,

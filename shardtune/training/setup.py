@@ -40,7 +40,7 @@ from shardtune.model.build import compute_dtype, local_bytes
 from shardtune.model.files import fetch_weights, read_model_config
 from shardtune.training.context import Run
 from shardtune.training.memory import weights_fit
-from shardtune.training.metrics import kinds_of_step
+from shardtune.training.metrics import logged_kinds
 from shardtune.training.optim import learning_rate, warmup_steps
 from shardtune.training.reshard import ReshardPolicy
 
@@ -270,7 +270,7 @@ def find_pending_evaluation(run: Run, data: PreparedData) -> int | None:
     was_last = state["epoch"] >= train["epochs"] or step == train["max_steps"]
     if not was_last and (every_steps == 0 or step % every_steps):
         return None
-    kinds = run.world.on_rank0(lambda: sorted(kinds_of_step(run.metrics_file, step)))
+    kinds = run.world.on_rank0(lambda: sorted(logged_kinds(run.metrics_file, step)))
     return step if "step" in kinds and "eval" not in kinds else None
 
 

@@ -235,7 +235,7 @@ def test_help(folder: Path) -> None:
     code, output, errors = end(
         start("launch_node1.sh", "-h", cwd=folder, VIRTUAL_ENV=str(folder / "gone"))
     )
-    assert code == 2 and errors.startswith("ERROR: there is no ")
+    assert code == 2 and " does not exist - " in errors
 
 
 def test_a_carriage_return_in_the_settings(folder: Path) -> None:
@@ -295,7 +295,7 @@ def test_an_environment_that_is_gone(name: str, folder: Path) -> None:
     gone = {"VIRTUAL_ENV": "", "CONDA_PREFIX": ""} | {name: str(folder / "gone")}
     code, output, errors = end(start("launch_node1.sh", cwd=folder, **gone))
     assert (code, output) == (2, "")
-    assert re.fullmatch(rf"ERROR: there is no {folder}/gone/bin/python - .+\n", errors)
+    assert re.fullmatch(rf"ERROR: {folder}/gone/bin/python does not exist - .+\n", errors)
     require_error_line(errors.strip())
 
 

@@ -76,7 +76,7 @@ def mean_of_means_errors(
     trained_counts = torch.tensor(counts).numpy()
     rows = plan_rows(lengths, MAX_LENGTH, packed, 1234, 0)
     cost = Cost(per_token=6 * 16, per_trained_token=1, per_pair=1)
-    costs = cost.of_rows(rows, lengths[rows.members], trained_counts[rows.members])
+    costs = cost.per_row(rows, lengths[rows.members], trained_counts[rows.members])
     assigned = [assign_rows(rows, costs, rank, ranks, 1 if packed else 2) for rank in range(ranks)]
 
     def mean(group: list[int]) -> float:

@@ -27,14 +27,14 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
     for name, parameter in model.named_parameters():
         parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)
 
-    def norm_of_all() -> float:
+    def total_norm() -> float:
         return world.all_gather_scalars(squared_gradients(model)).sum().sqrt().item()
 
-    norm = norm_of_all()
+    norm = total_norm()
     clip_gradients(model, 1.0, norm)
-    clipped = norm_of_all()
+    clipped = total_norm()
     clip_gradients(model, 2.0, clipped)
-    unchanged = norm_of_all()
+    unchanged = total_norm()
     if world.rank == 1:
         model.get_parameter("model.norm.weight").grad.to_local()[3] = math.inf
         model.get_parameter("lm_head.weight").detach().to_local()[0, 3] = math.nan

@@ -52,7 +52,7 @@ def test_a_run_says_its_mfu(tmp_path: Path, models: dict[str, Path]) -> None:
         least = 3 * (
             flops.per_token * step["tokens"] + flops.per_trained_token * step["trained_tokens"]
         )
-        most = flops.of_step(np.array([step["tokens"]]), step["trained_tokens"])
+        most = flops.per_step(np.array([step["tokens"]]), step["trained_tokens"])
         done = step["mfu"] * step["seconds"] * 2e12 * float(peak)
         assert 0.99 * least < done < 1.01 * most, "the peak is said with three digits"
         assert 1e8 < step["memory_bytes"] < 1e11

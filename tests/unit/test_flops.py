@@ -97,7 +97,7 @@ def test_forward_of_documents(kind: str) -> None:
                 cache = done.past_key_values
 
     with torch.no_grad():
-        assert 3 * counted(decode) == count_flops(model).of_step(LENGTHS, int(LENGTHS.sum()))
+        assert 3 * counted(decode) == count_flops(model).per_step(LENGTHS, int(LENGTHS.sum()))
 
 
 @pytest.mark.parametrize(
@@ -113,17 +113,17 @@ def test_forward_and_backward_with_the_head_on_trained_positions(kind: str, expe
         hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
         model.get_output_embeddings()(hidden[trained]).sum().backward()
 
-    assert counted(step) == count_flops(model).of_step(np.ones(rows, np.int32), len(trained))
+    assert counted(step) == count_flops(model).per_step(np.ones(rows, np.int32), len(trained))
 
 
 def test_recomputation_is_not_counted() -> None:
     model = build("untied")
-    before = count_flops(model).of_step(LENGTHS, 5)
+    before = count_flops(model).per_step(LENGTHS, 5)
     ids = torch.arange(6).view(1, -1)
     plain = counted(lambda: model(ids, use_cache=False).logits.sum().backward())
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     assert counted(lambda: model(ids, use_cache=False).logits.sum().backward()) > 1.2 * plain
-    assert count_flops(model).of_step(LENGTHS, 5) == before
+    assert count_flops(model).per_step(LENGTHS, 5) == before
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_each_row_goes_to_one_rank_and_all_ranks_have_as_many_micro_batches(
 ) -> None:
     rows = Rows(np.arange(2 * count), np.arange(0, 2 * count + 1, 2))  # of two sequences each
     lengths = random_lengths(2 * count, 40, count)
-    costs = ANY_COST.of_rows(rows, lengths, trained_counts(lengths, 0.25, 0.4))
+    costs = ANY_COST.per_row(rows, lengths, trained_counts(lengths, 0.25, 0.4))
     assigned = [
         assign_rows(rows, costs, rank, ranks, rows_per_micro_batch) for rank in range(ranks)
     ]
@@ -114,13 +114,13 @@ def useful_shares(
     worked = by_step = by_micro_batch = 0.0
     for begin in range(0, len(rows) - per_step + 1, per_step):
         step = rows.part(begin, begin + per_step)
-        costs = cost.of_rows(step, lengths[step.members], trained[step.members])
+        costs = cost.per_row(step, lengths[step.members], trained[step.members])
         assigned = [
             assign_rows(step, costs, rank, ranks, rows_per_micro_batch) for rank in range(ranks)
         ]
         work = np.array(
             [
-                [flops.of_step(lengths[batch], trained[batch].sum()) for batch in batches]
+                [flops.per_step(lengths[batch], trained[batch].sum()) for batch in batches]
                 for batches in assigned
             ]
         )
