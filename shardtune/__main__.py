@@ -9,11 +9,11 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtune.errors import Aborted, RunFailed, UserError, first_line, require_packages
+from shardtune.errors import Ending, RunFailed, first_line, require_packages
 
 if TYPE_CHECKING:
     from shardtune.config_io import Parser
@@ -30,17 +30,18 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command, print an `ERROR:` line for each problem, and return the exit code."""
+    return exit_code(lambda: _run_command(arguments))
+
+
+def exit_code(work: Callable[[], None]) -> int:
+    """Run `work`, print an `ERROR:` line for each problem, and return the exit code."""
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
-        _run_command(arguments)
+        work()
         sys.stdout.flush()
-    except UserError as error:
-        return _fail(2, *error.problems)
-    except RunFailed as error:
-        return _fail(1, *error.args)
-    except Aborted as error:
-        return _fail(error.code, str(error))
+    except Ending as ending:
+        return _fail(ending.code, *ending.problems)
     except BrokenPipeError:
         # The reader has enough. Buffered text would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,34 +11,44 @@ from typing import Any
 AGAIN = "the same command with run.resume=auto resumes from the last checkpoint, if any"
 
 
-class UserError(Exception):
-    """The run cannot start. `problems` holds every reason, each as `<what> - <what to do>`.
+class Ending(BaseException):
+    """Ends the process with exit code `code`.
 
-    The command prints one `ERROR:` line per problem on stderr and exits with 2.
+    `problems` holds every reason, each as `<what> - <what to do>`, for an `ERROR:` line on stderr.
     """
+
+    code = 1
 
     def __init__(self, *problems: str) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(problems))
 
 
-class Preempted(Exception):
-    """The run has saved and stops on a signal: `<what> - <what to do>`; exit code 75."""
+class UserError(Ending, Exception):
+    """The run cannot start."""
+
+    code = 2
 
 
-class Aborted(KeyboardInterrupt):
-    """This process ends at once without saving, and the run with it: `<what> - <what to do>`.
+class Preempted(Ending, Exception):
+    """The run has saved and stops on a signal."""
+
+    code = 75
+
+
+class RunFailed(Ending, Exception):
+    """All ranks end the run for a cause that they share."""
+
+
+class Aborted(Ending, KeyboardInterrupt):
+    """This process ends at once without saving, and the run with it.
 
     `code` is 2 for a refusal, 75 where the same command goes on from a checkpoint, else 1.
     """
 
-    def __init__(self, problem: str, code: int) -> None:
+    def __init__(self, *problems: str, code: int) -> None:
+        super().__init__(*problems)
         self.code = code
-        super().__init__(problem)
-
-
-class RunFailed(Exception):
-    """All ranks end the run for a cause that they share: `<what> - <what to do>`; exit code 1."""
 
 
 class OutOfMemory(Exception):

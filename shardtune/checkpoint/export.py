@@ -38,6 +38,7 @@ from shardtune.checkpoint.manifest import (
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.config import ExportConfig
+from shardtune.distributed.progress import Phase
 from shardtune.distributed.tensors import DTYPES, dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed, UserError
@@ -241,7 +242,7 @@ def write_final_model(
     """
     if not config.final:
         return
-    world.progress.enter("writing the final model", last.step)
+    world.progress.enter(Phase.EXPORTING, last.step)
     export, out = Export(last, config.dtype, assets), run_dir.path / "model"
     if world.on_rank0(lambda: export.is_in(out)):
         return

@@ -6,7 +6,6 @@ import json
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,7 +35,6 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import random_state, training_state
 from shardtune.config import CheckpointConfig
-from shardtune.distributed.signals import remark_on_kill_delay
 from shardtune.distributed.tensors import dtype_name, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed
@@ -75,8 +73,6 @@ class Saver:
         self._task: SaveTask | None = None
         self._name = ""
         self._problem: str | None = None
-        self._longest_s = 0.0
-        self._has_remarked = False
 
     @property
     def has_saved(self) -> bool:
@@ -90,9 +86,6 @@ class Saver:
         A save that fails is logged, and training continues.
         """
         self._wait()
-        if not self._has_remarked and (remark := remark_on_kill_delay(self._longest_s)):
-            self._has_remarked = True
-            logger.info(remark)
         self._name = name = checkpoint_name(state["step"])
         if self._task:
             logger.info(f"Not saved: {name}: the previous save still runs, {self._problem}")
@@ -162,7 +155,7 @@ class Saver:
         if task is None:
             return
         task.join(self._timeout_s + _STUCK_AFTER_S)
-        outcome = None if task.is_alive() else [task.problem, task.seconds]
+        outcome = None if task.is_alive() else [task.problem]
         outcomes = self._world.all_gather_json(outcome)
         if None in outcomes:
             self._problem = f"the disk of rank {outcomes.index(None)} does not answer"
@@ -174,8 +167,7 @@ class Saver:
             return
         task.log_once()
         self._task = None
-        self._longest_s = max(self._longest_s, *(seconds for _, seconds in outcomes))
-        self._problem = next((problem for problem, _ in outcomes if problem), None)
+        self._problem = next((problem for [problem] in outcomes if problem), None)
 
     def _stage(self) -> tuple[dict[str, torch.Tensor], dict[str, TensorPart]]:
         """Return this rank's tensors and their places, wide dtypes first.
@@ -207,17 +199,14 @@ class SaveTask(threading.Thread):
             name=name, daemon=True, target=self._save, args=(attempt, write, build_manifest)
         )
         self.problem: str | None = None
-        self.seconds = 0.0
         self._remark: str | None = None
         self._is_logged = False
 
     def _save(self, attempt: SaveAttempt, *work: Any) -> None:
-        started = time.monotonic()
         try:
             self._remark = write_and_commit(attempt, *work)
         except Exception as error:
             self.problem = attempt.describe(error)
-        self.seconds = time.monotonic() - started
 
     def log_once(self) -> None:
         """Log the outcome, unless this was done before."""

@@ -218,13 +218,14 @@ class Agent:
             environment.store_port,
             control.node,
             len(sizes),
-            "attempt0",
+            "",  # each attempt has its own
             int(distributed.join_timeout_s),
         )
         command = [str(REPOSITORY / "train_fsdp.py"), *self._arguments]
         first_rank = sum(sizes[: control.node])
         attempt = 0
         while True:
+            rendezvous.run_id = f"attempt{attempt}"
             self._ranks = NodeRanks(
                 command,
                 first_rank,
@@ -336,7 +337,7 @@ class Agent:
         """The first failure of this node's ranks, a cause before a symptom."""
         symptom: Failure | None = None
         for index in [*ranks.exit_codes, *range(len(ranks.records))]:
-            outcome = ranks.records[index].outcome()
+            outcome = ranks.records[index].outcome
             if outcome is not None and outcome["code"] != 0:
                 failure = Failure(
                     outcome["code"],
@@ -363,7 +364,6 @@ class Agent:
 
     def _unexplained_end(self, ranks: NodeRanks, index: int) -> Failure:
         """A rank that ended without an outcome."""
-        ranks.records[index].read()
         record, status, code = ranks.records[index], ranks.statuses[index], ranks.exit_codes[index]
         how, remedy = f"with code {code}", "see its output above in the log of its node"
         if code < 0:
@@ -454,6 +454,6 @@ class Agent:
 
 
 def _have_finished(ranks: NodeRanks) -> bool:
-    outcomes = [record.outcome() for record in ranks.records]
+    outcomes = [record.outcome for record in ranks.records]
     all_ended = len(ranks.exit_codes) == len(ranks.records)
     return all_ended and all(outcome and outcome["code"] == 0 for outcome in outcomes)

@@ -86,7 +86,8 @@ class NodeRanks(threading.Thread):
         self._descriptors = (records, self._stacks)
         os.environ[RECORDS] = f"/proc/{os.getpid()}/fd/{records}"
         os.environ[STACK] = f"/proc/{os.getpid()}/fd/{self._stacks}"
-        self.records = [RankRecord(memory, index) for index in range(local_size)]
+        at = range(0, local_size * RECORD_BYTES, RECORD_BYTES)
+        self.records = [RankRecord.from_buffer(memory, offset) for offset in at]
         self.statuses = [RankStatus(first_rank + index, host) for index in range(local_size)]
         self._clocks: dict[int, IdleClock] = {}
         spec = WorkerSpec(
@@ -141,7 +142,6 @@ class NodeRanks(threading.Thread):
         """Bring `statuses` up to date, once a second."""
         for index, pid in self.pids.items():
             record, status = self.records[index], self.statuses[index]
-            record.read()
             if index not in self._clocks:
                 with contextlib.suppress(psutil.Error):  # it has ended
                     self._clocks[index] = IdleClock(pid)
@@ -156,7 +156,6 @@ class NodeRanks(threading.Thread):
     def stack(self, index: int) -> list[traceback.FrameSummary]:
         """Where the Python code of a rank is, outermost call first; empty if it does not answer."""
         record = self.records[index]
-        record.read()
         if not record.has_started or index in self.exit_codes:
             return []
         os.ftruncate(self._stacks, 0)

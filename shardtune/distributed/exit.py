@@ -22,15 +22,7 @@ import torch.distributed as dist
 
 from shardtune.distributed.rank_record import RECORDS, STACK, RankRecord, this_rank
 from shardtune.distributed.signals import die_with_parent, end_on_signal, ignore_signals
-from shardtune.errors import (
-    AGAIN,
-    Aborted,
-    OutOfMemory,
-    Preempted,
-    RunFailed,
-    UserError,
-    first_line,
-)
+from shardtune.errors import AGAIN, Aborted, Ending, OutOfMemory, first_line
 
 STACK_SIGNAL = signal.SIGUSR2
 _AGENT_ENDS_US_S = 120.0
@@ -53,21 +45,12 @@ def run(main: Callable[[], None]) -> None:
     lost_connection, may_restart = False, True
     try:
         main()
-    except UserError as error:
-        code, lines, is_shared = 2, error.problems, True
-        lost_connection = _is_of_a_connection(error.__cause__)
-    except Preempted as error:
-        code, lines, is_shared = 75, [str(error)], True
-    except RunFailed as error:
-        code, lines, is_shared = 1, [str(error)], True
-    except Aborted as error:
-        code, lines, may_restart = error.code, [str(error)], False
-        is_shared = not dist.is_initialized()  # all ranks of this node had the same signal
-    except SystemExit:
-        if not dist.is_initialized():
-            raise
-        traceback.print_exc()
-        code, lines = 1, [_describe(cast(BaseException, sys.exc_info()[1]), record)]
+    except Ending as ending:
+        code, lines = ending.code, ending.problems
+        # Before they have met, all ranks of this node have the same signal.
+        is_shared = not isinstance(ending, Aborted) or not dist.is_initialized()
+        lost_connection = _is_of_a_connection(ending.__cause__)
+        may_restart = not isinstance(ending, Aborted)
     except Exception as error:
         code, lines = 1, [_describe(error, record)]
         lost_connection = _is_of_a_connection(error)
@@ -75,9 +58,23 @@ def run(main: Callable[[], None]) -> None:
             with contextlib.suppress(OSError):
                 traceback.print_exc()
     ignore_signals()
-    outcome = {"code": code, "lines": lines, "may_restart": may_restart}
-    record.write_outcome(outcome | {"lost_connection": lost_connection})
-    _end(code, lines, is_shared, lost_connection)
+    record.outcome = {
+        "code": code,
+        "lines": lines,
+        "may_restart": may_restart,
+        "lost_connection": lost_connection,
+    }
+    if RECORDS not in os.environ:
+        _print_lines(lines, is_shared)
+    elif lost_connection:
+        # The agent knows soon which rank or node is gone, and ends this one.
+        time.sleep(_AGENT_ENDS_US_S)
+    if dist.is_initialized() and code == 0:
+        dist.destroy_process_group()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    # A failed rank must not wait in interpreter shutdown for collectives that will never complete.
+    os._exit(code)
 
 
 def _start_record() -> RankRecord:
@@ -91,30 +88,17 @@ def _start_record() -> RankRecord:
         stack = os.open(os.environ[STACK], os.O_WRONLY | os.O_APPEND)
         faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
         record.has_started = True
-        record.write()
     return record
 
 
-def _end(code: int, lines: list[str], is_shared: bool, lost_connection: bool) -> None:
-    if RECORDS in os.environ:
-        if lost_connection:
-            # The agent knows soon which rank or node is gone, and ends this one.
-            time.sleep(_AGENT_ENDS_US_S)
-    elif lines:
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        if is_shared and not is_first:
-            # The launcher ends the others when one has ended: let the first rank speak before.
-            time.sleep(_FIRST_RANK_SPEAKS_S)
-        else:
-            with contextlib.suppress(OSError):  # `tee` may have ended before
-                for line in lines:
-                    print(f"ERROR: {line}", file=sys.stderr, flush=True)
-    if dist.is_initialized() and code == 0:
-        dist.destroy_process_group()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    # A failed rank must not wait in interpreter shutdown for collectives that will never complete.
-    os._exit(code)
+def _print_lines(lines: list[str], is_shared: bool) -> None:
+    if is_shared and os.environ.get("LOCAL_RANK", "0") != "0":
+        # The launcher ends the others when one has ended: let the first rank speak before.
+        time.sleep(_FIRST_RANK_SPEAKS_S)
+        return
+    with contextlib.suppress(OSError):  # `tee` may have ended before
+        for line in lines:
+            print(f"ERROR: {line}", file=sys.stderr, flush=True)
 
 
 def _is_of_a_connection(error: BaseException | None) -> bool:
@@ -123,10 +107,10 @@ def _is_of_a_connection(error: BaseException | None) -> bool:
     return isinstance(error, dist.DistError) or is_gloo
 
 
-def _describe(error: BaseException, record: RankRecord) -> str:
+def _describe(error: Exception, record: RankRecord) -> str:
     # Without gloo's guesses.
     text = first_line(error).partition(" This is typically caused by")[0]
-    what = f"{type(error).__name__}: {text}" if str(error) else type(error).__name__
+    what = f"{type(error).__name__}: {text}" if str(error) else text
     remedy = f"see the traceback there; {AGAIN}"
     if isinstance(error, OutOfMemory):  # the same command again would end like this
         what, _, remedy = str(error).partition(" - ")

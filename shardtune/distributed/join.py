@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
-import secrets
 import socket
-import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardtune.config import DistributedConfig
 from shardtune.distributed.progress import Progress
+from shardtune.distributed.store import wait_for
 from shardtune.distributed.world import World, set_collective_timeout
 from shardtune.errors import UserError, first_few, first_line
 
 FIRST_STEP_TIMEOUT_S = 1800  # it also compiles, warms up disks and evaluates
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_world(config: DistributedConfig, replicate: int = 1) -> World:
@@ -29,21 +25,16 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     model.
 
     Raises:
-        UserError: the launcher's environment is incomplete, there are too few GPUs, `replicate`
-            does not divide the ranks, or not everyone came in time.
+        UserError: there are too few GPUs, `replicate` does not divide the ranks, or not everyone
+            came in time.
     """
-    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
-    if missing and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
-        raise UserError(
-            f"the environment sets only some of a launcher's variables, {', '.join(missing)} not - "
-            "start with torchrun, or unset RANK and WORLD_SIZE for one process"
-        )
-    alone = bool(missing)
+    is_launched = "RANK" in os.environ
     rank, size, local_rank = (
-        (0, 1, 0) if alone else map(_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        int(os.environ[name]) if is_launched else default
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
-    local_size = 1 if alone else _variable("LOCAL_WORLD_SIZE", size)
-    node_rank = 0 if alone else _variable("GROUP_RANK", rank // local_size)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched else 1
+    node_rank = int(os.environ.get("GROUP_RANK", rank // local_size)) if is_launched else 0
     device, backend = _device_and_backend(config.backend, local_rank)
     if size % replicate:
         raise UserError(
@@ -52,11 +43,9 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
         )
     timeout = datetime.timedelta(seconds=config.join_timeout_s)
     progress = Progress(device)
-    store: dist.Store
+    store: dist.Store = dist.HashStore()
     try:
-        if alone:
-            store = dist.HashStore()
-        else:
+        if is_launched:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
             store = _meet(store, rank, size, config.join_timeout_s)
         dist.init_process_group(
@@ -84,51 +73,26 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """Return a part of the store for these processes alone, when every rank has come.
+    """Return the part of the store for these processes alone, when every rank has come.
 
-    A launcher keeps its store when it starts the ranks again, with all that the last ones left
-    there, and nodes may count the restarts differently. So rank 0 names the attempt and the ranks
-    that it has seen, until each rank has found itself there.
+    A launcher that starts the ranks again keeps its store, with all that the last ones left there.
 
     Raises:
         UserError: some ranks did not come in time.
     """
-    me = secrets.token_hex(8)
-    hello_keys, here_keys = ([f"{name}/{r}" for r in range(size)] for name in ("hello", "here"))
-    store.set(hello_keys[rank], me)
-    attempt: dict[str, Any] = {"seen": []}
-    deadline, pause_s = time.monotonic() + timeout_s, 0.01
-    while True:
-        if rank == 0:
-            seen = [store.get(key).decode() if store.check([key]) else "" for key in hello_keys]
-            if seen != attempt["seen"]:
-                store.set("attempt", json.dumps({"id": secrets.token_hex(8), "seen": seen}))
-        if store.check(["attempt"]):
-            attempt = json.loads(store.get("attempt"))
-            if attempt["seen"][rank : rank + 1] == [me]:
-                own = dist.PrefixStore(attempt["id"], store)
-                own.set(here_keys[rank], "")
-                if own.check(here_keys):
-                    return own
-        if time.monotonic() > deadline:
-            late = [str(r) for r, key in enumerate(hello_keys) if not store.check([key])]
-            raise UserError(
-                f"rank {first_few(late, 8) or 'that was started again'} of {size} did not come "
-                f"within {timeout_s} s - start every node within that time, and look at the logs "
-                "of those that did not come"
-            )
-        time.sleep(pause_s)
-        pause_s = min(0.2, 1.5 * pause_s)
-
-
-def _variable(name: str, default: int | None = None) -> int:
-    value = os.environ.get(name, default)
+    attempt = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    store = dist.PrefixStore("/".join([*attempt, str(size)]), store)
+    keys = [f"here/{other}" for other in range(size)]
+    store.set(keys[rank], "")
     try:
-        return int(str(value))
-    except ValueError as error:
+        wait_for(store, keys, timeout_s)
+    except TimeoutError as error:
+        late = [other for other, key in enumerate(keys) if not store.check([key])]
         raise UserError(
-            f"the environment has {name}={value}, which is not a number - start with torchrun"
+            f"rank {first_few(late, 8)} of {size} did not come within {timeout_s} s - start every "
+            "node within that time, and look at the logs of those that did not come"
         ) from error
+    return store
 
 
 def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, str]:
@@ -152,21 +116,16 @@ def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, st
 
 def describe(world: World) -> str:
     """The `Training Configuration:` block of this node."""
-    # Without a launcher an address may be set all the same, and is not used.
-    launched = "RANK" in os.environ
-    master = "none, a single process"
-    if launched:
+    is_launched = "RANK" in os.environ  # else an address may be set all the same, and is not used
+    master, nodes = "none, a single process", 1
+    if is_launched:
         master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    nodes = os.environ.get("GROUP_WORLD_SIZE") if launched else None
-    return "\n".join(
-        (
-            "",
-            "Training Configuration:",
-            f"  Hostname: {socket.gethostname()}",
-            f"  World Size: {world.size}",
-            f"  Number of Nodes: {nodes or -(-world.size // world.local_size)}",
-            f"  GPUs per Node: {world.local_size}",
-            f"  Master: {master}",
-            "",
-        )
-    )
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-world.size // world.local_size)))
+    return f"""
+Training Configuration:
+  Hostname: {socket.gethostname()}
+  World Size: {world.size}
+  Number of Nodes: {nodes}
+  GPUs per Node: {world.local_size}
+  Master: {master}
+"""

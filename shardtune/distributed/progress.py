@@ -17,51 +17,26 @@ __all__ = ["STEP_PHASES", "Phase", "Progress"]
 
 
 class Progress:
-    """The main thread says where it is, here and to the agent of its node.
+    """Tells the agent of this node where the main thread is, and times its phases.
 
     Ranks that do the same work have the same number of arrivals.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._record = this_rank()
+        self.record = this_rank()
+        self.record.thread = threading.get_ident()
         self._is_timed_by_stream = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._entered = time.perf_counter()
-        self._main = threading.get_ident()
         self._waits: list[tuple[str, Any, Any]] = []
-        self._record.thread = self._main
-        self._record.write()
 
-    @property
-    def step(self) -> int | None:
-        """The step or the evaluation that runs; None before the first one."""
-        return self._record.step
-
-    @property
-    def phase(self) -> Phase:
-        return self._record.phase
-
-    @property
-    def place(self) -> str:
-        return self._record.place
-
-    @property
-    def limits_steps(self) -> bool:
-        return self._record.limits_steps
-
-    def enter(self, phase: str, step: int | None = None) -> None:
+    def enter(self, phase: Phase, step: int | None = None) -> None:
         """From now on this rank is in `phase`; the step is the one before unless it is named."""
         now = time.perf_counter()
-        self._seconds[self.phase] += now - self._entered
-        self._entered, self._record.phase = now, Phase(phase)
-        self._record.step = self.step if step is None else step
-        self._record.write()
-
-    def limit_steps(self) -> None:
-        """Tell the agent that a step has ended: from now on none may take longer than its time
-        limit."""
-        self._record.limits_steps = True
-        self._record.write()
+        self._seconds[self.record.phase] += now - self._entered
+        self._entered, self.record.phase = now, phase
+        if step is not None:
+            self.record.step = step
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -72,8 +47,7 @@ class Progress:
 
     def arrive(self) -> None:
         """Count one more place at which this rank needs the others."""
-        self._record.arrivals += 1
-        self._record.write()
+        self.record.arrivals += 1
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
@@ -87,25 +61,31 @@ class Progress:
 
     def stalled_since(self, start: Any) -> None:
         """Count the time since a `mark` in the same way."""
-        self._waits.append((self.phase, start, self.mark()))
+        self._waits.append((self.record.phase, start, self.mark()))
+
+    def mark(self) -> Any:
+        """Return the present moment, for `stalled_since`."""
+        if not self._is_timed_by_stream:
+            return time.perf_counter()
+        event = torch.Event("cuda", enable_timing=True)
+        event.record()
+        return event
 
     @contextlib.contextmanager
     def working_in(self, thread: threading.Thread) -> Iterator[None]:
         """Wait for a thread of this process: its stack says where this rank is."""
-        self._record.thread = thread.ident or self._main
-        self._record.write()
+        main, self.record.thread = self.record.thread, thread.ident
         try:
             yield
         finally:
-            self._record.thread = self._main
-            self._record.write()
+            self.record.thread = main
 
     def take_seconds(self) -> defaultdict[str, float]:
         """Return the seconds in each phase since the last call; `waiting` has those of the waits.
 
         The device must have finished all work that it was given.
         """
-        self.enter(self.phase)
+        self.enter(self.record.phase)
         seconds = self._seconds.copy()
         for phase, start, end in self._waits:
             waited = start.elapsed_time(end) / 1e3 if self._is_timed_by_stream else end - start
@@ -115,14 +95,6 @@ class Progress:
         self._waits.clear()
         return seconds
 
-    def seconds_in(self, phase: str) -> float:
+    def seconds_in(self, phase: Phase) -> float:
         """Return the host's seconds in a finished phase since the last `take_seconds`."""
         return self._seconds[phase]
-
-    def mark(self) -> Any:
-        """Return the present moment, for `stalled_since`."""
-        if not self._is_timed_by_stream:
-            return time.perf_counter()
-        event = torch.Event("cuda", enable_timing=True)
-        event.record()
-        return event

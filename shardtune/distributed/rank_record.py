@@ -1,24 +1,24 @@
 """Where a rank is and how it ended, in memory that it shares with the agent of its node.
 
-The agent allocates one record a rank in anonymous memory, which no full disk can take away. The
-rank writes a few numbers whenever it gets further; the agent reads them once a second. This module
-imports nothing heavy.
+The agent allocates one record a rank in anonymous memory, which no full disk can take away, and
+reads them once a second. This module imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import mmap
 import os
-import struct
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 RECORDS = "SHARDTUNE_RANK_RECORDS"  # path of the node's records, set by the agent
 STACK = "SHARDTUNE_STACK_FILE"  # path of the file that faulthandler writes this rank's stack to
-RECORD_BYTES = 1 << 16
-_MOST_LINES = 100
+_MOST_LINES, _LINE_CHARACTERS = 100, 1000
+_OUTCOME_BYTES = 1 << 20  # JSON takes at most six for a character; unused pages take no memory
 
 
 class Phase(StrEnum):
@@ -45,70 +45,72 @@ def place(phase: Phase, step: int | None) -> str:
     return str(phase) if step is None else f"step {step} ({phase})"
 
 
-class RankRecord:
-    """One rank's record. The rank is its only writer.
+class RankRecord(ctypes.Structure):
+    """One rank's record, in which the agent sees every assignment. The rank is its only writer.
 
     `arrivals` counts how often the rank has come to a place where it needs the others. `thread`
     identifies the thread whose stack says where the rank is. `has_started`: faulthandler listens.
-    `limits_steps`: a step has ended.
+    `limits_steps`: a step has ended, and from now on none may take longer than its time limit.
     """
 
-    _FIELDS = struct.Struct("<IIqQQI")  # started, limits_steps, step, thread, arrivals, phase
-    _OUTCOME = struct.Struct("<I")  # bytes of the outcome, which stands behind it
+    _fields_ = (
+        ("has_started", ctypes.c_bool),
+        ("limits_steps", ctypes.c_bool),
+        ("_phase", ctypes.c_uint8),
+        ("_next_step", ctypes.c_uint64),
+        ("thread", ctypes.c_uint64),
+        ("arrivals", ctypes.c_uint64),
+        ("_has_outcome", ctypes.c_bool),
+        ("_outcome", ctypes.c_char * _OUTCOME_BYTES),
+    )
+    _has_outcome: bool
+    _outcome: bytes
 
-    def __init__(self, memory: mmap.mmap, index: int) -> None:
-        self._memory, self._at = memory, index * RECORD_BYTES
-        self._outcome_at = self._at + 64
-        self.has_started = self.limits_steps = False
-        self.step: int | None = None
-        self.thread = self.arrivals = 0
-        self.phase = Phase.STARTING
+    @property
+    def phase(self) -> Phase:
+        return _PHASES[self._phase]
 
-    def write(self) -> None:
-        """Publish the fields."""
-        step = -1 if self.step is None else self.step
-        values = (self.has_started, self.limits_steps, step, self.thread, self.arrivals)
-        self._FIELDS.pack_into(self._memory, self._at, *values, _PHASES.index(self.phase))
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._phase = _PHASES.index(phase)
 
-    def read(self) -> None:
-        """Take over the fields that the rank has published."""
-        values = self._FIELDS.unpack_from(self._memory, self._at)
-        self.has_started, self.limits_steps = bool(values[0]), bool(values[1])
-        self.step = None if values[2] < 0 else values[2]
-        self.thread, self.arrivals, self.phase = values[3], values[4], _PHASES[values[5]]
+    @property
+    def step(self) -> int | None:
+        """The step or the evaluation that runs; None before the first one."""
+        return self._next_step - 1 if self._next_step else None
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._next_step = step + 1
 
     @property
     def place(self) -> str:
         return place(self.phase, self.step)
 
-    def write_outcome(self, outcome: dict[str, Any]) -> None:
-        """Leave how this rank ends: JSON with `code` and `lines`. Only the first outcome counts."""
-        if self.outcome() is not None:
-            return
-        outcome = outcome | {"lines": [line[:2000] for line in outcome["lines"][-_MOST_LINES:]]}
-        text = json.dumps(outcome).encode()
-        while len(text) > RECORD_BYTES - 128:
-            outcome["lines"] = outcome["lines"][1:]
-            text = json.dumps(outcome).encode()
-        begin = self._outcome_at + self._OUTCOME.size
-        self._memory[begin : begin + len(text)] = text
-        self._OUTCOME.pack_into(self._memory, self._outcome_at, len(text))
-
+    @property
     def outcome(self) -> dict[str, Any] | None:
-        """How the rank has ended, if it has said so."""
-        (size,) = self._OUTCOME.unpack_from(self._memory, self._outcome_at)
-        begin = self._outcome_at + self._OUTCOME.size
-        return json.loads(self._memory[begin : begin + size]) if size else None
+        """How the rank has ended, if it has said so: JSON with `code` and `lines`.
+
+        Only the first outcome counts, and of its lines the last ones.
+        """
+        return json.loads(self._outcome) if self._has_outcome else None
+
+    @outcome.setter
+    def outcome(self, outcome: dict[str, Any]) -> None:
+        if not self._has_outcome:
+            lines = [line[:_LINE_CHARACTERS] for line in outcome["lines"][-_MOST_LINES:]]
+            self._outcome = json.dumps(outcome | {"lines": lines}).encode()
+            self._has_outcome = True
+
+
+RECORD_BYTES = ctypes.sizeof(RankRecord)
 
 
 @functools.cache
 def this_rank() -> RankRecord:
     """Return this process's record: in the agent's memory, or one that nobody reads."""
     if RECORDS not in os.environ:
-        return RankRecord(mmap.mmap(-1, RECORD_BYTES), 0)
-    descriptor = os.open(os.environ[RECORDS], os.O_RDWR)
-    try:
-        memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    finally:
-        os.close(descriptor)
-    return RankRecord(memory, int(os.environ["LOCAL_RANK"]))
+        return RankRecord()
+    with Path(os.environ[RECORDS]).open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    return RankRecord.from_buffer(memory, int(os.environ["LOCAL_RANK"]) * RECORD_BYTES)

@@ -4,7 +4,6 @@ stop."""
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
 import socket
@@ -19,7 +18,6 @@ SIGNALS = tuple(number for number in _ALL if signal.getsignal(number) != signal.
 # A scheduler signals every process, and the agent passes its own signal on: both mean one request.
 _SAME_REQUEST_S = 2.0
 _PR_SET_PDEATHSIG = 1  # prctl(2); Linux only, as are the launch scripts
-_TORCHRUN_KILLS_AFTER_S = 30.0  # its default, see `torchrun --help`
 
 
 def die_with_parent(parent: int) -> None:
@@ -35,7 +33,7 @@ def end_on_signal(when: str, code: int) -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         ignore_signals()
-        raise Aborted(f"ended by {signal.Signals(number).name} {when}", code)
+        raise Aborted(f"ended by {signal.Signals(number).name} {when}", code=code)
 
     for number in SIGNALS:
         signal.signal(number, end)
@@ -67,18 +65,3 @@ class StopRequest:
             self._received_s = time.monotonic()
         elif time.monotonic() - self._received_s > _SAME_REQUEST_S:
             raise Aborted(f"ended by a second signal, {name}, without a save - {AGAIN}", code=1)
-
-
-def remark_on_kill_delay(save_s: float) -> str | None:
-    """Return a warning if torchrun would kill the processes before a save of `save_s` has ended.
-
-    The agent of the launch scripts waits for the ranks as long as they work.
-    """
-    delay_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_KILLS_AFTER_S))
-    if "TORCHELASTIC_RUN_ID" not in os.environ or 2 * save_s < delay_s:
-        return None
-    option = f"--shutdown-timeout={math.ceil(4 * save_s)}"
-    return (
-        f"A save takes {save_s:.0f} s, and torchrun kills its processes {delay_s:.0f} s after a "
-        f"signal: start it with {option} or TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(4 * save_s)}"
-    )

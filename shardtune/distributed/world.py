@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -81,8 +80,8 @@ class World:
 
     def limit_steps(self, timeout_s: float) -> None:
         """Limit each step to this time from now on; the first one may set things up for longer."""
-        if not self.progress.limits_steps:
-            self.progress.limit_steps()
+        if not self.progress.record.limits_steps:
+            self.progress.record.limits_steps = True
             set_collective_timeout(timeout_s, self.mesh)
 
     def all_gather_scalars(self, *values: torch.Tensor | float) -> torch.Tensor:
@@ -123,9 +122,7 @@ class World:
         try:
             reports = self.all_gather_json([self.node_name, own_problems], timeout_s)
         except TimeoutError as late:
-            for problem in own_problems[:-1]:
-                print(f"ERROR: {problem}", file=sys.stderr, flush=True)
-            raise Aborted(own_problems[-1], code=2) from late
+            raise Aborted(*own_problems, code=2) from late
         all_nodes = dict.fromkeys(node for node, _ in reports)
         nodes_with: dict[str, dict[str, None]] = {}
         for node, problems in reports:
@@ -154,10 +151,8 @@ class World:
         Raises as `run_on_all_ranks` does.
         """
         result = self.run_on_all_ranks(lambda: work() if self.is_node_main else None)
-        reports = self.all_gather_json([self.node_rank, self.is_node_main, result])
-        return cast(
-            T, next(value for node, is_main, value in reports if is_main and node == self.node_rank)
-        )
+        reports = self.all_gather_json([self.node_rank, result] if self.is_node_main else None)
+        return cast(T, dict(filter(None, reports))[self.node_rank])
 
 
 def set_collective_timeout(timeout_s: float, mesh: DeviceMesh) -> None:

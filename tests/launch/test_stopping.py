@@ -124,13 +124,9 @@ def test_ranks_end_with_torchrun_and_the_same_command_goes_on(
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "0"},
         check=False,
     )
     assert again.returncode == 0 and "Resumed from checkpoint_" in again.stdout, again.stderr
-    said = r"A save takes \d+ s, and torchrun kills its processes 0 s after a signal: "
-    said += "start it with --shutdown-timeout="
-    assert len(re.findall(said, again.stdout)) == 1
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(

@@ -38,7 +38,7 @@ def test_a_wrong_command_line_is_refused(
     [
         (UserError("a - b", "c - d"), 2, ["ERROR: a - b", "ERROR: c - d"]),
         (RunFailed("a - b"), 1, ["ERROR: a - b"]),
-        (Aborted("a - b", 75), 75, ["ERROR: a - b"]),
+        (Aborted("a - b", code=75), 75, ["ERROR: a - b"]),
         (ValueError("a\nb"), 1, ["ERROR: ValueError: a - see the lines above"]),
         (BrokenPipeError(), 0, []),
     ],

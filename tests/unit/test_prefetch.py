@@ -68,7 +68,7 @@ def prefetch_threads() -> list[threading.Thread]:
 def test_the_loop_gets_each_step_with_its_batches_in_order(model, world):
     schedule = schedule_of(Sequences())
     with prefetch(schedule, model, 1, True, world) as steps:
-        fed = [(step.number, world.progress.place, batches) for step, batches in steps]
+        fed = [(step.number, world.progress.record.place, batches) for step, batches in steps]
         assert [(number, place) for number, place, _ in fed] == [
             (number, f"step {number} (data)") for number in range(1, schedule.total_steps + 1)
         ]
@@ -111,7 +111,7 @@ def test_an_error_in_the_thread_is_raised_in_the_loop_with_its_traceback(model, 
     assert {"fail_later", "build_batch", "__getitem__"} <= {
         frame.name for frame in traceback.extract_tb(raised.tb)
     }
-    assert world.progress.place == f"step {taken + 1} (data)"
+    assert world.progress.record.place == f"step {taken + 1} (data)"
     assert not prefetch_threads()
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shardtune.cluster.watch import FIRST_STEP_TIMEOUT_S, IdleClock, Limits, RankStatus, stuck_ranks
-from shardtune.distributed.rank_record import Phase, RankRecord, this_rank
+from shardtune.distributed.rank_record import RECORD_BYTES, Phase, RankRecord, this_rank
 
 LIMITS = Limits(step_timeout_s=600, save_timeout_s=3600)
 STEP, DATA = Phase.FORWARD_BACKWARD, Phase.DATA
@@ -83,15 +83,15 @@ def test_work_outside_of_steps_is_progress_and_within_them_it_is_not() -> None:
 def test_a_record_keeps_its_first_outcome_and_fits_its_memory() -> None:
     import mmap
 
-    memory = mmap.mmap(-1, 2 << 16)
-    writer, reader = RankRecord(memory, 1), RankRecord(memory, 1)
+    memory = mmap.mmap(-1, 2 * RECORD_BYTES)
+    writer, reader = (RankRecord.from_buffer(memory, RECORD_BYTES) for _ in range(2))
     writer.step, writer.phase, writer.arrivals, writer.thread = 3, Phase.SAVING, 17, 1 << 47
-    writer.write()
-    reader.read()
     assert (reader.place, reader.arrivals, reader.thread) == ("step 3 (saving)", 17, 1 << 47)
-    assert reader.outcome() is None and RankRecord(memory, 0).outcome() is None
-    writer.write_outcome({"code": 2, "lines": [f"{number} {'x' * 5000}" for number in range(200)]})
-    writer.write_outcome({"code": 1, "lines": ["later"]})
-    outcome = reader.outcome()
+    assert reader.outcome is None and RankRecord.from_buffer(memory, 0).outcome is None
+    writer.outcome = {"code": 2, "lines": [f"{number} {'ü' * 5000}" for number in range(200)]}
+    writer.outcome = {"code": 1, "lines": ["later"]}
+    outcome = reader.outcome
     assert outcome is not None and outcome["code"] == 2
-    assert outcome["lines"][-1].startswith("199 x") and RankRecord(memory, 0).outcome() is None
+    assert (
+        outcome["lines"][-1].startswith("199 ü") and RankRecord.from_buffer(memory).outcome is None
+    )
