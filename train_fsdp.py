@@ -9,7 +9,7 @@ Every rank runs this script, and every function below is collective: all ranks c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -30,65 +30,39 @@ from shardtune.log import logger
 from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import build_model, compile_layers
 from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.training import optim, setup
 from shardtune.training.context import Run, TrainContext
-from shardtune.training.evaluate import evaluate_and_log
+from shardtune.training.evaluate import evaluate
 from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
-from shardtune.training.memory import memory_suffices, weights_fit
+from shardtune.training.memory import step_fits, weights_fit
 from shardtune.training.metrics import Metrics, StepLog, StepStats, all_gather_step_stats
-from shardtune.training.optim import (
-    build_optimizer,
-    clip_gradients,
-    learning_rate,
-    require_finite,
-    set_learning_rate,
-    squared_gradients,
-)
 from shardtune.training.prefetch import prefetch
 from shardtune.training.reshard import choose_reshard_policy
-from shardtune.training.setup import (
-    describe_state,
-    find_pending_evaluation,
-    open_run,
-    plan_schedule,
-    read_data,
-    read_model_assets,
-    read_model_files,
-    require_same_config,
-    saved_reshard_policy,
-    start_logging,
-    state_of_run,
-)
 from shardtune.training.stragglers import Stragglers
 
 
 def main() -> None:
     config = read_run_arguments(sys.argv[1:], Path(__file__).resolve().parent / "config.yaml")
     world = join_world(config.distributed, config.parallel.replicate)
-    start_logging(config, world)
-    require_same_config(config, world)
-    run = open_run(config, world)  # its directory, locked, and the checkpoint that it resumes from
-    model_config = read_model_files(run)
-    data, tokenizer = read_data(run, model_config)
-    schedule = plan_schedule(run, data)
-    assets = read_model_assets(run, model_config, tokenizer)
+    setup.start_logging(config, world)
+    setup.require_same_config(config, world)
+    run = setup.open_run(config, world)  # its directory, and the checkpoint that it resumes from
+    model_config = setup.read_model_files(run)
+    data, tokenizer = setup.read_data(run, model_config)
+    schedule = setup.plan_schedule(run, data)
+    assets = setup.read_model_assets(run, model_config, tokenizer)
     delete_unfinished(run.directory, run.resumed, world)
-    pending_evaluation = find_pending_evaluation(run, data)
+    pending_evaluation = setup.find_pending_evaluation(run, data, schedule)
     if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
-        write_final_model(run.resumed, config.export, assets, run.directory, world)
+        last_checkpoint = run.resumed
         logger.info(
             f"Finished: {run.resumed.name} is the last of {schedule.total_steps} steps. "
-            "Nothing is left to do."
+            "Nothing is left to train."
         )
-        return
-    context = build_train_context(run, model_config, data, assets)
-    with (
-        collected_by_micro_batch(),
-        memory_suffices(config, lambda: run.resumed or context.saver.has_saved),
-        prefetch(
-            schedule, context.model, config.train.micro_batch_size, context.is_flat, world
-        ) as steps,
-    ):
-        last_checkpoint = train(context, schedule, steps, pending_evaluation)
+    else:
+        context = build_train_context(run, model_config, data, assets)
+        with collected_by_micro_batch(), step_fits(config):
+            last_checkpoint = train(context, schedule, pending_evaluation)
     end_on_signal(
         f"after the last step was saved, while the final model was written - {AGAIN}", code=75
     )
@@ -104,12 +78,13 @@ def build_train_context(
     """
     config, world, resumed = run.config, run.world, run.resumed
     world.progress.enter(Phase.LOADING)
-    model = world.run_on_all_ranks(weights_fit()(lambda: build_model(config, model_config, world)))
-    optimizer = build_optimizer(model, config.optimizer)
-    logger.info(describe_state(model))
-    reshard = choose_reshard_policy(model, config, saved_reshard_policy(run), world)
+    with weights_fit():
+        model = world.run_on_all_ranks(lambda: build_model(config, model_config, world))
+    optimizer = optim.build_optimizer(model, config.optimizer)
+    logger.info(setup.describe_state(model))
+    reshard = choose_reshard_policy(model, config, setup.saved_reshard_policy(run), world)
     set_seed((config.run.seed + world.rank) % 2**32)
-    with memory_suffices(config, lambda: resumed):
+    with step_fits(config):
         is_flat = choose_attention(model, config, data.longest, world)
     if logits := use_loss_head(model, world.device):
         logger.info(f"Loss: logits are made {logits}")
@@ -133,16 +108,11 @@ def build_train_context(
         metrics=metrics,
         stragglers=Stragglers(model, metrics, world),
         saver=Saver(run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world),
-        run_state=state_of_run(run, data, assets, reshard),
+        run_state=setup.state_of_run(run, data, assets, reshard),
     )
 
 
-def train(
-    context: TrainContext,
-    schedule: Schedule,
-    steps: Iterable[tuple[Step, list[Batch]]],
-    pending_evaluation: int | None,
-) -> Checkpoint:
+def train(context: TrainContext, schedule: Schedule, pending_evaluation: int | None) -> Checkpoint:
     """Take every step that is left and return the checkpoint of the last one.
 
     Raises:
@@ -151,22 +121,27 @@ def train(
     config, world, saver = context.run.config, context.run.world, context.saver
     step_log = StepLog(context.metrics, context.model, schedule, config, world)
     if pending_evaluation is not None:
-        evaluate_and_log(context, pending_evaluation)
+        evaluate(context, pending_evaluation)
     last_checkpoint, stop = context.run.resumed, StopRequest()
+    rows_per_micro_batch = config.train.micro_batch_size
     step_log.start_clock()
-    for step, micro_batches in steps:
-        lr = learning_rate(step.number, schedule.total_steps, config.optimizer.lr, config.scheduler)
-        set_learning_rate(context.optimizer, lr)
+    for step, micro_batches in prefetch(
+        schedule, context.model, rows_per_micro_batch, context.is_flat, world
+    ):
+        lr = optim.learning_rate(
+            step.number, schedule.total_steps, config.optimizer.lr, config.scheduler
+        )
+        optim.set_learning_rate(context.optimizer, lr)
         stats = train_step(context, step, micro_batches, stop)
-        context.stragglers.step_ended(step.number, stats.straggler_seconds)
+        context.stragglers.step_ended(step.number)
         world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
         step_log.step_ended(step, stats, lr)
 
         # Before the save: a run that is killed between the two repeats the step and its evaluation.
-        must_stop, is_evaluated = stats.must_stop, True
+        is_evaluated = True
         if context.data.eval and schedule.is_due(step.number, config.eval.every_steps):
-            is_evaluated = not must_stop and evaluate_and_log(context, step.number, stop)
-            must_stop = world.all_reduce_max(stop.received is not None)[0] > 0
+            is_evaluated = not stats.must_stop and evaluate(context, step.number, stop)
+        must_stop = stats.must_stop or not is_evaluated
         is_finished = step.number == schedule.total_steps and is_evaluated
         saver.log_if_ended()
         if must_stop or schedule.is_due(step.number, config.checkpoint.every_steps):
@@ -191,13 +166,12 @@ def train_step(
     nll_sum = accumulate_gradients(context, step, micro_batches)
     stats = all_gather_step_stats(
         nll_sum,
-        squared_gradients(context.model),
+        optim.squared_gradients(context.model),
         step.trained_tokens,
         stop.received is not None,
-        context.stragglers.pending,
         context.run.world,
     )
-    require_finite(step.number, stats.loss, stats.grad_norm, context.model, context.run.world)
+    optim.require_finite(step.number, stats.loss, stats.grad_norm, context.model, context.run.world)
     update_weights(context, stats.grad_norm)
     return stats
 
@@ -225,7 +199,7 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
     context.run.world.progress.enter(Phase.OPTIMIZER)
     max_grad_norm = context.run.config.train.max_grad_norm
     if max_grad_norm is not None:
-        clip_gradients(context.model, max_grad_norm, grad_norm)
+        optim.clip_gradients(context.model, max_grad_norm, grad_norm)
     with weights_fit():  # the first update allocates the optimizer's state
         context.optimizer.step()
     context.optimizer.zero_grad()

@@ -31,6 +31,7 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from chats import write_chats
 from measure import (
@@ -54,7 +55,6 @@ from step_profile import LABEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.model.flops import ModelFlops, count_flops, measure_matmul_rate
-from shardtune.training.memory import free_host_bytes
 
 PEERS: dict[str, dict[str, Any]] = {
     "trl_packed": {},
@@ -473,7 +473,7 @@ def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         Unequal: their losses differ.
     """
     peaks, tokens = {}, options.head_tokens
-    while NAIVE_BYTES_PER_LOGIT * VOCABULARY * tokens > free_host_bytes():
+    while NAIVE_BYTES_PER_LOGIT * VOCABULARY * tokens > psutil.virtual_memory().available:
         tokens //= 2
     for way in ("naive", "ours"):
         out = options.work / f"head-{way}.json"

@@ -26,7 +26,6 @@ from shardtune.checkpoint.manifest import (
     Checkpoint,
     build_manifest,
     checkpoint_name,
-    find_committed,
     open_checkpoint,
     rank_file,
 )
@@ -73,11 +72,6 @@ class Saver:
         self._task: SaveTask | None = None
         self._name = ""
         self._problem: str | None = None
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether run.dir holds a checkpoint to resume from."""
-        return bool(find_committed(self._run_dir.checkpoints))
 
     def save(self, state: dict[str, Any], before_write: Callable[[], None] = lambda: None) -> None:
         """Start `checkpoint_<state["step"]>` after the previous save; with mode `sync`, finish it.

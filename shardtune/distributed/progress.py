@@ -38,33 +38,24 @@ class Progress:
         if step is not None:
             self.record.step = step
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Hold a collective: the first rank waits in it for the last."""
-        self.arrive()
-        with self.stalled():
-            yield
-
     def arrive(self) -> None:
         """Count one more place at which this rank needs the others."""
         self.record.arrivals += 1
 
     @contextlib.contextmanager
-    def stalled(self) -> Iterator[None]:
-        """Count the time inside as the other ranks': on a GPU the current stream's, else the
-        host's."""
-        start = self.mark()
+    def waiting(self) -> Iterator[None]:
+        """Hold a collective: the first rank waits in it for the last.
+
+        Its time counts as the others': on a GPU the current stream's, else the host's.
+        """
+        self.arrive()
+        start = self._mark()
         try:
             yield
         finally:
-            self.stalled_since(start)
+            self._waits.append((self.record.phase, start, self._mark()))
 
-    def stalled_since(self, start: Any) -> None:
-        """Count the time since a `mark` in the same way."""
-        self._waits.append((self.record.phase, start, self.mark()))
-
-    def mark(self) -> Any:
-        """Return the present moment, for `stalled_since`."""
+    def _mark(self) -> Any:
         if not self._is_timed_by_stream:
             return time.perf_counter()
         event = torch.Event("cuda", enable_timing=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -9,11 +10,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -35,7 +35,6 @@ class StepStats(NamedTuple):
     must_stop: bool  # a signal asked some rank to stop
     peak_memory_bytes: int  # of the rank with the most; step 1 lacks the optimizer's state
     data_seconds: float  # of the rank that waited longest for its batches
-    straggler_seconds: list[list[float]]  # [rank][phase], see Stragglers; empty in most steps
 
 
 def all_gather_step_stats(
@@ -43,7 +42,6 @@ def all_gather_step_stats(
     squared_grad_norm: torch.Tensor,
     trained_tokens: int,
     must_stop: bool,
-    straggler_seconds: Sequence[float],
     world: World,
 ) -> StepStats:
     """Gather this rank's numbers of a step from all ranks. Collective.
@@ -59,22 +57,13 @@ def all_gather_step_stats(
         must_stop,
         peak_memory_bytes(world.device),
         world.progress.seconds_in(Phase.DATA),
-        *straggler_seconds,
     )
-    nll_sums, squared_norms, stops, memory, data, *phases = per_rank.unbind(dim=1)
-    reduced = torch.stack(
-        [
-            nll_sums.sum() / max(1, trained_tokens),
-            # Each replica has all gradients.
-            (squared_norms.sum() / world.replicas).sqrt(),
-            stops.amax(),
-            memory.amax(),
-            data.amax(),
-        ]
-    )
-    loss, grad_norm, any_stop, peak, waited, *seconds = torch.cat([reduced, *phases]).tolist()
-    by_rank = np.reshape(seconds, (-1, world.size)).T.tolist() if seconds else []
-    return StepStats(loss, grad_norm, any_stop > 0, int(peak), waited, by_rank)
+    nll_sums, squared_norms, stops, memory, data = per_rank.unbind(dim=1)
+    loss = nll_sums.sum() / max(1, trained_tokens)
+    grad_norm = (squared_norms.sum() / world.replicas).sqrt()  # each replica has all gradients
+    numbers = torch.stack([loss, grad_norm, stops.amax(), memory.amax(), data.amax()])
+    loss, grad_norm, any_stop, peak, waited = numbers.tolist()
+    return StepStats(loss, grad_norm, any_stop > 0, int(peak), waited)
 
 
 class Metrics:
@@ -90,10 +79,10 @@ class Metrics:
         self._unwritten, self._has_warned = b"", False
         if not world.is_main:
             return
-        kept = _lines_up_to(path, resumed_step) if resumed_step is not None else []
+        kept = read_entries(path, resumed_step) if resumed_step is not None else ()
         temporary = path.with_suffix(".tmp")
         self._file = temporary.open("wb", buffering=0)
-        self._append(b"".join(kept))
+        self._append(b"".join(line for _, line in kept))
         self.sync()
         temporary.replace(path)
         durable_fs.sync_directory(path.parent)
@@ -103,16 +92,16 @@ class Metrics:
         if self._file is None:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        entry = {"kind": kind, **values, "time": now}
-        line = json.dumps({key: _finite(value) for key, value in entry.items()}) + "\n"
+        for key, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[key] = None
+        line = json.dumps({"kind": kind, **values, "time": now}) + "\n"
         try:
             self._append(line.encode())
         except OSError as error:
             if not self._has_warned:
-                logger.info(
-                    f"metrics.jsonl cannot be written now ({error.strerror}): "
-                    "its lines wait in memory"
-                )
+                reason = f"cannot be written now ({error.strerror})"
+                logger.info(f"metrics.jsonl {reason}: its lines wait in memory")
             self._has_warned = True
 
     def sync(self) -> None:
@@ -133,28 +122,13 @@ class Metrics:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-def _finite(value: Any) -> Any:
-    """Return `value`, or None for a float that JSON cannot hold."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _lines_up_to(path: Path, step: int) -> list[bytes]:
-    """Return the lines of steps up to `step`, without those that a crash cut short or garbled."""
-    kept: list[bytes] = []
+def read_entries(path: Path, last_step: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield each object up to a step with its line, but none that a crash cut short or garbled."""
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        try:
-            is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= step
-        except (ValueError, TypeError, KeyError):
-            continue
-        if is_kept:
-            kept.append(line)
-    return kept
-
-
-def logged_kinds(path: Path, step: int) -> set[str]:
-    """Return the kinds of the objects that `metrics.jsonl` holds of this step."""
-    entries = map(json.loads, _lines_up_to(path, step))
-    return {entry.get("kind") for entry in entries if entry["step"] == step}
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            entry = json.loads(line)
+            if entry["step"] <= last_step and line.endswith(b"\n"):
+                yield entry, line
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -169,7 +143,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 class StepLog:
     """Write each step to `metrics.jsonl`; log a line every `logging.every_steps` and at the end.
 
-    A line has the mean speed since the line before it. Making one is collective.
+    A line has the mean speed since the line before it. The constructor is collective.
     """
 
     def __init__(
@@ -183,8 +157,9 @@ class StepLog:
         self._metrics, self._schedule = metrics, schedule
         self._every_steps = config.logging.every_steps
         self._mfu = MfuMeter(model, compute_dtype(config.model.compute_dtype, world.device), world)
-        self._started = time.perf_counter()
-        self._clear_sums()
+        # Seconds, tokens, and MFU x seconds of each step since the last line.
+        self._unlogged: list[tuple[float, int, float]] = []
+        self.start_clock()
 
     def start_clock(self) -> None:
         """Let the seconds of the next step begin now."""
@@ -208,36 +183,25 @@ class StepLog:
             memory_bytes=stats.peak_memory_bytes,
             data_seconds=stats.data_seconds,
         )
-        self._steps += 1
-        self._seconds += seconds
-        self._tokens += step.tokens
-        self._mfu_seconds += (mfu or 0.0) * seconds
+        self._unlogged.append((seconds, step.tokens, (mfu or 0.0) * seconds))
         if not self._schedule.is_due(step.number, self._every_steps):
             return
-        steps_left = self._schedule.total_steps - step.number
+        steps, total = len(self._unlogged), self._schedule.total_steps
+        seconds, tokens, mfu_seconds = map(sum, zip(*self._unlogged, strict=True))
         fields = [
-            f"Step {step.number}/{self._schedule.total_steps}",
+            f"Step {step.number}/{total}",
             f"Loss: {stats.loss:.4f}",
             f"Grad Norm: {stats.grad_norm:.3f}",
             f"LR: {lr:.2e}",
-            f"{three_digits(self._steps / self._seconds)} it/s",
-            f"{self._tokens / self._seconds:.0f} tok/s",
-            *([f"MFU {self._mfu_seconds / self._seconds:.1%}"] if mfu is not None else []),
+            f"{steps / seconds:#.3g}".rstrip(".") + " it/s",
+            f"{tokens / seconds:.0f} tok/s",
+            *([f"MFU {mfu_seconds / seconds:.1%}"] if mfu is not None else []),
             f"{stats.peak_memory_bytes / 1e9:.1f} GB",
-            f"ETA {_duration(steps_left * self._seconds / self._steps)}",
+            f"ETA {_duration((total - step.number) * seconds / steps)}",
             time.strftime("%H:%M:%S"),
         ]
         logger.info(" | ".join(fields))
-        self._clear_sums()
-
-    def _clear_sums(self) -> None:
-        self._steps, self._seconds, self._tokens, self._mfu_seconds = 0, 0.0, 0, 0.0
-
-
-def three_digits(value: float) -> str:
-    """Return a positive number with three significant digits: 0.0312, 26.2."""
-    exponent = int(f"{value:.2e}".partition("e")[2])
-    return f"{value:.{max(0, 2 - exponent)}f}"
+        self._unlogged.clear()
 
 
 def _duration(seconds: float) -> str:

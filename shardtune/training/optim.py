@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import chain
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -94,30 +92,24 @@ def require_finite(
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
-    weights, gradients = zip(*world.all_gather_json(non_finite_tensors(model)), strict=True)
-    blamed, remedy = "in no single tensor", "look at this step's data"
-    if name := next(chain.from_iterable(weights), None):
-        blamed, remedy = f"the weight {name} is not finite", "start from weights that are"
-    elif name := next(chain.from_iterable(gradients), None):
-        blamed = f"first in the gradient of {name}"
-        remedy = "lower optimizer.lr or look at this step's data"
+    per_rank = filter(None, world.all_gather_json(first_non_finite(model)))
+    _, blamed = min(per_rank, default=(0, "no single tensor"))
     raise RunFailed(
         f"step {step} was not taken: its loss is {loss:.6g} and its gradient norm "
-        f"{grad_norm:.6g}, "
-        f"{blamed} - {remedy}; {AGAIN}"
+        f"{grad_norm:.6g}, first in {blamed} - look at this step's data and at the weights that "
+        f"the run started from, or lower optimizer.lr; {AGAIN}"
     )
 
 
-def non_finite_tensors(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the parameters with a NaN or an infinity in this rank's shard, and in its gradient."""
+def first_non_finite(model: PreTrainedModel) -> tuple[int, str] | None:
+    """Return the first weight, else gradient, with a NaN or an infinity in this rank's shard.
 
-    def names(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> list[str]:
-        return [
-            name
-            for name, tensor in tensors
-            if tensor is not None and not to_local(tensor).isfinite().all()
-        ]
-
-    return names(model.named_parameters()), names(
-        (name, p.grad) for name, p in model.named_parameters()
-    )
+    The number before its name orders the tensors, alike on all ranks.
+    """
+    parameters = list(model.named_parameters())
+    weights = [(f"the weight {name}", p) for name, p in parameters]
+    gradients = [(f"the gradient of {name}", p.grad) for name, p in parameters]
+    for number, (name, tensor) in enumerate(weights + gradients):
+        if tensor is not None and not to_local(tensor).isfinite().all():
+            return number, name
+    return None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator
-from queue import SimpleQueue
+from queue import Queue
 
 import torch
 from transformers import PreTrainedModel
@@ -16,37 +15,29 @@ from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.model.flops import cost_of
 
-_STEPS_AHEAD = 2
-_JOIN_S = 2.0  # a thread that hangs in a disk ends with the process
-
 StepBatches = tuple[Step, list[Batch]]
 
 
-@contextlib.contextmanager
 def prefetch(
     schedule: Schedule,
     model: PreTrainedModel,
     rows_per_micro_batch: int,
     is_flat: bool,
     world: World,
-) -> Iterator[Iterator[StepBatches]]:
+) -> Iterator[StepBatches]:
     """Make each step that is left, with this rank's micro-batches on `world.device`.
 
-    The thread is at most two steps ahead of the loop. Its exception is raised, with its traceback,
-    where the loop takes the next step. It ends with the context, and never keeps the process alive.
+    The thread is at most two steps ahead of the loop, and ends with the process at the latest. Its
+    exception is raised, with its traceback, where the loop takes the next step.
     """
-    queue: SimpleQueue[StepBatches | BaseException] = SimpleQueue()
-    room, has_ended = threading.Semaphore(_STEPS_AHEAD), threading.Event()
+    queue: Queue[StepBatches | BaseException] = Queue(maxsize=1)  # and the thread holds one more
     cost = cost_of(model)
 
-    def make() -> None:
+    def make_batches() -> None:
         try:
             if world.device.type == "cuda":
                 torch.cuda.set_device(world.device)  # each thread has its own
             for step in schedule.steps():
-                room.acquire()
-                if has_ended.is_set():
-                    return
                 shares = step.micro_batches(cost, world.rank, world.size, rows_per_micro_batch)
                 batches = [
                     build_batch(schedule.dataset, share, is_flat).to(world.device)
@@ -56,22 +47,12 @@ def prefetch(
         except BaseException as error:
             queue.put(error)
 
-    thread = threading.Thread(target=make, name="prefetch", daemon=True)
-
-    def take() -> Iterator[StepBatches]:
-        for number in range(schedule.start.step + 1, schedule.total_steps + 1):
-            world.progress.enter(Phase.DATA, number)
-            with world.progress.working_in(thread):
-                step_batches = queue.get()
-            if isinstance(step_batches, BaseException):
-                raise step_batches
-            room.release()
-            yield step_batches
-
+    thread = threading.Thread(target=make_batches, name="prefetch", daemon=True)
     thread.start()
-    try:
-        yield take()
-    finally:
-        has_ended.set()
-        room.release()
-        thread.join(_JOIN_S)
+    for number in range(schedule.start.step + 1, schedule.total_steps + 1):
+        world.progress.enter(Phase.DATA, number)
+        with world.progress.working_in(thread):
+            step_batches = queue.get()
+        if isinstance(step_batches, BaseException):
+            raise step_batches
+        yield step_batches

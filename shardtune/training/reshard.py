@@ -6,11 +6,8 @@
 
 The sums are the same, in another order. Kept tensors need memory, so the free memory decides.
 
-FSDP2 itself decides when a layer is gathered: on a GPU the next layer's parameters travel while
-this one computes. In the forward because the host runs ahead of the device (except in layers that
-wait for it, as some architectures' experts do); in the backward because FSDP2 prefetches in the
-reverse of the forward's order. Prefetching further ahead would hold more whole layers, for a gain
-that nobody has measured here.
+FSDP2 itself gathers the next layer while this one computes: in the forward because the host runs
+ahead of a GPU, in the backward because it prefetches in the reverse order.
 """
 
 from __future__ import annotations
@@ -18,12 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+import torch
+
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.build import compute_dtype, local_bytes
-from shardtune.training.memory import free_bytes
 
 _SHARE = 0.5  # of the free memory that may be taken; the rest is for activations
 
@@ -54,17 +53,12 @@ def choose_reshard_policy(
     numel = sum(parameter.numel() for parameter in model.parameters())
     gradients = numel * DTYPES[config.model.reduce_dtype].itemsize
     parameters = numel * compute_dtype(config.model.compute_dtype, world.device).itemsize
-    once = "reduced once a step, after its last micro-batch"
-    if world.mesh["shard"].size() == 1:
-        if world.size > 1:
-            logger.info(
-                f"Parameters: whole on each rank ({_gb(parameters)}) | "
-                f"Gradients: {once} ({_gb(gradients)} unsharded)"
-            )
-        return ReshardPolicy(keep_parameters=False, keep_gradients=world.size > 1)
     micro_batches = config.train.gradient_accumulation_steps
+    if world.mesh["shard"].size() == 1:
+        logger.info(f"Parameters: whole on each rank ({_gb(parameters)})")
+        return ReshardPolicy(keep_parameters=False, keep_gradients=world.size > 1)
     # The sharded gradients and the two moments are not allocated yet.
-    free = free_bytes(world) - 3 * local_bytes(model)
+    free = _free_bytes(world) - 3 * local_bytes(model)
     room = max(0.0, _SHARE * min(world.all_gather_json(free)))
     keep_gradients = saved.keep_gradients if saved else micro_batches > 1 and gradients <= room
     room_for_parameters = max(0.0, room - keep_gradients * gradients)
@@ -73,16 +67,23 @@ def choose_reshard_policy(
         model.set_reshard_after_forward(False)
     gathered = "once a step" if keep_parameters else "in each forward and each backward"
     logger.info(
-        f"Parameters: gathered {gathered}"
-        f" ({_gb(parameters)} unsharded, room for {_gb(room_for_parameters)})"
+        f"Parameters: gathered {gathered} "
+        f"({_gb(parameters)} unsharded, room for {_gb(room_for_parameters)})"
     )
     if micro_batches > 1:
+        reduced = "once a step" if keep_gradients else "in each micro-batch"
         reason = "as before the resume" if saved else f"room for {_gb(room)}"
-        logger.info(
-            f"Gradients: {once if keep_gradients else 'reduced in each micro-batch'}"
-            f" ({_gb(gradients)} unsharded, {reason})"
-        )
+        logger.info(f"Gradients: reduced {reduced} ({_gb(gradients)} unsharded, {reason})")
     return ReshardPolicy(keep_parameters, keep_gradients)
+
+
+def _free_bytes(world: World) -> float:
+    """Return the memory that this rank may still take: of its GPU, or its share of the host's."""
+    if world.device.type == "cpu":
+        return psutil.virtual_memory().available / world.local_size
+    free, _ = torch.cuda.mem_get_info(world.device)
+    cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
+    return free + cached
 
 
 def _gb(n_bytes: float) -> str:

@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -202,13 +203,10 @@ def test_nodes_with_different_configurations_are_refused(
     ]
     done = on_nodes([(folder, 1) for folder in folders], run_script, arguments)
     assert done.returncode == 2, done.stderr
-    for said in (
-        "run.seed is 1234 on node 0 and 7 on node 1",
-        "optimizer.lr is 1e-05 on node 0 and 0.001 on node 1",
-    ):
-        assert (
-            done.stderr.count(f"ERROR: {said} - start every node with the same configuration") == 2
-        )
+    host = socket.gethostname()
+    for key, first, second in (("run.seed", "1234", "7"), ("optimizer.lr", "1e-05", "0.001")):
+        said = f"{key} is {first} on node 0 ({host}) and {second} on node 1 ({host}) - start every"
+        assert done.stderr.count(f"ERROR: {said} node") == 2
     assert done.stderr.count("ERROR: ") == 4 and "Parameters:" not in done.stdout
 
 

@@ -285,8 +285,8 @@ def hide_huge_head(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (plant_infinity, "the weight model.layers.1.mlp.up_proj.weight is not finite"),
-        (hide_huge_head, "first in the gradient of model.norm.weight - lower"),
+        (plant_infinity, "first in the weight model.layers.1.mlp.up_proj.weight - "),
+        (hide_huge_head, "first in the gradient of model.norm.weight - "),
     ],
 )
 def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
-from shardtune.training.optim import clip_gradients, non_finite_tensors, squared_gradients
+from shardtune.training.optim import clip_gradients, first_non_finite, squared_gradients
 
 
 def measure_norm(config: Config, gradients: Path, out: Path) -> None:
@@ -38,7 +38,7 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
     if world.rank == 1:
         model.get_parameter("model.norm.weight").grad.to_local()[3] = math.inf
         model.get_parameter("lm_head.weight").detach().to_local()[0, 3] = math.nan
-    seen = [norm, clipped, unchanged, non_finite_tensors(model)]
+    seen = [norm, clipped, unchanged, first_non_finite(model)]
     out.with_suffix(f".{world.rank}").write_text(json.dumps(seen), encoding="utf-8")
 
 
@@ -61,11 +61,9 @@ def test_the_norm_over_ranks_is_that_of_one_process(models, tmp_path):
     )
     assert finished.returncode == 0, finished.stderr
     for rank in range(3):
-        norm, clipped, unchanged, non_finite = json.loads(
+        norm, clipped, unchanged, first = json.loads(
             (tmp_path / f"seen.{rank}").read_text(encoding="utf-8")
         )
         assert norm == pytest.approx(expected, rel=1e-6)
         assert clipped == unchanged == pytest.approx(1.0, rel=1e-5)
-        assert non_finite == (
-            [["model.embed_tokens.weight"], ["model.norm.weight"]] if rank == 1 else [[], []]
-        )
+        assert first == ([0, "the weight model.embed_tokens.weight"] if rank == 1 else None)

@@ -37,8 +37,8 @@ def cache(model: Path, node: Path, revision: str, without: str = "") -> None:
             "b" * 40,
             "",
             [],
-            f"model.path=acme/tiny is the hub's revision {'a' * 40} on {{0}} "
-            f"and {'b' * 40} on {{1}} - .*",
+            f'the hub\'s revision of model.path=acme/tiny is "{"a" * 40}" on {{0}} '
+            f'and "{"b" * 40}" on {{1}} - .*',
         ),
         (
             "a" * 40,

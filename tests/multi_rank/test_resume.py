@@ -169,7 +169,7 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(
     for _ in range(2):
         done = train(2, *settings, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    assert "Nothing is left to do" in done.stdout and "Perplexity" not in done.stdout
+    assert "Nothing is left to train" in done.stdout and "Perplexity" not in done.stdout
     for kind, values in (
         ("eval", ("step", "loss", "tokens")),
         ("step", ("step", "loss", "grad_norm")),

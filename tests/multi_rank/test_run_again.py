@@ -434,8 +434,7 @@ def test_a_finished_run_writes_its_model_again(
         arguments = ["--config", "config.yaml", *settings(f"export.dtype={dtype}")]
         done = on_ranks(ranks, run_script_without_a_model, arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        last = done.stdout.splitlines()[-1]
-        assert last.startswith("Finished: checkpoint_0000003 is the last of 3 steps.")
+        assert "\nFinished: checkpoint_0000003 is the last of 3 steps." in done.stdout
         return done.stdout
 
     assert "Saved the final model in run/model\n" in again("source")

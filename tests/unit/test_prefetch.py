@@ -15,7 +15,6 @@ from helpers.ranks import world_of
 from torch import distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import shardtune.training.prefetch
 from shardtune.data.batch import build_batch
 from shardtune.data.schedule import Position, Schedule, make_schedule
 from shardtune.distributed.rank_record import this_rank
@@ -50,36 +49,25 @@ def world() -> World:
 
 
 def schedule_of(sequences: Sequences) -> Schedule:
-    given: Any = {
-        "max_length": 30,
-        "packing": True,
-        "seed": 1,
-        "rows_per_step": 4,
-        "epochs": 2,
-        "max_steps": None,
-    }
-    return make_schedule(sequences, start=Position(), **given)
-
-
-def prefetch_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    given: Any = {"max_length": 30, "packing": True, "seed": 1, "rows_per_step": 4}
+    return make_schedule(sequences, start=Position(), epochs=2, max_steps=None, **given)
 
 
 def test_the_loop_gets_each_step_with_its_batches_in_order(model, world):
     schedule = schedule_of(Sequences())
-    with prefetch(schedule, model, 1, True, world) as steps:
-        fed = [(step.number, world.progress.record.place, batches) for step, batches in steps]
-        assert [(number, place) for number, place, _ in fed] == [
-            (number, f"step {number} (data)") for number in range(1, schedule.total_steps + 1)
-        ]
+    fed = [
+        (step.number, world.progress.record.place, batches)
+        for step, batches in prefetch(schedule, model, 1, True, world)
+    ]
+    assert [(number, place) for number, place, _ in fed] == [
+        (number, f"step {number} (data)") for number in range(1, schedule.total_steps + 1)
+    ]
     for step, (_, _, batches) in zip(schedule.steps(), fed, strict=True):
         shares = step.micro_batches(cost_of(model), 1, 2, 1)
         assert len(shares) == len(batches)
         for share, batch in zip(shares, batches, strict=True):
-            assert torch.equal(
-                batch.input_ids, build_batch(schedule.dataset, share, True).input_ids
-            )
-    assert not prefetch_threads()
+            expected = build_batch(schedule.dataset, share, True)
+            assert torch.equal(batch.input_ids, expected.input_ids)
 
 
 def test_no_more_than_two_steps_are_made_ahead(model, world):
@@ -88,11 +76,11 @@ def test_no_more_than_two_steps_are_made_ahead(model, world):
     sequences_per_step = [
         sum(map(len, step.micro_batches(cost_of(model), 1, 2, 1))) for step in schedule.steps()
     ]
-    with prefetch(schedule, model, 1, True, world) as steps:
-        for taken in range(3):
-            time.sleep(0.2)
-            assert sequences.read == sum(sequences_per_step[: taken + 2])
-            next(steps)
+    steps = prefetch(schedule, model, 1, True, world)
+    for taken in range(1, 4):
+        next(steps)
+        time.sleep(0.2)
+        assert sequences.read == sum(sequences_per_step[: taken + 2])
 
 
 def test_an_error_in_the_thread_is_raised_in_the_loop_with_its_traceback(model, world):
@@ -101,55 +89,27 @@ def test_an_error_in_the_thread_is_raised_in_the_loop_with_its_traceback(model, 
             raise OSError("the disk is gone")
 
     sequences, taken = Sequences(fail_later), 0
-    with (
-        pytest.raises(OSError, match="the disk is gone") as raised,
-        prefetch(schedule_of(sequences), model, 1, True, world) as steps,
-    ):
-        for _ in steps:
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        for _ in prefetch(schedule_of(sequences), model, 1, True, world):
             taken += 1
     assert taken > 0
     assert {"fail_later", "build_batch", "__getitem__"} <= {
         frame.name for frame in traceback.extract_tb(raised.tb)
     }
     assert world.progress.record.place == f"step {taken + 1} (data)"
-    assert not prefetch_threads()
-
-
-def test_the_thread_ends_with_a_loop_that_fails(model, world):
-    with (
-        pytest.raises(ZeroDivisionError),
-        prefetch(schedule_of(Sequences()), model, 1, True, world) as steps,
-    ):
-        next(steps)
-        raise ZeroDivisionError
-    assert not prefetch_threads()
 
 
 def test_while_the_loop_waits_the_rank_is_where_the_thread_is(model, world):
-    go_on, threads = threading.Event(), []
+    go_on, waited_in, made_by = threading.Event(), [], []
+
+    def make() -> None:
+        made_by.append(threading.get_ident())
+        go_on.wait()
 
     def note_thread() -> None:
-        threads.append(this_rank().thread)
+        waited_in.append(this_rank().thread)
         go_on.set()
 
-    with prefetch(schedule_of(Sequences(go_on.wait)), model, 1, True, world) as steps:
-        (thread,) = prefetch_threads()
-        threading.Timer(0.1, note_thread).start()
-        next(steps)
-        assert threads == [thread.ident] and this_rank().thread == threading.get_ident()
-
-
-def test_a_thread_that_hangs_keeps_neither_the_loop_nor_the_process(model, world, monkeypatch):
-    monkeypatch.setattr(shardtune.training.prefetch, "_JOIN_S", 0.1)
-    go_on = threading.Event()
-    sequences = Sequences(lambda: sequences.read == 1 or go_on.wait())
-    with prefetch(schedule_of(sequences), model, 1, True, world):
-        (thread,) = prefetch_threads()
-        while sequences.read < 2:
-            time.sleep(0.01)
-        started = time.monotonic()
-    assert time.monotonic() - started < 1
-    assert thread.is_alive() and thread.daemon
-    go_on.set()
-    thread.join(10)
-    assert not thread.is_alive() and sequences.read < 20
+    threading.Timer(0.1, note_thread).start()
+    next(prefetch(schedule_of(Sequences(make)), model, 1, True, world))
+    assert waited_in == made_by[:1] and this_rank().thread == threading.get_ident()
