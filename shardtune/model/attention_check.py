@@ -15,7 +15,7 @@ from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger
-from shardtune.model.attention import DOCUMENT_ATTENTION, Trial, documents
+from shardtune.model.attention import DOCUMENT_ATTENTION, documents
 from shardtune.model.build import forward_only
 from shardtune.model.support import can_be_packed
 
@@ -49,18 +49,14 @@ def choose_attention(
     if config.model.attention == "auto":
         documents.longest_of_run = longest_document
         reasons = world.all_gather_json(_try_document_attention(model, alone, config, world))
-        if reason := next(filter(None, reasons), ""):
-            model.set_attn_implementation(usual)
-    if not reason:
-        documents.varlen_lacks = ""
-        _last_document_logits(model, _TRIAL_LENGTHS, world.device, is_training=True)
-        how = "varlen attention"
-        if documents.varlen_lacks:
-            how = f"one call per document, since varlen attention {documents.varlen_lacks}"
-        logger.info(
-            f"Attention: within each document, without a mask ({how}); rows have no padding"
-        )
-        return True
+        reason = next(filter(None, reasons), "")
+        if not reason:
+            logger.info(
+                f"Attention: within each document, without a mask ({documents.way}); rows have no "
+                "padding"
+            )
+            return True
+        model.set_attn_implementation(usual)
     # The rows of a packed micro-batch are one row for the model.
     side = config.data.max_length * (config.train.micro_batch_size if config.data.packing else 1)
     logger.info(
@@ -78,20 +74,22 @@ def _try_document_attention(
     model: PreTrainedModel, alone: torch.Tensor, config: Config, world: World
 ) -> str:
     """Switch the model to `document_attention`, and return the reason to switch back, or ""."""
-    model_type = model.config.model_type
+    model_type, objections = model.config.model_type, list[str]()
     no_interface = f"{model_type} does not use transformers' attention interface"
     if not model._can_set_attn_implementation():
         return no_interface
     model.set_attn_implementation(DOCUMENT_ATTENTION)
-    documents.trial = trial = Trial()
+    documents.objections, documents.way = objections, ""
     try:
         _last_document_logits(model, _TRIAL_LENGTHS, world.device)
+    except (TypeError, AttributeError):  # they get None
+        objections.append("layers that read the mask")
     finally:
-        documents.trial = None
-    if not trial.calls:
+        documents.objections = None
+    if objections:
+        return f"{model_type} has {objections[0]}"
+    if not documents.way:
         return no_interface
-    if trial.objections:
-        return f"{model_type} has {trial.objections[0]}"
     if leak := _leak(model, alone, config, world):
         return f"{model_type}'s logits change without the mask, by {leak:.1%} of their spread"
     return ""
@@ -104,21 +102,22 @@ def _leak(model: PreTrainedModel, alone: torch.Tensor, config: Config, world: Wo
     behind two others, and, where that shows nothing, at the end of the longest row of a
     micro-batch: some models go by the place in the row, and others lack positions for a long one.
     """
-    packed, disturbed = (
-        _last_document_logits(model, _TRIAL_LENGTHS, world.device, neighbour)
-        for neighbour in (0, 1)
-    )
-    leak = max(world.all_gather_json(_beyond_rounding(alone, packed, disturbed)))
-    positions = getattr(
-        model.config.get_text_config(), "max_position_embeddings", config.data.max_length
-    )
-    longest = min(config.data.max_length, positions)
-    if leak or longest <= sum(_TRIAL_LENGTHS):
-        return leak
-    lengths = [longest] * config.train.micro_batch_size
-    lengths[-1:] = longest - _TRIAL_LENGTHS[-1], _TRIAL_LENGTHS[-1]
-    packed = _last_document_logits(model, lengths, world.device)
-    return max(world.all_gather_json(_beyond_rounding(alone, packed, packed)))
+    max_length = config.data.max_length
+    text_config = model.config.get_text_config()
+    longest = min(max_length, getattr(text_config, "max_position_embeddings", None) or max_length)
+    last = _TRIAL_LENGTHS[-1]
+    rows = [
+        _TRIAL_LENGTHS,
+        (*[longest] * (config.train.micro_batch_size - 1), longest - last, last),
+    ]
+    for lengths in rows[: 2 if longest > sum(_TRIAL_LENGTHS) else 1]:
+        packed, disturbed = (
+            _last_document_logits(model, lengths, world.device, neighbour) for neighbour in (0, 1)
+        )
+        leak = max(world.all_gather_json(_beyond_rounding(alone, packed, disturbed)))
+        if leak:
+            return float(leak)
+    return 0.0
 
 
 def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch.Tensor) -> float:
@@ -139,32 +138,27 @@ def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch
 
 
 def _last_document_logits(
-    model: PreTrainedModel,
-    lengths: Sequence[int],
-    device: torch.device,
-    neighbour: int = 0,
-    is_training: bool = False,
+    model: PreTrainedModel, lengths: Sequence[int], device: torch.device, neighbour: int = 0
 ) -> torch.Tensor:
     """Return the logits (tokens, vocabulary) of the last document of a row of so many tokens each.
 
-    The last document is always the same; `neighbour` chooses the tokens before it. Dropout is on if
-    `is_training`; the run's random numbers stay as they are.
+    The last document is always the same; `neighbour` chooses the tokens before it.
     """
     vocabulary = model.config.get_text_config().vocab_size
     earlier = torch.arange(sum(lengths[:-1]), device=device).flip(0) + neighbour * (vocabulary // 2)
     last = torch.arange(lengths[-1], device=device) + sum(_TRIAL_LENGTHS[:-1])
-    ids = torch.cat([earlier, last])
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    row = {
+        "input_ids": torch.cat([earlier, last]) % vocabulary,
+        "position_ids": torch.cat([torch.arange(length, device=device) for length in lengths]),
+    }
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     documents.set(list(lengths), boundaries)
-    with forward_only(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model.train(is_training)
-        row = {"input_ids": ids % vocabulary, "position_ids": positions}
-        # Without this a long row gets logits for every token.
-        has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
-        options = {"logits_to_keep": lengths[-1]} if has_option else {}
+    # Without this a long row gets logits for every token.
+    has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": lengths[-1]} if has_option else {}
+    with forward_only(model):
         output = model(**{name: value.view(1, -1) for name, value in row.items()}, **options)
-        return output.logits[0, -lengths[-1] :]
+    return output.logits[0, -lengths[-1] :]
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
