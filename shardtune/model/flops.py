@@ -15,7 +15,6 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +28,7 @@ from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.log import logger
 
-_TOP_K_NAMES = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "top_k_experts",
-    "moe_k",
-)
+_TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 _EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # The setting with the span of each layer type; other types have no pairs, or pairs that depend on
 # the data.
@@ -47,32 +39,24 @@ _SPANS = {
 }
 
 # TFLOP/s in bfloat16, dense, with float32 accumulation: half of the data sheets' figure with
-# sparsity. A device has the first entry whose words are all in its name.
+# sparsity. A device has the first entry with a name whose words are all in its own.
 _PUBLISHED_TFLOPS = {
-    "GB200": 2500,
-    "B200": 2250,
-    "GH200": 989,
-    "H200 NVL": 835,
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "H800": 989,
-    "H20": 148,
-    "A100": 312,
-    "A800": 312,
-    "A40": 149.7,
-    "A10": 125,
-    "L40S": 362,
-    "L4": 121,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71,
-    "MI300X": 1307.4,
-    "MI325X": 1307.4,
+    71: ("RTX 3090",),
+    121: ("L4",),
+    125: ("A10",),
+    148: ("H20",),
+    149.7: ("A40",),
+    165.2: ("RTX 4090",),
+    312: ("A100", "A800"),
+    362: ("L40S",),
+    756: ("H100 PCIe",),
+    835: ("H100 NVL", "H200 NVL"),
+    989: ("H100", "H200", "H800", "GH200"),
+    2250: ("B200",),
+    2500: ("GB200",),
 }
 _OTHER_DEVICES = {"MIG", "Laptop", "D"}  # with one of these words in its name it is a smaller one
 _GEMM_SIZE = 1024
-_MEASURED_S = 0.3
 
 
 class NotCounted(Exception):
@@ -85,32 +69,30 @@ class ModelFlops:
 
     per_token: float
     per_trained_token: float  # the head
-    # The number of layers of each kind: FLOPs of a pair, type, span in tokens.
-    layers: Counter[tuple[float, str, int]]
+    # The number of layers of each kind: FLOPs of a pair, span in tokens, whether it is chunked.
+    layers: Counter[tuple[float, int, bool]]
 
     def per_step(self, lengths: np.ndarray, trained_tokens: int) -> float:
         """Return the FLOPs of forward and backward over documents of so many tokens each."""
         tokens = int(lengths.sum(dtype=np.int64))
         forward = self.per_token * tokens + self.per_trained_token * trained_tokens
-        for (per_pair, layer_type, span), count in self.layers.items():
-            forward += count * per_pair * attended_pairs(lengths, layer_type, span)
+        for (per_pair, span, is_chunked), count in self.layers.items():
+            forward += count * per_pair * attended_pairs(lengths, span, is_chunked)
         return 3 * forward
 
 
-def attended_pairs(lengths: np.ndarray, layer_type: str, span: int) -> int:
+def attended_pairs(lengths: np.ndarray, span: int, is_chunked: bool) -> int:
     """Count the (query, key) pairs of one layer over documents of so many tokens each.
 
-    A token attends to itself and the tokens before it: to all of them, to `span` tokens in all
-    (sliding), or to those of its own stretch of `span` tokens (chunked).
+    A token attends to itself and the tokens before it: to `span` tokens in all (0: to all of them),
+    or to those of its own chunk of `span` tokens.
     """
     lengths = np.asarray(lengths, np.int64)
-    if layer_type == "full_attention":
-        return int((lengths * (lengths + 1) // 2).sum())
-    if layer_type == "sliding_attention":
-        within = np.minimum(lengths, span)
-        return int((within * (within + 1) // 2 + (lengths - within) * span).sum())
-    rest = lengths % span
-    return int((lengths // span * (span * (span + 1) // 2) + rest * (rest + 1) // 2).sum())
+    if is_chunked:
+        rest = lengths % span
+        return int((lengths // span * (span * (span + 1) // 2) + rest * (rest + 1) // 2).sum())
+    within = np.minimum(lengths, span) if span else lengths
+    return int((within * (within + 1) // 2 + (lengths - within) * span).sum())
 
 
 def count_flops(model: PreTrainedModel) -> ModelFlops:
@@ -121,27 +103,48 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
             its experts, heads or head are not where other architectures have them.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
-    kind = config.model_type
     if model._is_stateful:
-        raise NotCounted(f"{kind} keeps a state instead of attending")
+        raise NotCounted(f"{config.model_type} keeps a state instead of attending")
     if getattr(head, "weight", None) is None:
-        raise NotCounted(f"{kind} has no head")
-    skipped = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for p in module.parameters()
-    }
-    skipped |= {id(p) for p in head.parameters()}
+        raise NotCounted(f"{config.model_type} has no head")
     # Of a model that sees or hears too, only the decoder runs on text.
-    multiplied = model if config is model.config else model.get_decoder()
+    decoder = model if config is model.config else model.get_decoder()
+    skipped = _embeddings_and_head(model)
     per_token = sum(
         2.0 * parameter.numel() * _used_share(name, parameter, config)
-        for name, parameter in multiplied.named_parameters()
+        for name, parameter in decoder.named_parameters()
         if id(parameter) not in skipped
     )
     layers = Counter(_attention(layer, i) for i, layer in enumerate(config.per_layer_config))
     return ModelFlops(per_token, 2.0 * head.weight.numel(), layers)
+
+
+def cost_of(model: PreTrainedModel) -> Cost:
+    """Estimate the forward's FLOPs, to balance rows between ranks.
+
+    Unlike `count_flops` it serves every architecture: a token meets `num_experts_per_tok` of the
+    stacked experts, all attention is causal over the whole document, and an architecture that does
+    not say how many heads it has has no attention.
+    """
+    config: Any = model.config.get_text_config()
+    head: Any = model.get_output_embeddings()
+    skipped, top_k = _embeddings_and_head(model), _first(config, "num_experts_per_tok") or 1
+    body_size = sum(
+        p.numel() * top_k // p.shape[0] if p.dim() == 3 else p.numel()
+        for p in model.parameters()
+        if id(p) not in skipped
+    )
+    head_size = sum(p.numel() for p in head.parameters()) if head else 0
+    heads = _first(config, "num_attention_heads")
+    width = (heads * _first(config, "head_dim") or _first(config, "hidden_size")) if heads else 0
+    return Cost(2 * body_size, 2 * head_size, 4 * _first(config, "num_hidden_layers") * width)
+
+
+def _embeddings_and_head(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the parameters that are looked up or that only some tokens meet."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head: Any = model.get_output_embeddings()
+    return {id(p) for module in [*modules, *filter(None, [head])] for p in module.parameters()}
 
 
 def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
@@ -152,54 +155,45 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None
     if parameter.dim() == 2 and not is_listed:
         return 1.0
-    top_k = _first(config, _TOP_K_NAMES)
-    experts = _first(config, _EXPERTS_NAMES) if is_listed else parameter.shape[0]
-    if top_k is None or experts is None or parameter.dim() > 3 or "expert" not in name:
+    top_k = _first(config, *_TOP_K_NAMES)
+    experts = _first(config, *_EXPERTS_NAMES) if is_listed else parameter.shape[0]
+    if not top_k or not experts or parameter.dim() > 3 or "expert" not in name:
         raise NotCounted(f"{config.model_type} does not say how often a token meets its {name}")
     return min(1.0, top_k / experts)
 
 
-def _attention(config: Any, layer: int) -> tuple[float, str, int]:
-    """Return a layer's FLOPs per pair (a query by a key, a weight by a value), its type, its
-    span."""
-    heads, width = _first(config, ("num_attention_heads",)), _first(config, ("hidden_size",))
+def _attention(config: Any, layer: int) -> tuple[float, int, bool]:
+    """Return a layer's FLOPs per pair (a query by a key, a weight by a value), its span, and
+    whether it is chunked."""
+    heads, width = _first(config, "num_attention_heads"), _first(config, "hidden_size")
     if not heads or not width:
         raise NotCounted(f"{config.model_type} does not say how many heads its layers have")
-    query_width = _first(config, ("head_dim",)) or width // heads
-    if latent := _first(config, ("qk_nope_head_dim",)):
+    query_width = _first(config, "head_dim") or width // heads
+    if latent := _first(config, "qk_nope_head_dim"):
         query_width = latent + config.qk_rope_head_dim
-    value_width = _first(config, ("v_head_dim",)) or query_width
-    if types := getattr(config, "layer_types", None):
-        layer_type = types[layer]
-    elif types := getattr(config, "attention_layers", None):  # GPT-Neo's
-        layer_type = "full_attention" if types[layer] == "global" else f"{types[layer]} attention"
-    else:
-        layer_type = (
-            "sliding_attention" if _first(config, ("sliding_window",)) else "full_attention"
-        )
+    value_width = _first(config, "v_head_dim") or query_width
+    # GPT-Neo has the second, with types of its own.
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    layer_type = types[layer] if types else "sliding_attention"
     if layer_type not in _SPANS:
-        raise NotCounted(f"{config.model_type} has layers of {layer_type}")
-    span = _first(config, (_SPANS[layer_type],))
-    return (
-        2.0 * heads * (query_width + value_width),
-        layer_type if span else "full_attention",
-        span or 0,
-    )
+        raise NotCounted(f"{config.model_type} has layers of type {layer_type}")
+    span = _first(config, _SPANS[layer_type])
+    is_chunked = span > 0 and layer_type == "chunked_attention"
+    return 2.0 * heads * (query_width + value_width), span, is_chunked
 
 
-def _first(config: Any, names: Sequence[str]) -> int | None:
-    """Return the first of these settings that is a number, the same in all layers."""
+def _first(config: Any, *names: str) -> int:
+    """Return the first of these settings that is a number, the same in all layers, or 0."""
     for name in names:
         # transformers raises this for a setting that differs from layer to layer.
         with contextlib.suppress(RuntimeError):
             if isinstance(value := getattr(config, name, None), int):
                 return value
-    return None
+    return 0
 
 
 class MfuMeter:
-    """The MFU of a run's steps: model FLOPs per second over the peak of all its devices
-    together."""
+    """The MFU of a run's steps: model FLOPs per second over the peak of all its devices."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
         """Collective: log the peak that the MFU is relative to, or why there is none."""
@@ -219,20 +213,22 @@ class MfuMeter:
 
 def _total_peak(dtype: torch.dtype, world: World) -> float:
     """Return the FLOP/s of all ranks together. Collective."""
-    name = dtype_name(dtype)
     if world.device.type == "cpu":
         measure_matmul_rate(dtype, seconds=0)
         # All ranks at once: cores and memory that they share must not count twice.
         world.all_reduce_max(0)
-        rates = world.all_gather_json(measure_matmul_rate(dtype))
-        source = f"measured on this CPU in {name}"
+        peak: float | None = measure_matmul_rate(dtype)
+        source = f"measured on this CPU in {dtype_name(dtype)}"
     else:
         device = torch.cuda.get_device_name(world.device)
-        rates = world.all_gather_json(published_peak(device, dtype))
-        source = f"published for {device} in {name}"
-        if None in rates:
-            raise NotCounted(f"the peak of {device} in {name} is not in the table")
-    mean = sum(rates) / world.size
+        peak, source = (
+            published_peak(device, dtype),
+            f"published for {device} in {dtype_name(dtype)}",
+        )
+    peaks = world.all_gather_json(peak)
+    if None in peaks:
+        raise NotCounted(f"no peak is {source}")
+    mean = sum(peaks) / world.size
     logger.info(
         f"MFU counts model FLOPs against {mean / 1e12:.3g} TFLOP/s ({source}) x {world.size} "
         "(ranks)"
@@ -245,13 +241,13 @@ def published_peak(device_name: str, dtype: torch.dtype) -> float | None:
     words = set(re.split(r"[\s-]+", device_name))
     if dtype not in (torch.bfloat16, torch.float16) or words & _OTHER_DEVICES:
         return None
-    return next(
-        (1e12 * peak for key, peak in _PUBLISHED_TFLOPS.items() if words.issuperset(key.split())),
-        None,
-    )
+    for teraflops, names in _PUBLISHED_TFLOPS.items():
+        if any(words.issuperset(name.split()) for name in names):
+            return 1e12 * teraflops
+    return None
 
 
-def measure_matmul_rate(dtype: torch.dtype, seconds: float = _MEASURED_S) -> float:
+def measure_matmul_rate(dtype: torch.dtype, seconds: float = 0.3) -> float:
     """Return the FLOP/s of square matrix products, on the threads of this process.
 
     Matrices are 1024 wide; they are multiplied for at least `seconds`.
@@ -264,37 +260,3 @@ def measure_matmul_rate(dtype: torch.dtype, seconds: float = _MEASURED_S) -> flo
         count += 1
         if (elapsed := time.perf_counter() - started) >= seconds:
             return count * 2 * _GEMM_SIZE**3 / elapsed
-
-
-def cost_of(model: PreTrainedModel) -> Cost:
-    """Estimate the forward's FLOPs, to balance rows between ranks.
-
-    Unlike `count_flops` it serves every architecture: a token meets `num_experts_per_tok` of the
-    stacked experts, all attention is causal over the whole document, and an architecture that does
-    not say how many heads it has has no attention.
-    """
-    config: Any = model.config
-    text = config.get_text_config()
-
-    def number(name: str) -> int:
-        value = getattr(text, name, None)
-        return value if isinstance(value, int) else 0
-
-    top_k, heads = number("num_experts_per_tok") or 1, number("num_attention_heads")
-    head: Any = model.get_output_embeddings()
-    head_sizes = {} if head is None else {id(p): p.numel() for p in head.parameters()}
-    looked_up = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for p in module.parameters()
-    }
-    body_size = sum(
-        p.numel() * top_k // p.shape[0] if p.dim() == 3 else p.numel()
-        for p in model.parameters()
-        if id(p) not in head_sizes.keys() | looked_up
-    )
-    width = (heads * number("head_dim") or number("hidden_size")) if heads else 0
-    return Cost(
-        2 * body_size, 2 * sum(head_sizes.values()), 4 * number("num_hidden_layers") * width
-    )

@@ -126,17 +126,11 @@ def test_recomputation_is_not_counted() -> None:
     assert count_flops(model).per_step(LENGTHS, 5) == before
 
 
-@pytest.mark.parametrize(
-    ("layer_type", "span"),
-    [("full_attention", 0), ("sliding_attention", 3), ("chunked_attention", 3)],
-)
-def test_pairs_are_those_of_the_mask(layer_type: str, span: int) -> None:
+@pytest.mark.parametrize(("span", "is_chunked"), [(0, False), (3, False), (3, True)])
+def test_pairs_are_those_of_the_mask(span: int, is_chunked: bool) -> None:
     def allowed(query: int, key: int) -> bool:
-        near = {
-            "sliding_attention": query - key < span,
-            "chunked_attention": span and query // span == key // span,
-        }
-        return key <= query and bool(near.get(layer_type, True))
+        near = query // span == key // span if is_chunked else query - key < (span or 99)
+        return key <= query and near
 
     lengths = np.array([1, 2, 3, 4, 10], np.uint16)
     pairs = sum(
@@ -145,13 +139,11 @@ def test_pairs_are_those_of_the_mask(layer_type: str, span: int) -> None:
         for query in range(length)
         for key in range(length)
     )
-    assert attended_pairs(lengths, layer_type, span) == pairs
+    assert attended_pairs(lengths, span, is_chunked) == pairs
 
 
 def test_long_rows_do_not_overflow() -> None:
-    assert (
-        attended_pairs(np.array([200_000], np.int32), "full_attention", 0) == 200_000 * 200_001 // 2
-    )
+    assert attended_pairs(np.array([200_000], np.int32), 0, False) == 200_000 * 200_001 // 2
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "minimax", "qwen3_next", "gpt_neo"])
@@ -176,11 +168,6 @@ def test_what_does_not_attend_as_others_do_has_no_count(model_type: str) -> None
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
         ("NVIDIA H200", torch.float16, 989),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
-        ("NVIDIA L40S", torch.bfloat16, 362),
-        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
-        ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
-        ("NVIDIA B200", torch.bfloat16, 2250),
         ("NVIDIA H100 80GB HBM3", torch.float32, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),
@@ -188,6 +175,4 @@ def test_what_does_not_attend_as_others_do_has_no_count(model_type: str) -> None
     ],
 )
 def test_published_peaks(name: str, dtype: torch.dtype, teraflops: float | None) -> None:
-    assert published_peak(name, dtype) == (
-        None if teraflops is None else pytest.approx(1e12 * teraflops)
-    )
+    assert published_peak(name, dtype) == (teraflops and pytest.approx(1e12 * teraflops))
