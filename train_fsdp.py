@@ -89,7 +89,7 @@ def build_train_context(
     if logits := use_loss_head(model, world.device):
         logger.info(f"Loss: logits are made {logits}")
     if config.model.compile:
-        compile_layers(model, config)
+        compile_layers(model)
     if resumed:
         load_checkpoint(resumed, model, optimizer, config.run.seed, run.directory, world)
     set_aside(run.directory, resumed, world)

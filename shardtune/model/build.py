@@ -43,18 +43,16 @@ from shardtune.model.support import decoder_layers, unsupported
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
 # recomputes the rest.
 _KEPT_OPERATORS = [
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-] + [torch.ops.torch_attn._varlen_attn.default]
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -82,7 +80,7 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     """
     master = DTYPES[config.model.master_dtype]
     skeleton = _on_meta(model_config, config.model.attention, master)
-    if problems := list(unsupported(skeleton, config, world)):
+    if problems := list(unsupported(skeleton, config)):
         raise UserError(*problems)
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config.model.compute_dtype, world.device),
@@ -93,7 +91,7 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         shard(model, world, policy)
         draw_weights(model, config.run.seed, world.device)
     else:
-        model = _load_sharded(skeleton, master, config.model.path, world, policy)
+        model = _load_sharded(skeleton, config.model.path, world, policy)
     if config.model.activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False}
         if config.model.activation_checkpointing == "selective":
@@ -116,90 +114,69 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
     """Build the architecture without storage. `auto` is sdpa, or eager where there is no sdpa."""
     # A copy, because building changes it, and the export writes it as the source's.
     model_config = copy.deepcopy(model_config)
-    refusals = []
-    for implementation in ("sdpa", "eager") if attention == "auto" else (attention,):
-        try:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(
-                    model_config, attn_implementation=implementation, dtype=dtype
-                )
-        except ValueError as error:
-            refusals.append(first_line(error))
-    raise UserError(
-        f"model.attention={attention} is not available for {model_config.model_type} "
-        f"({refusals[0]}) - use model.attention=auto"
-    )
+    implementation = None if attention == "auto" else attention
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                model_config, attn_implementation=implementation, dtype=dtype
+            )
+    except ValueError as error:
+        raise UserError(
+            f"model.attention={attention} is not available for {model_config.model_type} "
+            f"({first_line(error)}) - use model.attention=auto"
+        ) from error
 
 
 def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
     """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters."""
-    options: dict[str, Any] = {
-        "mesh": world.mesh,
-        "mp_policy": policy,
-        "shard_placement_fn": partial(shard_placement, shards=world.mesh["shard"].size()),
-    }
-    layers = decoder_layers(model)
-    if not layers:
-        logger.info(
-            f"{type(model).__name__} names no layers to shard by: every forward gathers the whole "
-            "model at once"
-        )
-    for layer in reversed(layers):  # inner layers before those around them
-        fully_shard(layer, **options)
+    placement = partial(shard_placement, shards=world.mesh["shard"].size())
+    fully = partial(fully_shard, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
+    for layer in reversed(decoder_layers(model)):  # inner layers before those around them
+        fully(layer)
         always_give_expert_gradients(layer)
-    fully_shard(model, **options)
+    fully(model)
 
 
-def compile_layers(model: PreTrainedModel, config: Config) -> None:
+def compile_layers(model: PreTrainedModel) -> None:
     """Compile the forward of each layer, once for all lengths.
 
     FSDP2's hooks and activation checkpointing stay outside. Compilation happens at the first call,
     which raises RunFailed where it fails.
     """
-
-    def compiled(layer: Any) -> Callable[..., Any]:
-        # transformers checkpoints inside the forward. Compiled together, a layer whose graph
-        # breaks, as it does at attention, would silently stay uncompiled.
-        inner = inspect.unwrap(
-            type(layer).forward,
-            stop=lambda function: function.__code__.co_name != "forward_with_checkpointing",
-        )
-        fast = torch.compile(partial(inner, layer), dynamic=True)
-
-        def forward(*arguments: Any, **options: Any) -> Any:
-            try:
-                if getattr(layer, "gradient_checkpointing", False) and layer.training:
-                    return layer._gradient_checkpointing_func(partial(fast, **options), *arguments)
-                return fast(*arguments, **options)
-            except (TorchDynamoException, InductorError) as error:
-                reason = first_line(error)
-                name = type(layer).__name__.removeprefix("FSDP")
-                raise RunFailed(
-                    f"model.compile=true: {name} cannot be compiled here ({reason}) - install the "
-                    "missing part, such as a C++ compiler on a CPU, or use model.compile=false"
-                ) from error
-
-        return forward
-
     for layer in decoder_layers(model):
-        layer.forward = compiled(layer)
+        layer.forward = _compiled_forward(layer)
     logger.info(
         "Each layer is compiled at its first use, so the first steps take minutes and count in "
         "the first estimates"
     )
-    if config.model.activation_checkpointing == "selective":
-        logger.info(
-            "Selective checkpointing keeps attention alone in compiled layers: their matrix "
-            "products are recomputed"
-        )
+
+
+def _compiled_forward(layer: Any) -> Callable[..., Any]:
+    # transformers checkpoints inside the forward. Compiled together, a layer whose graph breaks,
+    # as it does at attention, would silently stay uncompiled.
+    inner = inspect.unwrap(
+        type(layer).forward,
+        stop=lambda function: function.__code__.co_name != "forward_with_checkpointing",
+    )
+    compiled = torch.compile(partial(inner, layer), dynamic=True)
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        try:
+            if getattr(layer, "gradient_checkpointing", False) and layer.training:
+                return layer._gradient_checkpointing_func(partial(compiled, **options), *arguments)
+            return compiled(*arguments, **options)
+        except (TorchDynamoException, InductorError) as error:
+            raise RunFailed(
+                f"model.compile=true: {type(layer).__name__.removeprefix('FSDP')} cannot be "
+                f"compiled here ({first_line(error)}) - install the missing part, such as a C++ "
+                "compiler on a CPU, or use model.compile=false"
+            ) from error
+
+    return forward
 
 
 def _load_sharded(
-    skeleton: PreTrainedModel,
-    master: torch.dtype,
-    path: str,
-    world: World,
-    policy: MixedPrecisionPolicy,
+    skeleton: PreTrainedModel, path: str, world: World, policy: MixedPrecisionPolicy
 ) -> PreTrainedModel:
     """Load the weights into a model like the skeleton that is sharded before they are read.
 
@@ -239,7 +216,7 @@ def _load_sharded(
     model, info = Sharded.from_pretrained(
         path,
         config=skeleton.config,
-        dtype=master,
+        dtype=skeleton.dtype,
         attn_implementation=skeleton.config._attn_implementation,
         distributed_config=DistributedConfig(),  # no parallelism of transformers' own
         output_loading_info=True,
@@ -256,19 +233,20 @@ def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
     Raises:
         UserError: the files lack tensors of the model, or have them in another shape.
     """
-    misshapen = (
-        f"{name} {list(stored)}, not {list(built)}"
-        for name, stored, built in info["mismatched_keys"]
-    )
-    problems = [
-        f"{path}: {kind} {min(names)} ({len(names)} in all) - fetch the model again, or correct "
-        "its config.json"
-        for kind, names in (
-            ("the files lack the model's tensor", list(info["missing_keys"])),
-            ("another shape than the model's has", list(misshapen)),
+    missing, misshapen = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
+    remedy = "fetch the model again, or correct its config.json"
+    problems = []
+    if missing:
+        problems.append(
+            f"{path}: the files lack the model's tensor {missing[0]} ({len(missing)} in all) - "
+            f"{remedy}"
         )
-        if names
-    ]
+    if misshapen:
+        name, stored, built = misshapen[0]
+        problems.append(
+            f"{path}: another shape than the model's has {name}, {list(stored)}, not "
+            f"{list(built)} ({len(misshapen)} in all) - {remedy}"
+        )
     if problems:
         raise UserError(*problems)
     if unexpected := sorted(info["unexpected_keys"]):
@@ -279,8 +257,7 @@ def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
 
 @contextmanager
 def forward_only(model: PreTrainedModel) -> Iterator[None]:
-    """Run forwards without dropout, gradients or trace: every parameter is sharded again at the
-    end.
+    """Run forwards without dropout or gradients, and shard every parameter again at the end.
 
     FSDP2 keeps the root's parameters gathered until a backward comes, and their shards out of reach
     meanwhile.
@@ -311,13 +288,12 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
         parameters = dict(module.named_parameters(recurse=False))
         sharded = {key: p for key, p in parameters.items() if id(p) not in drawn}
         # A module with nothing but buffers has them initialised too.
-        if not sharded and (parameters or not any(True for _ in module.buffers(recurse=False))):
+        if not sharded and (parameters or not list(module.buffers(recurse=False))):
             continue
         drawn |= {id(parameter) for parameter in sharded.values()}
         for key, parameter in sharded.items():
-            module.register_parameter(
-                key, nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
-            )
+            whole = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            module.register_parameter(key, nn.Parameter(whole))
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -329,10 +305,8 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
             shape, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-            index = tuple(
-                slice(start, start + length) for start, length in zip(offset, shape, strict=True)
-            )
-            parameter.to_local().copy_(whole[index])
+            ends = (start + size for start, size in zip(offset, shape, strict=True))
+            parameter.to_local().copy_(whole[tuple(map(slice, offset, ends))])
 
 
 def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
