@@ -22,7 +22,7 @@ from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
-from shardtune.log import logger, setup_logging
+from shardtune.log import logger
 from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import shard
 from shardtune.model.loss import LossHead, summed_loss, use_loss_head
@@ -41,6 +41,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 16,
@@ -55,29 +56,18 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
 LENGTHS = (5, 1, 23, 12, 40)
 # Of each architecture: its settings, the reason why it does not attend by documents, and whether
 # its head gives the loss itself.
 FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "llama": ({"head_dim": 16, "tie_word_embeddings": True}, "", True),
     "qwen2": ({}, "", True),
-    "qwen3_moe": (
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        "",
-        True,
-    ),
+    "qwen3_moe": (EXPERTS, "", True),
     "glm4_moe": (LATENT | {"num_key_value_heads": 2, "head_dim": 16}, "", True),
     "deepseek_v3": (LATENT, "", True),
-    "qwen2_moe": (
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
-        "",
-        True,
-    ),
+    "qwen2_moe": (EXPERTS | {"shared_expert_intermediate_size": 16}, "", True),
     "mistral": ({"head_dim": 16, "sliding_window": max(LENGTHS)}, "", True),
     "mistral, narrow": ({"head_dim": 16, "sliding_window": 8}, "a sliding window", True),
     "gpt_neox": ({"rotary_pct": 0.5}, "", True),
@@ -85,26 +75,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "starcoder2": ({"sliding_window": None}, "", True),
     "granite": ({"logits_scaling": 4.0}, "", False),
     "cohere": ({"logit_scale": 0.5}, "", False),
-    "gemma2": (
-        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
-        "a sliding window",
-        False,
-    ),
-    "gemma2, wide": (
-        {"head_dim": 16, "sliding_window": 64, "query_pre_attn_scalar": 16},
-        "capped scores",
-        False,
-    ),
-    "gemma3_text": (
-        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": None},
-        "a sliding window",
-        True,
-    ),
-    "deepseek_v32": (
-        LATENT | {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16},
-        "layers that read the mask",
-        True,
-    ),
+    "gemma2": (GEMMA | {"sliding_window": 8}, "a sliding window", False),
+    "gemma2, wide": (GEMMA | {"sliding_window": 64}, "capped scores", False),
+    "gemma3_text": (GEMMA | {"sliding_window": 8, "layer_types": None}, "a sliding window", True),
+    "deepseek_v32": (LATENT | INDEXER, "layers that read the mask", True),
 }
 CHECKPOINTED = ("llama", "glm4_moe", "granite", "gemma2")
 
@@ -168,20 +142,23 @@ def compare(config: Config, out: Path) -> None:
     world, reports = join_world(config.distributed), {}
     for family, (settings, reason, is_last) in FAMILIES.items():
         for checkpointing in (False, True) if family in CHECKPOINTED else (False,):
-            reports[f"{family} {checkpointing}"] = difference(
-                a_model(family, settings), config, world, checkpointing, reason, is_last
+            model, name = a_model(family, settings), f"{family} {checkpointing}"
+            lines, at_once, reports[name] = difference(model, config, world, checkpointing)
+            (line,) = lines
+            assert (reason in line and "row x row" in line) if reason else "out a mask" in line, (
+                line
             )
+            assert not at_once if is_last else "changes them after its head" in at_once, name
+            head = model.get_output_embeddings()
+            assert isinstance(head, LossHead) and head.is_last is is_last, name
     (out / "reports.json").write_text(json.dumps(reports), encoding="utf-8")
 
 
 def difference(
-    model: PreTrainedModel,
-    config: Config,
-    world: World,
-    checkpointing: bool,
-    reason: str,
-    is_last: bool,
-) -> list[float]:
+    model: PreTrainedModel, config: Config, world: World, checkpointing: bool
+) -> tuple[list[str], str | None, list[float]]:
+    """The choice that is logged, which logits exist at once, and how far loss and gradients are
+    off."""
     documents, trained, batch = a_row(LENGTHS)
     model.set_attn_implementation("eager")
     expected = one_by_one(model, documents, trained)
@@ -195,20 +172,7 @@ def difference(
     lines: list[str] = []
     with patch.object(logger, "info", lines.append):
         assert choose_attention(model, config, max(LENGTHS), world)
-    (line,) = lines
-    assert (reason in line and "row x row" in line) if reason else "without a mask" in line, (
-        reason,
-        line,
-    )
-    kind = model.config.model_type
-    at_once = (
-        None
-        if is_last
-        else f"for all trained positions at once, since {kind} changes them after its head"
-    )
-    assert use_loss_head(model, world.device) == at_once
-    head = model.get_output_embeddings()
-    assert isinstance(head, LossHead) and head.is_last is is_last, kind
+    at_once = use_loss_head(model, world.device)
     loss = summed_loss(model, batch)
     loss.backward()
     found = gradients(model)
@@ -217,7 +181,7 @@ def difference(
     off = sum(
         (found[name] - grad).square().sum() for name, grad in expected_gradients.items()
     ).sqrt()
-    return [abs(loss.item() / expected.item() - 1), (off / norm).item()]
+    return lines, at_once, [abs(loss.item() / expected.item() - 1), (off / norm).item()]
 
 
 def test_loss_and_gradients_equal_one_document_at_a_time(
@@ -234,64 +198,56 @@ def test_loss_and_gradients_equal_one_document_at_a_time(
     assert not wrong
 
 
+def by_place(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    """As a model that counts from the beginning of the row, whatever positions it is given."""
+    return output * (1 + (torch.arange(output.shape[1]) > 99)[:, None])
+
+
+def by_table(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    """The same, with fewer positions than the longest row has."""
+    return output * torch.linspace(1, 2, 128)[torch.arange(output.shape[1])][:, None]
+
+
 def check_documents(models: dict[str, Path], config: Config, usual: Config) -> None:
     """On a rank: models that can be packed pass, also where their kernels round differently, and
     others do not."""
     world = join_world(config.distributed)
+
+    def sharded(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        model.config.use_cache = False
+        shard(model, world, MixedPrecisionPolicy(param_dtype=dtype))
+        return model
+
+    def loaded(path: Path) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def check_refused(model: PreTrainedModel) -> None:
+        refusal = (
+            rf"{model.config.model_type} lets a packed document see .* use data\.packing=false"
+        )
+        with pytest.raises(UserError, match=refusal):
+            choose_attention(model, config, config.data.max_length, world)
+
     for dtype in torch.float32, torch.bfloat16:
-        policy = MixedPrecisionPolicy(param_dtype=dtype)
         for path in models.values():
-            for how in config, usual:
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-                model.config.use_cache = False
-                shard(model, world, policy)
+            for how, attention in (config, "documents"), (usual, "sdpa"):
+                model = sharded(loaded(path), dtype)
                 assert choose_attention(model, how, how.data.max_length, world)
                 assert model.training
-                assert model.config._attn_implementation == (
-                    "documents" if how is config else "sdpa"
-                )
-        leaking = small_opt(use_cache=False)
-        shard(leaking, world, policy)
-        with pytest.raises(
-            UserError, match=r"opt lets a packed document see .* use data\.packing=false"
-        ):
-            choose_attention(leaking, config, config.data.max_length, world)
+                assert model.config._attn_implementation == attention
+        check_refused(sharded(small_opt(), dtype))
 
-    by_place = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
-    by_place.config.use_cache = False
-    shard(by_place, world, MixedPrecisionPolicy(param_dtype=torch.float32))
+    for leak in by_place, by_table:
+        leaking = sharded(loaded(models["llama"]))
+        leaking.get_input_embeddings().register_forward_hook(leak)
+        check_refused(leaking)
 
-    def scale(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-        """As a model that counts from the beginning of the row, whatever positions it is given."""
-        return output * (1 + (torch.arange(output.shape[1]) > 99)[:, None])
-
-    by_place.get_input_embeddings().register_forward_hook(scale)
-    with pytest.raises(
-        UserError, match=r"llama lets a packed document see .* use data\.packing=false"
-    ):
-        choose_attention(by_place, config, config.data.max_length, world)
-
-    with_table = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
-    with_table.config.use_cache = False
-    shard(with_table, world, MixedPrecisionPolicy(param_dtype=torch.float32))
-
-    def scale_from_table(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-        """The same, with fewer positions than the longest row has."""
-        return output * torch.linspace(1, 2, 128)[torch.arange(output.shape[1])][:, None]
-
-    with_table.get_input_embeddings().register_forward_hook(scale_from_table)
-    with pytest.raises(
-        UserError, match=r"llama lets a packed document see .* use data\.packing=false"
-    ):
-        choose_attention(with_table, config, config.data.max_length, world)
-
-    deep = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(
-            models["llama"], num_hidden_layers=8, initializer_range=0.3, use_cache=False
-        ),
-        dtype=torch.float32,
+    deep_config = AutoConfig.from_pretrained(
+        models["llama"], num_hidden_layers=8, initializer_range=0.3
     )
-    shard(deep, world, policy)
+    deep = sharded(
+        AutoModelForCausalLM.from_config(deep_config, dtype=torch.float32), torch.bfloat16
+    )
     outputs = []
 
     def choose_kernel(module: Any, arguments: Any, options: dict[str, Any]) -> None:
@@ -314,30 +270,3 @@ def test_documents_are_separate_or_packing_is_refused(
     ]
     checked = on_ranks(1, check_documents, models, *configs, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
-
-
-def choose_for_training(config: Config) -> None:
-    """On a rank: a model without dropout in its attention, and one with it."""
-    world = join_world(config.distributed)
-    setup_logging(is_main=True, is_node_main=True)
-    for dropout in 0.0, 0.1:
-        model = a_model("llama", {"attention_dropout": dropout})
-        shard(model, world, MixedPrecisionPolicy())
-        state = torch.get_rng_state()
-        assert choose_attention(model, config, config.data.max_length, world)
-        assert torch.equal(torch.get_rng_state(), state)  # those of the run
-
-
-def test_the_attention_that_is_logged_is_that_of_training(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    done = on_ranks(
-        1,
-        choose_for_training,
-        config_for(models["llama"], tmp_path, "data.max_length=50"),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    for line, lacking in zip(lines, ("needs a GPU", "has no dropout"), strict=True):
-        assert f"(one call per document, since varlen attention {lacking})" in line

@@ -209,7 +209,6 @@ def test_compiled_layers_are_compiled_and_change_no_number(
     )
     finish(done)
     assert int(re.findall("^Compiled operations: (.+)", done.stdout, re.MULTILINE)[-1]) > 50
-    assert ("compute their matrix products again" in done.stdout) == (checkpointing == "selective")
     check(run_dir, expected[family])
 
 

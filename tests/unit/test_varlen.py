@@ -1,25 +1,57 @@
-"""Where varlen attention can serve."""
+"""Where varlen attention serves, and that it is given what it needs."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from shardtune.model.attention import varlen_lacks
+from shardtune.model import attention
+
+
+def plain_varlen(q: Any, k: Any, v: Any, starts: Any, *_: Any, scale: Any, **__: Any) -> Any:
+    """As `varlen_attn`, which needs a GPU and one width for all."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    documents = [
+        F.scaled_dot_product_attention(
+            *(x[:, a:b] for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+        )
+        for a, b in pairwise(starts.tolist())
+    ]
+    return torch.cat(documents, 1).transpose(0, 1)
 
 
 @pytest.mark.parametrize(
-    ("asked", "lacking"),
+    ("value_width", "dropout", "way"),
     [
-        (("cuda", torch.bfloat16, 128, 128, 0.0), ""),
-        (("cuda", torch.float16, 192, 128, 0.0), ""),  # latent attention
-        (("cuda", torch.bfloat16, 64, 128, 0.0), "is not for values wider than their keys"),
-        (("cuda", torch.float32, 128, 128, 0.0), "is not for float32"),
-        (("cuda", torch.bfloat16, 128, 128, 0.1), "has no dropout"),
-        (("cpu", torch.bfloat16, 128, 128, 0.0), "needs a GPU"),
+        (16, 0.0, "varlen attention"),
+        (12, 0.0, "varlen attention"),  # latent attention
+        (24, 0.0, "one call per document"),
+        (16, 0.1, "one call per document"),
     ],
 )
-def test_varlen_attention_says_what_it_lacks(asked: tuple[Any, ...], lacking: str) -> None:
-    assert varlen_lacks(*asked) == lacking
+def test_varlen_attention_serves_without_dropout_and_wider_values(
+    value_width: int, dropout: float, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 12, 16), torch.randn(1, 2, 12, 16)
+    value = torch.randn(1, 2, 12, value_width)
+    attention.documents.set([5, 7], torch.tensor([0, 5, 12], dtype=torch.int32))
+
+    def attend(dropout: float) -> torch.Tensor:
+        given = (nn.Identity(), query, key, value, None)
+        return attention.document_attention(*given, dropout=dropout, scaling=0.2)[0]
+
+    expected = attend(0.0)
+    assert attention.documents.way == "one call per document", "there is a kernel for CPUs"
+    monkeypatch.setattr(attention, "_varlen_runs", lambda *_: True)
+    monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
+    found = attend(dropout)
+    assert attention.documents.way == way
+    assert found.shape == (1, 12, 4, value_width)
+    assert dropout or torch.allclose(found, expected, atol=1e-6)
