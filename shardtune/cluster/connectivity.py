@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
-import socket
-import threading
-from typing import Any
 
 import psutil
 
-from shardtune.cluster import network
-from shardtune.cluster.control import Control
+from shardtune.cluster.control import Control, Message
 from shardtune.cluster.environment import Environment
 
-_CONNECT_TIMEOUT_S = 5.0
-_MESSAGE_TIMEOUT_S = 5.0
-_SILENT, _CUT_OFF = f"hears nothing for {_MESSAGE_TIMEOUT_S:.0f} s", "is cut off"
-_SMALL_BYTES, _LARGE_BYTES = 64, 64 << 10  # in one packet, and in more than any MTU holds
-_BYTES = (_SMALL_BYTES, _LARGE_BYTES, 1 << 20)
-_AT_ONCE = 16
+_TIMEOUT_S = 5.0
+_LARGE_BYTES = 64 << 10  # more than any MTU holds
+_SIZES = (64, _LARGE_BYTES, 1 << 20)
 _GATHER_TIMEOUT_S = 60.0
-_NO_NETWORK, _NO_HOST = os.strerror(errno.ENETUNREACH), os.strerror(errno.EHOSTUNREACH)
 
 
 async def require_paths(control: Control, environment: Environment) -> None:
@@ -32,134 +23,65 @@ async def require_paths(control: Control, environment: Environment) -> None:
     Raises:
         LaunchEnded: on every node, with the nodes that cannot reach each other, and how.
     """
-    assert environment.local_ip is not None
-    with network.listen(0, environment.local_ip) as listener:
-        threading.Thread(target=_answer_all, args=(listener,), daemon=True).start()
-        mtu = psutil.net_if_stats()[environment.interface].mtu
-        place = {
-            "ip": environment.local_ip,
-            "port": listener.getsockname()[1],
-            "mtu": f"{environment.interface} {mtu}",
-        }
-        what = "ports that can be reached"
-        places = await control.gather(what, place, _GATHER_TIMEOUT_S)
-        limit = asyncio.Semaphore(_AT_ONCE)
-
-        async def problem_towards(node: int) -> str | None:
-            async with limit:
-                ip, port = places[node]["ip"], places[node]["port"]
-                trouble = await asyncio.to_thread(_try, ip, port)
-                return trouble and _describe(trouble, node, places, control, environment)
-
-        others = [node for node in range(len(control.nodes)) if node != control.node]
-        troubles = await asyncio.gather(*map(problem_towards, others))
-        value = {"problems": [trouble for trouble in troubles if trouble]}
+    server = await asyncio.start_server(_echo, environment.local_ip, 0)
+    place = {
+        "ip": environment.local_ip,
+        "port": server.sockets[0].getsockname()[1],
+        "mtu": f"{environment.interface} {psutil.net_if_stats()[environment.interface].mtu}",
+    }
+    try:
+        places = await control.gather("ports that can be reached", place, _GATHER_TIMEOUT_S)
+        found = await asyncio.gather(
+            *(
+                _problem(control, node, places, environment.port)
+                for node in range(len(control.nodes))
+                if node != control.node
+            )
+        )
+        value = {"problems": [problem for problem in found if problem]}
         await control.gather("connections between the nodes", value, _GATHER_TIMEOUT_S)
-        _end(listener)
+    finally:
+        server.close()
 
 
-def _describe(
-    trouble: str,
-    node: int,
-    places: list[dict[str, Any]],
-    control: Control,
-    environment: Environment,
-) -> str:
-    """Describe the trouble that `_try` met on the way to a node, as `<what> - <what to do>`."""
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError, EOFError), contextlib.closing(writer):
+        for size in _SIZES:
+            writer.write(await reader.readexactly(size))
+
+
+async def _problem(
+    control: Control, node: int, places: list[Message], master_port: int | None
+) -> str | None:
+    """Try the way to a node, and describe what is wrong as `<what> - <what to do>`."""
     me, other = control.me.name, control.nodes[node].name
     ip, port = places[node]["ip"], places[node]["port"]
-    # The addresses by which the nodes have met at the master port.
-    known = {0: environment.master_ip}
-    if control.node == 0:
-        known = {hello.node or 0: hello.address for hello in control.nodes}
-    if trouble == "large":
-        mtus = f"{places[control.node]['mtu']} here and {places[node]['mtu']} there"
-        return (
-            f"small messages pass between {me} and {other}, large ones do not: the MTU ({mtus}) is "
-            "more than the way between them carries - set one that every interface and switch "
-            "takes (ip link set dev INTERFACE mtu N)"
-        )
-    if trouble in (_SILENT, _CUT_OFF):
-        return (
-            f"{me} connects to {other} at port {port} of {ip} and {trouble}: its preflight is "
-            "stopped, its machine hangs, or another answers for it - look there, and for a "
-            "firewall or proxy on the way"
-        )
-    if trouble == "slow":
-        return (
-            f"{_LARGE_BYTES >> 10} KiB pass between {me} and {other}, {_BYTES[-1] >> 10} KiB do "
-            f"not within {_MESSAGE_TIMEOUT_S:.0f} s: a cable, a switch or an interface has fallen "
-            "back to a slower rate, the way is full, or one of the two is stopped - see `ethtool "
-            "INTERFACE` on both, and what else they send"
-        )
-    if trouble == _NO_NETWORK:
-        return (
-            f"{me} cannot reach {other} at {ip} ({trouble}), though it reaches MASTER_ADDR - mend "
-            "the route, or set NCCL_SOCKET_IFNAME to an interface whose network all nodes share"
-        )
-    if trouble == _NO_HOST and known.get(node) != ip:
-        return (
-            f"{me} cannot reach {other} at port {port} of {ip} ({trouble}), though both reach "
-            "MASTER_ADDR: a firewall rejects it, or there is no way between the two - open all "
-            "ports between the nodes in the firewall, or set NCCL_SOCKET_IFNAME to an interface "
-            "whose network all nodes share"
-        )
-    return (
-        f"{me} cannot reach {other} at port {port} of {ip} ({trouble}): ports other than "
-        f"{environment.port} are blocked, and NCCL and gloo need them - open all ports between the "
-        "nodes in the firewall"
-    )
-
-
-def _try(ip: str, port: int) -> str | None:
-    """Name the trouble on the way, or None.
-
-    `large`: only a small message passes. `slow`: a larger one passes, the largest does not.
-    """
     try:
-        connection = socket.create_connection((ip, port), _CONNECT_TIMEOUT_S)
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), _TIMEOUT_S)
     except OSError as error:
-        return error.strerror or "timed out"
-    with connection:
-        connection.settimeout(_MESSAGE_TIMEOUT_S)
-        passed = 0
-        try:
-            for size in _BYTES:
-                connection.sendall(bytes(size))
-                _receive(connection, size)
-                passed = size
-        except OSError as error:
-            if passed >= _LARGE_BYTES:
-                return "slow"  # the other end may be the first to give up
-            if isinstance(error, ConnectionError):
-                return _CUT_OFF
-            return "large" if passed else error.strerror or _SILENT
+        why = os.strerror(error.errno) if error.errno else "timed out"
+        return (
+            f"{me} cannot reach {other} at port {port} of {ip} ({why}): ports other than "
+            f"{master_port} are blocked, or no way leads there - open all ports between the nodes "
+            "in the firewall, or set NCCL_SOCKET_IFNAME to an interface whose network all share"
+        )
+    with contextlib.closing(writer):
+        for size in _SIZES:
+            writer.write(bytes(size))
+            try:
+                await asyncio.wait_for(reader.readexactly(size), _TIMEOUT_S)
+            except (OSError, EOFError) as error:
+                if size == _LARGE_BYTES and isinstance(error, TimeoutError):
+                    mtus = f"{places[control.node]['mtu']} here and {places[node]['mtu']} there"
+                    return (
+                        f"small messages pass between {me} and {other}, large ones do not: the MTU "
+                        f"({mtus}) is more than the way between them carries - set one that every "
+                        "interface and switch takes (ip link set dev INTERFACE mtu N)"
+                    )
+                return (
+                    f"{me} connects to {other} at port {port} of {ip}, and {size} bytes do not "
+                    f"come back within {_TIMEOUT_S:.0f} s: that node is stopped, the way is slow "
+                    "or full, or another answers for it - look there, see `ethtool INTERFACE` on "
+                    "both, and look for a firewall or proxy on the way"
+                )
     return None
-
-
-def _answer_all(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is closed in the end
-        while True:
-            threading.Thread(target=_answer, args=(listener.accept()[0],), daemon=True).start()
-
-
-def _answer(connection: socket.socket) -> None:
-    connection.settimeout(2 * _MESSAGE_TIMEOUT_S)  # the other end gives up first, and says why
-    with connection, contextlib.suppress(OSError):
-        for size in _BYTES:
-            _receive(connection, size)
-            connection.sendall(bytes(size))
-
-
-def _receive(connection: socket.socket, size: int) -> None:
-    while size > 0:
-        received = connection.recv(min(size, 1 << 20))
-        if not received:
-            raise ConnectionAbortedError
-        size -= len(received)
-
-
-def _end(listener: socket.socket) -> None:
-    """Wake the thread that accepts, which closing alone does not."""
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)

@@ -1,184 +1,172 @@
-"""Collects facts about a node: versions, code, configuration, data, model, machine."""
+"""Collects facts about a node: versions, code, configuration, data, model, devices, limits."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import re
 import resource
 import shutil
-import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from shardtune.cluster.child import Child, Message, Pipe, results
+from shardtune.cluster.control import Message
 from shardtune.cluster.environment import DATA_SUFFIXES, REPOSITORY, Environment, existing_part
+from shardtune.config import Config
 from shardtune.config_io import to_dict
 
-# Of more than this only blocks at even distances are read.
+# Of the larger files of a set over this size only blocks at even distances are read.
 _WHOLE_BYTES = 4 << 30
 _BLOCK_BYTES = 1 << 20
-_BLOCKS = 16
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_BLOCKS = 32
 # Variables of NCCL and gloo, but for those that name a node's devices and files or log more.
 _TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
+# Ranks with one of these do at the start, or before each collective, what the others would not.
+_RANKS_VARIABLES = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_DIST_INIT_BARRIER", "MAX_RESTARTS")
 _MAY_DIFFER = ("run.dir", "distributed.join_timeout_s")
 _GPU_TIMEOUT_S = 60.0
+_RDMA_PORTS = Path("/sys/class/infiniband")
 # Packages on which tokens or numbers depend.
 _PACKAGES = (
     *("torch", "transformers", "tokenizers", "datasets"),
     *("accelerate", "safetensors", "numpy", "jinja2"),
 )
+_FREE_DISK_BYTES = 10e9
+# Bytes of a checkpoint per byte of bfloat16 weights: float32 weights and two moments.
+_CHECKPOINT_PER_WEIGHT = 6
+_SHM_BYTES = 1 << 29
+_FILES = 1024
 
 
-def facts_of_files(environment: Environment) -> Message:
-    """Collect what is installed and what the run reads; quick, since nothing large is imported."""
-    config = environment.config
-    assert config is not None
-    remarks: list[str] = []
-    flat = {
-        f"{name}.{key}": value
-        for name, section in to_dict(config).items()
-        for key, value in section.items()
-    }
-    model = _model(Path(config.model.path), remarks)
+def node_facts(environment: Environment) -> Message:
+    """Collect what `compare` compares, and this node's own `problems`, `warnings` and `remarks`."""
+    assert environment.config is not None
+    files = _file_facts(environment.config)
+    packages = importlib.metadata.distributions()
+    nccl = [package.name for package in packages if package.name.startswith("nvidia-nccl")]
     return {
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
+        "versions": {name: importlib.metadata.version(name) for name in (*_PACKAGES, *nccl)}
         | {"Python": ".".join(platform.python_version_tuple()[:2])},
         "code": _code(),
-        # Ranks with these meet once more, which the others would not.
-        "environment": {
-            "TORCH_DISTRIBUTED_DEBUG": _debug_level(),
-            "TORCH_DIST_INIT_BARRIER": os.environ.get("TORCH_DIST_INIT_BARRIER", "not set"),
-            "MAX_RESTARTS": environment.max_restarts,
-        },
+        "environment": {name: os.environ.get(name, "not set") for name in _RANKS_VARIABLES},
         "tuning": {name: value for name, value in os.environ.items() if _TUNING.match(name)},
-        "config": {key: value for key, value in flat.items() if key not in _MAY_DIFFER},
-        "data": _data({"data.train": config.data.train, "data.eval": config.data.eval}, remarks),
-        "model": model,
-        "weights_bytes": sum(entry["bytes"] for entry in model.values() if entry["is_weights"]),
-        "remarks": remarks,
-        "processes": environment.processes,
-        "run_dir": config.run.dir,
-        "free_disk_bytes": shutil.disk_usage(existing_part(Path(config.run.dir))).free,
+        "config": {
+            f"{section}.{key}": value if isinstance(value, str) else json.dumps(value)
+            for section, values in to_dict(environment.config).items()
+            for key, value in values.items()
+            if f"{section}.{key}" not in _MAY_DIFFER
+        },
+        **files,
+        **_machine_facts(environment, environment.config, files["model_bytes"]),
     }
 
 
-def facts_of_machine(environment: Environment) -> Message:
-    """Collect devices and limits. torch is imported here; CUDA begins in a fork only."""
-    import torch
+def _file_facts(config: Config) -> Message:
+    specs = {"data.train": config.data.train, "data.eval": config.data.eval}
+    data = {
+        f"{key}: {file.name}": file
+        for key, spec in specs.items()
+        for file in _files_in(Path(spec or ""))
+        if file.suffix in DATA_SUFFIXES
+    }
+    model = {file.name: file for file in _files_in(Path(config.model.path))}
+    remarks = [
+        f"{key}={spec} is a name of the hub, and not compared before the run"
+        for key, spec in (specs | {"model.path": config.model.path}).items()
+        if spec and not Path(spec).exists()
+    ]
+    return {
+        "data": _digests("the data", data, remarks),
+        "model": _digests("the model's files", model, remarks),
+        "model_bytes": sum(file.stat().st_size for file in model.values()),
+        "remarks": remarks,
+    }
 
-    assert environment.config is not None
-    report = _gpus()
-    if report.get("problems"):
-        return report
-    gpus = [] if environment.config.distributed.backend == "gloo" else report["gpus"]
+
+def _machine_facts(environment: Environment, config: Config, model_bytes: int) -> Message:
+    # In a process of its own: one that has used CUDA cannot fork the ranks that measure.
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        asked = pool.apply_async(_gpus, [config.distributed.backend])
+        gpus: list[Message] = asked.get(_GPU_TIMEOUT_S)
     problems = []
     if gpus and (environment.processes or 0) > len(gpus):
         problems.append(
             f"{environment.name}: GPUS_PER_NODE is {environment.processes} and {len(gpus)} GPUs "
             "are visible - set it to that number, or look at CUDA_VISIBLE_DEVICES and nvidia-smi"
         )
-    nofile, memlock = (
-        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
-    )
-    cuda = torch.version.cuda
+    gpus = gpus[: environment.processes]
+    rdma_ports = _rdma_ports()
+    free_bytes = shutil.disk_usage(existing_part(Path(config.run.dir))).free
     return {
         "problems": problems,
-        "libraries": {
-            "CUDA": cuda or "none",
-            "NCCL": _nccl_version() or ".".join(map(str, torch.cuda.nccl.version()))
-            if cuda
-            else "none",
+        "warnings": [*_warnings(gpus, rdma_ports, config.run.dir, free_bytes, model_bytes)],
+        "processes": environment.processes,
+        "devices": {
+            "the device": " and ".join(dict.fromkeys(gpu["name"] for gpu in gpus)) or "CPU process"
         },
-        "device": "GPU" if gpus else "CPU",
-        "gpus": gpus[: environment.processes],
-        "gpu_users": _ask_nvidia("--query-compute-apps=pid,process_name,used_memory")
-        if gpus
-        else "",
-        "driver": _ask_nvidia("--query-gpu=driver_version").partition("; ")[0] if gpus else "",
-        "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
-        "nofile": nofile,
-        "memlock": memlock,
-        "rdma_ports": _rdma_ports(Path("/sys/class/infiniband")),
+        "backend": "nccl" if gpus else "gloo",
+        "rdma_ports": rdma_ports,
+        "run_dir": config.run.dir,
+        "free_disk_bytes": free_bytes,
     }
 
 
-def _gpus() -> Message:
-    """List the GPUs in a process of its own: one that has used CUDA cannot fork the ranks."""
-    name = "the look at the GPUs"
-    late = (
-        f"{name} took more than {_GPU_TIMEOUT_S:.0f} s - "
-        "see whether nvidia-smi answers, and restart the machine"
-    )
-    return results([Child(name, _report_gpus)], _GPU_TIMEOUT_S, lambda _: late, 0)[0]
-
-
-def _report_gpus(pipe: Pipe) -> None:
+def _gpus(backend: str) -> list[Message]:
     import torch
 
-    gpus = []
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        free, total = torch.cuda.mem_get_info(number)
-        gpus.append(
-            {"name": torch.cuda.get_device_name(number), "free_bytes": free, "total_bytes": total}
-        )
-    pipe.send({"gpus": gpus})
+    count = torch.cuda.device_count() if torch.cuda.is_available() and backend != "gloo" else 0
+    memory = map(torch.cuda.mem_get_info, range(count))
+    return [
+        {"name": torch.cuda.get_device_name(number), "free_bytes": free, "total_bytes": total}
+        for number, (free, total) in enumerate(memory)
+    ]
 
 
-def _rdma_ports(devices: Path) -> str:
+def _rdma_ports() -> str:
     """List the active RDMA ports as `mlx5_0:1`, from the kernel's files."""
-    states = sorted(devices.glob("*/ports/*/state"))
+    states = sorted(_RDMA_PORTS.glob("*/ports/*/state"))
     active = [s for s in states if "ACTIVE" in s.read_text(encoding="utf-8")]
     return ", ".join(f"{state.parents[2].name}:{state.parent.name}" for state in active)
 
 
-def _nccl_version() -> str | None:
-    """Read the version of the library that torch has loaded, or None where it is part of torch.
-
-    torch.cuda.nccl.version() is the one that torch was built with; the packages nvidia-nccl-cu*,
-    LD_PRELOAD and LD_LIBRARY_PATH choose the other. The number is NCCL_VERSION of nccl.h (2.9 on).
-    """
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
-    except OSError:
-        return None
-    return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
-
-
-def _debug_level() -> str:
-    is_detail = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-    return "DETAIL" if is_detail else "not DETAIL"
-
-
-def _ask_nvidia(query: str) -> str:
-    try:
-        asked = ["nvidia-smi", query, "--format=csv,noheader"]
-        text = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+def _warnings(
+    gpus: list[Message], rdma_ports: str, run_dir: str, free_bytes: int, model_bytes: int
+) -> Iterator[str]:
+    """Name limits of this node that the run may reach later."""
+    for number, gpu in enumerate(gpus):
+        if gpu["free_bytes"] < 0.9 * gpu["total_bytes"]:
+            free = f"{gpu['free_bytes'] / 1e9:.1f} of {gpu['total_bytes'] / 1e9:.1f} GB"
+            yield f"GPU {number} has only {free} free, another process holds the rest (nvidia-smi)"
+    needed_bytes = max(_FREE_DISK_BYTES, _CHECKPOINT_PER_WEIGHT * model_bytes)
+    if free_bytes < needed_bytes:
+        yield (
+            f"run.dir {run_dir} has {free_bytes / 1e9:.1f} GB free, a checkpoint may need up to "
+            f"{needed_bytes / 1e9:.0f} GB"
+        )
+    shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    if shm_bytes < _SHM_BYTES:
+        yield (
+            f"/dev/shm has {shm_bytes / 1e6:.0f} MB, NCCL wants {_SHM_BYTES / 1e6:.0f} "
+            "(docker: --shm-size)"
+        )
+    nofile, memlock = map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    if 0 <= nofile[0] < _FILES:
+        yield f"only {nofile[0]} open files are allowed (ulimit -n), {_FILES} are safe"
+    if gpus and rdma_ports and memlock[0] != resource.RLIM_INFINITY:
+        yield f"only {memlock[0]} bytes may be locked in memory (ulimit -l), RDMA wants no limit"
 
 
 def _code() -> dict[str, str]:
     """Digest every file that a run executes, by its path in the repository."""
-    files: Iterable[Path] = (
-        file
-        for pattern in ("train_fsdp.py", "launch_node*.sh", "shardtune/**/*.py", "distTest/**/*")
-        for file in REPOSITORY.glob(pattern)
-        if file.suffix in (".py", ".sh")
-    )
-    return {
-        str(file.relative_to(REPOSITORY)): xxhash.xxh3_64(file.read_bytes()).hexdigest()
-        for file in sorted(files)
-    }
+    patterns = ("train_fsdp.py", "launch_node*.sh", "shardtune/**/*.py")
+    files = sorted(file for pattern in patterns for file in REPOSITORY.glob(pattern))
+    return {str(file.relative_to(REPOSITORY)): digest(file, is_whole=True) for file in files}
 
 
 def agents_digest() -> str:
@@ -186,56 +174,24 @@ def agents_digest() -> str:
     return digest_of({name: d for name, d in _code().items() if "shardtune/cluster/" in name})
 
 
-def _data(specs: dict[str, str | None], remarks: list[str]) -> dict[str, str]:
-    """Give size and digest of every file of the data, by key and name."""
-    files = {}
-    for key, spec in specs.items():
-        if spec is not None and not Path(spec).exists():
-            remarks.append(f"{key}={spec} is a dataset of the hub and not compared before the run")
-        elif spec is not None:
-            path = Path(spec)
-            read = (
-                [file for file in _files_in(path) if file.suffix in DATA_SUFFIXES]
-                if path.is_dir()
-                else [path]
-            )
-            for file in read:
-                files[f"{key}: {file.name}"] = file
-    is_whole = _is_read_whole("the data", files.values(), remarks)
-    return {
-        name: f"{file.stat().st_size} bytes, digest {digest(file, is_whole)}"
-        for name, file in files.items()
-    }
+def _files_in(path: Path) -> list[Path]:
+    """The file itself, or those of a directory that are not hidden."""
+    entries = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [entry for entry in entries if entry.is_file() and not entry.name.startswith(".")]
 
 
-def _model(folder: Path, remarks: list[str]) -> dict[str, dict[str, Any]]:
-    """Give size and digest of every file of the model's directory; large ones are sampled."""
-    if not folder.is_dir():
-        remarks.append(f"model.path={folder} is a name of the hub; the ranks compare its revision")
-        return {}
-    entries, files = {}, _files_in(folder)
-    weights = [file for file in files if file.suffix in _WEIGHT_SUFFIXES]
-    is_whole = _is_read_whole("the model's weights", weights, remarks)
-    for file in files:
-        size, is_weights = file.stat().st_size, file in weights
-        shown = f"{size} bytes, digest {digest(file, is_whole=is_whole or not is_weights)}"
-        entries[file.name] = {"bytes": size, "is_weights": is_weights, "shown": shown}
-    return entries
-
-
-def _is_read_whole(what: str, files: Iterable[Path], remarks: list[str]) -> bool:
-    is_whole = sum(file.stat().st_size for file in files) <= _WHOLE_BYTES
+def _digests(what: str, files: Mapping[str, Path], remarks: list[str]) -> dict[str, str]:
+    """Give size and digest of every file, by its name."""
+    sizes = {name: file.stat().st_size for name, file in files.items()}
+    is_whole = sum(sizes.values()) <= _WHOLE_BYTES
     if not is_whole:
         remarks.append(
             f"{what}: over {_WHOLE_BYTES >> 30} GiB, so each file's size and samples are compared"
         )
-    return is_whole
-
-
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(
-        entry for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith(".")
-    )
+    return {
+        name: f"{sizes[name]} bytes, digest {digest(file, is_whole)}"
+        for name, file in files.items()
+    }
 
 
 def digest(file: Path, is_whole: bool) -> str:

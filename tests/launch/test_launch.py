@@ -209,12 +209,8 @@ def test_bad_settings_are_refused_together(folder: Path) -> None:
     lines = refused(
         folder, NNODES="two", GPUS_PER_NODE="0", MASTER_PORT="29600x", JOIN_TIMEOUT="soon"
     )
-    assert [line.split()[0] for line in lines] == [
-        "MASTER_PORT",
-        "NNODES",
-        "GPUS_PER_NODE",
-        "JOIN_TIMEOUT",
-    ]
+    starts = ["MASTER_PORT", "NNODES", "GPUS_PER_NODE", "distributed.join_timeout_s = soon (env"]
+    assert [line[: len(words)] for line, words in zip(lines, starts, strict=True)] == starts
 
 
 def test_help(folder: Path) -> None:
@@ -253,23 +249,6 @@ def test_a_carriage_return_in_the_settings(folder: Path) -> None:
         code == 2 and "\nMaster: '127.0.0.1\\r':'1\\r'\n" in output and "\r" not in output + errors
     )
     assert "ERROR: " in errors.splitlines()[-1] and "MASTER_ADDR is '127.0.0.1?'" in errors
-
-
-def test_a_directory_that_is_gone(folder: Path) -> None:
-    """As when a checkout was moved, and the terminal stayed."""
-    (folder / "gone").mkdir()
-    gone = f"cd {folder}/gone && rmdir {folder}/gone && exec {REPOSITORY}/launch_node0.sh"
-    done = subprocess.run(
-        ["bash", "-c", gone],
-        env=environment(NNODES="1"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    line = "ERROR: the directory that this was started in does not exist any more - "
-    line += "`cd` into one that does"
-    assert done.returncode == 2 and done.stderr.splitlines()[-1] == line
 
 
 def test_no_room_for_temporary_files(folder: Path) -> None:

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, needs_namespaces
 from helpers.documented import require_error_line
-from helpers.preflight_faults import CHOOSING, FAULTS, Fault, Machine, both, clock_ahead
+from helpers.preflight_faults import CHOOSING, FAULTS, Fault, Machine, both
 
 from distTest.rehearse.namespaces import joined_nodes
-from shardtune.cluster import microbenchmark, node_info
+from shardtune.cluster import microbenchmark
 from shardtune.cluster.child import Child
 from shardtune.cluster.control import NodeHello
 from shardtune.cluster.rendezvous import ConnectResult, say_hello
@@ -84,38 +84,15 @@ def test_fault(fault: Fault, machines: list[Machine]) -> None:
     fault.prepare(*machines)
     started_s = time.monotonic()
     started = [machine.start() for machine in machines]
-    for process, machine, words in zip(
-        started, machines, (fault.words, fault.on_worker or fault.words), strict=True
-    ):
+    expected = (fault.words, fault.on_worker or fault.words)
+    for process, words in zip(started, expected, strict=True):
         code, output, errors = ended(process)
-        if machine.script.parent == Path("/bin"):
-            continue
         assert code == 2, output + errors
         last = errors.splitlines()[-1]
         assert last.startswith("ERROR: ") and " - " in last and words in last, output + errors
         require_error_line(last)
         assert "Training Configuration" not in output
     assert time.monotonic() - started_s < ENDED_WITHIN_S
-
-
-@pytest.mark.full
-@needs_namespaces
-def test_a_late_worker_with_another_clock(machines: list[Machine]) -> None:
-    """It comes after 25 s, is a few seconds ahead, has a disk of its own, and both train."""
-    master, worker = machines
-    clock_ahead(5)(master, worker)
-    both(machines, JOIN_TIMEOUT="300")
-    first = master.start()
-    time.sleep(25)
-    second = worker.start()
-    (code0, output0, errors0), (code1, _, errors1) = ended(first, 240), ended(second, 240)
-    assert (code0, code1) == (0, 0), output0 + errors0 + errors1
-    assert output0.count("Preflight: waiting for node 1 of 2") >= 5
-    assert (
-        "Warning: the clock of node 1 (node1) is 5.0 s ahead of that of node 0 (node0)" in output0
-    )
-    assert "run.dir runs/config is on each node's own disk" in output0
-    assert "Preflight: all 2 nodes agree" in output0 and "Saved the final model" in output0
 
 
 def on_loopback(
@@ -200,42 +177,6 @@ def test_a_node_0_that_dies_while_another_node_waits(
 
 
 @pytest.mark.full
-def test_nodes_that_miss_each_other_say_why_within_60_s(inputs: Callable[[str], Path]) -> None:
-    """They have different ports, and go on waiting."""
-    folder, started_s = inputs("all"), time.monotonic()
-    nodes = [on_loopback(node, folder, a_free_port()) for node in (0, 1)]
-    for node in nodes:
-        wait_for(node, "Likely by now: ")
-        assert time.monotonic() - started_s < 60
-    time.sleep(2)
-    for node in nodes:
-        assert node.poll() is None
-        node.kill()
-        node.communicate()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_preflight_that_is_stopped(stopped: int, inputs: Callable[[str], Path]) -> None:
-    """The other says who fell silent; the stopped one hears of it when it goes on."""
-    folder, port = inputs("all"), a_free_port()
-    nodes = [on_loopback(node, folder, port) for node in (0, 1)]
-    wait_for(nodes[1], "has found node 0")
-    nodes[stopped].send_signal(signal.SIGSTOP)
-    code, _, errors = ended(nodes[1 - stopped])
-    went = rf"node {stopped} \(.+\) went away \(no sign of life for 20 s, "
-    silent = (
-        rf"node {1 - stopped} \(.+\) connects to node {stopped} \(.+\) .* and hears nothing for 5 s"
-    )
-    midway = r"64 KiB pass between .* or one of the two is stopped - "
-    assert code == 2 and re.match(rf"ERROR: ({went}|{silent}|{midway})", errors.splitlines()[-1]), (
-        errors
-    )
-    nodes[stopped].send_signal(signal.SIGCONT)
-    assert ended(nodes[stopped])[0] == 2
-
-
-@pytest.mark.full
 def test_a_node_0_that_is_stopped_while_others_wait(inputs: Callable[[str], Path]) -> None:
     folder, port = inputs("all"), a_free_port()
     nodes = [on_loopback(node, folder, port, NNODES="3") for node in (0, 1)]
@@ -260,18 +201,11 @@ def test_master_at_a_second_address(address: str, machines: list[Machine]) -> No
         own = address if number == 0 else f"{network}.61"
         machine.node.ip("address", "add", f"{own}/24", "dev", INTERFACE, "label", f"{INTERFACE}:1")
     both(machines, MASTER_ADDR=address)
-    for code, output, errors in [
-        ended(process, 240) for process in [machine.start() for machine in machines]
-    ]:
-        assert code == 0, output + errors
-
-
-@pytest.mark.full
-def test_two_nodes_of_eight_processes(inputs: Callable[[str], Path]) -> None:
-    folder, port = inputs("both"), a_free_port()
-    nodes = [on_loopback(node, folder, port, GPUS_PER_NODE="8") for node in range(2)]
-    for code, _, errors in map(ended, nodes):
-        assert code == 0, errors
+    started = [machine.start() for machine in machines]
+    (code0, output, errors0), (code1, _, errors1) = [ended(process, 240) for process in started]
+    assert (code0, code1) == (0, 0), output + errors0 + errors1
+    assert "run.dir runs/config is on each node's own disk" in output
+    assert "Preflight: all 2 nodes agree" in output and "Saved the final model" in output
 
 
 def test_ranks_that_fail(inputs: Callable[[str], Path]) -> None:
@@ -310,24 +244,13 @@ def test_a_child_that_ends_without_a_message() -> None:
     assert problem == "node 0 (host0) ended without a message (exit code 3) - see above"
 
 
-def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_info, "_GPU_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(node_info, "_report_gpus", lambda pipe: time.sleep(99))
-    (problem,) = node_info._gpus()["problems"]
-    assert problem.startswith("the look at the GPUs took more than 0 s - ")
-    require_error_line(f"ERROR: {problem}")
-
-
 def test_a_rank_that_does_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one never comes."""
     monkeypatch.setattr(microbenchmark, "_ALL_TIMEOUT_S", 1.0)
     job = {"logs": str(tmp_path), "node": 0, "name": "node 0 (host0)", "sizes": [1, 1]}
-    job |= {"device": "CPU", "address": "127.0.0.1", "port": int(a_free_port())}
+    job |= {"backend": "gloo", "address": "127.0.0.1", "port": int(a_free_port())}
     (problem,) = microbenchmark.measure(job)["problems"]
-    start = (
-        "node 0 (host0), rank 0 did not finish within 1 s, it was in the rendezvous of the ranks"
-    )
-    assert problem.startswith(start)
+    assert problem.startswith("node 0 (host0), rank 0 did not finish within 1 s - ")
     require_error_line(f"ERROR: {problem}")
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers.documented import require_error_line
 
-from shardtune.cluster import network
 from shardtune.cluster.environment import Environment, read_environment
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "2"}
@@ -25,38 +23,18 @@ def problem(environment: Environment, start: str) -> str:
 @pytest.mark.parametrize(
     ("changed", "start"),
     [
-        (
-            {"MASTER_ADDR": "no.such.name.invalid"},
-            "MASTER_ADDR is 'no.such.name.invalid', which does",
-        ),
-        *(
-            (
-                {"MASTER_ADDR": name},
-                f"MASTER_ADDR is '{name}', which does not resolve to an address (a part of it "
-                "between",
-            )
-            for name in ("127.0.0..1", "a" * 64)
-        ),
-        (
-            {"MASTER_ADDR": "0.0.0.0"},
-            "MASTER_ADDR is '0.0.0.0', which is not a machine's address - ",
-        ),
-        (
-            {"MASTER_ADDR": "192.0.2.1"},
-            "MASTER_ADDR 192.0.2.1 is not an address of node 0, which has",
-        ),
-        (
-            {"NCCL_SOCKET_IFNAME": "eth7"},
-            "NCCL_SOCKET_IFNAME is 'eth7' and this node has no such inter",
-        ),
+        ({"MASTER_ADDR": "no.such.name.invalid"}, "MASTER_ADDR is 'no.such.name.invalid', which d"),
+        ({"MASTER_ADDR": "127.0.0..1"}, "MASTER_ADDR is '127.0.0..1', which does not resolve to a"),
+        ({"MASTER_ADDR": "192.0.2.1"}, "MASTER_ADDR 192.0.2.1 is not an address of node 0, which"),
+        ({"NCCL_SOCKET_IFNAME": "eth7"}, "NCCL_SOCKET_IFNAME is 'eth7', and this node has no such"),
         (
             {"NCCL_SOCKET_IFNAME": "^lo"},
-            "NCCL_SOCKET_IFNAME is '^lo', and exactly one interface's name",
+            "NCCL_SOCKET_IFNAME is '^lo', and this node has no such in",
         ),
         ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE is '0' - set it to a whole number from 1 to 9999"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS is '-1' - set it to a whole number from 0 to 9999"),
-        ({"JOIN_TIMEOUT": "soon"}, "JOIN_TIMEOUT is 'soon' - set it to a whole number from 1 to"),
-        ({"NODE_RANK": "2"}, "NODE_RANK is '2' and NNODES '2' - "),
+        ({"NODE_RANK": "one"}, "NODE_RANK is 'one' - set it to a whole number from 0 to 99998"),
+        ({"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES 2 - "),
     ],
 )
 def test_a_wrong_variable_is_named(changed: dict[str, str], start: str) -> None:
@@ -66,11 +44,9 @@ def test_a_wrong_variable_is_named(changed: dict[str, str], start: str) -> None:
 @pytest.mark.parametrize(
     ("argument", "start"),
     [
-        (
-            "data.train=/nowhere/train.jsonl",
-            "data.train=/nowhere/train.jsonl: no such file or direc",
-        ),
-        ("model.path=/nowhere/model", "model.path=/nowhere/model: no such directory - "),
+        ("data.train=/no/train.jsonl", "data.train=/no/train.jsonl: no such file or directory"),
+        ("data.train=train.jsonl", "data.train=train.jsonl: no such file or directory"),
+        ("model.path=/nowhere/model", "model.path=/nowhere/model: no such file or directory"),
         ("run.dir=/dev/null/run", "run.dir=/dev/null/run: /dev/null cannot be written - "),
         ("optimizer.rate=7", "optimizer.rate (command line) is not known"),
     ],
@@ -94,7 +70,7 @@ def test_one_node_needs_no_interface_address_or_port(changed: dict[str, str]) ->
     with socket.create_server(("", 0)) as taken:  # another run's port
         environment = read_environment({"NNODES": "1"} | changed, ["model.path=org/name"])
         assert not [line for line in environment.problems if not line.startswith("data.")]
-        assert (environment.master_ip, environment.interface) == ("127.0.0.1", network.loopback())
+        assert (environment.master_ip, environment.interface) == ("127.0.0.1", "lo")
         assert environment.store_port not in (None, 29600, taken.getsockname()[1])
     port = {"MASTER_PORT": "29777"}
     assert read_environment({"NNODES": "1"} | changed | port, []).store_port == 29777
@@ -112,22 +88,3 @@ def test_an_address_that_is_read_as_another() -> None:
     assert environment.master_ip == "127.0.0.8"
     assert environment.master_named == "127.0.0.010 (127.0.0.8)"
     assert read_environment(LOOPBACK, []).master_named == "127.0.0.1"
-
-
-def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    problem(read_environment(LOOPBACK, []), "the directory that this was started in does not exist")
-
-
-def test_a_path_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("model: {path: .}\ndata: {train: private/train.jsonl}\n", encoding="utf-8")
-
-    def refuse(path: Path, **_: bool) -> bool:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "exists", refuse)
-    environment = read_environment(LOOPBACK, ["--config", str(config)])
-    problem(environment, "private/train.jsonl: Permission denied - ")
