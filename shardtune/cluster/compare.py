@@ -98,8 +98,7 @@ def table(facts: Sequence[Message], figures: Sequence[Message], hosts: Sequence[
     """Tabulate one line a node: bus bandwidth of the all-reduces as nccl-tests defines it."""
     transports = ", ".join(sorted({figure["transport"] for figure in figures} - {""}))
     of_all = f"of all nodes ({transports})" if transports else "of all nodes"
-    head = ["node", "host", "devices", "all-reduce inside", of_all, "latency", "GEMM per device"]
-    rows = [head]
+    rows = [["node", "host", "devices", "all-reduce inside", of_all, "latency", "GEMM per device"]]
     for node, (fact, figure, host) in enumerate(zip(facts, figures, hosts, strict=True)):
         tflops = [value / 1e12 for value in figure["flops"]]
         rows.append(

@@ -7,7 +7,6 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address
 from pathlib import Path
 
 import psutil
@@ -115,7 +114,7 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
         problems += error.problems
     interface, master = values["NCCL_SOCKET_IFNAME"], values["MASTER_ADDR"]
     local_ip = _local_ip(interface, problems)
-    master_ip = _master_ip(master, local_ip, problems)
+    master_ip = _master_ip(master, interface, problems)
     master_named = master if master_ip in (None, master) else f"{master} ({master_ip})"
     owns_master = master_ip is not None and bool(network.interfaces_of(master_ip))
     if master_ip and local_ip:
@@ -185,7 +184,7 @@ def _local_ip(interface: str, problems: list[str]) -> str | None:
     return str(known[0].ip)
 
 
-def _master_ip(master: str, local_ip: str | None, problems: list[str]) -> str | None:
+def _master_ip(master: str, interface: str, problems: list[str]) -> str | None:
     try:
         ip = socket.gethostbyname(master)
     except (OSError, UnicodeError) as error:
@@ -194,11 +193,10 @@ def _master_ip(master: str, local_ip: str | None, problems: list[str]) -> str | 
             f"({first_line(error)}) - set it to node 0's address"
         )
         return None
-    if IPv4Address(ip).is_loopback and local_ip and not IPv4Address(local_ip).is_loopback:
+    if ip.startswith("127.") and interface != "lo":
         problems.append(
             f"MASTER_ADDR is '{master}', which is {ip} here: a loopback address, where every "
-            "machine finds only itself - set it to node 0's address in the network (this node has "
-            f"{local_ip})"
+            "machine finds only itself - set it to node 0's address in the nodes' network"
         )
         return None
     return ip
@@ -243,9 +241,7 @@ def set_defaults(environment: Environment) -> None:
 
 def banner(environment: Environment) -> str:
     # A carriage return from a file of settings must not rewrite the line.
-    shown = {
-        name: value if value.isprintable() else repr(value) for name, value in os.environ.items()
-    }
+    shown = {name: v if v.isprintable() else repr(v) for name, v in os.environ.items()}
     role = "MASTER" if shown["NODE_RANK"] == "0" else "WORKER"
     port = environment.store_port or shown["MASTER_PORT"]
     rule = "=" * 40

@@ -38,10 +38,11 @@ def measure(job: Message) -> Message:
         Child(names[local_rank], _be_rank, job, first + local_rank, local_rank, logs[local_rank])
         for local_rank in local_ranks
     ]
-    late = [
-        f"{name} did not finish within {_ALL_TIMEOUT_S:.0f} s - see the log above" for name in names
-    ]
-    reports = results(children, _ALL_TIMEOUT_S, late.__getitem__, _AFTER_FAILURE_S)
+
+    def late(number: int) -> str:
+        return f"{names[number]} did not finish within {_ALL_TIMEOUT_S:.0f} s - see the log above"
+
+    reports = results(children, _ALL_TIMEOUT_S, late, _AFTER_FAILURE_S)
     for report, log in zip(reports, logs, strict=True):
         if report.get("problems"):
             text = log.read_text(encoding="utf-8", errors="replace")

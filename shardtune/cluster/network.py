@@ -91,11 +91,8 @@ def port_holder(port: int) -> str:
 def is_up(ip: str, ports: Sequence[int], timeout_s: float) -> int | None:
     """Return the first of these ports where the machine answers or refuses, or None."""
     for port in ports:
-        try:
-            socket.create_connection((ip, port), timeout_s / len(ports)).close()
-        except ConnectionRefusedError:
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection((ip, port), timeout_s / len(ports)).close()
             return port
-        except OSError:
-            continue
-        return port
     return None

@@ -86,8 +86,7 @@ async def _facts(
         fact = await asyncio.to_thread(helper.result)
         if listener is not None:
             listener.close()  # rank 0 of the measurement listens there
-        folders = (run_dir, *run_dir.parents)
-        is_shared = any((folder / probe.name).is_file() for folder in folders)
+        is_shared = any((folder / probe.name).is_file() for folder in (run_dir, *run_dir.parents))
         return fact | {"shares_run_dir": is_shared, "clock_ahead_s": control.clock_ahead_s}
 
     try:
