@@ -71,7 +71,6 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """How lines call this node."""
         return f"node {'?' if self.node is None else self.node} ({socket.gethostname()})"
 
     @property
@@ -114,7 +113,7 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
         problems += error.problems
     interface, master = values["NCCL_SOCKET_IFNAME"], values["MASTER_ADDR"]
     local_ip = _local_ip(interface, problems)
-    master_ip = _master_ip(master, interface, problems)
+    master_ip = _master_ip(master, local_ip, problems)
     master_named = master if master_ip in (None, master) else f"{master} ({master_ip})"
     owns_master = master_ip is not None and bool(network.interfaces_of(master_ip))
     if master_ip and local_ip:
@@ -184,7 +183,7 @@ def _local_ip(interface: str, problems: list[str]) -> str | None:
     return str(known[0].ip)
 
 
-def _master_ip(master: str, interface: str, problems: list[str]) -> str | None:
+def _master_ip(master: str, local_ip: str | None, problems: list[str]) -> str | None:
     try:
         ip = socket.gethostbyname(master)
     except (OSError, UnicodeError) as error:
@@ -193,7 +192,7 @@ def _master_ip(master: str, interface: str, problems: list[str]) -> str | None:
             f"({first_line(error)}) - set it to node 0's address"
         )
         return None
-    if ip.startswith("127.") and interface != "lo":
+    if ip.startswith("127.") and local_ip and not local_ip.startswith("127."):
         problems.append(
             f"MASTER_ADDR is '{master}', which is {ip} here: a loopback address, where every "
             "machine finds only itself - set it to node 0's address in the nodes' network"

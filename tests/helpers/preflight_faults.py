@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distTest.rehearse.namespaces import Node
-from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY
 
 CHOOSING = (
@@ -222,10 +221,6 @@ def other_config(master: Machine, worker: Machine) -> None:
     worker.arguments.append("optimizer.lr=3e-5")
 
 
-def other_data(master: Machine, worker: Machine) -> None:
-    write_jsonl(worker.folder / "train.jsonl", chats(12, seed=1))
-
-
 def no_data(master: Machine, worker: Machine) -> None:
     (worker.folder / "train.jsonl").unlink()
 
@@ -263,12 +258,8 @@ class Fault:
     on_worker: str = ""
     is_quick: bool = False
 
-    def __str__(self) -> str:
-        return self.name
-
 
 BLOCKED = "ports other than 29600 are blocked"
-OTHER_INTERFACE = "'docker0' and the way to MASTER_ADDR 10.11.7.50 leads through enp26s0np0"
 FAULTS = [
     Fault(
         "wrong master address",
@@ -317,7 +308,12 @@ FAULTS = [
     Fault("other ports rejected by node 1", other_ports(1, Machine.reject), BLOCKED),
     Fault("MTU", small_mtu, "small messages pass between"),
     Fault("a slow way", slow_link, "and 1048576 bytes do not come back within 5 s: "),
-    Fault("wrong interface", interface_elsewhere, OTHER_INTERFACE, is_quick=True),
+    Fault(
+        "wrong interface",
+        interface_elsewhere,
+        "'docker0' and the way to MASTER_ADDR 10.11.7.50 leads through enp26s0np0",
+        is_quick=True,
+    ),
     Fault(
         "an address that node 0 does not reach",
         address_nobody_reaches,
@@ -369,7 +365,6 @@ FAULTS = [
         "optimizer.lr is 1e-05 on node 0 (node0) and 3e-05 on node 1 (node1)",
         is_quick=True,
     ),
-    Fault("other data", other_data, "data.train: train.jsonl is"),
     Fault(
         "data is missing",
         no_data,
