@@ -48,9 +48,8 @@ def main() -> None:
     setup.require_same_config(config, world)
     run = setup.open_run(config, world)  # its directory, and the checkpoint that it resumes from
     model_config = setup.read_model_files(run)
-    data, tokenizer = setup.read_data(run, model_config)
+    data, assets = setup.read_data_and_assets(run, model_config)
     schedule = setup.plan_schedule(run, data)
-    assets = setup.read_model_assets(run, model_config, tokenizer)
     delete_unfinished(run.directory, run.resumed, world)
     pending_evaluation = setup.find_pending_evaluation(run, data, schedule)
     if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
@@ -123,11 +122,8 @@ def train(context: TrainContext, schedule: Schedule, pending_evaluation: int | N
     if pending_evaluation is not None:
         evaluate(context, pending_evaluation)
     last_checkpoint, stop = context.run.resumed, StopRequest()
-    rows_per_micro_batch = config.train.micro_batch_size
     step_log.start_clock()
-    for step, micro_batches in prefetch(
-        schedule, context.model, rows_per_micro_batch, context.is_flat, world
-    ):
+    for step, micro_batches in prefetch(context, schedule):
         lr = optim.learning_rate(
             step.number, schedule.total_steps, config.optimizer.lr, config.scheduler
         )

@@ -111,11 +111,6 @@ class Schedule:
         return step == self.total_steps or (every_steps > 0 and step % every_steps == 0)
 
     @property
-    def unpacked_steps_per_epoch(self) -> int:
-        """Steps of an epoch with `data.packing=false`, where each sequence is a row."""
-        return -(-len(self.dataset) // self.rows_per_step)
-
-    @property
     def records_per_row(self) -> float:
         """Records in a row, on average."""
         n_records = 1 + np.count_nonzero(np.diff(self.dataset.record))

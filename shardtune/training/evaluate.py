@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,6 @@ from shardtune.model.flops import cost_of
 from shardtune.model.loss import summed_loss
 from shardtune.training.context import TrainContext
 from shardtune.training.garbage_collection import micro_batch_ended
-
-_ASK_TO_STOP_EVERY_S = 2.0
 
 
 def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) -> bool:
@@ -51,8 +48,7 @@ def _nll_sum(
 ) -> torch.Tensor | None:
     """Return the negative log-likelihoods of `dataset`, summed over all ranks: a float64 scalar.
 
-    Return None on every rank if any has received a signal. Ranks ask one another after the same
-    micro-batches, some seconds apart by the pace of the slowest.
+    Return None on every rank if any has received a signal; they ask after each micro-batch.
     """
     config, world, model = context.run.config, context.run.world, context.model
     rows = plan_rows(dataset.lengths, config.data.max_length, config.data.packing, seed=0, epoch=0)
@@ -61,18 +57,13 @@ def _nll_sum(
     )
     micro_batches = assign_rows(rows, costs, world.rank, world.size, config.train.micro_batch_size)
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    started, ask_after = time.monotonic(), 1
     with forward_only(model):
-        for number, sequences in enumerate(micro_batches, start=1):
+        for sequences in micro_batches:
             batch = build_batch(dataset, sequences, context.is_flat).to(world.device)
             nll_sum += summed_loss(model, batch)
             micro_batch_ended()
-            if number == ask_after:
-                must_stop = stop is not None and stop.received is not None
-                any_must_stop, seconds = world.all_reduce_max(must_stop, time.monotonic() - started)
-                if any_must_stop:
-                    return None
-                ask_after += max(1, int(number / seconds * _ASK_TO_STOP_EVERY_S))
+            if stop and world.all_reduce_max(stop.received is not None)[0]:
+                return None
     with world.progress.waiting():
         dist.all_reduce(nll_sum)
     return nll_sum

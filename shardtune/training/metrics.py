@@ -46,10 +46,8 @@ def all_gather_step_stats(
 ) -> StepStats:
     """Gather this rank's numbers of a step from all ranks. Collective.
 
-    The host waits for the device here, and nowhere else in a step.
-
-    nll_sum, squared_grad_norm: float64 scalars on the device.
-    trained_tokens: of the global batch.
+    The host waits for the device here, and nowhere else in a step. `nll_sum`, `squared_grad_norm`:
+    float64 scalars on the device. `trained_tokens`: of the global batch.
     """
     per_rank = world.all_gather_scalars(
         nll_sum,

@@ -7,40 +7,34 @@ from collections.abc import Iterator
 from queue import Queue
 
 import torch
-from transformers import PreTrainedModel
 
 from shardtune.data.batch import Batch, build_batch
 from shardtune.data.schedule import Schedule, Step
 from shardtune.distributed.progress import Phase
-from shardtune.distributed.world import World
 from shardtune.model.flops import cost_of
+from shardtune.training.context import TrainContext
 
 StepBatches = tuple[Step, list[Batch]]
 
 
-def prefetch(
-    schedule: Schedule,
-    model: PreTrainedModel,
-    rows_per_micro_batch: int,
-    is_flat: bool,
-    world: World,
-) -> Iterator[StepBatches]:
+def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]:
     """Make each step that is left, with this rank's micro-batches on `world.device`.
 
     The thread is at most two steps ahead of the loop, and ends with the process at the latest. Its
     exception is raised, with its traceback, where the loop takes the next step.
     """
     queue: Queue[StepBatches | BaseException] = Queue(maxsize=1)  # and the thread holds one more
-    cost = cost_of(model)
+    world, rows = context.run.world, context.run.config.train.micro_batch_size
+    cost = cost_of(context.model)
 
     def make_batches() -> None:
         try:
             if world.device.type == "cuda":
                 torch.cuda.set_device(world.device)  # each thread has its own
             for step in schedule.steps():
-                shares = step.micro_batches(cost, world.rank, world.size, rows_per_micro_batch)
+                shares = step.micro_batches(cost, world.rank, world.size, rows)
                 batches = [
-                    build_batch(schedule.dataset, share, is_flat).to(world.device)
+                    build_batch(schedule.dataset, share, context.is_flat).to(world.device)
                     for share in shares
                 ]
                 queue.put((step, batches))

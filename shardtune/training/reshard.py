@@ -60,8 +60,9 @@ def choose_reshard_policy(
     # The sharded gradients and the two moments are not allocated yet.
     free = _free_bytes(world) - 3 * local_bytes(model)
     room = max(0.0, _SHARE * min(world.all_gather_json(free)))
-    keep_gradients = saved.keep_gradients if saved else micro_batches > 1 and gradients <= room
-    room_for_parameters = max(0.0, room - keep_gradients * gradients)
+    keep_gradients = saved.keep_gradients if saved else gradients <= room
+    kept = gradients if keep_gradients and micro_batches > 1 else 0
+    room_for_parameters = max(0.0, room - kept)
     keep_parameters = parameters <= room_for_parameters
     if keep_parameters:
         model.set_reshard_after_forward(False)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
 
 from shardtune.checkpoint import agree_on_checkpoint, resume_rules
 from shardtune.checkpoint.export import model_assets
@@ -78,12 +78,6 @@ def open_run(config: Config, world: World) -> Run:
 
     Refuses a directory in use, and a setting that must not change.
     """
-    if world.replicas > 1:
-        shards = world.mesh["shard"].size()
-        place = "across nodes" if world.local_size % shards else "each within one node"
-        logger.info(
-            f"Mesh: {world.replicas} (replicas) x {shards} (shards) = {world.size} ranks, {place}"
-        )
     directory = open_run_dir(Path(config.run.dir), world)
     resumed = agree_on_checkpoint(directory, config.run.resume, world)
     if resumed:
@@ -113,26 +107,27 @@ def read_model_files(run: Run) -> PretrainedConfig:
     return model_config
 
 
-def read_data(
+def read_data_and_assets(
     run: Run, model_config: PretrainedConfig
-) -> tuple[PreparedData, PreTrainedTokenizerBase]:
-    """Tokenize the data, or open its cache from an earlier run.
+) -> tuple[PreparedData, dict[str, bytes]]:
+    """Tokenize the data, or open its cache, and read the files that a model has beside its weights.
 
-    Refuses broken data, and other data than another node or the resumed checkpoint has.
+    Refuses broken data, and other data or another model than another node or the checkpoint has.
     """
-    config, world = run.config, run.world
-    encoder = world.run_on_all_ranks(
-        lambda: dataset.build_encoder(config.model.path, config.data, run.date)
-    )
+    config, world, resumed = run.config, run.world, run.resumed
+    path = config.model.path
+    encoder = world.run_on_all_ranks(lambda: dataset.build_encoder(path, config.data, run.date))
     folder = world.on_local_rank0(lambda: str(dataset.prepare_data(config.data, encoder)))
     data = dataset.open_prepared(Path(folder))
     vocabulary = model_config.get_text_config().vocab_size
     world.run_on_all_ranks(lambda: data.require_vocabulary(encoder.tokenizer, vocabulary))
     remedy = "copy the same data, model and code to every node"
     _require_same({"the digest of the tokenized data": data.key}, remedy, world)
-    if run.resumed:
-        resume_rules.require_same_data(run.resumed, data.key)
-    return data, encoder.tokenizer
+    assets = world.run_on_all_ranks(lambda: model_assets(model_config, path, encoder.tokenizer))
+    if resumed:
+        resume_rules.require_same_data(resumed, data.key)
+        resume_rules.require_same_model(resumed, assets)
+    return data, assets
 
 
 def plan_schedule(run: Run, data: PreparedData) -> Schedule:
@@ -180,8 +175,6 @@ def _describe_plan(
         f"Rows per epoch: {rows} of up to {config.data.max_length} tokens, {fill:.1%} full, with "
         f"{schedule.records_per_row:.1f} records in each"
     )
-    if config.data.packing:
-        yield f"Without data.packing an epoch has {schedule.unpacked_steps_per_epoch} steps"
     last_lr = learning_rate(total, total, config.optimizer.lr, scheduler)
     yield (
         f"Learning rate: rises to {config.optimizer.lr:g} until step "
@@ -198,21 +191,6 @@ def _describe_plan(
         f"Records: {data.train_summary.records} | "
         f"Trained tokens: {data.train.trained_counts.sum(dtype='int64')}"
     )
-
-
-def read_model_assets(
-    run: Run, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, bytes]:
-    """Read the files that a model has beside its weights: configuration and tokenizer.
-
-    Refuses another model than the resumed checkpoint's.
-    """
-    assets = run.world.run_on_all_ranks(
-        lambda: model_assets(model_config, run.config.model.path, tokenizer)
-    )
-    if run.resumed:
-        resume_rules.require_same_model(run.resumed, assets)
-    return assets
 
 
 def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) -> int | None:
@@ -237,17 +215,12 @@ def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) ->
 
 
 def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
-    """Return the decision of the resumed run, or None where its grounds have changed."""
-    resumed, config = run.resumed, run.config
-    if resumed is None:
+    """Return the decision of the resumed run, or None where its ranks were arranged otherwise."""
+    resumed = run.resumed
+    if resumed is None or resumed.world_size != run.world.size:
         return None
-    saved = resumed.state["config"]
-    is_alike = (
-        resumed.world_size == run.world.size
-        and saved["parallel"]["replicate"] == config.parallel.replicate
-        and saved["train"]["gradient_accumulation_steps"]
-        == config.train.gradient_accumulation_steps
-    )
+    replicas = resumed.state["config"]["parallel"]["replicate"]
+    is_alike = replicas == run.config.parallel.replicate
     return ReshardPolicy(*resumed.state["residency"]) if is_alike else None
 
 
@@ -265,7 +238,7 @@ def state_of_run(
 
 
 def describe_state(model: PreTrainedModel) -> str:
-    """Say how many parameters there are, and how much memory a rank needs to train them."""
+    """Say how many parameters there are, and the memory that a rank needs to train them."""
     total = sum(p.numel() for p in model.parameters())
     local = local_bytes(model) / 1e9
     return (

@@ -28,6 +28,7 @@ from shardtune.training.metrics import Metrics
 _EVERY_STEPS = 10
 _LOG_ABOVE = 1.2  # times the median
 _PHASES = (*STEP_PHASES, "waiting")
+_HOST = socket.gethostname()
 _METHODS_THAT_WAIT = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 
@@ -39,7 +40,6 @@ class Stragglers:
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
         self._metrics, self._world = metrics, world
-        self._hosts = world.all_gather_json(socket.gethostname())
         self._seconds: Counter[str] = Counter()
         self._suspect: int | None = None
         self._steps = -1  # the first step also sets things up, and is no measure
@@ -55,31 +55,24 @@ class Stragglers:
             return
         self._seconds.update(seconds)
         if self._steps % _EVERY_STEPS == 0:
-            means = [self._seconds[phase] / _EVERY_STEPS for phase in _PHASES]
+            means = {phase: self._seconds[phase] / _EVERY_STEPS for phase in _PHASES}
             self._seconds.clear()
             # Through the store: the host does not wait for the device.
-            self._report(step, self._world.all_gather_json(means))
+            self._report(step, *zip(*self._world.all_gather_json([_HOST, means]), strict=True))
 
-    def _report(self, step: int, seconds_by_rank: list[list[float]]) -> None:
-        rank, ratio, phase = slowest([seconds[: len(STEP_PHASES)] for seconds in seconds_by_rank])
-        seconds = dict(zip(_PHASES, seconds_by_rank[rank], strict=True))
+    def _report(self, step: int, hosts: Sequence[str], means: Sequence[dict[str, float]]) -> None:
+        rank, ratio, phase = slowest([[each[name] for name in STEP_PHASES] for each in means])
+        host, seconds, name = hosts[rank], means[rank], STEP_PHASES[phase]
         is_slow = ratio > _LOG_ABOVE
         if is_slow and self._suspect == rank:  # once may be chance
-            spent = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
+            spent = ", ".join(f"{phase} {value:.2g} s" for phase, value in seconds.items())
             logger.info(
-                f"Slowest: rank {rank} on {self._hosts[rank]}, {ratio:.2f} x the median, "
-                f"in {STEP_PHASES[phase]} (a step: {spent})"
+                f"Slowest: rank {rank} on {host}, {ratio:.2f} x the median, in {name} "
+                f"(a step: {spent})"
             )
         self._suspect = rank if is_slow else None
-        self._metrics.write(
-            "ranks",
-            step=step,
-            slowest_rank=rank,
-            host=self._hosts[rank],
-            ratio=ratio,
-            phase=STEP_PHASES[phase],
-            seconds=seconds,
-        )
+        values = {"slowest_rank": rank, "host": host, "ratio": ratio, "phase": name}
+        self._metrics.write("ranks", step=step, **values, seconds=seconds)
 
 
 def slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, int]:

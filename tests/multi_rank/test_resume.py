@@ -123,9 +123,8 @@ def test_other_numbers_of_ranks(
 
 
 def run_and_signal(nth: int, arguments: list[str]) -> None:
-    """Send rank 1 SIGTERM in the third micro-batch of the nth evaluation; ranks ask after each."""
+    """Send rank 1 SIGTERM in the third micro-batch of the nth evaluation."""
     evaluate: Any = shardtune.training.evaluate
-    evaluate._ASK_TO_STOP_EVERY_S = 0
     assign_rows, summed_loss, evaluations, batches = (
         evaluate.assign_rows,
         evaluate.summed_loss,

@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardtune.data.batch import build_batch
 from shardtune.data.schedule import Position, Schedule, make_schedule
 from shardtune.distributed.rank_record import this_rank
-from shardtune.distributed.world import World
 from shardtune.model.flops import cost_of
 from shardtune.training.prefetch import prefetch
 
@@ -38,14 +38,13 @@ class Sequences:
 
 
 @pytest.fixture
-def model(models: dict[str, Path]) -> Any:
+def context(models: dict[str, Path]) -> Any:
+    """That of rank 1 of 2, with one row in a micro-batch."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models["llama"]))
-
-
-@pytest.fixture
-def world() -> World:
-    return world_of(1, 2, dist.HashStore())
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models["llama"]))
+    config = SimpleNamespace(train=SimpleNamespace(micro_batch_size=1))
+    run = SimpleNamespace(world=world_of(1, 2, dist.HashStore()), config=config)
+    return SimpleNamespace(run=run, model=model, is_flat=True)
 
 
 def schedule_of(sequences: Sequences) -> Schedule:
@@ -53,53 +52,54 @@ def schedule_of(sequences: Sequences) -> Schedule:
     return make_schedule(sequences, start=Position(), epochs=2, max_steps=None, **given)
 
 
-def test_the_loop_gets_each_step_with_its_batches_in_order(model, world):
+def test_the_loop_gets_each_step_with_its_batches_in_order(context):
     schedule = schedule_of(Sequences())
     fed = [
-        (step.number, world.progress.record.place, batches)
-        for step, batches in prefetch(schedule, model, 1, True, world)
+        (step.number, context.run.world.progress.record.place, batches)
+        for step, batches in prefetch(context, schedule)
     ]
     assert [(number, place) for number, place, _ in fed] == [
         (number, f"step {number} (data)") for number in range(1, schedule.total_steps + 1)
     ]
     for step, (_, _, batches) in zip(schedule.steps(), fed, strict=True):
-        shares = step.micro_batches(cost_of(model), 1, 2, 1)
+        shares = step.micro_batches(cost_of(context.model), 1, 2, 1)
         assert len(shares) == len(batches)
         for share, batch in zip(shares, batches, strict=True):
             expected = build_batch(schedule.dataset, share, True)
             assert torch.equal(batch.input_ids, expected.input_ids)
 
 
-def test_no_more_than_two_steps_are_made_ahead(model, world):
+def test_no_more_than_two_steps_are_made_ahead(context):
     sequences = Sequences()
     schedule = schedule_of(sequences)
     sequences_per_step = [
-        sum(map(len, step.micro_batches(cost_of(model), 1, 2, 1))) for step in schedule.steps()
+        sum(map(len, step.micro_batches(cost_of(context.model), 1, 2, 1)))
+        for step in schedule.steps()
     ]
-    steps = prefetch(schedule, model, 1, True, world)
+    steps = prefetch(context, schedule)
     for taken in range(1, 4):
         next(steps)
         time.sleep(0.2)
         assert sequences.read == sum(sequences_per_step[: taken + 2])
 
 
-def test_an_error_in_the_thread_is_raised_in_the_loop_with_its_traceback(model, world):
+def test_an_error_in_the_thread_is_raised_in_the_loop_with_its_traceback(context):
     def fail_later() -> None:
         if sequences.read == 30:
             raise OSError("the disk is gone")
 
     sequences, taken = Sequences(fail_later), 0
     with pytest.raises(OSError, match="the disk is gone") as raised:
-        for _ in prefetch(schedule_of(sequences), model, 1, True, world):
+        for _ in prefetch(context, schedule_of(sequences)):
             taken += 1
     assert taken > 0
     assert {"fail_later", "build_batch", "__getitem__"} <= {
         frame.name for frame in traceback.extract_tb(raised.tb)
     }
-    assert world.progress.record.place == f"step {taken + 1} (data)"
+    assert context.run.world.progress.record.place == f"step {taken + 1} (data)"
 
 
-def test_while_the_loop_waits_the_rank_is_where_the_thread_is(model, world):
+def test_while_the_loop_waits_the_rank_is_where_the_thread_is(context):
     go_on, waited_in, made_by = threading.Event(), [], []
 
     def make() -> None:
@@ -111,5 +111,5 @@ def test_while_the_loop_waits_the_rank_is_where_the_thread_is(model, world):
         go_on.set()
 
     threading.Timer(0.1, note_thread).start()
-    next(prefetch(schedule_of(Sequences(make)), model, 1, True, world))
+    next(prefetch(context, schedule_of(Sequences(make))))
     assert waited_in == made_by[:1] and this_rank().thread == threading.get_ident()
