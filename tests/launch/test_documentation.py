@@ -1,6 +1,4 @@
-"""Every command and every YAML of README.md and docs/, run as it stands there in a copy of the
-repository.
-"""
+"""Every command and every YAML of README.md and docs/, run as it stands there in a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, write_jsonl
@@ -34,20 +34,19 @@ def blocks(language: str) -> list[str]:
 
 
 COMMANDS = blocks("bash")
-# Those that other tests run: `make demo` and the rest of the targets, and python -m
-# distTest.preflight.
-ELSEWHERE = ("make ", "python -m distTest.preflight")
-NODES = [command for command in COMMANDS if command.startswith("./launch_node")]
-ALONE = [command for command in COMMANDS if command.startswith("NNODES=1 ")]
-GREPS = [command for command in COMMANDS if command.startswith("grep")]
-(BY_SSH,) = [command for command in COMMANDS if command.startswith("ssh")]
-(BY_SLURM,) = [command for command in COMMANDS if command.startswith("sbatch")]
-(REHEARSAL,) = [
-    command for command in COMMANDS if command.startswith("python -m distTest.rehearse")
-]
-TORCHRUN_AND_TOOLS = [c for c in COMMANDS if c.startswith(("torchrun", "python -m shardtune"))]
-OTHER_STARTS = [c for c in COMMANDS if c.startswith(("accelerate launch", "python train_fsdp.py"))]
-ASKING = [command for command in COMMANDS if command.startswith("python examples/ask.py")]
+
+
+def starting(*prefixes: str) -> list[str]:
+    return [command for command in COMMANDS if command.startswith(prefixes)]
+
+
+# Those that other tests run: `make demo` and the rest of the targets, and the preflight alone.
+ELSEWHERE = starting("make ", "python -m distTest.preflight")
+NODES, ALONE, GREPS = starting("./launch_node"), starting("NNODES=1 "), starting("grep")
+(BY_SSH,), (BY_SLURM,) = starting("ssh"), starting("sbatch")
+(REHEARSAL,), (ASKING,) = starting("python -m distTest.rehearse"), starting("python examples/ask")
+TORCHRUN_AND_TOOLS = starting("torchrun", "python -m shardtune")
+OTHER_STARTS = starting("accelerate launch", "python train_fsdp.py")
 
 
 @pytest.fixture(scope="module")
@@ -92,24 +91,12 @@ def run(command: str, cwd: Path, timeout_s: float = 240, **more: str) -> str:
 
 
 def test_every_command_is_run_by_a_test() -> None:
-    tested = [
-        *NODES,
-        *ALONE,
-        *GREPS,
-        BY_SSH,
-        BY_SLURM,
-        REHEARSAL,
-        *ASKING,
-        *TORCHRUN_AND_TOOLS,
-        *OTHER_STARTS,
-    ]
-    assert [c for c in COMMANDS if c not in tested and not c.startswith(ELSEWHERE)] == []
+    tested = {*NODES, *ALONE, *GREPS, BY_SSH, BY_SLURM, REHEARSAL, ASKING}
+    assert set(COMMANDS) == tested | {*TORCHRUN_AND_TOOLS, *OTHER_STARTS, *ELSEWHERE}
 
 
 def test_two_nodes_and_their_log(repository: Path) -> None:
-    """Both commands of the README on this machine, and then the lines that it looks for in the
-    log.
-    """
+    """Both commands of the README on this machine, then the lines that it looks for."""
     worker = repository.parent / "worker"
     worker.mkdir()
     (repository / "runs").mkdir(exist_ok=True)
@@ -118,15 +105,9 @@ def test_two_nodes_and_their_log(repository: Path) -> None:
     loopback = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
     here = environment(**loopback, MASTER_PORT=a_free_port(), GPUS_PER_NODE="1")
     assert len(NODES) == 2
+    shell = partial(subprocess.Popen, env=here, text=True, stdout=PIPE, stderr=subprocess.STDOUT)
     nodes = [
-        subprocess.Popen(
-            ["bash", "-o", "pipefail", "-c", command],
-            cwd=cwd,
-            env=here,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        shell(["bash", "-o", "pipefail", "-c", command], cwd=cwd)
         for command, cwd in zip(NODES, (repository, worker), strict=True)
     ]
     outputs = [node.communicate(timeout=240)[0] for node in nodes]
@@ -159,9 +140,8 @@ def test_other_ways_to_start_a_run(command: str, repository: Path) -> None:
 
 @pytest.mark.full
 def test_asking_the_model(repository: Path, models: dict[str, Path]) -> None:
-    (command,) = ASKING
     shutil.copytree(models["llama"], repository / "runs/demo/model")
-    assert "After:" in run(command, repository)
+    assert "After:" in run(ASKING, repository)
 
 
 @pytest.mark.full
@@ -180,9 +160,7 @@ def test_the_rehearsal(repository: Path) -> None:
 
 
 def test_ssh_and_slurm_start_all_nodes(tmp_path: Path) -> None:
-    """An ssh that stays here, an sbatch that lists its argument, and a Python that prints its
-    arguments.
-    """
+    """An ssh that stays here; an sbatch that lists and a Python that prints its arguments."""
     (tmp_path / "bin").mkdir()
     stubs = {
         "ssh": '[ "$1 $2" = "-n worker" ] && exec sh -c "$3"',

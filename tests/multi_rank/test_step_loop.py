@@ -54,19 +54,9 @@ def on_two_ranks(work: Any, folder: Path, model: Path, *assignments: str) -> Non
     """Run `work` with the arguments of a short run in this folder."""
     write_jsonl(folder / "train.jsonl", chats(30))
     (folder / "config.yaml").touch()
-    arguments = [
-        "--config",
-        "config.yaml",
-        f"model.path={model}",
-        "data.train=train.jsonl",
-        "run.dir=run",
-    ]
-    arguments += [
-        "data.max_length=128",
-        "export.final=false",
-        "checkpoint.every_steps=0",
-        *assignments,
-    ]
+    arguments = ["--config", "config.yaml", f"model.path={model}", "data.train=train.jsonl"]
+    arguments += ["run.dir=run", "data.max_length=128", "export.final=false"]
+    arguments += ["checkpoint.every_steps=0", *assignments]
     done = on_ranks(2, work, arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
 
@@ -81,29 +71,23 @@ def test_every_rank_collects_garbage_at_the_same_micro_batches_of_training_and_e
         for rank in range(2)
     )
     collected = [json.loads(line) for line in first]
-    assert first == second and [sum(at) for at in collected] == [
-        3 * (n + 1) for n in range(len(collected))
-    ]
-    assert {0, 8} < {training for training, _ in collected}, (
-        "before and after the steps, and within them"
-    )
+    assert first == second
+    assert [sum(at) for at in collected] == [3 * (n + 1) for n in range(len(collected))]
+    assert {0, 8} < {training for training, _ in collected}, "around the steps and within them"
 
 
 def run_and_count(arguments: list[str]) -> None:
     """Write to `metrics.jsonl` which functions asked a tensor for its numbers in each step."""
     asked: Counter[str] = Counter()
+    ours = (str(REPOSITORY / "shardtune"), str(REPOSITORY / "train_fsdp.py"))
 
     def counted(name: str) -> Any:
         original = getattr(torch.Tensor, name)
 
         def ask(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
             code = sys._getframe(1).f_code
-            if (
-                threading.current_thread() is threading.main_thread()
-                and code.co_filename.startswith(
-                    (str(REPOSITORY / "shardtune"), str(REPOSITORY / "train_fsdp.py"))
-                )
-            ):
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and code.co_filename.startswith(ours):
                 asked[code.co_name] += 1
             return original(tensor, *given, **named)
 
