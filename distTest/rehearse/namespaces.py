@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-_PREFIX = "shardtune"
+_TRIAL = "ip link add trial type bridge && ip link add wire type veth && hostname trial"
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,6 @@ class Node:
 
     name: str
     host: str
-    address: str
     interface: str
     wire: str  # the bridge's end of its cable, in the namespace `bridge`
     bridge: str
@@ -47,14 +43,8 @@ class Node:
 
 def obstacle() -> str | None:
     """The reason why namespaces cannot be made here, or None."""
-    if os.geteuid() != 0:
-        return "only root can make network namespaces"
-    missing = [name for name in ("ip", "unshare", "hostname") if not shutil.which(name)]
-    return (
-        f"{' and '.join(missing)} (of iproute2, util-linux and hostname) is not installed"
-        if missing
-        else None
-    )
+    code, output = subprocess.getstatusoutput(f"unshare --net --uts sh -c '{_TRIAL}'")
+    return f"no network namespaces here ({output.strip()})" if code else None
 
 
 @contextlib.contextmanager
@@ -62,57 +52,27 @@ def joined_nodes(addresses: list[str], interface: str) -> Iterator[list[Node]]:
     """Make a node for each address, in networks of 24 bits.
 
     At the end they are removed with every process in them.
-
-    Raises:
-        subprocess.CalledProcessError: this kernel lacks namespaces, bridges or veth: `stderr`.
     """
-    _remove_left_behind()
-    bridge = f"{_PREFIX}-{os.getpid()}-bridge"
-    nodes = [
-        Node(
-            name=f"{_PREFIX}-{os.getpid()}-node{number}",
-            host=f"node{number}",
-            address=address,
-            interface=interface,
-            wire=f"wire{number}",
-            bridge=bridge,
-        )
-        for number, address in enumerate(addresses)
-    ]
-    try:
+    run = f"shardtune-{os.getpid()}"
+    bridge, nodes = f"{run}-bridge", []
+    with contextlib.ExitStack() as at_end:
         _ip("netns", "add", bridge)
+        at_end.callback(_ip, "netns", "delete", bridge)
         _ip("-n", bridge, "link", "add", "name", "bridge", "type", "bridge")
         _ip("-n", bridge, "link", "set", "bridge", "up")
-        for node in nodes:
+        for number, address in enumerate(addresses):
+            node = Node(f"{run}-node{number}", f"node{number}", interface, f"wire{number}", bridge)
             _ip("netns", "add", node.name)
+            at_end.callback(_ip, "netns", "delete", node.name)
+            at_end.callback(node.kill_all)
             cable = f"link add name {node.wire} type veth peer name {interface} netns {node.name}"
             _ip("-n", bridge, *cable.split())
             _ip("-n", bridge, "link", "set", node.wire, "master", "bridge", "up")
             node.ip("link", "set", "lo", "up")
-            node.ip("address", "add", f"{node.address}/24", "dev", interface)
+            node.ip("address", "add", f"{address}/24", "dev", interface)
             node.ip("link", "set", interface, "up")
+            nodes.append(node)
         yield nodes
-    finally:
-        for node in nodes:
-            _remove(node.name)
-        _remove(bridge)
-
-
-def _remove_left_behind() -> None:
-    """Remove namespaces whose processes were killed before they could."""
-    for line in _ip("netns", "list").splitlines():
-        name = line.split()[0]
-        pid = re.fullmatch(rf"{_PREFIX}-(\d+)-\w+", name)
-        if pid and not Path(f"/proc/{pid[1]}").exists():
-            _remove(name)
-
-
-def _remove(name: str) -> None:
-    with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
-        for pid in _ip("netns", "pids", name).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        _ip("netns", "delete", name)
 
 
 def _ip(*arguments: str) -> str:
