@@ -15,42 +15,37 @@ rendering is the same without them. A turn that cannot be verified is refused wi
 from __future__ import annotations
 
 import datetime
-import re
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from shardtune.data.chat_template import ChatError, ChatTemplate, Conversation, Offsets, Tools, Turn
+from shardtune.data.chat_template import ChatError, ChatTemplate, Conversation, Tools, Turn
 from shardtune.data.messages import Message
 from shardtune.errors import UserError
 
 Text = str | list[Message]
-
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Offsets = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class EncodedSequence:
-    """One sequence before packing; every list has one entry a token.
+    """One sequence before packing; both lists have one entry a token.
 
     `trained[i]`: the loss counts token i as a target; never the first token, which nothing
-    predicts. `roles`, for display and empty unless asked for: the role of the message that holds
-    token i, `template` for the template's own text, `appended` for a stop token that it does not
-    write, `text` for plain text.
+    predicts.
     """
 
     input_ids: list[int]
     trained: list[bool]
-    roles: list[str]
 
 
 @dataclass(frozen=True)
 class EncodedRecord:
-    """The sequences of one record, in the order of their turns.
+    """The sequences of one record, in the order of their turns; none if it trains nothing.
 
     `added_tokens`: how many tokens more they have than one rendering of the whole conversation.
     `appended_stop`: the rendering lacks the last turn's stop token, which was appended. `notes`:
@@ -71,7 +66,6 @@ def stop_token_ids(tokenizer: Any, model_path: str) -> list[int]:
 
     Raises:
         OSError: neither config can be read.
-        UserError: there is no id, or one that is not a token's number.
     """
     try:
         declared = GenerationConfig.from_pretrained(model_path).eos_token_id
@@ -82,19 +76,8 @@ def stop_token_ids(tokenizer: Any, model_path: str) -> list[int]:
     if declared is None:
         text_config = AutoConfig.from_pretrained(model_path).get_text_config()
         declared = getattr(text_config, "eos_token_id", None)
-    declared = declared if isinstance(declared, (list, tuple)) else [declared]
-    ids = list(dict.fromkeys(i for i in [tokenizer.eos_token_id, *declared] if i is not None))
-    if any(type(i) is not int or not 0 <= i < 2**32 for i in ids):
-        raise UserError(
-            f"{model_path} has eos_token_id {declared}, which is no token's number - "
-            "correct its configuration"
-        )
-    if not ids:
-        raise UserError(
-            f"{model_path} names no end-of-sequence token - "
-            "set eos_token_id in its generation_config.json"
-        )
-    return ids
+    declared = declared if isinstance(declared, list) else [declared]
+    return [i for i in dict.fromkeys([tokenizer.eos_token_id, *declared]) if i is not None]
 
 
 class ChatEncoder:
@@ -104,7 +87,8 @@ class ChatEncoder:
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        stop_token_ids: the tokens at which generation stops.
+        stop_token_ids: the tokens at which generation stops, first the eos, which is appended
+            where there is none.
         loss_on: `assistant` (every assistant turn), `last` (the last one) or `all` (every token
             but the first of a sequence, special tokens included).
         date: the date for templates that insert today's (`template.uses_date`), fixed so that the
@@ -112,7 +96,7 @@ class ChatEncoder:
         template_name: the template's name in messages.
 
     Raises:
-        UserError: the tokenizer gives no character offsets or has no stop token.
+        UserError: the tokenizer has no stop token.
     """
 
     def __init__(
@@ -123,25 +107,17 @@ class ChatEncoder:
         date: datetime.date,
         template_name: str = "the chat template",
     ) -> None:
-        if not tokenizer.is_fast:
-            raise UserError(
-                f"{type(tokenizer).__name__} gives no character offsets - "
-                "use one with a tokenizer.json"
-            )
         texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in stop_token_ids}
         # A text cannot hold an id that the tokenizer cannot write (a padded vocabulary).
         texts = {i: text for i, text in texts.items() if text}
         if not texts:
             raise UserError(
-                "the tokenizer has no stop token - set its eos_token or the model's eos_token_id"
+                "the tokenizer has no stop token - set its eos_token or the eos_token_id in "
+                "the model's generation_config.json"
             )
         self.tokenizer, self.loss_on = tokenizer, loss_on
         self.stop_token_ids = list(texts)
-        eos_id = tokenizer.eos_token_id
-        self._eos_id = eos_id if eos_id in texts else self.stop_token_ids[0]
-        self.template = ChatTemplate(
-            tokenizer, template_name, date, list(texts.values()), texts[self._eos_id]
-        )
+        self.template = ChatTemplate(tokenizer, template_name, date, list(texts.values()))
         self._added_ids = set(tokenizer.get_added_vocab().values())
         plain, full = self._tokenize("a")[0], tokenizer("a")["input_ids"]
         self._bos_ids: list[int] = next(
@@ -149,49 +125,39 @@ class ChatEncoder:
         )
 
     def encode_messages(
-        self,
-        messages: list[Message],
-        tools: Tools = None,
-        *,
-        with_roles: bool = False,
-        first: int = 0,
+        self, messages: list[Message], tools: Tools = None, first: int = 0
     ) -> EncodedRecord:
         """Encode a conversation, in which assistant turns before index `first` are context.
-
-        Without an assistant turn nothing is trained, unless `loss_on` is `all`.
 
         Raises:
             ChatError: the template raises, or its text does not show what must be generated.
         """
-        chat = Conversation(self.template, messages, tools, with_roles)
         assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
-        if not assistant or self.loss_on == "all":
-            return self._encode_whole(chat, assistant)
-        turns = [chat.turn(i) for i in (assistant[-1:] if self.loss_on == "last" else assistant)]
-        last = turns[-1]
-        whole = last.text if last.index == len(messages) - 1 else chat.render(messages)
-        notes, sequences = chat.notes(turns), []
-        if all(whole.startswith(turn.text[: turn.end]) for turn in turns):
-            sequences = self._encode(chat, whole, turns)
-        if sequences:
-            notes += self._compare_marks(chat, sequences[0])
-            return EncodedRecord(sequences, 0, last.appended and whole is last.text, tuple(notes))
-        for turn in turns:
-            sequence = self._encode(chat, turn.text, [turn])
-            if not sequence:
-                notes.append(
-                    "a turn would begin inside the prompt's last token: "
-                    "tokenized apart, as generation does"
-                )
-                sequence = self._encode(chat, turn.text, [turn], apart=True)
-            sequences += sequence
-        added = 0
-        if len(turns) > 1:
-            added = sum(len(s.input_ids) for s in sequences) - len(self._tokenize(whole)[0])
-        return EncodedRecord(sequences, added, last.appended, tuple(dict.fromkeys(notes)))
+        if not assistant and self.loss_on != "all":
+            return EncodedRecord([])
+        chat = Conversation(self.template, messages, tools)
+        derived = assistant if self.loss_on == "assistant" else assistant[-1:]
+        is_last_message = assistant[-1:] == [len(messages) - 1]
+        # `all` derives a turn only for the stop token that may have to be appended.
+        turns = [chat.turn(i) for i in derived if is_last_message or self.loss_on != "all"]
+        whole = turns[-1].text if is_last_message else chat.render(messages)
+        added, appended = 0, is_last_message and turns[-1].appended
+        if self.loss_on == "all":
+            for i in assistant:
+                chat.require_texts(i, whole)
+            ids = self._tokenize(whole)[0]
+            sequences = [EncodedSequence(ids, [t > 0 for t in range(len(ids))])]
+        elif sequence := self._encode_whole(whole, turns):
+            sequences = [sequence]
+        else:
+            sequences = [self._encode_turn(turn) for turn in turns]
+            appended = turns[-1].appended
+            if len(turns) > 1:
+                added = sum(len(s.input_ids) for s in sequences) - len(self._tokenize(whole)[0])
+        return EncodedRecord(sequences, added, appended, tuple(chat.notes(whole)))
 
     def encode_prompt_completion(
-        self, prompt: Text, completion: Text, tools: Tools = None, *, with_roles: bool = False
+        self, prompt: Text, completion: Text, tools: Tools = None
     ) -> EncodedRecord:
         """Encode a prompt and its completion; the completion and one end token are trained.
 
@@ -203,84 +169,62 @@ class ChatEncoder:
             ChatError: as `encode_messages`, or the tokenizer cannot begin a text as the completion.
         """
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            return self.encode_messages(
-                [*prompt, *completion], tools, with_roles=with_roles, first=len(prompt)
-            )
+            return self.encode_messages([*prompt, *completion], tools, first=len(prompt))
         ids, _, length = self._tokenize_apart(prompt + completion, len(prompt))
         prompt_ids = self._with_bos(ids[:length])
-        roles = ["user"] * len(prompt_ids) + ["assistant"] * (len(ids) - length)
-        trained = [role == "assistant" or self.loss_on == "all" for role in roles]
-        return self._with_stop(prompt_ids + ids[length:], trained, roles if with_roles else [])
+        trained = [self.loss_on == "all"] * len(prompt_ids) + [True] * (len(ids) - length)
+        return self._with_stop(prompt_ids + ids[length:], trained)
 
-    def encode_text(self, text: str, *, with_roles: bool = False) -> EncodedRecord:
+    def encode_text(self, text: str) -> EncodedRecord:
         """Encode a plain text, all trained, with the tokenizer's BOS and an eos, each once."""
         ids = self._with_bos(self._tokenize(text)[0])
-        return self._with_stop(ids, [True] * len(ids), ["text"] * len(ids) if with_roles else [])
+        return self._with_stop(ids, [True] * len(ids))
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Prepend the tokenizer's BOS, unless `ids` begins with it (a rendered text)."""
         return ids if ids[: len(self._bos_ids)] == self._bos_ids else self._bos_ids + ids
 
-    def _with_stop(self, ids: list[int], trained: list[bool], roles: list[str]) -> EncodedRecord:
+    def _with_stop(self, ids: list[int], trained: list[bool]) -> EncodedRecord:
         """Append the eos, unless `ids` ends with a trained stop token."""
         appended = not ids or ids[-1] not in self.stop_token_ids or not trained[-1]
         if appended:
-            ids, trained = [*ids, self._eos_id], [*trained, True]
-            roles = [*roles, "appended"] if roles else []
-        sequence = EncodedSequence(ids, [False, *trained[1:]], roles)
+            ids, trained = [*ids, self.stop_token_ids[0]], [*trained, True]
+        sequence = EncodedSequence(ids, [False, *trained[1:]])
         return EncodedRecord([sequence], appended_stop=appended)
 
-    def _encode_whole(self, chat: Conversation, assistant: list[int]) -> EncodedRecord:
-        """Encode the conversation as one sequence, all of it trained (`all`) or nothing."""
-        turns = [chat.turn(i) for i in assistant[-1:] if i == len(chat.messages) - 1]
-        text = turns[0].text if turns else chat.render(chat.messages)
-        for i in assistant:
-            chat.require_texts(i, text)
-            chat.require_parts(i, chat.messages)
+    def _encode_whole(self, text: str, turns: list[Turn]) -> EncodedSequence | None:
+        """Return one sequence that trains all turns; None if one has another prompt in it."""
+        if not all(text.startswith(turn.text[: turn.end]) for turn in turns):
+            return None
         ids, offsets = self._tokenize(text)
-        trained = [self.loss_on == "all" and t > 0 for t in range(len(ids))]
-        sequence = EncodedSequence(ids, trained, chat.roles(text, offsets, turns))
-        appended = any(turn.appended for turn in turns)
-        return EncodedRecord([sequence], 0, appended, tuple(chat.notes(turns)))
+        firsts = [self._prompt_length(text, ids, offsets, turn.begin) for turn in turns]
+        return None if None in firsts else self._train(ids, offsets, firsts, turns)
 
-    def _compare_marks(self, chat: Conversation, encoded: EncodedSequence) -> list[str]:
-        """Return a note if the template's own {% generation %} marks train other tokens."""
-        if self.loss_on != "assistant" or not _GENERATION_TAG.search(chat.source):
-            return []
-        marked = chat.apply(
-            chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        marked_flags = [flag == 1 for flag in marked["assistant_masks"]]
-        if marked_flags == encoded.trained[: len(marked["input_ids"])]:
-            return []
-        return [
-            f"the {{% generation %}} marks of {self.template.name} train other tokens; "
-            "they are not used"
-        ]
+    def _encode_turn(self, turn: Turn) -> EncodedSequence:
+        """Return a sequence of the turn's prompt, tokenized as at inference, and the turn."""
+        ids, offsets, first = self._tokenize_apart(turn.text, turn.begin)
+        return self._train(ids, offsets, [first], [turn])
+
+    def _train(
+        self, ids: list[int], offsets: Offsets, firsts: Sequence[int | None], turns: list[Turn]
+    ) -> EncodedSequence:
+        """Return the sequence in which each turn is trained from `first` through its stop token."""
+        trained = [False] * len(ids)
+        for first, turn in zip(firsts, turns, strict=True):
+            stop = next(t for t, (_, end) in enumerate(offsets) if end >= turn.end)
+            if ids[stop] not in self.stop_token_ids:
+                raise ChatError(
+                    f"the tokenizer writes the stop token of {self.template.name} as other tokens "
+                    "- check the model's eos_token_id against the template"
+                )
+            trained[first : stop + 1] = [True] * (stop + 1 - (first or 0))
+        return EncodedSequence(ids, [False, *trained[1:]])
 
     def _tokenize(self, text: str) -> tuple[list[int], Offsets]:
         out = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         return out["input_ids"], out["offset_mapping"]
-
-    def _encode(
-        self, chat: Conversation, text: str, turns: list[Turn], apart: bool = False
-    ) -> list[EncodedSequence]:
-        """Return one sequence that trains the turns; none if a prompt has other tokens in it than
-        at inference."""
-        if apart:
-            ids, offsets, _ = self._tokenize_apart(text, turns[0].begin)
-        else:
-            ids, offsets = self._tokenize(text)
-        trained = [False] * len(ids)
-        for turn in turns:
-            first = self._prompt_length(text, ids, offsets, turn.begin)
-            if first is None:
-                return []
-            end = self._stop_position(ids, offsets, first, turn.stop)
-            trained[first : end + 1] = [True] * (end + 1 - first)
-        return [EncodedSequence(ids, [False, *trained[1:]], chat.roles(text, offsets, turns))]
 
     def _prompt_length(self, text: str, ids: list[int], offsets: Offsets, begin: int) -> int | None:
         """Count the `ids` of the prompt text[:begin]; None if inference tokenizes it otherwise."""
@@ -292,31 +236,18 @@ class ChatEncoder:
         prompt = self._tokenize(text[offsets[last][0] if last else 0 : begin])[0]
         return last + len(prompt) if ids[last : last + len(prompt)] == prompt else None
 
-    def _stop_position(self, ids: list[int], offsets: Offsets, first: int, stop: int) -> int:
-        """Return the position, from `first` on, of the stop token that covers character `stop`."""
-        position = next((t for t in range(first, len(ids)) if offsets[t][1] > stop), -1)
-        if position < 0 or ids[position] not in self.stop_token_ids:
-            raise ChatError(
-                f"the tokenizer writes the stop token of {self.template.name} as other tokens - "
-                "check the model's eos_token_id against the template"
-            )
-        return position
-
     def _tokenize_apart(self, text: str, begin: int) -> tuple[list[int], Offsets, int]:
         """Tokenize text[:begin] as inference does, then the rest; also count the prompt's tokens.
 
         The tokens differ from those of the whole text only where the two would merge.
         """
-        left, left_offsets = self._tokenize(text[:begin])
         joint, offsets = self._tokenize(text)
-        if joint[: len(left)] == left:
-            return joint, offsets, len(left)
+        length = self._prompt_length(text, joint, offsets, begin)
+        if length is not None:
+            return joint, offsets, length
+        left, left_offsets = self._tokenize(text[:begin])
         right, right_offsets = self._tokenize(text[begin:])
-        joint_text, apart_text = (
-            self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            for ids in (joint, left + right)
-        )
-        if joint_text != apart_text:
+        if self._decode(joint) != self._decode(left + right):
             raise ChatError(
                 f"the tokenizer cannot begin a text with {text[begin:][:20]!r} "
                 f"behind {text[:begin][-20:]!r} - "
@@ -324,3 +255,6 @@ class ChatEncoder:
             )
         offsets = left_offsets + [(a + begin, b + begin) for a, b in right_offsets]
         return left + right, offsets, len(left)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))

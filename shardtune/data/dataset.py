@@ -207,6 +207,8 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         stops = stop_token_ids(tokenizer, model_path)
+        name = f"the chat template of {model_path}"
+        return ChatEncoder(tokenizer, stops, data.loss_on, date, template_name=name)
     except UserError:
         raise
     except Exception as error:  # tokenizers raises nothing more specific
@@ -215,8 +217,6 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
             f"({first_line(error)}) - name a hub id or a directory with tokenizer.json, "
             "tokenizer_config.json and config.json"
         ) from error
-    name = f"the chat template of {model_path}"
-    return ChatEncoder(tokenizer, stops, data.loss_on, date, template_name=name)
 
 
 def find_sources(data: DataConfig) -> dict[str, Source]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,114 +11,71 @@ Message = dict[str, Any]
 MARK = "Qq0Mark0qQ"  # letters and digits only: no filter of a template changes them
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # in the order of transformers
 _TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}
+# A template may change these when it writes a value: whitespace, quotes, and the escapes of JSON.
+_NOT_COMPARED = re.compile(r"""\\u[0-9a-f]{4}|\\[bfnrt]|[\\"'\s\x00-\x1f]""")
 
 
-def tool_function(call: Any) -> dict[str, Any]:
+def tool_function(call: dict[str, Any]) -> dict[str, Any]:
     """Return the {name, arguments} of a tool call or tool, which may stand under `function`."""
-    inner = call.get("function", call) if isinstance(call, dict) else None
-    return inner if isinstance(inner, dict) else {}
+    function: dict[str, Any] = call.get("function", call)
+    return function
 
 
-def message_texts(message: Message) -> Iterator[tuple[str, Any]]:
-    """Yield (description, value) of each text; values in tool-call arguments may be numbers."""
+def message_texts(message: Message) -> Iterator[tuple[str, str]]:
+    """Yield (description, text) of each text and number that the message holds."""
     content = message.get("content")
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) else part
-        if isinstance(text, str):
-            yield "text", text
-    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
-    if isinstance(reasoning, str):
-        yield "reasoning", reasoning
+    for part in content if isinstance(content, list) else [content or ""]:
+        yield "text", part if isinstance(part, str) else part["text"]
+    yield "reasoning", next((message[key] for key in REASONING_KEYS if message.get(key)), "")
     for call in message.get("tool_calls") or []:
-        name = tool_function(call).get("name")
+        name = tool_function(call)["name"]
         yield "name of a tool call", name
         for value in _keys_and_values(tool_function(call).get("arguments")):
             yield f"arguments of tool call {name!r}", value
 
 
-def _keys_and_values(value: Any) -> list[Any]:
+def _keys_and_values(value: Any) -> list[str]:
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list):
         return [leaf for inner in value for leaf in _keys_and_values(inner)]
-    return [value]
+    is_written_alike = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    return [str(value)] if is_written_alike else []
 
 
 def normalize(text: str) -> str:
-    """Remove what a template may change when it writes a value: whitespace, quotes, escapes."""
-    return "".join(text.split()).replace("\\", "").replace('"', "").replace("'", "")
-
-
-def contains(normalized: str, value: Any, times: int = 1) -> bool:
-    """Whether a normalized text holds a value at least `times` times, as it is or as JSON."""
-    if value is None or normalized.count(normalize(str(value))) >= times:
-        return True
-    forms = (normalize(json.dumps(value, ensure_ascii=ascii_only)) for ascii_only in (False, True))
-    return any(normalized.count(form) >= times for form in forms)
+    """Remove what a template may change when it writes a text."""
+    return _NOT_COMPARED.sub("", text)
 
 
 def first_missing(message: Message, normalized: str) -> str | None:
-    """Return the description of the first text of a message that a normalized text lacks."""
-    times: Counter[tuple[type, Any]] = Counter()  # two equal calls must be there twice
-    for description, value in message_texts(message):
-        times[type(value), value] += 1
-        if not contains(normalized, value, times[type(value), value]):
+    """Return the description of the first text of a message that a normalized text lacks.
+
+    A text that stands in another text of the message too (the name of a call, in the content) must
+    be there for each of them.
+    """
+    texts = [(description, normalize(text)) for description, text in message_texts(message)]
+    for description, text in texts:
+        if normalized.count(text) < sum(other.count(text) for _, other in texts if text):
             return description
     return None
 
 
-def with_marks(value: Any, mark: str = MARK, everything: bool = False) -> Any:
+def with_marks(value: Any, everything: bool = False) -> Any:
     """Copy a message with a mark at the end of each text.
 
     Roles, names and types stay as they are, unless `everything` is marked.
     """
     if isinstance(value, dict):
-        marked = {
-            key: with_marks(inner, mark, everything or key == "arguments")
+        return {
+            key: with_marks(inner, everything or key == "arguments")
+            if everything or key in _TEXT_KEYS
+            else inner
             for key, inner in value.items()
         }
-        if everything:
-            return marked
-        return {key: marked[key] if key in _TEXT_KEYS else value[key] for key in value}
     if isinstance(value, list):
-        return [with_marks(inner, mark, everything) for inner in value]
+        return [with_marks(inner, everything) for inner in value]
     if not isinstance(value, str) or not value.strip():
         return value  # templates often write nothing for an empty text
     body = value.rstrip()  # a template that trims still trims
-    return body + mark + value[len(body) :]
-
-
-def with_tags(message: Message) -> tuple[Message, dict[str, str]]:
-    """Copy a message with a tag of its own in each part; also return the parts by their tags.
-
-    The parts are content, reasoning, and the name and the arguments of each tool call, where they
-    are not empty.
-    """
-    parts: dict[str, str] = {}
-
-    def tagged(value: Any, part: str, tag: str = "") -> Any:
-        tag = tag or f"Qq{len(parts)}Tag{len(parts)}qQ"
-        marked = with_marks(value, tag, everything=isinstance(value, dict))
-        if isinstance(value, dict) and value:
-            marked[tag] = tag  # the values may all be numbers
-        if marked != value:
-            parts[tag] = part
-        return marked
-
-    def tagged_call(call: dict[str, Any]) -> dict[str, Any]:
-        function = tool_function(call)
-        name = function.get("name")
-        copy = function | {"name": tagged(name, "name of a tool call")}
-        if "arguments" in function:
-            copy["arguments"] = tagged(function["arguments"], f"arguments of tool call {name!r}")
-        return call | ({"function": copy} if "function" in call else copy)
-
-    result = dict(message)
-    for key in REASONING_KEYS:
-        if key in message:
-            result[key] = tagged(message[key], "reasoning", "QqRTagRqQ")
-    if "content" in message:
-        result["content"] = tagged(message["content"], "text")
-    if message.get("tool_calls"):
-        result["tool_calls"] = [tagged_call(call) for call in message["tool_calls"]]
-    return result, parts
+    return body + MARK + value[len(body) :]

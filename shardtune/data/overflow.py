@@ -36,11 +36,8 @@ def fit_to_length(
                 f"has {n_tokens} tokens, more than data.max_length={max_length} - shorten it, "
                 "raise data.max_length, or choose data.overflow=truncate, split or drop"
             )
-        starts = {
-            "truncate": [0],
-            "drop": [],
-            "split": list(range(0, n_tokens - 1, max_length - 1)),
-        }[overflow]
+        splits = list(range(0, n_tokens - 1, max_length - 1))
+        starts = {"truncate": [0], "drop": [], "split": splits}[overflow]
     pieces = []
     for start in starts:
         piece = slice(start, min(start + max_length, n_tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import reprlib
 from typing import Any
 
 from shardtune.data.messages import REASONING_KEYS
@@ -11,15 +11,6 @@ from shardtune.errors import first_few
 
 READ_FIELDS = ("messages", "tools", "prompt", "completion", "text")
 _FORMS = (("messages",), ("prompt", "completion"), ("text",))
-_REMEDY = "write messages, prompt and completion, or text"
-_KINDS = {
-    str: "string",
-    list: "list",
-    dict: "object",
-    bool: "boolean",
-    int: "number",
-    float: "number",
-}
 
 
 class RecordError(ValueError):
@@ -37,108 +28,68 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str]]:
     """
     if isinstance(value, RecordError):
         raise value
-    if not isinstance(value, dict):
-        raise RecordError(f"a record is a JSON object, this is {kind_of(value)} - {_REMEDY}")
+    _require(isinstance(value, dict), "the record", value, "a JSON object")
     present = {name: field for name, field in value.items() if field is not None}
     forms = [form for form in _FORMS if present.keys() >= set(form)]
-    if len(forms) > 1:
-        names = " and ".join("+".join(form) for form in forms)
-        raise RecordError(f"has {names} - keep one of them")
-    if not forms:
-        raise RecordError(f"has {_missing_fields(present)} - {_REMEDY}")
+    if len(forms) != 1:
+        raise RecordError(
+            f"has {first_few(sorted(present), 10) or 'no field'} - "
+            "write either messages, or prompt and completion, or text"
+        )
     record = {name: present[name] for name in forms[0]}
-    has_messages = "messages" in record or (
-        "prompt" in record and any(isinstance(field, list) for field in record.values())
-    )
+    has_messages = "messages" in record or isinstance(record.get("completion"), list)
     for name, field in record.items():
         if has_messages:
             _check_messages(name, field)
-        elif not isinstance(field, str):
-            raise RecordError(f"{name} is {kind_of(field)} - write a string")
+        else:
+            _require(isinstance(field, str), name, field, "a string")
     if has_messages and "tools" in present:
         record["tools"] = _parse_tools(present["tools"])
     return record, [name for name in present if name not in record]
 
 
-def kind_of(value: Any) -> str:
-    """Return the JSON type of a value in words: "a string", "an empty list", "null"."""
-    if value is None:
-        return "null"
-    kind = next((name for cls, name in _KINDS.items() if isinstance(value, cls)), None)
-    if kind is None:
-        return type(value).__name__  # only Arrow has others: bytes, datetime, Decimal
-    if isinstance(value, (str, list, dict)) and not value:
-        return f"an empty {kind}"
-    return f"an {kind}" if kind == "object" else f"a {kind}"
+def _require(condition: object, where: str, value: Any, remedy: str) -> None:
+    if not condition:
+        raise RecordError(f"{where} is {reprlib.repr(value)} - write {remedy}")
 
 
 def _check_messages(name: str, messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise RecordError(
-            f"{name} is {kind_of(messages)} - write a list of messages, each with role and content"
-        )
+    remedy = "a list of messages, each with role and content"
+    _require(messages and isinstance(messages, list), name, messages, remedy)
     for i, message in enumerate(messages):
-        _check_message(f"{name}[{i}]", message)
+        where = f"{name}[{i}]"
+        _require(isinstance(message, dict), where, message, "an object with role and content")
+        _check_message(where, {k: v for k, v in message.items() if v is not None})
 
 
-def _check_message(where: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise RecordError(f"{where} is {kind_of(message)} - write an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        what = "no role" if role is None else f"{kind_of(role)} as its role"
-        raise RecordError(f"{where} has {what} - name its role (system, user, assistant, tool)")
-    _check_calls(f"{where}.tool_calls", message.get("tool_calls"))
-    _check_reasoning(where, message)
-    if content is None:
-        if not message.get("tool_calls"):
-            raise RecordError(
-                f"{where} ({role}) has neither content nor tool_calls - give it one of them"
-            )
-    elif isinstance(content, list):
-        if any(not isinstance(p, dict) or not isinstance(p.get("text"), str) for p in content):
-            raise RecordError(
-                f"{where}.content has a part that is not text - "
-                'write parts as {"type": "text", "text": "..."}'
-            )
-    elif not isinstance(content, str):
-        raise RecordError(
-            f"{where}.content is {kind_of(content)} - write a string or a list of text parts"
-        )
-
-
-def _check_calls(where: str, calls: Any) -> None:
-    if calls is None:
-        return
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RecordError(f"{where} is {kind_of(calls)} - write a list of objects")
+def _check_message(where: str, message: dict[str, Any]) -> None:
+    role = message.get("role")
+    roles = "system, user, assistant or tool"
+    _require(role and isinstance(role, str), f"{where}.role", role, roles)
+    calls, content = message.get("tool_calls", []), message.get("content", "")
+    _require(isinstance(calls, list), f"{where}.tool_calls", calls, "a list of objects")
     for i, call in enumerate(calls):
-        function = call.get("function", call)
-        if not isinstance(function, dict):
-            raise RecordError(
-                f"{where}[{i}].function is {kind_of(function)} - "
-                "write an object with name and arguments"
-            )
-        name, arguments = function.get("name"), function.get("arguments")
-        if not isinstance(name, str) or not name:
-            raise RecordError(
-                f"{where}[{i}] has {kind_of(name)} as the function's name - write a string"
-            )
-        if arguments is not None and not isinstance(arguments, (dict, str)):
-            raise RecordError(
-                f"{where}[{i}] has {kind_of(arguments)} as its arguments - write an object"
-            )
+        _check_call(f"{where}.tool_calls[{i}]", call)
+    for key in REASONING_KEYS:
+        text = message.get(key, "")
+        _require(isinstance(text, str), f"{where}.{key}", text, "a string")
+    if "content" not in message and not calls:
+        raise RecordError(f"{where} ({role}) has neither content nor tool_calls - give it one")
+    for part in content if isinstance(content, list) else [{"text": content}]:
+        is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+        remedy = 'a string, or parts as {"type": "text", "text": "..."}'
+        _require(is_text, f"{where}.content", content, remedy)
 
 
-def _check_reasoning(where: str, message: dict[str, Any]) -> None:
-    texts = {key: message[key] for key in REASONING_KEYS if message.get(key) is not None}
-    for key, reasoning in texts.items():
-        if not isinstance(reasoning, str):
-            raise RecordError(f"{where}.{key} is {kind_of(reasoning)} - write a string")
-    if len(set(texts.values())) > 1:
-        raise RecordError(
-            f"{where} has different texts as {' and '.join(texts)} - keep one of them"
-        )
+def _check_call(where: str, call: Any) -> None:
+    _require(isinstance(call, dict), where, call, "an object")
+    function = call.get("function", call)
+    remedy = "an object with name and arguments"
+    _require(isinstance(function, dict), f"{where}.function", function, remedy)
+    name, arguments = function.get("name"), function.get("arguments") or {}
+    _require(name and isinstance(name, str), f"{where}: the name", name, "a string")
+    are_arguments = isinstance(arguments, (dict, str))
+    _require(are_arguments, f"{where}: the value of arguments", arguments, "an object")
 
 
 def _parse_tools(tools: Any) -> list[Any]:
@@ -149,16 +100,8 @@ def _parse_tools(tools: Any) -> list[Any]:
             raise RecordError(
                 f"tools is a string that is not JSON ({error}) - write a list of tools"
             ) from error
-    if not isinstance(tools, list):
-        raise RecordError(f"tools is {kind_of(tools)} - write a list of tools")
-    return tools
-
-
-def _missing_fields(present: Mapping[str, Any]) -> str:
-    if "prompt" in present:
-        return "a prompt and no completion"
-    if "completion" in present:
-        return "a completion and no prompt"
-    if not present:
-        return "no field"
-    return f"none of {', '.join(READ_FIELDS)}, but {first_few(sorted(present), 10)}"
+    _require(isinstance(tools, list), "tools", tools, "a list of tools")
+    for i, tool in enumerate(tools):
+        is_tool = isinstance(tool, dict) and isinstance(tool.get("function", {}), dict)
+        _require(is_tool, f"tools[{i}]", tool, "an object")
+    return list(tools)

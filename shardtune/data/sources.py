@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,25 +16,21 @@ import pyarrow.parquet
 import xxhash
 
 from shardtune.data.hub import hub_problem
-from shardtune.data.records import READ_FIELDS, RecordError, kind_of
+from shardtune.data.records import READ_FIELDS, RecordError
 from shardtune.errors import UserError, first_line
 
 _FILE_KINDS = (".json", ".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[^:/]+){0,2}")
-_JSON_SPACE = re.compile(r"[ \t\r\n]*")
 _RECORDS_PER_CHUNK = 512
 _BYTES_PER_CHUNK = 4 << 20
-_DIGEST_BLOCK_BYTES = 8 << 20
-
-NumberedText = tuple[int, bytes | RecordError]
 
 
 @dataclass(frozen=True)
 class RecordChunk:
     """Consecutive records of one file, unparsed: cheap to send to another process.
 
-    `rows`: JSON texts, or an Arrow table of the read columns. A row that cannot be cut out of its
-    file is a RecordError instead. `numbers`: the line (`.jsonl`) or index of each row in the file.
+    `rows`: JSON texts, or an Arrow table of the read columns; one RecordError if the file cannot be
+    read from here on. `numbers`: the line (`.jsonl`) or index of each row in the file.
     `first_record`: the index of the first row in the set `set_name`.
     """
 
@@ -52,19 +49,13 @@ class RecordChunk:
 
     def parse(self) -> Iterator[Any]:
         """Yield every row as a Python value; a RecordError for a row that cannot be parsed."""
-        if not isinstance(self.rows, pyarrow.Table):
+        if isinstance(self.rows, pyarrow.Table):
+            features = datasets.Features.from_arrow_schema(self.rows.schema)
+            for row in self.rows.to_pylist():
+                yield _without_nulls(features.decode_example(row))
+        else:
             for text in self.rows:
                 yield text if isinstance(text, RecordError) else _parse_json(text)
-            return
-        features = datasets.Features.from_arrow_schema(self.rows.schema)
-        for i in range(len(self.rows)):
-            try:
-                row = features.decode_example(self.rows.slice(i, 1).to_pylist()[0])
-                yield _without_nulls(row, "the record")
-            except UnicodeDecodeError:
-                yield RecordError("holds text that is not UTF-8 - write its strings as UTF-8")
-            except RecordError as error:
-                yield error
 
 
 @dataclass(frozen=True)
@@ -86,24 +77,13 @@ class Source:
         return sum(file.stat().st_size for file in self._stored_files())
 
     def digest(self) -> str:
-        """Hash every stored byte in order; a renamed or moved copy has the same digest.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Hash every stored byte in order; a renamed or moved copy has the same digest."""
         n_records = len(self.hub) if self.hub is not None else ""
         total = xxhash.xxh3_128(f"{self.hub_name} {n_records}".encode())
         for file in self._stored_files():
-            digest = xxhash.xxh3_128()
-            try:
-                with file.open("rb") as stream:
-                    while block := stream.read(_DIGEST_BLOCK_BYTES):
-                        digest.update(block)
-            except OSError as error:
-                raise UserError(
-                    f"{file}: cannot be read ({error.strerror}) - make it readable"
-                ) from error
-            total.update(f"{file.suffix} {digest.hexdigest()} ".encode())
+            with file.open("rb") as stream:
+                digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+            total.update(f"{file.suffix} {digest} ".encode())
         return total.hexdigest()
 
     def chunks(self, set_name: str) -> Iterator[RecordChunk]:
@@ -115,7 +95,10 @@ class Source:
 
     def _chunks(self) -> Iterator[RecordChunk]:
         if self.hub is not None:
-            yield from _hub_chunks(self.hub, self.hub_name, self.n_bytes)
+            read, unread = _split_columns(self.hub.column_names)
+            tables = self.hub.select_columns(read).with_format("arrow").iter(_RECORDS_PER_CHUNK)
+            bytes_per_row = self.n_bytes / max(1, len(self.hub))
+            yield from _table_chunks(self.hub_name, tables, bytes_per_row, unread)
         for file in self.files:
             if file.suffix == ".parquet":
                 yield from _parquet_chunks(file)
@@ -151,127 +134,6 @@ def find_source(key: str, spec: str) -> Source:
     return _hub_source(name, spec)
 
 
-def _parse_json(text: bytes) -> Any:
-    try:
-        value = json.loads(text.decode("utf-8"))
-        if b"\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except json.JSONDecodeError as error:
-        return RecordError(f"invalid JSON at column {error.colno}: {error.msg} - repair this line")
-    except UnicodeDecodeError as error:
-        return RecordError(
-            f"byte {error.start + 1} of the line is not UTF-8 - write the file as UTF-8"
-        )
-    except UnicodeEncodeError:
-        return RecordError(
-            "holds half of a surrogate pair (\\ud800 to \\udfff) - repair the escape"
-        )
-    except (ValueError, RecursionError) as error:
-        return RecordError(f"JSON that cannot be read ({error}) - repair this line")
-    return value
-
-
-def _without_nulls(value: Any, name: str) -> Any:
-    """Drop the keys that hold None: Arrow gives every struct of a column the keys of all.
-
-    Raises:
-        RecordError: `value`, which stands under the key `name`, holds what JSON cannot.
-    """
-    if isinstance(value, dict):
-        return {key: _without_nulls(item, key) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item, name) for item in value]
-    if value is not None and not isinstance(value, (str, int, float)):
-        raise RecordError(f"{name} is {kind_of(value)} - write text or numbers")
-    return value
-
-
-def _lines(file: Path) -> Iterator[NumberedText]:
-    """Yield the lines that are not blank. Only `\\n` ends one: JSON strings may hold the rest."""
-    try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line := line.strip():
-                    yield number, line
-    except OSError as error:
-        yield 0, RecordError(f"cannot be read ({error.strerror}) - make it readable")
-
-
-def _json_values(file: Path) -> Iterator[NumberedText]:
-    """Yield the elements of the array that the file holds, or its values one after the other.
-
-    The text of the whole file is in memory meanwhile, its values are not.
-    """
-    number = 0
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-        at = _skip_space(text, 0)
-        in_array = text.startswith("[", at)
-        at = _skip_space(text, at + in_array)
-        while at < len(text) and not text.startswith("]", at):
-            end = json.JSONDecoder().raw_decode(text, at)[1]
-            yield number, text[at:end].encode("utf-8")
-            number += 1
-            at = _skip_space(text, end)
-            if in_array and not text.startswith("]", at):
-                if not text.startswith(",", at):
-                    raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-                at = _skip_space(text, at + 1)
-                if text.startswith("]", at):
-                    what = "Illegal trailing comma before end of array"
-                    raise json.JSONDecodeError(what, text, at)
-        if not text.startswith("]" * in_array, at) or _skip_space(text, at + in_array) < len(text):
-            raise json.JSONDecodeError("Expecting one array, or objects alone", text, at)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        yield number, RecordError(f"invalid JSON at {where}: {error.msg} - repair the file")
-    except (ValueError, RecursionError, OSError) as error:
-        yield number, RecordError(f"cannot be read ({first_line(error)}) - write it as UTF-8 JSON")
-
-
-def _skip_space(text: str, at: int) -> int:
-    match = _JSON_SPACE.match(text, at)
-    return match.end() if match else at
-
-
-def _text_chunks(name: str, texts: Iterable[NumberedText]) -> Iterator[RecordChunk]:
-    numbers: list[int] = []
-    rows: list[bytes | RecordError] = []
-    n_bytes = 0
-    for number, text in texts:
-        numbers.append(number)
-        rows.append(text)
-        n_bytes += 0 if isinstance(text, RecordError) else len(text) + 1
-        if len(rows) == _RECORDS_PER_CHUNK or n_bytes >= _BYTES_PER_CHUNK:
-            yield RecordChunk(name, numbers, rows, n_bytes)
-            numbers, rows, n_bytes = [], [], 0
-    if rows:
-        yield RecordChunk(name, numbers, rows, n_bytes)
-
-
-def _parquet_chunks(file: Path) -> Iterator[RecordChunk]:
-    start = 0
-    try:
-        with pyarrow.parquet.ParquetFile(file) as parquet:
-            schema = parquet.schema_arrow
-            read, unread = _split_columns(schema.names)
-            datasets.Features.from_arrow_schema(
-                pyarrow.schema([schema.field(name) for name in read])
-            )
-            bytes_per_row = file.stat().st_size / max(1, parquet.metadata.num_rows)
-            for batch in parquet.iter_batches(_RECORDS_PER_CHUNK, columns=read):
-                numbers = range(start, start + batch.num_rows)
-                start = numbers.stop
-                table = pyarrow.Table.from_batches([batch])
-                n_bytes = round(len(numbers) * bytes_per_row)
-                yield RecordChunk(str(file), numbers, table, n_bytes, unread)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        problem = RecordError(f"cannot be read ({first_line(error)}) - write the file again")
-        yield RecordChunk(str(file), [start], [problem])
-
-
 def _hub_source(name: str, spec: str) -> Source:
     dataset_name, config, split = (*spec.split(":"), "", "")[:3]
     unreachable = hub_problem()
@@ -286,13 +148,84 @@ def _hub_source(name: str, spec: str) -> Source:
     return Source(name, hub_name=spec, hub=dataset)
 
 
-def _hub_chunks(dataset: datasets.Dataset, name: str, n_bytes: int) -> Iterator[RecordChunk]:
-    read, unread = _split_columns(dataset.column_names)
+def _parse_json(text: bytes) -> Any:
+    try:
+        value = json.loads(text.decode("utf-8-sig"))
+        if b"\\u" in text:  # half of a surrogate pair is no character
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        problem = str(error).replace("line 1 column", "column")
+        return RecordError(f"invalid JSON ({problem}) - repair it")
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the keys that hold None: Arrow gives every struct of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank. Only `\\n` ends one: JSON strings may hold the rest."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line := line.strip():
+                yield number, line
+
+
+def _json_values(file: Path) -> Iterator[tuple[int, bytes | RecordError]]:
+    """Yield the elements of the array that the file holds, or else its lines, one value each."""
+    content = file.read_bytes()
+    value = _parse_json(content)
+    if isinstance(value, list):
+        yield from enumerate(json.dumps(record).encode() for record in value)
+    elif content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        yield 0, value
+    else:
+        yield from enumerate(line for _, line in _lines(file))
+
+
+def _text_chunks(
+    name: str, texts: Iterable[tuple[int, bytes | RecordError]]
+) -> Iterator[RecordChunk]:
+    numbers: list[int] = []
+    rows: list[bytes | RecordError] = []
+    n_bytes = 0
+    for number, text in texts:
+        numbers.append(number)
+        rows.append(text)
+        n_bytes += 0 if isinstance(text, RecordError) else len(text) + 1
+        if len(rows) == _RECORDS_PER_CHUNK or n_bytes >= _BYTES_PER_CHUNK:
+            yield RecordChunk(name, numbers, rows, n_bytes)
+            numbers, rows, n_bytes = [], [], 0
+    if rows:
+        yield RecordChunk(name, numbers, rows, n_bytes)
+
+
+def _table_chunks(
+    name: str, tables: Iterable[pyarrow.Table], bytes_per_row: float, unread: tuple[str, ...]
+) -> Iterator[RecordChunk]:
     start = 0
-    for table in dataset.select_columns(read).with_format("arrow").iter(_RECORDS_PER_CHUNK):
+    for table in tables:
         numbers = range(start, start + len(table))
         start = numbers.stop
-        yield RecordChunk(name, numbers, table, n_bytes * len(numbers) // len(dataset), unread)
+        yield RecordChunk(name, numbers, table, round(len(numbers) * bytes_per_row), unread)
+
+
+def _parquet_chunks(file: Path) -> Iterator[RecordChunk]:
+    try:
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            read, unread = _split_columns(parquet.schema_arrow.names)
+            batches = parquet.iter_batches(_RECORDS_PER_CHUNK, columns=read)
+            tables = (pyarrow.Table.from_batches([batch]) for batch in batches)
+            bytes_per_row = file.stat().st_size / max(1, parquet.metadata.num_rows)
+            yield from _table_chunks(str(file), tables, bytes_per_row, unread)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        problem = RecordError(f"cannot be read ({first_line(error)}) - write the file again")
+        yield RecordChunk(str(file), [0], [problem])
 
 
 def _split_columns(names: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

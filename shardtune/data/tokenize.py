@@ -115,9 +115,7 @@ class ChunkTokenizer:
         return xxhash.xxh3_64_intdigest(canonical) < self.data.eval_fraction * 2**64
 
 
-def encode_record(
-    encoder: ChatEncoder, record: dict[str, Any], with_roles: bool = False
-) -> EncodedRecord:
+def encode_record(encoder: ChatEncoder, record: dict[str, Any]) -> EncodedRecord:
     """Encode the used fields of a record, as `check_record` returns them.
 
     Raises:
@@ -125,7 +123,7 @@ def encode_record(
         UserError: it has messages and the tokenizer has no chat template.
     """
     if "text" in record:
-        return encoder.encode_text(record["text"], with_roles=with_roles)
+        return encoder.encode_text(record["text"])
     has_messages = any(isinstance(value, list) for value in record.values())
     if has_messages and not encoder.tokenizer.chat_template:
         raise UserError(
@@ -135,10 +133,8 @@ def encode_record(
         )
     tools = record.get("tools")
     if "messages" in record:
-        return encoder.encode_messages(record["messages"], tools, with_roles=with_roles)
-    return encoder.encode_prompt_completion(
-        record["prompt"], record["completion"], tools, with_roles=with_roles
-    )
+        return encoder.encode_messages(record["messages"], tools)
+    return encoder.encode_prompt_completion(record["prompt"], record["completion"], tools)
 
 
 def tokenize_chunks(

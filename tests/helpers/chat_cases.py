@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import operator
 from pathlib import Path
 
 import yaml
@@ -26,10 +28,8 @@ def bytes_tokenizer(
 
     `more`: other added tokens.
     """
-    vocab = {
-        token: i
-        for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"])
-    }
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"]
+    vocab = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ"), ("Ġ", "a")]))
     split = pre_tokenizers.Split(Regex(r"\s*[\r\n]+| ?\w+|\s+|[^\s\w]+"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -80,32 +80,29 @@ def call(arguments: object, name: str = "f") -> dict:
 
 
 def encoder(
-    template: str = CHATML, loss_on: str = "assistant", stops: str = "<|im_end|>", more: str = ""
+    template: str | dict[str, str] = CHATML,
+    loss_on: str = "assistant",
+    stops: str = "<|im_end|>",
+    more: str = "",
 ) -> ChatEncoder:
     tokenizer = bytes_tokenizer(template, stops, more)
-    return ChatEncoder(
-        tokenizer, tokenizer.convert_tokens_to_ids(stops.split()), loss_on, DATE, "T"
-    )
+    stop_ids = tokenizer.convert_tokens_to_ids(stops.split())
+    return ChatEncoder(tokenizer, stop_ids, loss_on, DATE, "T")
 
 
 def show(tokenizer: PreTrainedTokenizerFast, sequence: EncodedSequence) -> str:
     """The text of a sequence with its trained runs in ‹ ›."""
-    assert len(sequence.input_ids) == len(sequence.trained)
-    runs: list[tuple[bool, list[int]]] = []
-    for token, flag in zip(sequence.input_ids, sequence.trained, strict=True):
-        if not runs or runs[-1][0] != flag:
-            runs.append((flag, []))
-        runs[-1][1].append(token)
-    return "".join(
-        f"‹{tokenizer.decode(ids)}›" if flag else tokenizer.decode(ids) for flag, ids in runs
-    )
+    pairs = zip(sequence.trained, sequence.input_ids, strict=True)
+    runs = []
+    for flag, run in itertools.groupby(pairs, key=operator.itemgetter(0)):
+        text = tokenizer.decode([token for _, token in run])
+        runs.append(f"‹{text}›" if flag else text)
+    return "".join(runs)
 
 
 TWO_TURNS = [user("q1"), answer("a1"), user("q2"), answer("a2")]
 Q1, Q2 = "<|im_start|>user\nq1<|im_end|>\n", "<|im_start|>user\nq2<|im_end|>\n"
 A = "<|im_start|>assistant\n"
-HOLDS_STOP = "an assistant turn holds the text of a stop token: generation would end there"
-APART = "a turn would begin inside the prompt's last token: tokenized apart, as generation does"
 
 
 def glm(loss_on: str) -> ChatEncoder:

@@ -7,24 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-WORDS = [
-    "rank",
-    "node",
-    "shard",
-    "mesh",
-    "step",
-    "token",
-    "loss",
-    "norm",
-    "gloo",
-    "store",
-    "port",
-    "epoch",
-    "batch",
-    "layer",
-    "expert",
-    "router",
-]
+NAMES = "rank node shard mesh step token loss norm gloo store port epoch batch layer expert router"
+WORDS = NAMES.split()
 
 
 def sentence(source: random.Random, words: int) -> str:
@@ -34,18 +18,13 @@ def sentence(source: random.Random, words: int) -> str:
 def chats(count: int, seed: int = 0, longest_answer: int = 30) -> list[dict[str, Any]]:
     """Conversations of one to three turns, with questions and answers of very different lengths."""
     source = random.Random(seed)
+    roles = (("user", 20), ("assistant", longest_answer))
     return [
         {
             "messages": [
-                message
+                {"role": role, "content": sentence(source, source.randint(1, longest))}
                 for _ in range(source.randint(1, 3))
-                for message in (
-                    {"role": "user", "content": sentence(source, source.randint(1, 20))},
-                    {
-                        "role": "assistant",
-                        "content": sentence(source, source.randint(1, longest_answer)),
-                    },
-                )
+                for role, longest in roles
             ]
         }
         for _ in range(count)

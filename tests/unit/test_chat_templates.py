@@ -1,8 +1,7 @@
 """The trained tokens of every stock chat template of the package trl.
 
-Two witnesses, and neither shares the derivation: ROWS says by hand, for each template, how its
-generation prompt ends and which text a turn is; trl's own training templates mark their assistant
-turns by hand, and TWINS lists where they train more than the generated text.
+ROWS is a witness that does not share the derivation: it says by hand, for each template, how its
+generation prompt ends and which text a turn is.
 """
 
 import datetime
@@ -346,11 +345,9 @@ def runs(tokenizer: PreTrainedTokenizerFast, sequence: EncodedSequence) -> list[
     return [(first - 1, end - 1) for first, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def check_accepted(tokenizer, case: str, row: Row, loss_on: str, turns: list[str]) -> None:
+def check_accepted(encoder: ChatEncoder, case: str, row: Row, turns: list[str]) -> None:
     messages, tools = conversation(case, row)
-    encoder = ChatEncoder(
-        tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), loss_on, DATE, "T"
-    )
+    tokenizer = encoder.tokenizer
     record = encoder.encode_messages(messages, tools)
     one_sequence = len(turns) == 1 or case in row.one_sequence.split()
     assert len(record.sequences) == (1 if one_sequence else len(turns))
@@ -388,113 +385,17 @@ def test_stock_template(templates: Path, name: str, loss_on: str) -> None:
     template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = make_tokenizer(row.stops, template)
     tokenizer.chat_template = template
+    stops = tokenizer.convert_tokens_to_ids(row.stops.split())
+    encoder = ChatEncoder(tokenizer, stops, loss_on, DATE, "T")
     for case in CASES:
         turns = expected_turns(case, row, loss_on)
         if turns[0] not in REFUSALS:
-            check_accepted(tokenizer, case, row, loss_on, turns)
+            check_accepted(encoder, case, row, turns)
             continue
-        messages, tools = conversation(case, row)
-        encoder = ChatEncoder(
-            tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), loss_on, DATE, "T"
-        )
         with pytest.raises(ChatError, match=turns[0]):
-            print(name, case, encoder.encode_messages(messages, tools))
+            print(name, case, encoder.encode_messages(*conversation(case, row)))
 
 
 def test_every_stock_template_has_a_row(templates: Path) -> None:
     names = {path.stem for path in templates.glob("*.jinja") if not path.stem.endswith("_training")}
     assert names == set(ROWS)
-
-
-# What trl's training templates train besides the generated text: (before it, behind it). Their text
-# differs from the stock template's where OTHER_TEXT says so: the think block in every turn, the
-# appended stop token.
-
-NEWLINE = ("", "\n")
-THINK = ("<think>\n", "\n")
-TWINS = {
-    "cohere": ("", ""),
-    "cohere2": ("", ""),
-    "deepseek_r1_distill": ("<｜tool▁outputs▁end｜>", ""),
-    "deepseekv3": ("", ""),  # everything is refused
-    "diffusion_gemma": NEWLINE,
-    "gemma": NEWLINE,
-    "gemma3": NEWLINE,
-    "glm4moe": ("", ""),
-    "gptoss": ("<|start|>assistant", ""),
-    "idefics3": NEWLINE,
-    "lfm2": NEWLINE,
-    "lfm2_v2": NEWLINE,
-    "llama3": ("", ""),
-    "llava_next": ("", ""),
-    "muse_glimmer": ("<|start|>assistant", ""),
-    "nemotron_3_5_lightning": THINK,
-    "nemotron_3_nano": THINK,
-    "nemotron_3_super": THINK,
-    "nemotron_3_ultra": THINK,
-    "phi3": ("", "\n<|endoftext|>"),
-    "phi3_5": ("", "\n<|endoftext|>"),
-    "qwen2_5": ("\n", "\n"),
-    "qwen2_5_vl": NEWLINE,
-    "qwen3": NEWLINE,
-    "qwen3_instruct_2507": NEWLINE,
-    "qwen3_vl": NEWLINE,
-    "qwen3_5_nothink": ("<think>\n\n</think>\n\n", "\n"),
-    "qwen3_5_think": THINK,
-    "qwen3_6": THINK,
-    "qwen3_8": THINK,
-    "smolvlm": NEWLINE,
-}
-OTHER_TEXT = {
-    "glm4moe": "single multi system call tools reason reasons",
-    "qwen3": "multi tools reasons",
-    "qwen3_5_nothink": "multi",
-    "qwen3_5_think": "multi reasons",
-    "qwen3_6": "multi reasons",
-}
-# The twin marks a call without the token that ends it, and an answer behind a tool message without
-# the role header that the stock template writes there and does not prompt with.
-OTHER_TURN = {
-    ("diffusion_gemma", "call"): (GEMMA4.call, "<|tool_response>", ""),
-    ("diffusion_gemma", "tools"): ("<|turn>model\nAtwo<turn|>", "<|turn>model\n", "\n"),
-}
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_training_twin(templates: Path, name: str) -> None:
-    row, (before, behind) = ROWS[name], TWINS[name]
-    stock = (templates / f"{name}.jinja").read_text(encoding="utf-8")
-    twin = (templates / f"{name}_training.jinja").read_text(encoding="utf-8")
-    tokenizer = make_tokenizer(row.stops, stock, twin)
-    tokenizer.chat_template = stock
-    encoder = ChatEncoder(
-        tokenizer, tokenizer.convert_tokens_to_ids(row.stops.split()), "last", datetime.date.today()
-    )
-    for case in CASES:
-        if expected_turns(case, row, "last")[0] in REFUSALS:
-            continue
-        messages, tools = conversation(case, row)
-        (sequence,) = encoder.encode_messages(messages, tools).sequences
-        ((first, end),) = runs(tokenizer, sequence)
-        marked = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=twin,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        other = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False
-        ) != tokenizer.decode(marked["input_ids"])
-        assert other == (case in OTHER_TEXT.get(name, "").split()), case
-        twin_sequence = EncodedSequence(
-            marked["input_ids"], [flag == 1 for flag in marked["assistant_masks"]], []
-        )
-        twin_first, twin_end = runs(tokenizer, twin_sequence)[-1]
-        trained = tokenizer.decode(sequence.input_ids[first:end])
-        twin_trained = tokenizer.decode(marked["input_ids"][twin_first:twin_end])
-        if (name, case) in OTHER_TURN:
-            text, only_here, only_there = OTHER_TURN[name, case]
-            assert trained == text and twin_trained == text.replace(only_here, "") + only_there
-        else:
-            assert twin_trained == before + trained + behind, case

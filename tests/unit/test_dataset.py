@@ -89,8 +89,8 @@ def test_broken_records_are_counted_and_ten_are_named(model: Path, tmp_path: Pat
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     problems = problems_of(model, tmp_path / "a.jsonl")
     assert len(problems) == 11
-    assert problems[0].startswith(f"{tmp_path}/a.jsonl:3: invalid JSON at column 2: ")
-    assert problems[1].startswith(f"{tmp_path}/a.jsonl:4: messages is an empty list - ")
+    assert problems[0].startswith(f"{tmp_path}/a.jsonl:3: invalid JSON (Expecting property name")
+    assert problems[1].startswith(f"{tmp_path}/a.jsonl:4: messages is [] - ")
     assert problems[10] == "data.train: 1003 of 1004 records broken - repair or remove them"
 
 

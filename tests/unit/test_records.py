@@ -41,58 +41,42 @@ def test_any_json_is_a_record_or_refused_with_a_remedy(value: Any) -> None:
     assert check_record(record) == (record, [])
 
 
-def answering(**fields: Any) -> dict[str, Any]:
+def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "content": "a", **fields}]}
 
 
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        (["text"], "this is a list"),
+        (["text"], "the record is ['text']"),
         ({}, "has no field"),
-        ({"id": 1}, "but id"),
-        ({"prompt": "a"}, "a prompt and no completion"),
-        ({"completion": "a", "prompt": None}, "a completion and no prompt"),
-        (chat("q", text="a"), "has messages and text - keep one"),
-        ({"prompt": "a", "completion": "b", "text": "c"}, "prompt+completion and text"),
-        ({"prompt": "a", "completion": ["b"]}, "prompt is a string"),
-        ({"prompt": "a", "completion": 4}, "completion is a number"),
-        ({"text": {"a": 1}}, "text is an object"),
-        ({"messages": "hello"}, "messages is a string"),
-        ({"messages": ["hello"]}, "messages[0] is a string"),
-        ({"messages": [{"content": "a"}]}, "messages[0] has no role"),
-        ({"messages": [{"role": "", "content": "a"}]}, "an empty string as its role"),
-        ({"messages": [{"role": 5, "content": "a"}]}, "messages[0] has a number as its role"),
-        ({"messages": [{"role": "user"}]}, "messages[0] (user) has neither content nor tool_calls"),
-        ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content is a number"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-            "a part that is not text",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": ["f"]}]},
-            "messages[0].tool_calls is a list",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "a", "tool_calls": ""}]},
-            "messages[0].tool_calls is an empty string",
-        ),
-        (calling(5), "messages[0].tool_calls[0].function is a number"),
-        (
-            calling({"name": ["x"], "arguments": {}}),
-            "messages[0].tool_calls[0] has a list as the function's name",
-        ),
-        (calling({"name": {"x": 1}}), "tool_calls[0] has an object as the function's name"),
-        (calling({"arguments": {}}), "tool_calls[0] has null as the function's name"),
-        (calling({"name": "f", "arguments": [1]}), "tool_calls[0] has a list as its arguments"),
-        (answering(reasoning_content=["two and two"]), "messages[0].reasoning_content is a list"),
-        (answering(thinking=2), "messages[0].thinking is a number"),
-        (
-            answering(reasoning="a", thinking="b"),
-            "messages[0] has different texts as thinking and reasoning",
-        ),
-        (chat("q", tools={"name": "f"}), "tools is an object"),
+        ({"id": 1}, "has id"),
+        ({"completion": "a", "prompt": None}, "has completion"),
+        (chat("q", text="a"), "has messages, text"),
+        ({"prompt": "a", "completion": "b", "text": "c"}, "has completion, prompt, text"),
+        ({"prompt": "a", "completion": ["b"]}, "prompt is 'a'"),
+        ({"prompt": "a", "completion": 4}, "completion is 4"),
+        ({"text": {"a": 1}}, "text is {'a': 1}"),
+        ({"messages": "hello"}, "messages is 'hello'"),
+        ({"messages": []}, "messages is []"),
+        ({"messages": ["hello"]}, "messages[0] is 'hello'"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role is None"),
+        (message(role=""), "messages[0].role is ''"),
+        (message(role=5), "messages[0].role is 5"),
+        (message(content=None), "messages[0] (assistant) has neither content nor tool_calls"),
+        (message(content=4), "messages[0].content is 4"),
+        (message(content=[{"type": "image", "url": "x"}]), "messages[0].content is [{"),
+        (message(tool_calls=["f"]), "messages[0].tool_calls[0] is 'f'"),
+        (message(tool_calls=""), "messages[0].tool_calls is ''"),
+        (calling(5), "messages[0].tool_calls[0].function is 5"),
+        (calling({"name": ["x"]}), "messages[0].tool_calls[0]: the name is ['x']"),
+        (calling({"arguments": {}}), "tool_calls[0]: the name is None"),
+        (calling({"name": "f", "arguments": [1]}), "tool_calls[0]: the value of arguments is [1]"),
+        (message(reasoning_content=["so"]), "messages[0].reasoning_content is ['so']"),
+        (message(thinking=2), "messages[0].thinking is 2"),
+        (chat("q", tools={"name": "f"}), "tools is {'name': 'f'}"),
         (chat("q", tools="f("), "tools is a string that is not JSON"),
+        (chat("q", tools=[{"function": "f"}]), "tools[0] is {'function': 'f'}"),
     ],
 )
 def test_broken_records(record: Any, what: str) -> None:
