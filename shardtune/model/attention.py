@@ -91,20 +91,13 @@ def document_attention(
         output = _varlen(q, k, v, documents.boundaries, max(documents.lengths), scaling)
         return output[..., :value_width].unsqueeze(0), None
     documents.way = "one call per document"
+    options = {"dropout_p": dropout, "is_causal": True, "scale": scaling}
+    options["enable_gqa"] = query.shape[1] != key.shape[1]
     # `split` and `cat`, since the backward of a slice fills a gradient of the whole row for each.
+    documents_of = (x.split(documents.lengths, 2) for x in (query, key, value))
     outputs = [
-        F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=dropout,
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        ).transpose(1, 2)
-        for q, k, v in zip(
-            *(x.split(documents.lengths, 2) for x in (query, key, value)), strict=True
-        )
+        F.scaled_dot_product_attention(*qkv, **options).transpose(1, 2)
+        for qkv in zip(*documents_of, strict=True)
     ]
     return torch.cat(outputs, 1), None
 
@@ -117,17 +110,9 @@ def _varlen(
     longest: int,
     scale: float | None,
 ) -> torch.Tensor:
+    sizes, causal = (boundaries, boundaries, longest, longest), (-1, 0)
     output = varlen_attn(
-        query,
-        key,
-        value,
-        boundaries,
-        boundaries,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=True,
+        query, key, value, *sizes, scale=scale, window_size=causal, enable_gqa=True
     )
     assert isinstance(output, torch.Tensor)
     return output

@@ -126,15 +126,12 @@ def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch
     The unit is the logits' spread. Logits that are not finite alone are left to the first step.
     """
     spread = max(alone.float().std().item(), 1e-30)
-    by_neighbour = _distance(packed, disturbed) / spread
-    by_packing = _distance(packed, alone) / spread
+    by_neighbour, by_packing = (_distance(packed, other) / spread for other in (disturbed, alone))
     # Kernels round differently for other shapes: through 30 layers of bfloat16 a token's logits
     # move by 5%.
     rounding, rounding_of_shapes = (2e-5, 2e-5) if alone.dtype == torch.float32 else (2e-2, 0.25)
     is_rounding = by_neighbour <= rounding and by_packing <= rounding_of_shapes
-    if is_rounding or not alone.isfinite().all():
-        return 0.0
-    return max(by_neighbour, by_packing)
+    return 0.0 if is_rounding or not alone.isfinite().all() else max(by_neighbour, by_packing)
 
 
 def _last_document_logits(

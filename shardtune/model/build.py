@@ -283,6 +283,9 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
     """
     model.to_empty(device=device)
     model.tie_weights()
+    # The innermost transformers model around a module initialises it.
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    owners = {module: owner for owner in models for module in owner.modules()}
     drawn: set[int] = set()
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
@@ -297,7 +300,7 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            _owner(model, name)._init_weights(module)
+            owners[module]._init_weights(module)
         for key, parameter in sharded.items():
             whole = module.get_parameter(key)
             module.register_parameter(key, parameter)
@@ -307,13 +310,3 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
             )
             ends = (start + size for start, size in zip(offset, shape, strict=True))
             parameter.to_local().copy_(whole[tuple(map(slice, offset, ends))])
-
-
-def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Return the innermost transformers model around a module; it initialises the module."""
-    while name:
-        module = model.get_submodule(name)
-        if isinstance(module, PreTrainedModel):
-            return module
-        name = name.rpartition(".")[0]
-    return model

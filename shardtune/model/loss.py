@@ -36,20 +36,17 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """
     head = model.get_output_embeddings()
     documents.set(batch.lengths, batch.boundaries)
-    if isinstance(head, LossHead):
-        head.batch = batch
-    try:
-        output = model(**batch.inputs()).logits
-    finally:
-        if isinstance(head, LossHead):
-            head.batch = None
     if not isinstance(head, LossHead):
-        output = output.flatten(0, 1).index_select(0, batch.predicting)
-    elif not head.is_last:
-        output = output.squeeze(0)
-    else:
-        return cast(torch.Tensor, output)
-    return F.cross_entropy(output.float(), batch.targets, reduction="sum")
+        logits = model(**batch.inputs()).logits.flatten(0, 1).index_select(0, batch.predicting)
+        return F.cross_entropy(logits.float(), batch.targets, reduction="sum")
+    head.batch = batch
+    try:
+        output = cast(torch.Tensor, model(**batch.inputs()).logits)
+    finally:
+        head.batch = None
+    if head.is_last:
+        return output
+    return F.cross_entropy(output.squeeze(0).float(), batch.targets, reduction="sum")
 
 
 class LossHead(nn.Linear):
@@ -68,13 +65,8 @@ class LossHead(nn.Linear):
         predicting = hidden.flatten(0, -2).index_select(0, self.batch.predicting)
         if not self.is_last:
             return super().forward(predicting).unsqueeze(0)
-        arguments = (
-            predicting,
-            self.weight,
-            self.bias,
-            self.batch.targets,
-            torch.is_grad_enabled(),
-        )
+        targets, wants_gradients = self.batch.targets, torch.is_grad_enabled()
+        arguments = (predicting, self.weight, self.bias, targets, wants_gradients)
         return cast(torch.Tensor, _SummedCrossEntropy.apply(*arguments))
 
 
@@ -94,30 +86,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,  # (n,)
         wants_gradients: bool,
     ) -> torch.Tensor:
-        vocabulary = weight.shape[0]
+        vocabulary, is_float32 = weight.shape[0], hidden.dtype == torch.float32
         rows = max(1, min(len(hidden), _CHUNK_BYTES // (hidden.itemsize * vocabulary)))
         chunk_buffer = hidden.new_empty(rows, vocabulary)
         # In float32 the softmax replaces the logits in place, else a few rows are converted at a
         # time.
-        at_once = (
-            rows
-            if hidden.dtype == torch.float32
-            else max(1, min(rows, _SOFTMAX_BYTES // (4 * vocabulary)))
-        )
-        converted = (
-            None if hidden.dtype == torch.float32 else hidden.new_empty(at_once, vocabulary).float()
-        )
+        at_once = rows if is_float32 else max(1, min(rows, _SOFTMAX_BYTES // (4 * vocabulary)))
+        converted = hidden.new_empty(0 if is_float32 else at_once, vocabulary).float()
         loss = hidden.new_zeros((), dtype=torch.float32)
-        gradients = (
-            _Gradients(hidden, weight, bias, is_one_chunk=rows == len(hidden))
-            if wants_gradients
-            else None
-        )
+        gradients = _Gradients(hidden, weight, bias, rows) if wants_gradients else None
         for start in range(0, len(hidden), rows):
-            chunk, chunk_targets = (
-                hidden[start : start + rows],
-                targets[start : start + rows, None],
-            )
+            chunk = hidden[start : start + rows]
+            chunk_targets = targets[start : start + rows, None]
             chunk_logits = chunk_buffer[: len(chunk)]
             if bias is None:
                 torch.mm(chunk, weight.t(), out=chunk_logits)
@@ -126,7 +106,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             for logits, wanted in zip(
                 chunk_logits.split(at_once), chunk_targets.split(at_once), strict=True
             ):
-                softmax = logits if converted is None else converted[: len(logits)].copy_(logits)
+                softmax = logits if is_float32 else converted[: len(logits)].copy_(logits)
                 target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
                 torch.softmax(softmax, 1, out=softmax)
                 # log sum exp = the largest logit - its log-probability.
@@ -143,25 +123,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good for one backward
-        return (
-            *(None if gradient is None else gradient.mul_(loss_gradient) for gradient in gradients),
-            None,
-            None,
-        )
+        scaled = (None if each is None else each.mul_(loss_gradient) for each in gradients)
+        return (*scaled, None, None)
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias, filled chunk by chunk."""
+    """The gradients of hidden states, weight and bias, filled in chunks of so many rows."""
 
     def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        is_one_chunk: bool,
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int
     ) -> None:
         self._head_weight = weight
-        dtype = weight.dtype if is_one_chunk else torch.float32
+        dtype = weight.dtype if rows == len(hidden) else torch.float32
         self.hidden = torch.empty_like(hidden)
         self.weight = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -173,9 +146,8 @@ class _Gradients:
         elif self.weight is not None:
             # By blocks of the vocabulary, since each product has the dtype of its operands.
             logits_blocks = logits_gradient.t().split(_BLOCK_ROWS)
-            for block, logits_block in zip(
-                self.weight.split(_BLOCK_ROWS), logits_blocks, strict=True
-            ):
+            weight_blocks = self.weight.split(_BLOCK_ROWS)
+            for block, logits_block in zip(weight_blocks, logits_blocks, strict=True):
                 block += logits_block @ chunk
         if self.bias is not None:
             self.bias += logits_gradient.sum(0, dtype=torch.float32)
@@ -193,11 +165,11 @@ def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
         return f"for every position, since its head is {kind.__name__}"
     ids = torch.arange(8, device=device).view(1, -1) % model.config.get_text_config().vocab_size
     documents.set([8], torch.tensor([0, 8], dtype=torch.int32, device=device))
-    seen: list[torch.Size] = []
+    seen: list[int] = []  # positions in each call of the head
     marker = torch.zeros(1, 8, head.weight.shape[0], device=device)
 
     def stand_in(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(hidden.shape)
+        seen.append(hidden.shape[:-1].numel())
         return marker
 
     head.forward = stand_in
@@ -206,16 +178,9 @@ def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
             logits = model(input_ids=ids).logits
     finally:
         del head.forward
-    if len(seen) != 1 or seen[0][:-1].numel() != ids.numel():
-        return (
-            f"for every position, since its forward calls the head {len(seen)} times, or not for "
-            "every token"
-        )
+    if seen != [8]:
+        return "for every position, since its forward does not call the head once for all tokens"
     head.__class__ = LossHead
     head.batch, head.is_last = None, logits is marker
-    if not head.is_last:
-        return (
-            f"for all trained positions at once, since {model.config.model_type} changes them "
-            "after its head"
-        )
-    return None
+    after = f"since {model.config.model_type} changes them after its head"
+    return None if head.is_last else f"for all trained positions at once, {after}"
