@@ -35,14 +35,14 @@ def choose_attention(
     Raises:
         UserError: data.packing is on, and a document sees the one before it.
     """
-    usual, reason = model.config._attn_implementation, f"model.attention={config.model.attention}"
+    kind, usual = model.config.model_type, model.config._attn_implementation
+    packing, reason = config.data.packing, f"model.attention={config.model.attention}"
     if not can_be_packed(type(model)):
         logger.info(
-            f"Attention: {model.config.model_type}'s own, in padded rows (it keeps a state or "
-            "takes no positions, so packed records would mix)"
+            f"Attention: {kind}'s own, in padded rows (it keeps a state or takes no positions)"
         )
         return False
-    if config.model.attention != "auto" and not config.data.packing:
+    if config.model.attention != "auto" and not packing:
         logger.info(f"Attention: {usual} under a mask of row x row ({reason})")
         return False
     alone = _last_document_logits(model, _TRIAL_LENGTHS[-1:], world.device)
@@ -58,16 +58,16 @@ def choose_attention(
             return True
         model.set_attn_implementation(usual)
     # The rows of a packed micro-batch are one row for the model.
-    side = config.data.max_length * (config.train.micro_batch_size if config.data.packing else 1)
+    side = config.data.max_length * (config.train.micro_batch_size if packing else 1)
     logger.info(
         f"Attention: {usual} under a mask of row x row, up to {side} tokens a side ({reason})"
     )
-    if config.data.packing and (leak := _leak(model, alone, config, world)):
+    if packing and (leak := _leak(model, alone, config, world)):
         raise UserError(
-            f"{model.config.model_type} lets a packed document see the one before it (its logits "
-            f"change by {leak:.1%} of their spread) - use data.packing=false"
+            f"{kind} lets a packed document see the one before it (its logits change by "
+            f"{leak:.1%} of their spread) - use data.packing=false"
         )
-    return config.data.packing
+    return packing
 
 
 def _try_document_attention(

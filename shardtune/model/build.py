@@ -145,10 +145,6 @@ def compile_layers(model: PreTrainedModel) -> None:
     """
     for layer in decoder_layers(model):
         layer.forward = _compiled_forward(layer)
-    logger.info(
-        "Each layer is compiled at its first use, so the first steps take minutes and count in "
-        "the first estimates"
-    )
 
 
 def _compiled_forward(layer: Any) -> Callable[..., Any]:
@@ -233,20 +229,19 @@ def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
     Raises:
         UserError: the files lack tensors of the model, or have them in another shape.
     """
-    missing, misshapen = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
-    remedy = "fetch the model again, or correct its config.json"
-    problems = []
-    if missing:
-        problems.append(
-            f"{path}: the files lack the model's tensor {missing[0]} ({len(missing)} in all) - "
-            f"{remedy}"
+    misshapen = [
+        f"{name}, {list(stored)}, not {list(built)}"
+        for name, stored, built in info["mismatched_keys"]
+    ]
+    problems = [
+        f"{path}: {problem} {min(names)} ({len(names)} in all) - fetch the model again, or correct "
+        "its config.json"
+        for problem, names in (
+            ("the files lack the model's tensor", info["missing_keys"]),
+            ("another shape than the model's has", misshapen),
         )
-    if misshapen:
-        name, stored, built = misshapen[0]
-        problems.append(
-            f"{path}: another shape than the model's has {name}, {list(stored)}, not "
-            f"{list(built)} ({len(misshapen)} in all) - {remedy}"
-        )
+        if names
+    ]
     if problems:
         raise UserError(*problems)
     if unexpected := sorted(info["unexpected_keys"]):

@@ -41,10 +41,6 @@ _SPANS = {
 # TFLOP/s in bfloat16, dense, with float32 accumulation: half of the data sheets' figure with
 # sparsity. A device has the first entry with a name whose words are all in its own.
 _PUBLISHED_TFLOPS = {
-    71: ("RTX 3090",),
-    121: ("L4",),
-    125: ("A10",),
-    148: ("H20",),
     149.7: ("A40",),
     165.2: ("RTX 4090",),
     312: ("A100", "A800"),
@@ -197,16 +193,16 @@ class MfuMeter:
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
         """Collective: log the peak that the MFU is relative to, or why there is none."""
-        self._flops: ModelFlops | None = None
+        self._flops, self._peak = None, 0.0
         try:
-            flops = count_flops(model)
-            self._peak, self._flops = _total_peak(dtype, world), flops
+            self._flops = count_flops(model)
+            self._peak = _total_peak(dtype, world)
         except NotCounted as reason:
             logger.info(f"MFU is left out: {reason}")
 
     def per_step(self, lengths: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
         """Return the MFU, from 0 to 1, of a step over documents of so many tokens each, or None."""
-        if self._flops is None:
+        if not self._flops or not self._peak:
             return None
         return self._flops.per_step(lengths, trained_tokens) / seconds / self._peak
 
@@ -241,10 +237,8 @@ def published_peak(device_name: str, dtype: torch.dtype) -> float | None:
     words = set(re.split(r"[\s-]+", device_name))
     if dtype not in (torch.bfloat16, torch.float16) or words & _OTHER_DEVICES:
         return None
-    for teraflops, names in _PUBLISHED_TFLOPS.items():
-        if any(words.issuperset(name.split()) for name in names):
-            return 1e12 * teraflops
-    return None
+    peaks = ((teraflops, name) for teraflops, names in _PUBLISHED_TFLOPS.items() for name in names)
+    return next((1e12 * peak for peak, name in peaks if words.issuperset(name.split())), None)
 
 
 def measure_matmul_rate(dtype: torch.dtype, seconds: float = 0.3) -> float:

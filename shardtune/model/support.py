@@ -48,12 +48,13 @@ def _short_rope_length(config: PreTrainedConfig) -> int | None:
     row ends.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope, *rope.values()]  # one for all layers, or one for each type of layer
-    lengths = [
+    # One for all layers, or one for each type of layer.
+    ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+    lengths = (
         each["original_max_position_embeddings"]
         for each in ropes
-        if isinstance(each, dict) and each.get("rope_type") == "longrope"
-    ]
+        if each.get("rope_type") == "longrope"
+    )
     return min(lengths, default=None)
 
 
