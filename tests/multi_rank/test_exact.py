@@ -33,11 +33,19 @@ from helpers.plain_training import (
     with_weights,
 )
 from helpers.ranks import train
+from helpers.small_runs import checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardtune.data.order import plan_rows
 from shardtune.data.schedule import Cost, assign_rows
+
+QUICK = [("llama", 1, True), ("qwen3", 2, False), ("glm", 4, True)]
+
+
+def in_full(case: tuple[Any, ...], quick: list[Any]) -> Any:
+    """The mark of a case that only the long tests run."""
+    return () if case in quick else pytest.mark.full
 
 
 @pytest.fixture(scope="session")
@@ -91,15 +99,7 @@ def mean_of_means_errors(
 @pytest.mark.parametrize(
     ("family", "ranks", "packed"),
     [
-        pytest.param(
-            family,
-            ranks,
-            packed,
-            marks=()
-            if (family, ranks, packed)
-            in [("llama", 1, True), ("qwen3", 2, False), ("glm", 4, True)]
-            else pytest.mark.full,
-        )
+        pytest.param(family, ranks, packed, marks=in_full((family, ranks, packed), QUICK))
         for family in FAMILIES
         for ranks in (1, 2, 4, 8)
         for packed in (True, False)
@@ -221,11 +221,7 @@ def test_an_epoch_holds_every_piece_once_where_long_records_are_split(sharp, tok
 @pytest.mark.parametrize(
     ("ranks", "count"),
     [
-        pytest.param(
-            ranks,
-            count,
-            marks=() if (ranks, count) in [(2, 1), (3, 7), (4, 101)] else pytest.mark.full,
-        )
+        pytest.param(ranks, count, marks=in_full((ranks, count), [(2, 1), (3, 7), (4, 101)]))
         for ranks in (1, 2, 3, 4)
         for count in (1, 3, 7, 101)
     ],
@@ -256,20 +252,6 @@ def test_perplexity_equals_one_record_at_a_time(ranks, count, sharp, tokenizer, 
     assert last["perplexity"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(sharp, tmp_path):
-    data, run_dir = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), tmp_path / "run"
-    more = ["optimizer.lr=1e30", "checkpoint.every_steps=1"]
-    stopped = train(2, *settings(sharp["qwen3"], data, run_dir, *more), cwd=tmp_path)
-    assert stopped.returncode == 1
-    (error,) = [line for line in stopped.stderr.splitlines() if line.startswith("ERROR: ")]
-    assert "step 2 was not taken" in error
-    assert "in the gradient of model." in error or "in the gradient of lm_head." in error
-    assert [step["step"] for step in read_metrics(run_dir, "step")] == [1]
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_0000001"]
-    assert (run_dir / "checkpoints" / "checkpoint_0000001" / "COMPLETE").is_file()
-    assert not (run_dir / "model").exists()
-
-
 def plant_infinity(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight[3, 4] = math.inf
 
@@ -282,27 +264,43 @@ def hide_huge_head(model: Any) -> None:
     model.lm_head.weight[model.config.eos_token_id, 0] = 3e38
 
 
+def stopped(model: Path, records: list[Any], folder: Path, *more: str) -> tuple[str, list[int]]:
+    """The last line of a run that failed, and its steps, each of which is saved."""
+    data, run_dir = write_jsonl(folder / "train.jsonl", records), folder / "run"
+    given = settings(model, data, run_dir, "checkpoint.every_steps=1", *more)
+    failed = train(2, *given, cwd=folder)
+    assert failed.returncode == 1, failed.stderr
+    steps = [step["step"] for step in read_metrics(run_dir, "step")]
+    saved = sorted(path.name for path in run_dir.glob("checkpoints/*"))
+    assert saved == [checkpoint(run_dir, step).name for step in steps]
+    assert all((checkpoint(run_dir, step) / "COMPLETE").is_file() for step in steps)
+    assert not (run_dir / "model").exists()
+    (error,) = [line for line in failed.stderr.splitlines() if line.startswith("ERROR: ")]
+    return error, steps
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(sharp, tmp_path):
+    error, steps = stopped(sharp["qwen3"], uneven_chats(), tmp_path, "optimizer.lr=1e30")
+    assert "step 2 was not taken" in error
+    assert "in the gradient of model." in error or "in the gradient of lm_head." in error
+    assert steps == [1]
+
+
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (plant_infinity, "first in the weight model.layers.1.mlp.up_proj.weight - "),
-        (hide_huge_head, "first in the gradient of model.norm.weight - "),
+        (plant_infinity, "the weight model.layers.1.mlp.up_proj.weight is not finite"),
+        (hide_huge_head, "first in the gradient of model.norm.weight"),
     ],
 )
 def test_weights_that_give_no_finite_loss_or_norm_stop_the_first_step(
     change, cause, sharp, tmp_path
 ):
-    model, run_dir = with_weights(sharp["qwen3"], tmp_path / "model", change), tmp_path / "run"
+    model = with_weights(sharp["qwen3"], tmp_path / "model", change)
     records = [{"prompt": f"node {i} ", "completion": "rank"} for i in range(40)]
-    data = write_jsonl(tmp_path / "train.jsonl", records)
-    stopped = train(2, *settings(model, data, run_dir, "checkpoint.every_steps=1"), cwd=tmp_path)
-    assert stopped.returncode == 1, stopped.stderr
-    error = stopped.stderr.splitlines()[-1]
-    assert error.startswith("ERROR: step 1 was not taken: ")
-    assert cause in error
-    assert read_metrics(run_dir, "step") == []
-    assert not (run_dir / "checkpoints").exists()
-    assert not (run_dir / "model").exists()
+    error, steps = stopped(model, records, tmp_path)
+    assert error.startswith("ERROR: step 1 was not taken: ") and cause in error
+    assert steps == []
 
 
 def test_bfloat16_compute_keeps_float32_masters(sharp, plain, tmp_path):

@@ -115,11 +115,8 @@ def check(run_dir: Path, expected: Trained) -> None:
         ("glm", 2, True),
         ("llama", 2, False),
         ("llama", 4, True),
-        pytest.param("glm", 2, False, marks=pytest.mark.full),
-        pytest.param("glm", 4, True, marks=pytest.mark.full),
         pytest.param("glm", 1, True, marks=pytest.mark.full),
         pytest.param("glm", 1, False, marks=pytest.mark.full),
-        pytest.param("llama", 2, True, marks=pytest.mark.full),
     ],
 )
 def test_replicas_and_reductions_equal_plain_pytorch(
