@@ -1,8 +1,7 @@
-"""Processes forked from this one: they die with it and report JSON messages."""
+"""Processes forked from this one: they die with it and report messages."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -16,21 +15,8 @@ from shardtune.distributed.signals import die_with_parent
 from shardtune.errors import first_line
 
 Message = dict[str, Any]
+Pipe = Connection
 _FORKS = multiprocessing.get_context("fork")
-
-
-class Pipe:
-    """One end of a connection between parent and child. Messages are JSON, never pickles."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def send(self, message: Message) -> None:
-        self.connection.send_bytes(json.dumps(message).encode())
-
-    def receive(self) -> Message:
-        """Raises EOFError when the other end is gone."""
-        return dict(json.loads(self.connection.recv_bytes()))
 
 
 class Child:
@@ -41,20 +27,17 @@ class Child:
 
     def __init__(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
         self._name = name
-        parent_end, child_end = _FORKS.Pipe()
+        self.pipe, child_end = _FORKS.Pipe()
         self._process = _FORKS.Process(
-            target=_run,
-            args=(os.getpid(), parent_end, child_end, name, work, arguments),
-            daemon=False,
+            target=_run, args=(os.getpid(), self.pipe, child_end, name, work, arguments)
         )
         self._process.start()
         child_end.close()
-        self.pipe = Pipe(parent_end)
 
     def result(self) -> Message:
         """Wait for the next message of the child."""
         try:
-            return self.pipe.receive()
+            return self.pipe.recv()
         except (EOFError, OSError):
             self._process.join(5)
             code = self._process.exitcode
@@ -65,41 +48,34 @@ class Child:
         """Kill the child, unless it has ended by itself."""
         self._process.kill()
         self._process.join()
-        self.pipe.connection.close()
+        self.pipe.close()
 
 
-def results(
-    children: list[Child], timeout_s: float, late: Callable[[int], str], more_s: float
-) -> list[Message]:
+def results(children: list[Child], timeout_s: float, late: Callable[[int], str]) -> list[Message]:
     """Receive one message of each child, in their order, and end them.
 
-    After the first message with `problems` the others have `more_s` seconds left. `late` names the
-    problem of a child, by its index, that has reported nothing in time.
+    The first message with `problems` ends the others too. `late` names the problem of a child, by
+    its index, that has reported nothing in time.
     """
     reports: dict[int, Message] = {}
     deadline = time.monotonic() + timeout_s
-    while len(reports) < len(children) and (left_s := deadline - time.monotonic()) > 0:
-        waiting = [number for number in range(len(children)) if number not in reports]
-        readable = wait([children[number].pipe.connection for number in waiting], left_s)
-        for number in waiting:
-            if children[number].pipe.connection not in readable:
-                continue
-            reports[number] = children[number].result()
-            if reports[number].get("problems"):
-                deadline = min(deadline, time.monotonic() + more_s)
-    is_late = not any(message.get("problems") for message in reports.values())
+    waiting = dict(enumerate(children))
+    while waiting and not any(report.get("problems") for report in reports.values()):
+        pipes = [child.pipe for child in waiting.values()]
+        readable = wait(pipes, max(0.0, deadline - time.monotonic()))
+        for number in [number for number, child in waiting.items() if child.pipe in readable]:
+            reports[number] = waiting.pop(number).result()
+        if not readable:
+            reports[min(waiting)] = {"problems": [late(min(waiting))]}
     for child in children:
         child.end()
-    return [
-        reports.get(number) or {"problems": [late(number)] if is_late else []}
-        for number in range(len(children))
-    ]
+    return [reports.get(number, {"problems": []}) for number in range(len(children))]
 
 
 def _run(
     parent: int,
     parent_end: Connection,
-    child_end: Connection,
+    pipe: Connection,
     name: str,
     work: Callable[..., None],
     arguments: Any,
@@ -109,9 +85,7 @@ def _run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     parent_end.close()
-    pipe = Pipe(child_end)
     try:
         work(pipe, *arguments)
     except Exception as error:

@@ -19,7 +19,6 @@ from shardtune.errors import first_line
 
 _PART_TIMEOUT_S = 30.0
 _ALL_TIMEOUT_S = 120.0
-_AFTER_FAILURE_S = 2.0
 
 
 def measure(job: Message) -> Message:
@@ -42,7 +41,7 @@ def measure(job: Message) -> Message:
     def late(number: int) -> str:
         return f"{names[number]} did not finish within {_ALL_TIMEOUT_S:.0f} s - see the log above"
 
-    reports = results(children, _ALL_TIMEOUT_S, late, _AFTER_FAILURE_S)
+    reports = results(children, _ALL_TIMEOUT_S, late)
     for report, log in zip(reports, logs, strict=True):
         if report.get("problems"):
             text = log.read_text(encoding="utf-8", errors="replace")

@@ -1,5 +1,4 @@
-"""The ranks of one node: torchrun's agent class starts and watches them in a thread of this
-process."""
+"""The ranks of one node, started with the variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -8,24 +7,16 @@ import mmap
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
-
-import psutil
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from shardtune.cluster.watch import IdleClock, Limits, RankStatus
-from shardtune.distributed.exit import STACK_SIGNAL
-from shardtune.distributed.rank_record import RECORD_BYTES, RECORDS, STACK, RankRecord
-from shardtune.errors import first_line
+from shardtune.distributed.rank_record import RECORD_BYTES, RECORDS, STACK, STACK_SIGNAL, RankRecord
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _PIPE_VARIABLE, _DUMP_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
@@ -34,133 +25,108 @@ _STACK_WITHIN_S = 2.0
 _STACK_BEFORE_S = 3.0  # another node's clock may reach the limit first
 
 
-class _Agent(LocalElasticAgent):
-    """torchrun's agent, which notes how each process ended before it ends the others."""
-
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
-        super().__init__(spec, logs, start_method="spawn")
-        self.exit_codes: dict[int, int] = {}
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids by local rank, once the processes have started."""
-        return self._pcontext.pids() if self._pcontext is not None else {}
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self.note_ends()
-        return super()._monitor_workers(worker_group)
-
-    def note_ends(self) -> None:
-        handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
-        for local_rank, handler in handlers.items():
-            if local_rank not in self.exit_codes and (code := handler.proc.poll()) is not None:
-                self.exit_codes[local_rank] = code
-
-
-class NodeRanks(threading.Thread):
+class NodeRanks:
     """One attempt of a run on this node.
 
-    `command` is the program and its arguments. `memory` holds the ranks' records and their stacks.
-    `exit_codes` has the ranks that have ended, in the order of their ends.
+    `sizes` are the numbers of ranks of all nodes, `node` is this one's index. `exit_codes` has the
+    ranks that have ended, by local rank, in the order of their ends.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        first_rank: int,
-        local_size: int,
-        rendezvous: StaticTCPRendezvous,
-        host: str,
+        node: int,
+        sizes: Sequence[int],
+        attempt: int,
         run_dir: Path,
-        logs: Path,
+        temporary: Path,
     ) -> None:
-        super().__init__(name="ranks", daemon=True)
-        self.problem: str | None = None
+        first_rank, local_size = sum(sizes[:node]), sizes[node]
         # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
         os.environ.setdefault(_DUMP_VARIABLE, str(run_dir.absolute() / "nccl_trace_rank_"))
-        os.environ.setdefault(_PIPE_VARIABLE, str(logs.parent / "nccl_pipe_rank_"))
+        os.environ.setdefault(_PIPE_VARIABLE, str(temporary / "nccl_pipe_rank_"))
         records = os.memfd_create("shardtune ranks")
         os.ftruncate(records, local_size * RECORD_BYTES)
         memory = mmap.mmap(records, local_size * RECORD_BYTES)
         self._stacks = os.memfd_create("shardtune stacks")
         self._descriptors = (records, self._stacks)
-        os.environ[RECORDS] = f"/proc/{os.getpid()}/fd/{records}"
-        os.environ[STACK] = f"/proc/{os.getpid()}/fd/{self._stacks}"
         at = range(0, local_size * RECORD_BYTES, RECORD_BYTES)
         self.records = [RankRecord.from_buffer(memory, offset) for offset in at]
-        self.statuses = [RankStatus(first_rank + index, host) for index in range(local_size)]
-        self._clocks: dict[int, IdleClock] = {}
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=local_size,
-            entrypoint=sys.executable,
-            args=("-u", *command),
-            rdzv_handler=rendezvous,
-            max_restarts=0,
-            monitor_interval=0.1,
-            master_addr=rendezvous.master_addr,
-            master_port=rendezvous.master_port,
-        )
-        self._agent = _Agent(spec, DefaultLogsSpecs(log_dir=str(logs)))
+        self.statuses = [
+            RankStatus(first_rank + index, socket.gethostname()) for index in range(local_size)
+        ]
+        self.exit_codes: dict[int, int] = {}
+        shared = os.environ | {
+            "WORLD_SIZE": str(sum(sizes)),
+            "LOCAL_WORLD_SIZE": str(local_size),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(len(sizes)),
+            "TORCHELASTIC_RUN_ID": "shardtune",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            RECORDS: f"/proc/{os.getpid()}/fd/{records}",
+            STACK: f"/proc/{os.getpid()}/fd/{self._stacks}",
+        }
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-u", *command],
+                env=shared | {"RANK": str(status.rank), "LOCAL_RANK": str(index)},
+                start_new_session=True,  # a terminal's Ctrl-C is the agent's to pass on
+            )
+            for index, status in enumerate(self.statuses)
+        ]
+        self._clocks = [IdleClock(process.pid) for process in self._processes]
 
     @property
-    def exit_codes(self) -> dict[int, int]:
-        return self._agent.exit_codes
+    def have_finished(self) -> bool:
+        outcomes = [record.outcome for record in self.records]
+        all_ended = len(self.exit_codes) == len(self.records)
+        return all_ended and all(outcome and outcome["code"] == 0 for outcome in outcomes)
 
-    @property
-    def pids(self) -> dict[int, int]:
-        return self._agent.pids
-
-    def run(self) -> None:
-        """Start the processes and return when all have ended; `problem` says why none began."""
-        try:
-            self._agent.run()
-        except Exception as error:
-            self.problem = f"{type(error).__name__}: {first_line(error)}"
+    def note_ends(self) -> None:
+        """Bring `exit_codes` up to date."""
+        for index, process in enumerate(self._processes):
+            if index not in self.exit_codes and (code := process.poll()) is not None:
+                self.exit_codes[index] = code
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank that runs."""
-        for local_rank, pid in self.pids.items():
-            if local_rank not in self.exit_codes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        for process in self._processes:
+            process.send_signal(number)
 
-    def kill(self, timeout_s: float) -> bool:
-        """Kill all ranks; whether all have ended within this time."""
-        deadline = time.monotonic() + timeout_s
-        while self.is_alive() and time.monotonic() < deadline:
-            self.signal(signal.SIGKILL)
-            self.join(0.1)
-        return not self.is_alive()
-
-    def close(self) -> None:
-        """Give back the shared memory."""
+    def end(self, by_themselves_s: float, killed_s: float) -> None:
+        """Wait until all ranks have ended; kill those that have not by then."""
+        kill_at = time.monotonic() + by_themselves_s
+        while time.monotonic() < kill_at + killed_s:
+            self.note_ends()
+            if len(self.exit_codes) == len(self._processes):
+                break
+            if time.monotonic() >= kill_at:
+                for process in self._processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(0.1)
         for descriptor in self._descriptors:
             os.close(descriptor)
 
     def tick(self, limits: Limits) -> None:
         """Bring `statuses` up to date, once a second."""
-        for index, pid in self.pids.items():
-            record, status = self.records[index], self.statuses[index]
-            if index not in self._clocks:
-                with contextlib.suppress(psutil.Error):  # it has ended
-                    self._clocks[index] = IdleClock(pid)
-            if clock := self._clocks.get(index):
-                clock.tick(record, status)
+        for index, (record, status) in enumerate(zip(self.records, self.statuses, strict=True)):
+            self._clocks[index].tick(record, status)
             _, limit_s = limits.of(status)
             if status.idle_s <= limit_s - _STACK_BEFORE_S:
                 status.frame = ""
-            elif not status.frame and record.has_started:
-                status.frame = _describe(self.stack(index)[-1:])
+            elif not status.frame and (frames := self.stack(index)):
+                last = frames[-1]
+                status.frame = f"{last.name}, {Path(last.filename).name}:{last.lineno}"
 
     def stack(self, index: int) -> list[traceback.FrameSummary]:
         """Where the Python code of a rank is, outermost call first; empty if it does not answer."""
         record = self.records[index]
-        if not record.has_started or index in self.exit_codes:
+        if not record.has_started:
             return []
         os.ftruncate(self._stacks, 0)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pids[index], STACK_SIGNAL)
+        self._processes[index].send_signal(STACK_SIGNAL)
         deadline, text, before = time.monotonic() + _STACK_WITHIN_S, "", None
         while time.monotonic() < deadline and (not text or text != before):
             before = text
@@ -194,9 +160,3 @@ def _frames(text: str, thread: int) -> list[traceback.FrameSummary]:
         elif frame := _FRAME.match(line):
             frames.insert(0, traceback.FrameSummary(frame[1], int(frame[2]), frame[3]))
     return threads.get(thread, frames)
-
-
-def _describe(frames: list[traceback.FrameSummary]) -> str:
-    if not frames:
-        return ""
-    return f"{frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}"

@@ -11,7 +11,6 @@ from shardtune.cluster.connectivity import require_paths
 from shardtune.cluster.control import Control, LaunchEnded, say, warn
 from shardtune.cluster.environment import Environment, existing_part
 from shardtune.cluster.node_info import node_facts
-from shardtune.cluster.rendezvous import Listener
 
 _FACTS_TIMEOUT_S = 600.0
 _SHORT_TIMEOUT_S = 60.0
@@ -28,12 +27,11 @@ def _help(pipe: Pipe, environment: Environment) -> None:
 
     pipe.send(node_facts(environment))
     while True:
-        pipe.send(microbenchmark.measure(pipe.receive()))
+        pipe.send(microbenchmark.measure(pipe.recv()))
 
 
 async def check_nodes(
     control: Control,
-    listener: Listener | None,
     environment: Environment,
     helper: Child,
     logs: Path,
@@ -47,7 +45,7 @@ async def check_nodes(
     """
     if len(control.nodes) > 1:
         await require_paths(control, environment)
-    facts = await _facts(control, listener, environment, helper)
+    facts = await _facts(control, environment, helper)
     names = [node.name for node in control.nodes]
     if problems := compare.problems_of(facts, names):
         raise LaunchEnded(2, problems)
@@ -74,9 +72,7 @@ async def check_nodes(
     return facts
 
 
-async def _facts(
-    control: Control, listener: Listener | None, environment: Environment, helper: Child
-) -> list[Message]:
+async def _facts(control: Control, environment: Environment, helper: Child) -> list[Message]:
     """Gather all nodes' facts, and whether they see a file that node 0 makes beside run.dir."""
     assert environment.config is not None
     run_dir = Path(environment.config.run.dir).absolute()
@@ -84,8 +80,6 @@ async def _facts(
 
     async def own_facts() -> Message:
         fact = await asyncio.to_thread(helper.result)
-        if listener is not None:
-            listener.close()  # rank 0 of the measurement listens there
         is_shared = any((folder / probe.name).is_file() for folder in (run_dir, *run_dir.parents))
         return fact | {"shares_run_dir": is_shared, "clock_ahead_s": control.clock_ahead_s}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import psutil
 
@@ -19,6 +18,7 @@ _WITHIN_STEPS = (*STEP_PHASES, Phase.EVALUATING)
 _WHILE_SAVING = (Phase.SAVING, Phase.EXPORTING)
 # A save has an end of its own past save_timeout_s, after which the run may go on.
 _SAVER_GIVES_UP_S = 180.0
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _STOPPED_S = 40  # a process that was stopped (SIGSTOP) for so long is taken for lost
 # A process that does less than this, on average, is stuck.
 _WORKING_CPUS = 0.01
@@ -56,9 +56,6 @@ class RankStatus:
     def is_in_step(self) -> bool:
         return self.phase in _WITHIN_STEPS
 
-    def message(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -81,36 +78,27 @@ class IdleClock:
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
-        self._arrivals, self._work_s = -1, 0.0
-        self._idle_ticks = self._stopped_ticks = 0
+        self._work_s = 0.0
 
     def tick(self, record: RankRecord, status: RankStatus) -> None:
         """Bring `status` up to date, once a second."""
         status.phase, status.step = str(record.phase), record.step
-        status.arrivals, status.limits_steps = record.arrivals, record.limits_steps
-        work_s = 0.0 if status.is_in_step else self._worked_s()
-        has_worked = work_s - self._work_s > max(1.0, self._idle_ticks * TICK_S)
-        if record.arrivals != self._arrivals or has_worked:
-            self._idle_ticks, self._arrivals, self._work_s = 0, record.arrivals, work_s
+        status.limits_steps = record.limits_steps
+        is_stopped, work_s = False, 0.0
+        with contextlib.suppress(psutil.Error):  # the process has ended
+            is_stopped = self._process.status() in _STOPPED
+            work_s = 0.0 if status.is_in_step else self._worked_s()
+        status.stopped_s = status.stopped_s + TICK_S if is_stopped else 0.0
+        if record.arrivals != status.arrivals or work_s - self._work_s > max(1.0, status.idle_s):
+            status.arrivals, status.idle_s, self._work_s = record.arrivals, 0.0, work_s
         else:
-            self._idle_ticks += 1
-        self._stopped_ticks = self._stopped_ticks + 1 if self._is_stopped() else 0
-        status.idle_s = self._idle_ticks * TICK_S
-        status.stopped_s = self._stopped_ticks * TICK_S
+            status.idle_s += TICK_S
 
     def _worked_s(self) -> float:
         """How long the process would have worked at the rates below which one is stuck."""
-        with contextlib.suppress(psutil.Error):
-            cpu, io = self._process.cpu_times(), self._process.io_counters()
-            moved = io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
-            return (cpu.user + cpu.system) / _WORKING_CPUS + moved / _WORKING_BYTES_PER_S
-        return 0.0
-
-    def _is_stopped(self) -> bool:
-        with contextlib.suppress(psutil.Error):
-            stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-            return self._process.status() in stopped
-        return False
+        cpu, io = self._process.cpu_times(), self._process.io_counters()
+        moved = io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
+        return (cpu.user + cpu.system) / _WORKING_CPUS + moved / _WORKING_BYTES_PER_S
 
 
 def stuck_ranks(statuses: Sequence[RankStatus], limits: Limits) -> tuple[list[int], str] | None:
@@ -119,42 +107,31 @@ def stuck_ranks(statuses: Sequence[RankStatus], limits: Limits) -> tuple[list[in
     A rank that has come no further for too long waits for those with the fewest arrivals, or is one
     of them.
     """
-    by_rank = {status.rank: status for status in statuses}
-    stopped = [status for status in statuses if status.stopped_s >= _STOPPED_S]
-    if stopped:
-        return _blame(
-            [status.rank for status in stopped],
-            by_rank,
-            f"no sign of life for {stopped[0].stopped_s:.0f} s, last seen in",
-            f"its process is stopped (SIGSTOP or a debugger): look there; {AGAIN}",
-        )
+    if stopped := [status for status in statuses if status.stopped_s >= _STOPPED_S]:
+        what = f"no sign of life for {stopped[0].stopped_s:.0f} s, last seen in"
+        remedy = f"its process is stopped (SIGSTOP or a debugger): look there; {AGAIN}"
+        return _blame(stopped, what, remedy)
+    fewest = min(status.arrivals for status in statuses)
+    behind = [status for status in statuses if status.arrivals == fewest]
     for status in statuses:
         key, limit_s = limits.of(status)
         if status.idle_s <= limit_s:
             continue
-        remedy = f"or raise distributed.{key} if that may take so long; {AGAIN}"
-        fewest = min(other.arrivals for other in statuses)
-        last = [other for other in statuses if other.arrivals == fewest]
-        if len(last) == len(statuses) and status.is_in_step:
+        remedy = f"raise distributed.{key} if that may take so long; {AGAIN}"
+        if len(behind) < len(statuses):
+            stuck = [s for s in behind if status.is_in_step or s.idle_s > limit_s]
+            if stuck:
+                frame = f" (at {stuck[0].frame})" if stuck[0].frame else ""
+                what = f"did not arrive within {limit_s:g} s{frame}, in"
+                return _blame(stuck, what, f"see its traceback there, or {remedy}")
+        elif status.is_in_step:
             what = f"nothing moved for {limit_s:g} s, with no rank behind the others, in"
-            return _blame([status.rank], by_rank, what, remedy.removeprefix("or "))
-        if len(last) == len(statuses):
-            continue
-        if not status.is_in_step:
-            last = [other for other in last if other.idle_s > limit_s]
-        if last:
-            frame = f" (at {last[0].frame})" if last[0].frame else ""
-            what = f"did not arrive within {limit_s:g} s{frame}, in"
-            return _blame(
-                [s.rank for s in last], by_rank, what, f"see its traceback there, {remedy}"
-            )
+            return _blame([status], what, remedy)
     return None
 
 
-def _blame(
-    ranks: list[int], by_rank: dict[int, RankStatus], what: str, remedy: str
-) -> tuple[list[int], str]:
-    first = by_rank[ranks[0]]
-    others = [by_rank[rank].name for rank in ranks[1:]]
-    more = f" (and {first_few(others, 3)})" if others else ""
-    return ranks, f"{first.name}{more}: {what} {first.place} - {remedy}"
+def _blame(stuck: Sequence[RankStatus], what: str, remedy: str) -> tuple[list[int], str]:
+    first, *others = stuck
+    more = f" (and {first_few([other.name for other in others], 3)})" if others else ""
+    line = f"{first.name}{more}: {what} {first.place} - {remedy}"
+    return [status.rank for status in stuck], line

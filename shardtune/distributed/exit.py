@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import io
 import os
-import signal
 import socket
 import sys
 import time
@@ -20,11 +19,10 @@ from typing import cast
 
 import torch.distributed as dist
 
-from shardtune.distributed.rank_record import RECORDS, STACK, RankRecord, this_rank
+from shardtune.distributed.rank_record import RECORDS, STACK, STACK_SIGNAL, RankRecord, this_rank
 from shardtune.distributed.signals import die_with_parent, end_on_signal, ignore_signals
 from shardtune.errors import AGAIN, Aborted, Ending, OutOfMemory, first_line
 
-STACK_SIGNAL = signal.SIGUSR2
 _AGENT_ENDS_US_S = 120.0
 _FIRST_RANK_SPEAKS_S = 1.0
 

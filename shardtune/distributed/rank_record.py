@@ -11,12 +11,14 @@ import functools
 import json
 import mmap
 import os
+import signal
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 RECORDS = "SHARDTUNE_RANK_RECORDS"  # path of the node's records, set by the agent
 STACK = "SHARDTUNE_STACK_FILE"  # path of the file that faulthandler writes this rank's stack to
+STACK_SIGNAL = signal.SIGUSR2  # asks for the stack
 _MOST_LINES, _LINE_CHARACTERS = 100, 1000
 _OUTCOME_BYTES = 1 << 20  # JSON takes at most six for a character; unused pages take no memory
 

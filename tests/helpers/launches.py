@@ -194,26 +194,6 @@ def resumes(folder: Path, **settings: str) -> None:
     assert steps == list(range(1, step + 1))
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A filesystem of a megabyte in a new folder; only root can mount one."""
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """The file that takes all the room that was left in it."""
-    filler = folder / "filler"
-    with contextlib.suppress(OSError), filler.open("ab", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
-    return filler
-
-
 def break_rank(
     folder: Path, rank: int, where: tuple[str, str], effect: str, nth: int = 5
 ) -> dict[str, str]:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, a_free_port, needs_namespaces, read_metrics
+from conftest import REPOSITORY, needs_namespaces, read_metrics
 from helpers.documented import require_error_line
 from helpers.launches import (
     ARGUMENTS,
@@ -26,9 +26,7 @@ from helpers.launches import (
     Nodes,
     break_rank,
     end,
-    fill,
     resumes,
-    small_disk,
     start,
     two_nodes,
     while_it_imports,
@@ -46,6 +44,7 @@ STEP = r"last seen in step \d+ \(.+\)"
 KILLED = RANK + rf"ended by SIGKILL, {STEP} - most often killed for memory, .*"
 CRASHED = RANK + rf"ended by SIGSEGV, {STEP} - see its output above .*"
 ENDED = RANK + rf"ended with code CODE, {STEP} - see its output above .*"
+RAISED = RANK + r"\w+: .*, in step 5 \(forward and backward\) - see the traceback there; .*"
 STOPPED = RANK + rf"no sign of life for \d+ s, {STEP} - its process is stopped .*"
 
 
@@ -79,45 +78,6 @@ def test_a_rank_that_ends_while_it_imports(rank: int, effect: str, how: str, fol
 
 
 @FULL
-@pytest.mark.parametrize("node", [0, 1])
-def test_an_agent_that_is_killed_before_the_ranks_have_met(node: int, folder: Path) -> None:
-    fault = while_it_imports(folder, "train_fsdp.py", "time.sleep(10)")
-    with two_nodes(folder, **fault) as nodes:
-        nodes.wait_for_words("nodes agree")
-        while not (nodes.ranks(0) and nodes.ranks(1)):
-            assert all(script.poll() is None for script in nodes.scripts), nodes.texts()
-            time.sleep(0.1)
-        nodes.remember()
-        nodes.scripts[node].kill()
-        code, last = nodes.end()[1 - node]
-    lost = r"node 0 \(.+\) is out of reach at .+" if node == 0 else r"node 1 \(.+\) is lost: .+"
-    assert code == 1 and re.fullmatch(f"ERROR: {lost} - its launch has ended .*", last), last
-    require_error_line(last)
-
-
-TAKE_THE_PORT = """
-def take():
-    while "shardtune.cluster.node_ranks" not in sys.modules:
-        time.sleep(0.001)
-    global listener
-    listener = socket.create_server(("", int(os.environ["MASTER_PORT"])))
-
-if os.environ["NODE_RANK"] == "0":
-    threading.Thread(target=take, daemon=True).start()
-"""
-
-
-@FULL
-def test_a_port_that_is_taken_after_the_preflight(folder: Path) -> None:
-    """It is taken while node 0's agent imports torch."""
-    fault = while_it_imports(folder, "shardtune.cluster", f"exec({TAKE_THE_PORT!r}, globals())")
-    with two_nodes(folder, **fault) as nodes:
-        nodes.wait_for_words("nodes agree")
-        line = rf"node 0 on {HOST} started no process: DistNetworkError: .*EADDRINUSE.* - see .*"
-        require_end(nodes, 1, line)
-
-
-@FULL
 def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
     """Slow or stuck, nobody can know before the time to meet is over."""
     fault = while_it_imports(folder, "1", "time.sleep(3600)")
@@ -129,52 +89,36 @@ def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "effect", "line"),
+    ("ranks_per_node", "rank", "where", "effect", "line"),
     [
-        pytest.param(DATA, KILL, KILLED, marks=FULL),
-        pytest.param(
-            FORWARD,
-            "raise ValueError('no such token')",
-            RANK + r"ValueError: no such token, in step 5 \(forward and backward\) - see the .*",
-            marks=FULL,
+        (1, 1, DATA, KILL, KILLED),
+        *(
+            pytest.param(*case, marks=FULL)
+            for case in [
+                (1, 0, DATA, "os._exit(0)", ENDED.replace("CODE", "0")),
+                (1, 1, DATA, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED),
+                (2, 3, DATA, KILL, KILLED),
+                (2, 3, FORWARD, "raise ValueError('no such token')", RAISED),
+                (2, 3, FORWARD, "sys.exit(0)", RAISED),
+                (2, 3, DATA, "os._exit(7)", ENDED.replace("CODE", "7")),
+                (2, 3, DATA, "os.kill(os.getpid(), signal.SIGSEGV)", CRASHED),
+                (2, 3, DATA, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED),
+            ]
         ),
-        pytest.param(
-            FORWARD,
-            "sys.exit(0)",
-            RANK + r"SystemExit: 0, in step 5 \(forward and backward\) - see the traceback .*",
-            marks=FULL,
-        ),
-        pytest.param(DATA, "os._exit(0)", ENDED.replace("CODE", "0"), marks=FULL),
-        pytest.param(DATA, "os._exit(7)", ENDED.replace("CODE", "7"), marks=FULL),
-        pytest.param(DATA, "os.kill(os.getpid(), signal.SIGSEGV)", CRASHED, marks=FULL),
-        pytest.param(DATA, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED, marks=FULL),
     ],
 )
 def test_a_rank_that_ends_or_stops(
-    where: tuple[str, str], effect: str, line: str, folder: Path
+    ranks_per_node: int, rank: int, where: tuple[str, str], effect: str, line: str, folder: Path
 ) -> None:
-    with two_nodes(folder, **break_rank(folder, 3, where, effect)) as nodes:
-        nodes.wait_for_step(4)
-        require_end(nodes, 1, line.format(rank=3, host=HOST))
-    resumes(folder)
-
-
-@pytest.mark.parametrize(
-    ("rank", "effect", "line"),
-    [
-        (1, KILL, KILLED),
-        pytest.param(0, "os._exit(0)", ENDED.replace("CODE", "0"), marks=FULL),
-        pytest.param(1, "os._exit(0)", ENDED.replace("CODE", "0"), marks=FULL),
-        pytest.param(1, "os.kill(os.getpid(), signal.SIGSTOP)", STOPPED, marks=FULL),
-    ],
-)
-def test_a_rank_alone_on_its_node(rank: int, effect: str, line: str, folder: Path) -> None:
     """One line says it: a rank that only lost a connection prints no traceback."""
-    fault = break_rank(folder, rank, DATA, effect)
-    with two_nodes(folder, GPUS_PER_NODE="1", **fault) as nodes:
+    fault = break_rank(folder, rank, where, effect)
+    with two_nodes(folder, GPUS_PER_NODE=str(ranks_per_node), **fault) as nodes:
         nodes.wait_for_step(4)
         require_end(nodes, 1, line.format(rank=rank, host=HOST))
-        assert not any("Traceback" in text for text in nodes.texts()), nodes.texts()
+        if where == DATA:
+            assert not any("Traceback" in text for text in nodes.texts()), nodes.texts()
+    if ranks_per_node == 2:
+        resumes(folder)
 
 
 @FULL
@@ -241,15 +185,24 @@ def test_a_rank_that_takes_long_outside_of_steps(effect: str, code: int, folder:
         require_error_line(last)
 
 
-@pytest.mark.parametrize("node", [0, pytest.param(1, marks=FULL)])
-def test_an_agent_that_is_killed(node: int, folder: Path) -> None:
-    """Its ranks end with it; the other node says so at once."""
-    with two_nodes(folder) as nodes:
-        nodes.wait_for_step(4)
+@pytest.mark.parametrize(
+    ("node", "is_training"),
+    [(0, True), *(pytest.param(*case, marks=FULL) for case in ((1, True), (0, False), (1, False)))],
+)
+def test_an_agent_that_is_killed(node: int, is_training: bool, folder: Path) -> None:
+    """Its ranks end with it, also before they have met; the other node says so at once."""
+    fault = {} if is_training else while_it_imports(folder, "train_fsdp.py", "time.sleep(10)")
+    with two_nodes(folder, **fault) as nodes:
+        if is_training:
+            nodes.wait_for_step(4)
+        else:
+            nodes.wait_for_words("nodes agree")
         time.sleep(2)  # the agents tell their ranks' places once a second
+        nodes.remember()
         nodes.scripts[node].kill()
         code, last = nodes.end()[1 - node]
-        lost = rf"node 1 \({HOST}\) is lost: .+ \(ranks 2 to 3, {STEP}\)"
+        place = STEP if is_training else "last seen in start-up"
+        lost = rf"node 1 \({HOST}\) is lost: .+ \(ranks 2 to 3, {place}\)"
         if node == 0:
             lost = rf"node 0 \({HOST}\) is out of reach at 127.0.0.1:\d+: .+"
         assert code == 1 and re.fullmatch(f"ERROR: {lost} - its launch has .*", last), nodes.texts()
@@ -301,32 +254,19 @@ def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
 
 @FULL
 @needs_namespaces
-@pytest.mark.parametrize("cause", ["an error", "a second signal"])
-def test_a_rank_that_ends_while_node_0_cannot_be_reached(cause: str, folder: Path) -> None:
-    effect, line = {
-        "an error": (
-            "time.sleep(11); raise OSError(116, 'Stale file handle')",
-            r"rank 1 on node1: OSError: .*, in step 5 .*",
-        ),
-        "a second signal": (
-            "time.sleep(9999)",
-            r"ended by a second signal, SIGTERM, without a save - .*",
-        ),
-    }[cause]
+def test_a_rank_that_ends_while_node_0_cannot_be_reached(folder: Path) -> None:
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
         prefixes = (places[0].prefix, places[1].prefix)
         place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0"}
-        fault = break_rank(folder, 1, DATA, effect)
-        settings = place | {"GPUS_PER_NODE": "1"} | fault
+        effect = "time.sleep(11); raise OSError(116, 'Stale file handle')"
+        settings = place | {"GPUS_PER_NODE": "1"} | break_rank(folder, 1, DATA, effect)
         with two_nodes(folder, prefixes=prefixes, **settings) as nodes:
             nodes.wait_for_step(4)
             time.sleep(2)  # its save asks the store, before the fifth step begins
             places[0].ip("link", "set", places[0].interface, "down")
-            for pause_s in (3, 4) * (cause == "a second signal"):
-                time.sleep(pause_s)
-                nodes.scripts[1].terminate()
             (code0, last0), (code1, last1) = nodes.end()
     assert code0 == 1 and re.match(r"ERROR: node 1 \(node1\) is lost: no sign ", last0), last0
+    line = r"rank 1 on node1: OSError: .*, in step 5 .*"
     assert code1 == 1 and re.fullmatch(f"ERROR: {line}", last1), last1
     require_error_line(last1)
 
@@ -366,61 +306,21 @@ def test_restarts_are_given_up_when_no_step_is_gained(folder: Path) -> None:
 
 
 @FULL
-@needs_namespaces
-def test_a_disk_for_temporary_files_that_fills_up(folder: Path) -> None:
-    """Nothing of a run depends on it: a killed rank is named with its place."""
-    with small_disk(folder / "disk") as disk:
-        settings = {"TMPDIR": str(disk), "GPUS_PER_NODE": "1"}
-        with two_nodes(folder, **settings) as nodes:
-            nodes.wait_for_step(3)
-            fill(disk)
-            os.kill(nodes.ranks(1)[0], signal.SIGKILL)
-            require_end(nodes, 1, KILLED.format(rank=1, host=HOST))
-
-
-def torchrun(*options: str, folder: Path, **settings: str) -> subprocess.Popen[str]:
-    script = [str(REPOSITORY / "train_fsdp.py"), *ARGUMENTS, "train.max_steps=12"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options, *script],
-        cwd=folder,
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-@pytest.mark.full
 def test_torchrun_starts_the_ranks_again(folder: Path) -> None:
     fault = break_rank(
-        folder,
-        1,
-        DATA,
-        "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), 9)",
+        folder, 1, DATA, f"os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and {KILL}"
     )
-    run = torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=1", folder=folder, **fault)
-    said, _ = run.communicate(timeout=120)
-    assert run.returncode == 0, said
-    assert "Resumed from checkpoint_000000" in said
-    assert [entry["step"] for entry in read_metrics(folder / "run", "step")] == list(range(1, 13))
-
-
-@pytest.mark.full
-def test_torchrun_goes_on_with_the_nodes_that_are_left(folder: Path) -> None:
-    """The two ranks of node 1 die with their torchrun; node 0 starts again, without them."""
-    port = a_free_port()
-    options = [
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
-        "--rdzv-id=7",
-        "--nnodes=1:2",
-    ]
-    options += ["--nproc_per_node=2", "--max-restarts=2"]
-    fault = break_rank(folder, 3, DATA, "os.kill(os.getppid(), 9)")
-    first = torchrun(*options, "--rdzv-conf=is_host=1", folder=folder)
-    second = torchrun(*options, "--rdzv-conf=is_host=0", folder=folder, **fault)
-    said, _ = first.communicate(timeout=200)
-    second.communicate(timeout=10)
-    assert first.returncode == 0, said
-    assert "Resumed from checkpoint_000000" in said and "world size was 4, is 2" in said
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    script = [str(REPOSITORY / "train_fsdp.py"), *ARGUMENTS, "train.max_steps=12"]
+    done = subprocess.run(
+        [*torchrun, "--nproc_per_node=2", *script],
+        cwd=folder,
+        env=os.environ | fault,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Resumed from checkpoint_000000" in done.stdout
     assert [entry["step"] for entry in read_metrics(folder / "run", "step")] == list(range(1, 13))

@@ -28,8 +28,8 @@ from helpers.preflight_faults import CHOOSING, FAULTS, Fault, Machine, both
 from distTest.rehearse.namespaces import joined_nodes
 from shardtune.cluster import microbenchmark
 from shardtune.cluster.child import Child
-from shardtune.cluster.control import NodeHello
-from shardtune.cluster.rendezvous import ConnectResult, say_hello
+from shardtune.cluster.control import Control, NodeHello
+from shardtune.cluster.rendezvous import NotFound, say_hello
 
 INTERFACE = "enp26s0np0"
 ADDRESSES = ["10.11.7.50", "10.11.7.51", "10.11.7.52"]
@@ -158,7 +158,7 @@ def test_a_node_0_that_dies_while_another_node_waits(
     wait_for(worker, "has found node 0")
     master.send_signal(cause)
     code, _, errors = ended(worker)
-    assert code == 2 and "ended while node 1" in errors.splitlines()[-1]
+    assert code == 2 and " went away (" in errors.splitlines()[-1]
     require_error_line(errors.splitlines()[-1])
     code, _, errors = ended(master)
     assert code == (1 if cause == signal.SIGTERM else -signal.SIGKILL)
@@ -177,7 +177,7 @@ def test_a_node_0_that_is_stopped_while_others_wait(inputs: Callable[[str], Path
     nodes[0].kill()
     ended(nodes[0])
     assert code == 2 and re.match(
-        r"ERROR: node 0 \(.+\) has said nothing for 20 s, ", errors.splitlines()[-1]
+        r"ERROR: node 0 \(.+\) went away \(no sign of life for 20 s, ", errors.splitlines()[-1]
     ), errors
     require_error_line(errors.splitlines()[-1])
 
@@ -249,9 +249,14 @@ def test_a_rank_that_does_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_store_of_a_running_job_is_a_stranger() -> None:
     """torchrun's store answers at MASTER_PORT, and serves its job afterwards too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    me = NodeHello(1, 2, "host1", "127.0.0.1", store.port, "token", "digest")
-    result = asyncio.run(say_hello(me, "127.0.0.1", store.port))
-    assert isinstance(result, ConnectResult) and result.kind == "stranger"
+    me = NodeHello(node=1, nodes=2, host="host1", address="?", code="digest", problems=[])
+
+    async def hello() -> None:
+        await say_hello(Control(me), "127.0.0.1", store.port)
+
+    with pytest.raises(NotFound) as result:
+        asyncio.run(hello())
+    assert result.value.kind == "stranger"
     store.set("still", "serves")
 
 

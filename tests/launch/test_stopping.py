@@ -23,7 +23,7 @@ import torch
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 from helpers.documented import require_error_line
 from helpers.faults import Fault, gets, run_with
-from helpers.launches import break_rank, descendants, end, environment, start
+from helpers.launches import break_rank, descendants, environment
 from helpers.ranks import on_nodes, on_ranks, run_script, train
 from safetensors.torch import load_file, save_file
 
@@ -101,35 +101,6 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(
     )
 
 
-@pytest.mark.full
-def test_ranks_end_with_torchrun_and_the_same_command_goes_on(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
-    write_jsonl(tmp_path / "train.jsonl", chats(30))
-    arguments = [
-        *command(*LONG, f"model.path={models['llama']}", "run.dir=run"),
-        "checkpoint.every_steps=1",
-    ]
-    arguments.remove("checkpoint.every_steps=0")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = subprocess.Popen(
-        torchrun + arguments[1:], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    wait_for_steps(tmp_path / "run", 3)
-    process.kill()
-    process.wait()
-    steps = len(read_metrics(tmp_path / "run", "step"))
-    again = subprocess.run(
-        [*torchrun, *arguments[1:], f"train.max_steps={steps + 3}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert again.returncode == 0 and "Resumed from checkpoint_" in again.stdout, again.stderr
-
-
 def test_a_reader_that_goes_away_does_not_end_the_run(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -147,41 +118,17 @@ def test_a_reader_that_goes_away_does_not_end_the_run(
 
 
 def one_node(
-    models: dict[str, Path], ranks: str, output: Any, *, cwd: Path, **settings: str
+    models: dict[str, Path], ranks: str, output: Any, *prefix: str, cwd: Path, **settings: str
 ) -> subprocess.Popen[bytes]:
     """A launch script alone, whose run has no end."""
     arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
     return subprocess.Popen(
-        [str(REPOSITORY / "launch_node0.sh"), *arguments],
+        [*prefix, str(REPOSITORY / "launch_node0.sh"), *arguments],
         cwd=cwd,
         env=environment(MASTER_PORT=a_free_port(), NNODES="1", GPUS_PER_NODE=ranks, **settings),
         stdout=output,
         stderr=subprocess.STDOUT,
     )
-
-
-def two_nodes(
-    tmp_path: Path, worker_cwd: Path, common: list[str], worker: list[str]
-) -> list[tuple[int, str, str]]:
-    """Both launch scripts over loopback; (exit code, stdout, stderr) of each."""
-    where = {"MASTER_PORT": a_free_port(), "JOIN_TIMEOUT": "90"}
-    nodes = [
-        start("launch_node0.sh", *common, cwd=tmp_path, **where),
-        start("launch_node1.sh", *common, *worker, cwd=worker_cwd, **where),
-    ]
-    return [end(node) for node in nodes]
-
-
-def test_node_0_says_why_node_1_refused(tmp_path: Path, models: dict[str, Path]) -> None:
-    write_jsonl(tmp_path / "train.jsonl", chats(10))
-    common = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
-    master, worker = two_nodes(tmp_path, tmp_path, common, ["optimizer.lrr=1"])
-    assert master[0] == worker[0] == 2
-    for _, _, errors in (master, worker):
-        assert (
-            "optimizer.lrr" in errors.splitlines()[-1] and "optimizer.lr" in errors.splitlines()[-1]
-        )
-    assert "node 1" in master[2].splitlines()[-1]
 
 
 def test_nodes_with_different_configurations_are_refused(
@@ -235,11 +182,16 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
     """Ctrl-C reaches the launch script and `tee` alike: nobody reads what the run says of its
-    end."""
+    end. Before that, SIGHUP is ignored under nohup, by all that it starts."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-    process = one_node(models, "2", subprocess.PIPE, cwd=tmp_path)
+    process = one_node(models, "2", subprocess.PIPE, "nohup", cwd=tmp_path)
     assert process.stdout is not None
+    for pid in descendants(process.pid):  # to the preflight
+        os.kill(pid, signal.SIGHUP)
     wait_for_steps(tmp_path / "run", 3)
+    for pid in descendants(process.pid):
+        os.kill(pid, signal.SIGHUP)
+    wait_for_steps(tmp_path / "run", len(read_metrics(tmp_path / "run", "step")) + 3)
     process.stdout.close()
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=240) == 75
@@ -277,51 +229,6 @@ def test_a_scheduler_that_signals_every_process_asks_once(
         last,
     )
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
-
-
-def ignore_what_a_terminal_sends() -> None:
-    """As `nohup ./launch_node0.sh &` in a script does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
-@pytest.mark.full
-def test_a_launch_in_the_background_of_a_script(tmp_path: Path, models: dict[str, Path]) -> None:
-    """What is ignored there is ignored by all that it starts; what is not saves."""
-    write_jsonl(tmp_path / "train.jsonl", chats(30))
-    environ = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": a_free_port(),
-        "NNODES": "1",
-        "GPUS_PER_NODE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
-    }
-    arguments = [*LONG, "data.eval=null", f"model.path={models['llama']}", "run.dir=run"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [str(REPOSITORY / "launch_node0.sh"), *arguments],
-            cwd=tmp_path,
-            env=environ,
-            stdout=log,
-            stderr=log,
-            preexec_fn=ignore_what_a_terminal_sends,
-        )
-    for number in (signal.SIGINT, signal.SIGHUP):  # to the preflight
-        for pid in descendants(process.pid):
-            os.kill(pid, number)
-    wait_for_steps(tmp_path / "run", 3)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        for pid in descendants(process.pid):
-            os.kill(pid, number)
-    wait_for_steps(tmp_path / "run", len(read_metrics(tmp_path / "run", "step")) + 3)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=240) == 75
-    step = read_metrics(tmp_path / "run", "step")[-1]["step"]
-    last = (tmp_path / "log").read_text(encoding="utf-8").splitlines()[-1]
-    assert last.startswith(
-        f"ERROR: stopped by SIGTERM on {platform.node()} after saving step {step} - "
-    )
 
 
 def ask_again_and_again() -> None:
@@ -395,23 +302,6 @@ def test_a_second_request_does_not_wait_for_the_save(
     assert [path.parent.name for path in tmp_path.glob("run/checkpoints/*/COMPLETE")] == [
         "checkpoint_0000001"
     ]
-
-
-def test_what_the_model_cannot_know_is_refused_by_name(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
-    """A tokenizer of another model, and a generation config that cannot be read."""
-    write_jsonl(tmp_path / "train.jsonl", chats(10))
-    small, damaged = tmp_path / "small", tmp_path / "damaged"
-    for folder in (small, damaged):
-        shutil.copytree(models["llama"], folder)
-    config = json.loads((small / "config.json").read_text(encoding="utf-8"))
-    (small / "config.json").write_text(json.dumps(config | {"vocab_size": 100}), encoding="utf-8")
-    (damaged / "generation_config.json").write_text('{"eos_token_id":', encoding="utf-8")
-    for model, said in ((small, "vocabulary of 100"), (damaged, "generation_config.json")):
-        done = train(1, *LONG, f"model.path={model}", "model.init=random", cwd=tmp_path)
-        assert done.returncode == 2, done.stderr
-        assert said in done.stderr.splitlines()[-1]
 
 
 def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, models: dict[str, Path]) -> None:

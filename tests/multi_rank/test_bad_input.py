@@ -147,6 +147,10 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: edit(model / "generation_config.json", eos_token_id="abc"),
         "model.path=model: no tokenizer",
     ),
+    "tokens that the model does not know": (
+        lambda model: edit(model / "config.json", vocab_size=100),
+        "vocabulary of 100",
+    ),
     "no causal model": (
         lambda model: edit(model / "config.json", model_type="vit"),
         "model.path=model: no model can be built from its configuration (ValueError: Unrecognized",

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from shardtune.cluster.environment import banner, read_environment, set_defaults
 from shardtune.cluster.node_ranks import NodeRanks
@@ -35,11 +34,9 @@ def test_the_flight_recorders_of_a_node_are_asked_and_named(
 ) -> None:
     """A thread stands in for NCCL, which listens at a pipe in one of two ranks."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    rendezvous = StaticTCPRendezvous("127.0.0.1", 1, 0, 1, "attempt0", 1)
-    logs = tmp_path / "logs" / "torchrun0"
-    ranks = NodeRanks(["train_fsdp.py"], 4, 2, rendezvous, "host", tmp_path, logs)
-    logs.parent.mkdir(exist_ok=True)
-    pipe, dump = tmp_path / "logs/nccl_pipe_rank_5.pipe", tmp_path / "nccl_trace_rank_5"
+    ranks = NodeRanks(["-c", "pass"], 2, [2, 2, 2], {}, tmp_path / "run", tmp_path)
+    pipe, dump = tmp_path / "nccl_pipe_rank_5.pipe", tmp_path / "run/nccl_trace_rank_5"
+    dump.parent.mkdir()
     os.mkfifo(pipe)
     descriptor = os.open(pipe, os.O_RDWR)
 
@@ -51,5 +48,6 @@ def test_the_flight_recorders_of_a_node_are_asked_and_named(
     assert ranks.dump_flight_recorders() == [str(dump)]
     thread.join()
     os.close(descriptor)
-    ranks.close()
+    ranks.end(9, 9)
+    assert ranks.exit_codes == {0: 0, 1: 0}
     assert dump.read_bytes() == b"1\n"
