@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, set_seed
 
-from shardtune.checkpoint import Checkpoint, Saver, delete_unfinished, load_checkpoint, set_aside
+from shardtune.checkpoint import Checkpoint, Saver, clear_leftovers, load_checkpoint
 from shardtune.checkpoint.export import write_final_model
 from shardtune.config_io import read_run_arguments, write_config
 from shardtune.data.batch import Batch
@@ -50,10 +50,10 @@ def main() -> None:
     model_config = setup.read_model_files(run)
     data, assets = setup.read_data_and_assets(run, model_config)
     schedule = setup.plan_schedule(run, data)
-    delete_unfinished(run.directory, run.resumed, world)
     pending_evaluation = setup.find_pending_evaluation(run, data, schedule)
     if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
         last_checkpoint = run.resumed
+        clear_leftovers(run.directory, run.resumed, world)
         logger.info(
             f"Finished: {run.resumed.name} is the last of {schedule.total_steps} steps. "
             "Nothing is left to train."
@@ -91,7 +91,7 @@ def build_train_context(
         compile_layers(model)
     if resumed:
         load_checkpoint(resumed, model, optimizer, config.run.seed, run.directory, world)
-    set_aside(run.directory, resumed, world)
+    clear_leftovers(run.directory, resumed, world)
     world.on_rank0(lambda: write_config(config, run.directory.path / "config.yaml"))
     metrics = Metrics(run.metrics_file, world, resumed.step if resumed else None)
     if resumed:
@@ -139,7 +139,6 @@ def train(context: TrainContext, schedule: Schedule, pending_evaluation: int | N
             is_evaluated = not stats.must_stop and evaluate(context, step.number, stop)
         must_stop = stats.must_stop or not is_evaluated
         is_finished = step.number == schedule.total_steps and is_evaluated
-        saver.log_if_ended()
         if must_stop or schedule.is_due(step.number, config.checkpoint.every_steps):
             save(context, step)
         if is_finished or must_stop:

@@ -13,7 +13,7 @@ durable_fs.
 
 from shardtune.checkpoint.load import load_checkpoint
 from shardtune.checkpoint.manifest import Checkpoint, open_checkpoint
-from shardtune.checkpoint.resume import agree_on_checkpoint, delete_unfinished, set_aside
+from shardtune.checkpoint.resume import agree_on_checkpoint, clear_leftovers
 from shardtune.checkpoint.saver import Saver
 from shardtune.checkpoint.verify import verify_checkpoint
 
@@ -21,9 +21,8 @@ __all__ = [
     "Checkpoint",
     "Saver",
     "agree_on_checkpoint",
-    "delete_unfinished",
+    "clear_leftovers",
     "load_checkpoint",
     "open_checkpoint",
-    "set_aside",
     "verify_checkpoint",
 ]

@@ -1,26 +1,26 @@
 """Two-phase commit: the ranks make one checkpoint of the files that each wrote, or none.
 
 write    Every rank writes its file into a hidden staging directory.
-prepare  The coordinator, rank 0, sends the manifest to the participants, the first rank of each
-         disk. They add it and COMPLETE, and report.
-commit   When all are prepared, each participant renames its staging directory to its final name.
+prepare  The first rank of each disk, its leader, adds the manifest and COMPLETE.
+commit   Once all disks are prepared, each leader gives the directory its final name.
 recover  After a crash in between, the next start commits a checkpoint that is prepared on all
          disks (resume.py).
 
-Messages go through the store, never through a collective: training continues meanwhile.
+Rank 0, the coordinator, ends each phase with a decision for all. Messages go through the store,
+never through a collective: training continues meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 import xxhash
@@ -28,8 +28,8 @@ import xxhash
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.manifest import ASSETS, find_committed, rank_file, step_of
 from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
-from shardtune.distributed.world import World
 from shardtune.errors import first_few, first_line
+from shardtune.log import node_logger
 
 _DECISION_ARRIVES_S = 60
 
@@ -56,11 +56,7 @@ class SaveAttempt:
     timeout_s: float
 
     @property
-    def participants(self) -> list[int]:
-        return sorted(set(self.leader_of))
-
-    @property
-    def is_participant(self) -> bool:
+    def is_leader(self) -> bool:
         return self.leader_of[self.rank] == self.rank
 
     def describe(self, error: Exception) -> str:
@@ -70,117 +66,111 @@ class SaveAttempt:
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         return f"rank {self.rank} on {socket.gethostname()}: {kind}{first_line(error)}"
 
-    def report(self, key: str, work: Callable[[], Any]) -> dict[str, Any]:
-        """Send the coordinator the result of `work` or its error, and return the message.
-
-        Whatever the error is, training continues and the coordinator must learn of it.
-        """
-        try:
-            message = {"result": work()}
-        except Exception as error:
-            message = {"problem": self.describe(error)}
-        set_value(self.store, f"{key}/{self.rank}", message)
-        return message
-
-    def wait_for_decision(self, key: str, deadline: float) -> dict[str, Any]:
-        """Return the coordinator's message.
-
-        Raises:
-            TimeoutError: it does not arrive within a minute after the deadline.
-        """
-        wait_for(self.store, [key], deadline + _DECISION_ARRIVES_S - time.monotonic())
-        return cast(dict[str, Any], get_value(self.store, key))
-
-
-def connect_store(world: World) -> dist.Store:
-    """Open another connection to the store: a thread that waits on one blocks its other users."""
-    return dist.PrefixStore("checkpoint", cast(Any, world.store).clone())
-
 
 def write_and_commit(
     attempt: SaveAttempt,
     write: Callable[[Path], dict[str, Any]],
     build_manifest: Callable[[list[dict[str, Any]]], dict[str, Any]],
-) -> str | None:
+) -> None:
     """Write this rank's file into the staging directory, and commit with all other ranks.
 
     `write` returns this rank's report. On rank 0 `build_manifest` takes the reports of all ranks.
-    Returns a problem with deleting old checkpoints, or None.
 
     Raises:
-        NotSaved: on every rank; the files of this attempt are deleted.
+        NotSaved: on every rank.
     """
     deadline = time.monotonic() + attempt.timeout_s
+    everyone, leaders = range(len(attempt.leader_of)), sorted(set(attempt.leader_of))
 
     def write_files() -> dict[str, Any]:
         durable_fs.make_directory(attempt.staging)
         report = write(attempt.staging)
-        return report | ({"assets": _write_assets(attempt)} if attempt.is_participant else {})
+        return report | ({"assets": _write_assets(attempt)} if attempt.is_leader else {})
 
-    may_be_committed = True
+    def send_manifest(reports: list[dict[str, Any]]) -> None:
+        set_value(attempt.store, "manifest", json.dumps(build_manifest(reports)))
+
+    def require_in_time(_: list[None]) -> None:
+        if time.monotonic() > deadline:
+            limit = f"{attempt.timeout_s} s (distributed.save_timeout_s)"
+            raise NotSaved(f"it took longer than {limit}")
+
+    def on_all_disks(per_disk: list[list[str]]) -> list[str]:
+        # A disk that joined the run later lacks older checkpoints.
+        return [name for name in per_disk[0] if all(name in names for names in per_disk)]
+
+    run_phase = partial(_run_phase, attempt, deadline)
+    may_be_committed = False
     try:
-        may_be_committed = "result" in attempt.report("written", write_files)
-        if attempt.rank == 0:
-            _coordinate(attempt, deadline, build_manifest)
-        elif attempt.is_participant:
-            _participate(attempt, deadline)
-        outcome = attempt.wait_for_decision("outcome", deadline)
-    except (TimeoutError, dist.DistError) as error:
-        # Rank 0 may still commit the reported files: they are kept until the next start.
-        problem = f"{attempt.describe(error)}: rank 0 did not answer"
-        outcome = {"problem": problem, "may_be_committed": may_be_committed}
-    if "problem" in outcome:
-        if not outcome["may_be_committed"]:
+        run_phase("write", everyone, write_files, send_manifest)
+        run_phase("prepare", leaders, partial(_prepare, attempt), require_in_time)
+        # From here on it is a checkpoint: the next start commits it where a rename fails.
+        may_be_committed = len(leaders) > 1
+        newest_first = run_phase("commit", leaders, partial(_commit, attempt), on_all_disks)
+    except NotSaved:
+        if not may_be_committed:
             _delete_staging(attempt)
-        raise NotSaved(outcome["problem"])
+        raise
+    except (TimeoutError, dist.DistError) as error:
+        # Rank 0 may still commit the files: they are kept until the next start.
+        raise NotSaved(f"{attempt.describe(error)}: rank 0 did not answer") from error
     try:
-        if attempt.is_participant:
-            keep_newest(attempt.final.parent, attempt.keep, outcome["checkpoints"])
+        if attempt.is_leader:
+            _keep_newest(attempt.final.parent, attempt.keep, newest_first)
     except OSError as error:
-        return f"an old checkpoint could not be deleted: {attempt.describe(error)}"
-    return None
+        problem = attempt.describe(error)
+        node_logger.info(f"Saved, but an old checkpoint could not be deleted: {problem}")
 
 
-def _coordinate(
+def _run_phase(
     attempt: SaveAttempt,
     deadline: float,
-    build_manifest: Callable[[list[dict[str, Any]]], dict[str, Any]],
-) -> None:
-    """Decide, on rank 0. Every decision is sent whatever happens: the others wait for it."""
-    outcome: dict[str, Any] = {"may_be_committed": False}
-    others = attempt.participants[1:]
+    phase: str,
+    ranks: Sequence[int],
+    work: Callable[[], Any],
+    decide: Callable[[list[Any]], Any],
+) -> Any:
+    """Run `work` on these ranks; return on all what `decide` makes of its results on rank 0.
+
+    Raises:
+        NotSaved: on every rank, if anything failed on one of these or was late.
+        TimeoutError: rank 0 has not decided a minute after the deadline.
+    """
+    store = attempt.store
+    if attempt.rank in ranks:
+        set_value(store, f"{phase}/{attempt.rank}", _outcome_of(attempt, work))
+    if attempt.rank == 0:
+        decision = _outcome_of(attempt, lambda: decide(_collect(attempt, phase, ranks, deadline)))
+        set_value(store, phase, decision)
+    wait_for(store, [phase], deadline + _DECISION_ARRIVES_S - time.monotonic())
+    return _result(get_value(store, phase))
+
+
+def _outcome_of(attempt: SaveAttempt, work: Callable[[], Any]) -> dict[str, Any]:
+    """Return the result of `work`, or its error: training continues and the others wait for it."""
     try:
-        reports = _collect(attempt, "written", range(len(attempt.leader_of)), deadline)
-        manifest = json.dumps(build_manifest(reports))
-        set_value(attempt.store, "prepare", {"manifest": manifest} if others else {})
-        _prepare(attempt, manifest)
-        _collect(attempt, "prepared", others, deadline)
-        if time.monotonic() > deadline:
-            raise NotSaved(
-                f"it took longer than {attempt.timeout_s} s (distributed.save_timeout_s)"
-            )
-        set_value(attempt.store, "commit", {})
-        # From here on it is a checkpoint: the next start recovers it where a rename fails.
-        outcome["may_be_committed"] = bool(others)
-        local = _commit(attempt)
-        per_disk = [local, *_collect(attempt, "committed", others, deadline)]
-        # A disk that joined the run later lacks older checkpoints: only those on all disks count.
-        outcome["checkpoints"] = [n for n in local if all(n in names for names in per_disk)]
+        return {"result": work()}
     except Exception as error:
-        outcome["problem"] = attempt.describe(error)
-        for decision in ("prepare", "commit"):
-            if not attempt.store.check([decision]):
-                set_value(attempt.store, decision, outcome)
-    set_value(attempt.store, "outcome", outcome)
+        return {"problem": attempt.describe(error)}
 
 
-def _participate(attempt: SaveAttempt, deadline: float) -> None:
-    """Prepare and commit another disk, as the coordinator decides."""
-    decision = attempt.wait_for_decision("prepare", deadline)
-    if "problem" not in decision:
-        attempt.report("prepared", lambda: _prepare(attempt, decision["manifest"]))
-        if "problem" not in attempt.wait_for_decision("commit", deadline):
-            attempt.report("committed", lambda: _commit(attempt))
+def _result(outcome: Mapping[str, Any]) -> Any:
+    if "problem" in outcome:
+        raise NotSaved(outcome["problem"])
+    return outcome["result"]
+
+
+def _collect(attempt: SaveAttempt, phase: str, ranks: Sequence[int], deadline: float) -> list[Any]:
+    """Return the results of these ranks, in rank order."""
+    store, keys = attempt.store, {rank: f"{phase}/{rank}" for rank in ranks}
+    with contextlib.suppress(TimeoutError):
+        wait_for(store, list(keys.values()), deadline - time.monotonic())
+    late = [rank for rank, key in keys.items() if not store.check([key])]
+    results = [_result(get_value(store, key)) for rank, key in keys.items() if rank not in late]
+    if late:
+        limit = f"{attempt.timeout_s} s (distributed.save_timeout_s)"
+        raise NotSaved(f"no report from rank {first_few(late, 8)} within {limit}")
+    return results
 
 
 def _write_assets(attempt: SaveAttempt) -> dict[str, Any]:
@@ -195,13 +185,13 @@ def _write_assets(attempt: SaveAttempt) -> dict[str, Any]:
     return entries
 
 
-def _prepare(attempt: SaveAttempt, manifest: str) -> None:
+def _prepare(attempt: SaveAttempt) -> None:
     """Write manifest and COMPLETE, and sync all names: the directory is now a checkpoint.
 
     Raises:
         OSError: also if a file of this disk's ranks does not have the reported size.
     """
-    raw = manifest.encode()
+    raw = get_value(attempt.store, "manifest").encode()
     for name, file in json.loads(raw)["files"].items():
         is_local = attempt.leader_of[file["rank"]] == attempt.rank
         if is_local and (attempt.staging / name).stat().st_size != file["bytes"]:
@@ -213,67 +203,39 @@ def _prepare(attempt: SaveAttempt, manifest: str) -> None:
 
 
 def _commit(attempt: SaveAttempt) -> list[str]:
-    """Rename the staging directory to its final name.
-
-    Returns the names of this disk's checkpoints up to this one, newest first.
-    """
-    if os.path.lexists(attempt.final):
-        durable_fs.move_aside(attempt.final)
+    """Return the names of this disk's checkpoints up to this one, newest first."""
     durable_fs.rename(attempt.staging, attempt.final)
     step = step_of(attempt.final)
     return [path.name for path in find_committed(attempt.final.parent) if step_of(path) <= step]
-
-
-def _collect(attempt: SaveAttempt, key: str, ranks: Iterable[int], deadline: float) -> list[Any]:
-    """Return the results that these ranks report, in rank order.
-
-    Raises:
-        NotSaved: a rank reports a problem, or does not report in time.
-    """
-    store, keys = attempt.store, {rank: f"{key}/{rank}" for rank in ranks}
-    with contextlib.suppress(TimeoutError):
-        wait_for(store, list(keys.values()), deadline - time.monotonic())
-    late = [rank for rank, key in keys.items() if not store.check([key])]
-    reports = [get_value(store, key) for rank, key in keys.items() if rank not in late]
-    for report in reports:
-        if "problem" in report:
-            raise NotSaved(report["problem"])
-    if late:
-        raise NotSaved(
-            f"no report from rank {first_few(late, 8)} within {attempt.timeout_s} s "
-            "(distributed.save_timeout_s)"
-        )
-    return [report["result"] for report in reports]
 
 
 def _delete_staging(attempt: SaveAttempt) -> None:
     """Delete this attempt's files: the next save may need their space."""
     staging = attempt.staging
     with contextlib.suppress(OSError):  # the next start deletes the rest
-        durable_fs.delete(staging if attempt.is_participant else staging / rank_file(attempt.rank))
+        durable_fs.delete(staging if attempt.is_leader else staging / rank_file(attempt.rank))
         if staging.is_dir() and not any(staging.iterdir()):
             durable_fs.delete(staging)
 
 
-def keep_newest(directory: Path, keep: int, committed: Sequence[str]) -> None:
-    """Delete the checkpoints that are older than the `keep`-th of `committed`, newest first.
+def _keep_newest(directory: Path, keep: int, newest_first: Sequence[str]) -> None:
+    """Delete the checkpoints that are older than the `keep`-th of these.
 
     Each is renamed before it is deleted, so that none is ever seen in part.
     """
-    if len(committed) < keep:
+    if len(newest_first) < keep:
         return
     for path in find_committed(directory):
-        if step_of(path) < step_of(Path(committed[keep - 1])):
+        if step_of(path) < step_of(Path(newest_first[keep - 1])):
             deleting = path.with_name(f".{path.name}.deleting")
             durable_fs.rename(path, deleting)
             durable_fs.delete(deleting)
 
 
-def delete_messages(store: dist.Store, size: int) -> None:
+def delete_messages(attempt: SaveAttempt) -> None:
     """Delete an ended attempt's messages from the store. All ranks must have read them."""
-    keys = ["prepare", "commit", "outcome"]
-    keys += [
-        f"{key}/{rank}" for key in ("written", "prepared", "committed") for rank in range(size)
-    ]
-    for key in keys:
-        delete_value(store, key)
+    ranks = range(len(attempt.leader_of))
+    for phase in ("write", "prepare", "commit"):
+        for key in (phase, *(f"{phase}/{rank}" for rank in ranks)):
+            delete_value(attempt.store, key)
+    delete_value(attempt.store, "manifest")

@@ -74,21 +74,26 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def rename(old: Path, new: Path) -> None:
-    """Rename within one directory, durably or not at all. `new` must not exist."""
+def rename(old: Path, new: Path) -> Path | None:
+    """Rename within one directory, durably or not at all.
+
+    Returns where an earlier entry of the name `new` was moved aside, or None.
+    """
+    aside = move_aside(new) if os.path.lexists(new) else None
     try:
         os.rename(old, new)
         sync_directory(new.parent)
     except OSError:
-        if not old.exists() and not old.is_symlink():  # renamed, but the new name may not last
+        if not os.path.lexists(old):  # renamed, but the new name may not last
             os.rename(new, old)
         raise
+    return aside
 
 
 def move_aside(path: Path, name: Path | None = None) -> Path:
-    """Rename `path` to the first free `<name>.aside<number>`, so that nothing is overwritten.
+    """Rename `path` to the first free `<name>.aside<number>`, and return that.
 
-    Returns the new path. `name` is `path` unless given.
+    `name` is `path` unless given.
     """
     name, number = name or path, 1
     while os.path.lexists(aside := name.with_name(f"{name.name}.aside{number}")):

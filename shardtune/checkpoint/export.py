@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
-import re
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import xxhash
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,22 +23,22 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.load import TRANSFER_TIMEOUT, read_chunk, read_tensor, transfer
+from shardtune.checkpoint.load import read_tensor, transfer
 from shardtune.checkpoint.manifest import (
     ASSETS,
     RESTORE,
     Checkpoint,
     DamagedCheckpoint,
-    StoredChunk,
     open_checkpoint,
 )
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import write_safetensors
+from shardtune.checkpoint.verify import check_files
 from shardtune.config import ExportConfig
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.tensors import DTYPES, dtype_name
 from shardtune.distributed.world import World
-from shardtune.errors import AGAIN, RunFailed, UserError
+from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
 
 _FILE_BYTES = 5_000_000_000
@@ -53,17 +50,14 @@ def model_assets(config: PreTrainedConfig, source: str, tokenizer: Any) -> dict[
 
     These are the configuration, the generation settings and the tokenizer.
     """
+    dtype = config.dtype
+    if not isinstance(dtype, torch.dtype):
+        dtype = DTYPES.get(str(dtype), torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         _write_generation_config(source, Path(folder))
         assets = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-    return assets | {"config.json": _config_json(config.to_dict(), source_dtype(config))}
-
-
-def source_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Return the dtype that the source's configuration names, else float32."""
-    dtype = config.dtype
-    return dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype), torch.float32)
+    return assets | {"config.json": _config_json(config.to_dict(), dtype)}
 
 
 def _config_json(values: Mapping[str, Any], dtype: torch.dtype) -> bytes:
@@ -76,10 +70,9 @@ def _write_generation_config(source: str, out: Path) -> None:
     if local.is_file():
         (out / local.name).write_bytes(local.read_bytes())
         return
-    try:
+    # A source may have none, and transformers derives it from the configuration.
+    with contextlib.suppress(OSError):
         GenerationConfig.from_pretrained(source).save_pretrained(out)
-    except OSError:
-        return  # the source has none, and transformers derives it from the configuration
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class _ExportUnit:
 
 
 class Export:
-    """The layout of the exported files, the same on every rank.
+    """The exported files and what each holds, the same on every rank.
 
     Raises:
         UserError: transformers does not know the checkpoint's configuration.
@@ -104,42 +97,45 @@ class Export:
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, assets: Mapping[str, bytes]) -> None:
         values = json.loads(assets["config.json"])
-        self.checkpoint = checkpoint
-        self.dtype = DTYPES[values["dtype"] if dtype == "source" else dtype]
-        self.assets = {**assets, "config.json": _config_json(values, self.dtype)}
-        self._model = _on_meta(self.assets["config.json"])
-        self._files = _into_files(_units(self._model, checkpoint, self.dtype))
+        to = DTYPES[values["dtype"] if dtype == "source" else dtype]
+        self.mark = f"{checkpoint.name} {checkpoint.digest} {dtype_name(to)}"
+        self._assets = {**assets, "config.json": _config_json(values, to)}
+        self._model = _on_meta(self._assets["config.json"])
+        self._files = _into_files(_units(self._model, checkpoint, to))
 
     @property
-    def mark(self) -> str:
-        """The checkpoint and the dtype of the exported model."""
-        return f"{self.checkpoint.name} {self.checkpoint.digest} {dtype_name(self.dtype)}"
-
-    def names(self, share: slice = slice(None)) -> list[str]:
-        """Return the stored tensors in the order in which these files take them."""
-        units = (unit for file_units in self._files[share] for unit in file_units)
-        return [f"model.{name}" for unit in units for name in unit.stored]
+    def stored(self) -> list[str]:
+        """The stored tensors in the order in which all files take them."""
+        return [name for units in self._files.values() for unit in units for name in unit.stored]
 
     def write_files(
-        self, out: Path, tensors: Iterator[torch.Tensor], share: slice = slice(None)
+        self, out: Path, read: Callable[[str], torch.Tensor], share: slice = slice(None)
     ) -> None:
-        """Write a share of the files from the stored tensors, in the order of `names`."""
-        for number, units in list(enumerate(self._files))[share]:
+        """Write a share of the files from the stored tensors that `read` returns."""
+        for file_name, units in list(self._files.items())[share]:
             layout = {name: kind for unit in units for name, kind in unit.exported.items()}
-            exported = (tensor for unit in units for tensor in self._convert(unit, tensors))
-            write_safetensors(out / self._file_name(number), layout, exported, {"format": "pt"})
+            exported = (tensor for unit in units for tensor in self._convert(unit, read))
+            write_safetensors(out / file_name, layout, exported, {"format": "pt"})
+
+    def _convert(
+        self, unit: _ExportUnit, read: Callable[[str], torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        dtype = next(iter(unit.exported.values()))[0]
+        stored = {name.removeprefix("model."): read(name).to(dtype) for name in unit.stored}
+        converted = revert_weight_conversion(self._model, stored)
+        yield from (converted.pop(name) for name in unit.exported)
 
     def write_rest(self, out: Path) -> None:
         """Write everything but the weights, once all weights are written."""
-        files = dict(self.assets)
+        files = dict(self._assets)
         if len(self._files) > 1:
             places = {
-                name: self._file_name(number)
-                for number, units in enumerate(self._files)
+                name: file_name
+                for file_name, units in self._files.items()
                 for unit in units
                 for name in unit.exported
             }
-            total = sum(unit.bytes for units in self._files for unit in units)
+            total = sum(unit.bytes for units in self._files.values() for unit in units)
             index = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
             files["model.safetensors.index.json"] = index.encode()
         for name, content in files.items():
@@ -156,19 +152,6 @@ class Export:
         is_whole = all(line == _size_and_name(out / line.partition(" ")[2]) for line in files)
         return mark == self.mark and is_whole
 
-    def _convert(
-        self, unit: _ExportUnit, tensors: Iterator[torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        dtype = next(iter(unit.exported.values()))[0]
-        stored = {name: next(tensors).to(dtype) for name in unit.stored}
-        converted = revert_weight_conversion(self._model, stored)
-        yield from (converted.pop(name) for name in unit.exported)
-
-    def _file_name(self, number: int) -> str:
-        count = len(self._files)
-        part = "" if count == 1 else f"-{number + 1:05d}-of-{count:05d}"
-        return f"model{part}.safetensors"
-
 
 def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
@@ -176,53 +159,27 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
     `directories` are all parts of the checkpoint, one on each disk.
 
     Raises:
-        UserError: `out` exists, cannot be created or is being written, or there is no checkpoint or
-            one that lacks a file.
+        UserError: `out` exists or cannot be created, or there is no checkpoint or one that lacks a
+            file.
         RunFailed: a file is damaged, or the export was not written to its end and is deleted.
     """
-    try:
-        _export_to(out, open_checkpoint(*directories), dtype)
-    except DamagedCheckpoint as error:
-        raise RunFailed(f"{error} - {RESTORE}") from error
-
-
-def _export_to(out: Path, checkpoint: Checkpoint, dtype: str) -> None:
     if os.path.lexists(out):
         raise UserError(f"{out} exists - name a directory that does not")
-    if missing := [name for name in checkpoint.files if checkpoint.find(name) is None]:
-        raise UserError(f"{checkpoint.why_missing(missing[0])} - name all parts of the checkpoint")
-    names = [name for name in checkpoint.files if name.startswith(f"{ASSETS}/")]
-    assets = {name.removeprefix(f"{ASSETS}/"): _read_asset(checkpoint, name) for name in names}
-    export, unfinished = Export(checkpoint, dtype, assets), _unfinished(out)
     try:
-        durable_fs.make_directory(unfinished)
-        lock = os.open(unfinished, os.O_RDONLY)
+        checkpoint = open_checkpoint(*directories)
+        if missing := [name for name in checkpoint.files if checkpoint.find(name) is None]:
+            problem = checkpoint.why_missing(missing[0])
+            raise UserError(f"{problem} - name all parts of the checkpoint")
+        export = Export(checkpoint, dtype, _read_assets(checkpoint))
+        with _new_folder(out) as folder:
+            export.write_files(folder, partial(read_tensor, checkpoint))
+            export.write_rest(folder)
+    except DamagedCheckpoint as error:
+        raise RunFailed(f"{error} - {RESTORE}") from error
     except OSError as error:
-        raise UserError(
-            f"{out} cannot be created: {error.strerror} ({error.filename}) - name another directory"
+        raise RunFailed(
+            f"{out} was not written: {error} - make room and run the same command again"
         ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(
-            f"another export writes {out} - wait for it, or name another directory"
-        ) from error
-    try:
-        for left_behind in unfinished.iterdir():  # by an export that was killed
-            durable_fs.delete(left_behind)
-        tensors = (read_tensor(checkpoint, name, read_chunk) for name in export.names())
-        export.write_files(unfinished, tensors)
-        export.write_rest(unfinished)
-        durable_fs.rename(unfinished, out)
-    except BaseException as error:
-        durable_fs.delete(unfinished)
-        if isinstance(error, OSError):
-            raise RunFailed(
-                f"{out} was not written: {error} - make room and run the same command again"
-            ) from error
-        raise
-    finally:
-        os.close(lock)
 
 
 def write_final_model(
@@ -238,7 +195,7 @@ def write_final_model(
     tensors that its disk does not have.
 
     Raises:
-        RunFailed: on every rank, if one could not write.
+        OSError, DamagedCheckpoint: on the rank that cannot write or read.
     """
     if not config.final:
         return
@@ -246,85 +203,64 @@ def write_final_model(
     export, out = Export(last, config.dtype, assets), run_dir.path / "model"
     if world.on_rank0(lambda: export.is_in(out)):
         return
-    unfinished = _unfinished(out)
-
-    def on_all_ranks(work: Callable[[], None]) -> None:
-        problem = None
-        try:
-            work()
-        except (OSError, DamagedCheckpoint) as error:
-            problem = f"the final model was not written to {out}: {error} - make room; {AGAIN}"
-        if problems := list(filter(None, world.all_gather_json(problem))):
-            if world.is_main:
-                durable_fs.delete(unfinished)
-            raise RunFailed(problems[0])
-
-    def begin() -> None:
-        durable_fs.delete(unfinished)
-        durable_fs.make_directory(unfinished)
-
-    def write_share() -> None:
-        share = slice(world.rank, None, world.size)
-        stored = (read_tensor(last, name, read_chunk) for name in export.names(share))
-        export.write_files(unfinished, stored, share)
-
-    def end() -> None:
-        export.write_rest(unfinished)
-        if os.path.lexists(out):  # it may hold files of the user
-            logger.info(f"Moved aside, an earlier model: {durable_fs.move_aside(out)}")
-        durable_fs.rename(unfinished, out)
-
-    on_all_ranks(begin if world.is_main else lambda: None)
-    if run_dir.is_shared:
-        on_all_ranks(write_share)
-    else:
-        on_all_ranks(lambda: _stream_to_main(export, unfinished, run_dir, world))
-    on_all_ranks(end if world.is_main else lambda: None)
+    hidden = contextlib.nullcontext(_unfinished(out))
+    with _new_folder(out) if world.is_main else hidden as folder:
+        world.all_gather_json("created")
+        if run_dir.is_shared:
+            share = slice(world.rank, None, world.size)
+            export.write_files(folder, partial(read_tensor, last), share)
+        else:
+            _write_on_rank0(export, last, folder, run_dir, world)
+        world.all_gather_json("written")
+        if world.is_main:
+            export.write_rest(folder)
     logger.info(f"Saved the final model in {out}")
 
 
-def _stream_to_main(export: Export, out: Path, run_dir: RunDir, world: World) -> None:
-    group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
-    remaining = deque(chunk for name in export.names() for chunk in export.checkpoint.chunks[name])
+def _write_on_rank0(
+    export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World
+) -> None:
+    chunks = [chunk for name in export.stored for chunk in last.chunks[name]]
+    received = transfer(last, [(0, chunk, chunk.whole) for chunk in chunks], run_dir, world)
+    if world.is_main:
+        export.write_files(out, partial(read_tensor, last, chunks=received))
+    list(received)  # the other ranks only send
 
-    def fetch(checkpoint: Checkpoint, chunk: StoredChunk) -> torch.Tensor:
-        """Return the chunk on rank 0, nothing on the others."""
-        remaining.popleft()
-        part = transfer(checkpoint, chunk, chunk.whole, 0, run_dir, world, group)
-        return torch.empty(0) if part is None else part
 
-    problems: list[Exception] = []
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Make a hidden folder, which gets the name `out` at the end, or is deleted after an error."""
+    folder = _unfinished(out)
     try:
-        if world.is_main:
-            names = export.names()
-            tensors = (read_tensor(export.checkpoint, name, fetch) for name in names)
-            export.write_files(out, tensors)
-    finally:
-        # The other ranks send every chunk: receive the rest even after a failure.
-        while remaining:
-            try:
-                fetch(export.checkpoint, remaining[0])
-            except (OSError, DamagedCheckpoint) as error:
-                problems.append(error)
-    if problems:
-        raise problems[0]
-
-
-def _size_and_name(path: Path) -> str:
-    return f"{path.stat().st_size if path.is_file() else 'no'} {path.name}"
+        durable_fs.delete(folder)  # of an export that was killed
+        durable_fs.make_directory(folder)
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be created: {error.strerror} ({error.filename}) - name another directory"
+        ) from error
+    try:
+        yield folder
+        if aside := durable_fs.rename(folder, out):
+            logger.info(f"Moved aside, an earlier model: {aside}")
+    except BaseException:
+        durable_fs.delete(folder)
+        raise
 
 
 def _unfinished(out: Path) -> Path:
     return out.with_name(f".{out.name}.writing")
 
 
-def _read_asset(checkpoint: Checkpoint, name: str) -> bytes:
-    path = checkpoint.find(name)
-    assert path
-    content = path.read_bytes()
-    if xxhash.xxh3_128(content).hexdigest() != checkpoint.files[name]["xxh3_128"]:
-        raise DamagedCheckpoint(f"{path}: is damaged")
-    return content
+def _size_and_name(path: Path) -> str:
+    return f"{path.stat().st_size if path.is_file() else 'no'} {path.name}"
+
+
+def _read_assets(checkpoint: Checkpoint) -> dict[str, bytes]:
+    names = [name for name in checkpoint.files if name.startswith(f"{ASSETS}/")]
+    for problem in filter(None, check_files(checkpoint, names).values()):
+        raise DamagedCheckpoint(problem)
+    paths = [path for name in names if (path := checkpoint.find(name))]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def _on_meta(config: bytes) -> PreTrainedModel:
@@ -343,17 +279,18 @@ def _on_meta(config: bytes) -> PreTrainedModel:
 
 def _units(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> list[_ExportUnit]:
     """Group the stored tensors: each by itself where that converts alone, else by module."""
-    exact = re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "(?!)")
+    exact, ignored = model._keep_in_fp32_modules_strict or (), model._keys_to_ignore_on_save or ()
     stored = {}
-    for stored_name in checkpoint.chunks:
-        name = stored_name.removeprefix("model.")
-        if name != stored_name and name not in (model._keys_to_ignore_on_save or ()):
-            kept = checkpoint.dtype(stored_name)
-            to = dtype if kept.is_floating_point and not exact.search(stored_name) else kept
-            stored[name] = torch.empty(checkpoint.shape(stored_name), dtype=to, device="meta")
+    for name in checkpoint.chunks:
+        if name.startswith("model.") and name.removeprefix("model.") not in ignored:
+            kept = checkpoint.dtype(name)
+            is_exact = not kept.is_floating_point or any(part in name for part in exact)
+            to = kept if is_exact else dtype
+            stored[name] = torch.empty(checkpoint.shape(name), dtype=to, device="meta")
 
     def exported(names: Sequence[str]) -> dict[str, tuple[torch.dtype, list[int]]]:
-        converted = revert_weight_conversion(model, {name: stored[name] for name in names})
+        tensors = {name.removeprefix("model."): stored[name] for name in names}
+        converted = revert_weight_conversion(model, tensors)
         return {name: (tensor.dtype, list(tensor.shape)) for name, tensor in converted.items()}
 
     together = exported(list(stored))
@@ -367,7 +304,7 @@ def _units(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -
     return units + [_ExportUnit(names, exported(names)) for names in by_module.values()]
 
 
-def _into_files(units: list[_ExportUnit]) -> list[list[_ExportUnit]]:
+def _into_files(units: list[_ExportUnit]) -> dict[str, list[_ExportUnit]]:
     """Divide the units into files of at most _FILE_BYTES, each with its wide dtypes first."""
     files: list[list[_ExportUnit]] = [[]]
     for unit in units:
@@ -378,4 +315,9 @@ def _into_files(units: list[_ExportUnit]) -> list[list[_ExportUnit]]:
     def width(unit: _ExportUnit) -> int:
         return -max(dtype.itemsize for dtype, _ in unit.exported.values())
 
-    return [sorted(file_units, key=width) for file_units in files]
+    count = len(files)
+    parts = [f"-{number:05d}-of-{count:05d}" if count > 1 else "" for number in range(1, count + 1)]
+    return {
+        f"model{part}.safetensors": sorted(file_units, key=width)
+        for part, file_units in zip(parts, files, strict=True)
+    }

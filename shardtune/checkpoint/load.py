@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,16 +20,7 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 
 # A slow link is not an error, and a dead rank closes its connection.
-TRANSFER_TIMEOUT = datetime.timedelta(days=2)
-
-
-@dataclass(frozen=True)
-class _ReadRequest:
-    """A box of a chunk, and the tensor of that shape to copy it into."""
-
-    chunk: StoredChunk
-    box: list[slice]
-    target: torch.Tensor
+_TRANSFER_TIMEOUT = datetime.timedelta(days=2)
 
 
 def load_checkpoint(
@@ -49,32 +39,35 @@ def load_checkpoint(
         UserError: on every rank, if tensors are missing or have another shape.
         OSError, DamagedCheckpoint: on the rank that reads a file that was damaged since the check.
     """
-    tensors = training_state(model, optimizer)
-    random_targets = _random_targets(checkpoint, world)
-
-    def read_local() -> list[_ReadRequest]:
-        """Read the chunks on this rank's disk; return the others."""
-        planner, items = plan_load(tensors, checkpoint)
-        requests = []
-        for name, target in random_targets.items():
-            chunk = checkpoint.chunks[name][0]
-            requests.append(_ReadRequest(chunk, chunk.whole, target))
-        for item in items:
-            chunk = checkpoint.chunks[item.storage_index.fqn][item.storage_index.index or 0]
-            edges = zip(item.storage_offsets, item.lengths, strict=True)
-            box = [slice(start, start + length) for start, length in edges]
-            requests.append(_ReadRequest(chunk, box, planner.resolve_tensor(item).detach()))
-        remote = []
-        for request in requests:
-            if run_dir.leader_of[world.rank] in checkpoint.holders[request.chunk.file]:
-                request.target.copy_(read_chunk(checkpoint, request.chunk, request.box))
-            else:
-                remote.append(request)
-        return remote
-
-    _receive(checkpoint, world.run_on_all_ranks(read_local), run_dir, world)
-    if random_targets:
-        restore_random_state(random_targets, world.device)
+    random_states = {
+        name: torch.empty(checkpoint.shape(name), dtype=checkpoint.dtype(name))
+        for name in checkpoint.chunks
+        if name.startswith(RANDOM) and name.endswith(f".{world.rank:05d}")
+        if checkpoint.world_size == world.size
+    }
+    tensors = training_state(model, optimizer) | random_states
+    remote = []
+    for chunk, box, target in world.run_on_all_ranks(lambda: plan_load(tensors, checkpoint)):
+        if run_dir.leader_of[world.rank] in checkpoint.holders[chunk.file]:
+            target.copy_(read_chunk(checkpoint, chunk, box))
+        else:
+            remote.append((chunk, box, target))
+    edges = [
+        [c.tensor, checkpoint.chunks[c.tensor].index(c), [[s.start, s.stop] for s in box]]
+        for c, box, _ in remote
+    ]
+    wanted = [
+        (receiver, checkpoint.chunks[name][number], [slice(*edge) for edge in box])
+        for receiver, boxes in enumerate(world.all_gather_json(edges))
+        for name, number, box in boxes
+    ]
+    if wanted:
+        logger.info(f"Read from the disks of other nodes: {len(wanted)} parts of tensors")
+        received = transfer(checkpoint, wanted, run_dir, world)
+        for (_, _, target), part in zip(remote, received, strict=True):
+            target.copy_(part)
+    if random_states:
+        restore_random_state(random_states, world.device)
     else:
         logger.info(
             f"Random states (dropout) are seeded anew: {checkpoint.name} has those of "
@@ -83,97 +76,52 @@ def load_checkpoint(
         set_seed((seed + world.rank + 2654435761 * checkpoint.step) % 2**32)
 
 
-def _random_targets(checkpoint: Checkpoint, world: World) -> dict[str, torch.Tensor]:
-    """Allocate this rank's random states; none if the number of ranks has changed."""
-    if checkpoint.world_size != world.size:
-        return {}
-    return {
-        name: torch.empty(checkpoint.shape(name), dtype=checkpoint.dtype(name))
-        for name in checkpoint.chunks
-        if name.startswith(RANDOM) and name.endswith(f".{world.rank:05d}")
-    }
+def transfer(
+    checkpoint: Checkpoint,
+    wanted: Iterable[tuple[int, StoredChunk, Sequence[slice]]],
+    run_dir: RunDir,
+    world: World,
+) -> Iterator[torch.Tensor]:
+    """Yield the boxes of chunks that this rank wants, from its own disk or sent by another rank.
 
+    `wanted` has the receiver of each box. Collective: all ranks exhaust it with the same list, and
+    so each send meets its receive.
 
-def _receive(
-    checkpoint: Checkpoint, remote: list[_ReadRequest], run_dir: RunDir, world: World
-) -> None:
-    """Transfer all requests of all ranks in one order, so that each send meets its receive."""
-    local_requests = [
-        [r.chunk.tensor, r.chunk.file, [[s.start, s.stop] for s in r.box], r.target.nbytes]
-        for r in remote
-    ]
-    requests = world.all_gather_json(local_requests)
-    if not any(requests):
-        return
-    total = sum(nbytes for *_, nbytes in chain(*requests))
-    logger.info(f"Read from the disks of other nodes: {total / 1e9:.2f} GB")
-    group = dist.new_group(backend="gloo", timeout=TRANSFER_TIMEOUT)
-    for receiver, receiver_requests in enumerate(requests):
-        for number, (name, file, edges, _) in enumerate(receiver_requests):
-            chunk = next(chunk for chunk in checkpoint.chunks[name] if chunk.file == file)
-            box = [slice(*edge) for edge in edges]
-            part = transfer(checkpoint, chunk, box, receiver, run_dir, world, group)
-            if part is not None:
-                remote[number].target.copy_(part)
+    Raises:
+        OSError, DamagedCheckpoint: on the rank that reads.
+    """
+    group = dist.new_group(backend="gloo", timeout=_TRANSFER_TIMEOUT)
+    for receiver, chunk, box in wanted:
+        holders = checkpoint.holders[chunk.file]
+        if run_dir.leader_of[receiver] in holders:
+            if world.rank == receiver:
+                yield read_chunk(checkpoint, chunk, box)
+            continue
+        senders = [rank for rank, leader in enumerate(run_dir.leader_of) if leader in holders]
+        sender = senders[receiver % len(senders)]
+        if world.rank == sender:
+            part = read_chunk(checkpoint, chunk, box).contiguous()
+            dist.send(part.reshape(-1).view(torch.uint8), receiver, group)
+        elif world.rank == receiver:
+            shape = [edge.stop - edge.start for edge in box]
+            part = torch.empty(shape, dtype=checkpoint.dtype(chunk.tensor))
+            dist.recv(part.view(-1).view(torch.uint8), sender, group)
+            yield part
     dist.destroy_process_group(group)
 
 
-def transfer(
-    checkpoint: Checkpoint,
-    chunk: StoredChunk,
-    box: Sequence[slice],
-    receiver: int,
-    run_dir: RunDir,
-    world: World,
-    group: dist.ProcessGroup,
-) -> torch.Tensor | None:
-    """Give the receiver a box of a chunk, from its own disk or sent by a rank that can read it.
-
-    Returns None on every other rank. All ranks call this for the same boxes in the same order.
-
-    Raises:
-        OSError, DamagedCheckpoint: on the rank that reads. A receiver that waits gets zeros.
-    """
-    holders = checkpoint.holders[chunk.file]
-    if run_dir.leader_of[receiver] in holders:
-        return read_chunk(checkpoint, chunk, box) if world.rank == receiver else None
-    senders = [rank for rank, leader in enumerate(run_dir.leader_of) if leader in holders]
-    sender = senders[receiver % len(senders)]
-    shape = [edge.stop - edge.start for edge in box]
-    dtype = checkpoint.dtype(chunk.tensor)
-    if world.rank == sender:
-        part = torch.zeros(shape, dtype=dtype)
-        try:
-            part = read_chunk(checkpoint, chunk, box)
-        finally:
-            dist.send(part.contiguous().reshape(-1).view(torch.uint8), receiver, group)
-    elif world.rank == receiver:
-        received = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8)
-        dist.recv(received, sender, group)
-        return received.view(dtype).reshape(shape)
-    return None
-
-
 def read_tensor(
-    checkpoint: Checkpoint, name: str, read: Callable[[Checkpoint, StoredChunk], torch.Tensor]
+    checkpoint: Checkpoint, name: str, chunks: Iterator[torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Assemble a whole tensor from the chunks that `read` returns.
-
-    Raises:
-        DamagedCheckpoint: a chunk does not match its digest.
-    """
+    """Assemble a whole tensor from these chunks, or from those in the checkpoint's directories."""
     shape = checkpoint.shape(name)
-    whole = None
+    whole = torch.empty(shape, dtype=checkpoint.dtype(name))  # takes memory where it is written
     for chunk in checkpoint.chunks[name]:
-        part = read(checkpoint, chunk)
-        if xxhash.xxh3_128(tensor_bytes(part)).hexdigest() != chunk.xxh3_128:
-            raise DamagedCheckpoint(f"{checkpoint.name}/{chunk.file}: tensor {name} is damaged")
-        if torch.Size(chunk.sizes) == shape:
+        part = next(chunks) if chunks else read_chunk(checkpoint, chunk)
+        if part.shape == shape:
             return part
-        if whole is None:
-            whole = torch.empty(shape, dtype=part.dtype)
         whole[chunk.place] = part
-    return torch.empty(shape, dtype=checkpoint.dtype(name)) if whole is None else whole
+    return whole
 
 
 def read_chunk(
@@ -191,6 +139,17 @@ def read_chunk(
     if path is None:
         places = ", ".join(map(str, checkpoint.directories))
         raise FileNotFoundError(f"{chunk.file} is in none of {places}")
+    tensor = read_bytes(path, chunk).view(checkpoint.dtype(chunk.tensor)).reshape(list(chunk.sizes))
+    return tensor if box is None else tensor[tuple(box)]
+
+
+def read_bytes(path: Path, chunk: StoredChunk) -> torch.Tensor:
+    """Read the bytes of a chunk, uint8 [bytes].
+
+    Raises:
+        OSError: they cannot be read.
+        DamagedCheckpoint: they do not match their digest.
+    """
     content = torch.empty(chunk.end - chunk.begin, dtype=torch.uint8)
     left = whole = tensor_bytes(content)
     # Not memory-mapped: an error of the disk would then kill the process.
@@ -200,5 +159,4 @@ def read_chunk(
             left = left[count:]
     if left or xxhash.xxh3_128(whole).hexdigest() != chunk.xxh3_128:
         raise DamagedCheckpoint(f"{path}: tensor {chunk.tensor} is damaged")
-    tensor = content.view(checkpoint.dtype(chunk.tensor)).reshape(list(chunk.sizes))
-    return tensor if box is None else tensor[tuple(box)]
+    return content

@@ -7,9 +7,8 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,14 +92,6 @@ class Checkpoint:
         tensors = self.manifest["tensors"].items()
         return {name: [StoredChunk(name, **c) for c in entry["chunks"]] for name, entry in tensors}
 
-    @cached_property
-    def chunks_by_file(self) -> dict[str, list[StoredChunk]]:
-        """The chunks of each rank file, in the order of their bytes."""
-        by_file: dict[str, list[StoredChunk]] = {}
-        for chunk in sorted(chain(*self.chunks.values()), key=lambda chunk: chunk.begin):
-            by_file.setdefault(chunk.file, []).append(chunk)
-        return by_file
-
     def dtype(self, tensor: str) -> torch.dtype:
         return DTYPES[self.manifest["tensors"][tensor]["dtype"]]
 
@@ -118,8 +109,7 @@ class Checkpoint:
     def why_missing(self, file: str) -> str:
         """Describe on which node a missing file was written."""
         entry = self.files[file]
-        places = f" in {', '.join(map(str, self.directories))}" if self.directories else ""
-        return f"{file}, written on node {entry['node']} ({entry['host']}), is missing{places}"
+        return f"{file}, written on node {entry['node']} ({entry['host']}), is missing"
 
 
 def checkpoint_name(step: int) -> str:
@@ -172,8 +162,7 @@ def build_manifest(
     for rank, report in enumerate(reports):
         files[rank_file(rank)] = {**report["file"], "rank": rank, **hosts[rank]}
         for name, chunk in report["chunks"].items():
-            dtype = chunk.pop("dtype")
-            random_state = {"dtype": dtype, "shape": chunk["sizes"], "chunks": []}
+            random_state = {"dtype": chunk.pop("dtype"), "shape": chunk["sizes"], "chunks": []}
             entries.setdefault(name, random_state)["chunks"].append(chunk)
     for name, asset in reports[0]["assets"].items():
         files[name] = {**asset, "rank": 0, **hosts[0]}
@@ -218,28 +207,23 @@ def open_checkpoint(*directories: Path) -> Checkpoint:
                 f"{other.directories[0]}: is not of the same checkpoint as {directories[0]} "
                 "- name the parts of one save"
             )
-    return Checkpoint(first.name, first.manifest, first.digest, directories)
+    return replace(first, directories=directories)
 
 
 def _open_one(path: Path) -> Checkpoint:
-    manifest_path, complete_path = path / "manifest.json", path / "COMPLETE"
     try:
-        complete = complete_path.read_bytes()
+        complete = (path / "COMPLETE").read_bytes()
+        raw = (path / "manifest.json").read_bytes()
     except OSError as error:
-        if os.path.lexists(manifest_path):
-            raise DamagedCheckpoint(
-                f"{complete_path}: cannot be read ({error.strerror})"
-            ) from error
+        if any(map(os.path.lexists, (path / "COMPLETE", path / "manifest.json"))):
+            problem = f"{error.filename}: cannot be read ({error.strerror})"
+            raise DamagedCheckpoint(problem) from error
         raise UserError(
             f"{path}: not a complete checkpoint (COMPLETE: {error.strerror}) - use another one"
         ) from error
-    try:
-        raw = manifest_path.read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{manifest_path}: cannot be read ({error.strerror})") from error
     digest = xxhash.xxh3_128(raw).hexdigest()
     if complete != f"{digest}\n".encode():
-        raise DamagedCheckpoint(f"{manifest_path}: does not match the digest in COMPLETE")
+        raise DamagedCheckpoint(f"{path}/manifest.json: does not match the digest in COMPLETE")
     manifest = json.loads(raw)
     if manifest["format"] != FORMAT:
         raise UserError(

@@ -1,125 +1,79 @@
-"""Which rank writes and reads which part of each tensor.
-
-torch.distributed.checkpoint plans it: its planners know every kind of sharding. Its `save` and
-`load` are not used, because they send pickles in collectives.
-"""
+"""Which rank writes and reads which part of each tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.tensor import DTensor
 
-from shardtune.checkpoint.manifest import Checkpoint
-from shardtune.distributed.tensors import dtype_name
+from shardtune.checkpoint.manifest import Checkpoint, StoredChunk
+from shardtune.distributed.tensors import dtype_name, to_local
 from shardtune.distributed.world import World
-from shardtune.errors import UserError
+from shardtune.errors import UserError, first_few
 
 
-@dataclass(frozen=True)
-class TensorPart:
-    """A box of a tensor that one rank writes: its first index and its size in each dimension."""
+def plan_save(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, Sequence[int]]:
+    """Return which tensors this rank writes its part of, and the first index of each. Collective.
 
-    tensor: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def plan_save(tensors: Mapping[str, torch.Tensor], world: World) -> list[list[TensorPart]]:
-    """Return the parts that each rank writes: together every element once. Collective.
-
-    Raises:
-        ValueError: the parts of the ranks do not make up the tensors.
+    Of a part that several ranks hold, the one that has the least to write so far writes it.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=world.is_main)
-    items = [_to_json(item) for item in planner.create_local_plan().items]
-    plans, _ = planner.create_global_plan(
-        [
-            SavePlan([_from_json(item, tensors) for item in rank_items])
-            for rank_items in world.all_gather_json(items)
-        ]
-    )
-    return [[part for part in map(_part, plan.items) if 0 not in part.sizes] for plan in plans]
-
-
-def _to_json(item: WriteItem) -> list[Any]:
-    part = _part(item)
-    return [item.type.name, part.tensor, part.offsets, part.sizes]
-
-
-def _from_json(item: list[Any], tensors: Mapping[str, torch.Tensor]) -> WriteItem:
-    kind, name, offsets, sizes = item
-    tensor = tensors[name]
-    return WriteItem(
-        index=MetadataIndex(name, offsets),
-        type=WriteItemType[kind],
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-            properties=TensorProperties(dtype=tensor.dtype),
-            size=tensor.size(),
-        ),
-    )
-
-
-def _part(item: WriteItem) -> TensorPart:
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
-    return TensorPart(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+    local = [[name, _offsets(tensor)] for name, tensor in tensors.items()]
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, parts in enumerate(world.all_gather_json(local)):
+        for name, offsets in parts:
+            holders.setdefault((name, tuple(offsets)), []).append(rank)
+    bytes_of = [0] * world.size
+    own: dict[str, Sequence[int]] = {}
+    for (name, offsets), ranks in holders.items():
+        writer = min(ranks, key=bytes_of.__getitem__)
+        bytes_of[writer] += tensors[name].numel() * tensors[name].itemsize or 1
+        if writer == world.rank and to_local(tensors[name]).numel():
+            own[name] = offsets
+    return own
 
 
 def plan_load(
     tensors: dict[str, torch.Tensor], checkpoint: Checkpoint
-) -> tuple[DefaultLoadPlanner, list[ReadItem]]:
-    """Return the boxes that this rank reads, and the planner that maps them to its tensors.
+) -> list[tuple[StoredChunk, list[slice], torch.Tensor]]:
+    """Return the boxes of chunks that this rank reads, and where in its tensors each belongs.
 
     Raises:
         UserError: the checkpoint lacks tensors, or has them in another shape or dtype.
     """
     entries = checkpoint.manifest["tensors"]
-    stored = {name: f"{entry['dtype']} {entry['shape']}" for name, entry in entries.items()}
-    needed = {name: f"{dtype_name(t.dtype)} {list(t.shape)}" for name, t in tensors.items()}
-    wrong = [name for name, kind in needed.items() if stored.get(name) != kind]
-    if wrong:
-        name = wrong[0]
+    stored = {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items()}
+    needed = {name: (dtype_name(t.dtype), list(t.shape)) for name, t in tensors.items()}
+    if wrong := [name for name, kind in needed.items() if stored.get(name) != kind]:
         raise UserError(
-            f"{checkpoint.name} does not fit this model and optimizer: {name} is {needed[name]}, "
-            f"stored is {stored.get(name, 'none')} ({len(wrong)} tensors differ) "
-            "- resume with the model and optimizer of the checkpoint"
+            f"{checkpoint.name} does not fit this model and optimizer: it has no {needed[wrong[0]]}"
+            f" for {first_few(wrong, 3)} - resume with the model and optimizer of the checkpoint"
         )
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, _metadata(checkpoint, tensors), is_coordinator=False)
-    return planner, planner.create_local_plan().items
+    requests = []
+    for name, tensor in tensors.items():
+        start, local = _offsets(tensor), to_local(tensor).detach()
+        for chunk in checkpoint.chunks[name]:
+            # The part that both hold, by its edges in each dimension of the whole tensor.
+            edges = [
+                (max(first, own_first), min(first + size, own_first + own_size))
+                for first, size, own_first, own_size in zip(
+                    chunk.offsets, chunk.sizes, start, local.shape, strict=True
+                )
+            ]
+            if all(begin < end for begin, end in edges):
+                target = local[tuple(_slices(edges, start))]
+                requests.append((chunk, _slices(edges, chunk.offsets), target))
+    return requests
 
 
-def _metadata(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> Metadata:
-    return Metadata(
-        {
-            name: TensorStorageMetadata(
-                properties=TensorProperties(dtype=tensor.dtype),
-                size=tensor.size(),
-                chunks=[
-                    ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-                    for chunk in checkpoint.chunks[name]
-                ],
-            )
-            for name, tensor in tensors.items()
-        }
-    )
+def _slices(edges: Sequence[tuple[int, int]], start: Sequence[int]) -> list[slice]:
+    """Return the slices of a tensor that begins at `start` of the whole one."""
+    return [slice(b - first, e - first) for (b, e), first in zip(edges, start, strict=True)]
+
+
+def _offsets(tensor: torch.Tensor) -> Sequence[int]:
+    """Return the first index of this rank's part in each dimension."""
+    if isinstance(tensor, DTensor):
+        return cast(Any, tensor).__create_chunk_list__()[0].offsets
+    return [0] * tensor.dim()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardtune.checkpoint.manifest import Checkpoint
@@ -16,23 +16,18 @@ from shardtune.log import logger
 _START_ANEW = "start anew with run.resume=never or another run.dir"
 
 
-def require_allowed_settings(resumed: Checkpoint, config: Config, world: World) -> None:
-    """Log each setting that has changed since the checkpoint.
+def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
+    """Raises UserError with every setting that a resume must not change and that has changed.
 
     Each field of `shardtune.config` says whether a resume may change it.
-
-    Raises:
-        UserError: with every setting that must not change.
     """
-    allowed, forbidden = changed_keys(resumed.state["config"], config)
-    if forbidden:
-        raise UserError(
-            *(
-                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {resumed.name} - "
-                f"set it back, or {_START_ANEW}"
-                for key, old, new in forbidden
-            )
-        )
+    _, forbidden = changed_keys(resumed.state["config"], config)
+    _refuse(resumed, "set it back", forbidden)
+
+
+def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
+    """Log each setting that has changed since the checkpoint."""
+    allowed, _ = changed_keys(resumed.state["config"], config)
     if resumed.world_size != world.size:
         allowed.append(("world size", resumed.world_size, world.size))
     for key, old, new in allowed:
@@ -53,18 +48,27 @@ def require_same_data(resumed: Checkpoint, digest: str) -> None:
 def require_same_model(resumed: Checkpoint, assets: Mapping[str, bytes]) -> None:
     """Raises UserError with every setting in which config.json is not the checkpoint's."""
     old, new = resumed.state["model"], model_settings(assets)
-    if problems := [
-        f"{key} of the model's config.json is {json.dumps(new.get(key))} and was "
-        f"{json.dumps(old.get(key))} in {resumed.name} - bring the same model back, "
-        f"or {_START_ANEW}"
+    changes = [
+        (f"{key} of the model's config.json", old.get(key), new.get(key))
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key)
-    ]:
-        raise UserError(*problems)
+    ]
+    _refuse(resumed, "bring the same model back", changes)
+
+
+def _refuse(resumed: Checkpoint, remedy: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
+    if changes:
+        raise UserError(
+            *(
+                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {resumed.name} - "
+                f"{remedy}, or {_START_ANEW}"
+                for key, old, new in changes
+            )
+        )
 
 
 def model_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the settings in config.json that belong to the model itself."""
-    settings: dict[str, Any] = json.loads(assets["config.json"])
-    own = settings.keys() - {"transformers_version", "_name_or_path"}
-    return {key: value for key, value in settings.items() if key in own}
+    settings = json.loads(assets["config.json"])
+    of_the_file = {"transformers_version", "_name_or_path"}
+    return {key: value for key, value in settings.items() if key not in of_the_file}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import os
 import secrets
-import socket
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +64,6 @@ def _write_probe(path: Path) -> str:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".seen.{secrets.token_hex(8)}"
         probe.touch()
-        if os.path.lexists(path / "checkpoints"):  # it may be on another disk
-            (path / "checkpoints" / probe.name).touch()
-            (path / "checkpoints" / probe.name).unlink()
     except OSError as error:
         raise UserError(
             f"run.dir={path} cannot be written: {error.strerror} ({error.filename}) "
@@ -90,25 +83,12 @@ def _lock(path: Path) -> IO[str]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
-        except (BlockingIOError, PermissionError) as error:
-            if time.monotonic() > deadline:
+        except OSError as error:
+            is_held = isinstance(error, (BlockingIOError, PermissionError))
+            if not is_held or time.monotonic() > deadline:
+                problem = "is in use by another run" if is_held else "cannot be locked"
                 raise UserError(
-                    f"run.dir={path} is in use by another run ({_lock_holder(file)}) "
-                    "- wait for its end, end it, or name another run.dir"
+                    f"run.dir={path} {problem} ({error.strerror}) - end that run, or name another "
+                    "directory, on a filesystem with locks"
                 ) from error
             time.sleep(0.2)
-        except OSError as error:
-            raise UserError(
-                f"run.dir={path} cannot be locked: {error.strerror} "
-                "- name a directory on a filesystem with locks"
-            ) from error
-
-
-def _lock_holder(file: IO[str]) -> str:
-    """Name the process that holds the lock; the system may not know one on another node."""
-    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    with contextlib.suppress(OSError):
-        *_, process = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, lock))
-        if process > 0:
-            return f"process {process} on {socket.gethostname()}"
-    return "on another node"

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import xxhash
 from tqdm import tqdm
 
-from shardtune.checkpoint.manifest import (
-    RESTORE,
-    Checkpoint,
-    DamagedCheckpoint,
-    StoredChunk,
-    open_checkpoint,
-)
+from shardtune.checkpoint.load import read_bytes
+from shardtune.checkpoint.manifest import RESTORE, Checkpoint, DamagedCheckpoint, open_checkpoint
 
-_READ_BYTES = 1 << 24
+_READ_BYTES = 1 << 22
 
 
 def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
@@ -34,9 +30,8 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
         checkpoint = open_checkpoint(*directories)
     except DamagedCheckpoint as error:
         return [f"{error} - {RESTORE}"]
-    names, total = sorted(checkpoint.files), 0
-    for name in names:
-        total += checkpoint.files[name]["bytes"] * len(checkpoint.find_all(name))
+    names = sorted(checkpoint.files)
+    total = sum(checkpoint.files[name]["bytes"] * len(checkpoint.find_all(name)) for name in names)
     hidden = not sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc=checkpoint.name, disable=hidden) as bar:
         problems = check_files(checkpoint, names, os.cpu_count() or 1, bar.update)
@@ -53,7 +48,7 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
 def check_files(
     checkpoint: Checkpoint,
     names: Sequence[str],
-    threads: int,
+    threads: int = 1,
     on_read: Callable[[int], object] = lambda count: None,
 ) -> dict[str, str | None]:
     """Check every copy of these files on several threads; return a problem or None for each.
@@ -66,7 +61,7 @@ def check_files(
         problems = (_check_file(checkpoint, name, path, on_read) for path in paths)
         return next(filter(None, problems), None) if paths else checkpoint.why_missing(name)
 
-    with ThreadPoolExecutor(max(1, threads)) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         return dict(zip(names, pool.map(check, names), strict=True))
 
 
@@ -74,40 +69,26 @@ def _check_file(
     checkpoint: Checkpoint, name: str, path: Path, on_read: Callable[[int], object]
 ) -> str | None:
     expected = checkpoint.files[name]
-    whole, damaged, size = xxhash.xxh3_128(), [], 0
-    buffer = memoryview(bytearray(_READ_BYTES))
+    whole, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_READ_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
-            chunks = checkpoint.chunks_by_file.get(name, [])
-            for begin, end, chunk in _sections(chunks, expected["bytes"]):
-                section, left = xxhash.xxh3_128(), end - begin
-                while left and (count := file.readinto(buffer[:left])):
-                    whole.update(buffer[:count])
-                    section.update(buffer[:count])
-                    left -= count
-                    size += count
-                    on_read(count)
-                if chunk and section.hexdigest() != chunk.xxh3_128:
-                    damaged.append(chunk.tensor)
-            size += len(file.read(1))
+            while count := file.readinto(buffer):
+                whole.update(buffer[:count])
+                size += count
+                on_read(count)
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror})"
-    if size == expected["bytes"] and whole.hexdigest() == expected["xxh3_128"]:
+    if whole.hexdigest() == expected["xxh3_128"]:
         return None
     length = "" if size == expected["bytes"] else f" (its length is not {expected['bytes']})"
-    tensor = f", first in tensor {damaged[0]}" if damaged else ""
-    return f"{path}: is damaged{length}{tensor}"
+    return f"{path}: is damaged{length}{_first_damaged(checkpoint, name, path)}"
 
 
-def _sections(
-    chunks: Sequence[StoredChunk], size: int
-) -> Iterator[tuple[int, int, StoredChunk | None]]:
-    """Cut a file of `size` bytes at its chunks, into (begin, end, chunk or None)."""
-    position = 0
-    for chunk in chunks:
-        if position < chunk.begin:
-            yield position, chunk.begin, None
-        yield chunk.begin, chunk.end, chunk
-        position = chunk.end
-    if position < size:
-        yield position, size, None
+def _first_damaged(checkpoint: Checkpoint, name: str, path: Path) -> str:
+    chunks = [chunk for chunk in chain(*checkpoint.chunks.values()) if chunk.file == name]
+    for chunk in sorted(chunks, key=lambda chunk: chunk.begin):
+        try:
+            read_bytes(path, chunk)
+        except (OSError, DamagedCheckpoint):
+            return f", first in tensor {chunk.tensor}"
+    return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,10 @@ def open_run(config: Config, world: World) -> Run:
     Refuses a directory in use, and a setting that must not change.
     """
     directory = open_run_dir(Path(config.run.dir), world)
-    resumed = agree_on_checkpoint(directory, config.run.resume, world)
+    require_settings = partial(resume_rules.require_allowed_settings, config=config)
+    resumed = agree_on_checkpoint(directory, config.run.resume, world, require_settings)
     if resumed:
-        resume_rules.require_allowed_settings(resumed, config, world)
+        resume_rules.log_changes(resumed, config, world)
     today = datetime.date.today().isoformat()
     date = world.on_rank0(lambda: resumed.state["date"] if resumed else today)
     return Run(config, world, directory, resumed, datetime.date.fromisoformat(date))

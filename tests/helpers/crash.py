@@ -26,11 +26,10 @@ from helpers.ranks import world_of
 from helpers.thread_ranks import Tiny, TinyConfig, on_threads, save_steps, thread_worlds
 from shardtune.checkpoint import (
     agree_on_checkpoint,
-    delete_unfinished,
+    clear_leftovers,
     durable_fs,
     load_checkpoint,
     open_checkpoint,
-    set_aside,
 )
 from shardtune.checkpoint.manifest import (
     DamagedCheckpoint,
@@ -316,8 +315,7 @@ class Judge:
         """Do what a run does at its start, up to loading."""
         run_dir = RunDir(root, list(range(world.size)), None)
         checkpoint = agree_on_checkpoint(run_dir, "auto", world)
-        set_aside(run_dir, checkpoint, world)
-        delete_unfinished(run_dir, checkpoint, world)
+        clear_leftovers(run_dir, checkpoint, world)
         return checkpoint.step if checkpoint else 0
 
     def _require_saved(self, roots: list[Path], step: int) -> None:

@@ -93,41 +93,6 @@ def test_without_learning_the_source_comes_back(
         assert {key: new.get(key) for key in old} == old, file
 
 
-def answer(folder: Path) -> str:
-    """The greedy answer of this folder's model, with the folder's own settings."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "which rank"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    return str(tokenizer.decode(model.generate(**asked, do_sample=False, max_new_tokens=12)[0]))
-
-
-def test_the_final_model_answers_like_the_original_until_it_learns(
-    folder: Path, sources: dict[str, Path]
-) -> None:
-    original = answer(sources["qwen3"])
-    source = f"model.path={sources['qwen3']}"
-    assert train(1, *STILL, source, cwd=folder).returncode == 0
-    assert answer(folder / "runs/config/model") == original
-    learning = ("optimizer.lr=0.02", "train.max_steps=9", "train.epochs=9", "run.dir=learned")
-    assert train(1, *STILL[2:], *learning, source, cwd=folder).returncode == 0
-    assert answer(folder / "learned/model") != original
-
-
-def test_the_named_dtype(folder: Path, sources: dict[str, Path]) -> None:
-    done = train(1, *STILL, "export.dtype=float16", f"model.path={sources['glm']}", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    exported = folder / "runs/config/model"
-    for name, tensor in load_file(exported / "model.safetensors").items():
-        is_exact = name.endswith("e_score_correction_bias")
-        assert tensor.dtype == (torch.float32 if is_exact else torch.float16), name
-    assert AutoModelForCausalLM.from_pretrained(exported).dtype == torch.float16
-
-
 def test_a_source_without_a_generation_config(folder: Path, models: dict[str, Path]) -> None:
     source = Path(shutil.copytree(models["llama"], folder / "source"))
     (source / "generation_config.json").unlink()

@@ -222,10 +222,10 @@ def test_an_uncommitted_part_is_moved_aside_with_the_damaged_other(a: Path, b: P
 
 
 @pytest.mark.parametrize("lacks", ["COMPLETE", pytest.param("everything", marks=pytest.mark.full)])
-def test_a_checkpoint_that_is_not_prepared_everywhere_is_deleted(
+def test_a_checkpoint_that_is_not_prepared_everywhere_gives_way(
     lacks: str, a: Path, b: Path, whole: Path
 ) -> None:
-    """It is deleted only once the run resumes from another."""
+    """Only once the run resumes from another; a prepared part is moved aside."""
     for folder in (a, b):
         checkpoint(folder / "run", 4).rename(folder / "run/checkpoints" / STAGING)
     if lacks == "COMPLETE":
@@ -241,9 +241,10 @@ def test_a_checkpoint_that_is_not_prepared_everywhere_is_deleted(
     assert "Not accepted: checkpoint_0000004: rank_00002.safetensors" in done.stdout
     assert steps_of(a / "run") == steps_of(whole)
     for folder in (a, b):
-        assert names(folder / "run/checkpoints") == [
-            f"checkpoint_000000{step}" for step in (2, 4, 6)
-        ]
+        kept = [name for name in names(folder / "run/checkpoints") if "aside" not in name]
+        assert kept == [f"checkpoint_000000{step}" for step in (2, 4, 6)]
+    assert "COMPLETE" in names(checkpoint(a / "run", 4).with_suffix(".aside1"))
+    assert not checkpoint(b / "run", 4).with_suffix(".aside1").exists()
 
 
 def test_a_crash_in_the_first_save_is_no_reason_to_refuse(a: Path, b: Path, whole: Path) -> None:
@@ -303,15 +304,15 @@ def test_verify_and_export_take_all_parts(
     capsys.readouterr()
     host = os.uname().nodename
     for parts, code, named in (
-        ([one], 1, f"rank_00002.safetensors, written on node 1 ({host}), is missing in {one}"),
-        ([other], 1, f"rank_00000.safetensors, written on node 0 ({host}), is missing in {other}"),
+        ([one], 1, f"rank_00002.safetensors, written on node 1 ({host}), is missing"),
+        ([other], 1, f"rank_00000.safetensors, written on node 0 ({host}), is missing"),
         ([one, older], 2, f"{older}: is not of the same checkpoint as {one}"),
     ):
         assert run(["verify", *parts]) == code
         assert f"ERROR: {named} - " in capsys.readouterr().err
         assert run(["export", *parts, str(tmp_path / "none")]) == 2
         assert re.fullmatch(
-            r"ERROR: .* (is missing in|is not of the same) .* - name .*\n", capsys.readouterr().err
+            r"ERROR: .* (is missing|is not of the same .*) - name .*\n", capsys.readouterr().err
         )
         assert not (tmp_path / "none").exists() and not (tmp_path / ".none.writing").exists()
 
@@ -379,7 +380,6 @@ def test_no_rank_waits_for_a_damaged_part(damage: str, a: Path, b: Path) -> None
     assert not (a / "run/model").exists()
     if damage == "flipped":
         assert f"tensor {SPOILT} is damaged" in done.stderr.splitlines()[-1]
-        assert not (a / "run/.model.writing").exists()
 
 
 def damage_before_the_load(arguments: list[str], damage: str) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
-from helpers.crash import RENAME, SAID, SAVES, SYNC, Judge, Operation, record
+from helpers.crash import RENAME, SAVES, SYNC, Judge, Operation, record
 from helpers.faults import ALWAYS, DiskOs, Fault
 
 from shardtune.checkpoint import durable_fs
@@ -89,91 +88,3 @@ def _makes_no_more_than_attempts_durable(before: Sequence[Operation], directory:
     )
     changes = [o for o in before[last_sync + 1 :] if o.directory == directory and o.name]
     return all(o.kind == "create" and re.match(rf"\.|rank_|{ASSETS}$", o.name) for o in changes)
-
-
-def _place(operations: Sequence[Operation], kind: str, pattern: str) -> int:
-    """Where the first of these is."""
-    return next(
-        n for n, o in enumerate(operations) if o.kind == kind and re.search(pattern, o.label)
-    )
-
-
-def _moved(operations: Sequence[Operation], block: slice, to: int) -> list[Operation]:
-    """With a block of them before the one at `to`, which is earlier."""
-    assert to < block.start
-    return [
-        *operations[:to],
-        *operations[block],
-        *operations[to : block.start],
-        *operations[block.stop :],
-    ]
-
-
-def renamed_before_anything_is_synced(operations: Sequence[Operation]) -> list[Operation]:
-    first, rename = (
-        _place(operations, "create", "0002.*rank_00000"),
-        _place(operations, RENAME, "/.checkpoint_0000002"),
-    )
-    return _moved(operations, slice(rename, rename + 2), first)
-
-
-def renamed_before_the_mark(operations: Sequence[Operation]) -> list[Operation]:
-    mark, rename = (
-        _place(operations, "create", "0002.*COMPLETE"),
-        _place(operations, RENAME, "/.checkpoint_0000002"),
-    )
-    return _moved(operations, slice(rename, rename + 2), mark)
-
-
-def deleted_before_the_new_one_is_written(operations: Sequence[Operation]) -> list[Operation]:
-    said, deletion = (
-        _place(operations, SAID, "0002"),
-        _place(operations, RENAME, "/checkpoint_0000001"),
-    )
-    return _moved(
-        operations, slice(deletion, said), _place(operations, "create", "/.checkpoint_0000002")
-    )
-
-
-def deleted_before_the_new_name_is_synced(operations: Sequence[Operation]) -> list[Operation]:
-    said, deletion = (
-        _place(operations, SAID, "0002"),
-        _place(operations, RENAME, "/checkpoint_0000001"),
-    )
-    without_its_sync = [*operations[: deletion + 1], *operations[deletion + 2 :]]
-    return _moved(without_its_sync, slice(deletion, said - 1), deletion - 1)
-
-
-def deleted_in_place(operations: Sequence[Operation]) -> list[Operation]:
-    deletion = _place(operations, RENAME, "/checkpoint_0000001")
-    rest = [
-        replace(o, name=o.name.removeprefix(".").removesuffix(".deleting"))
-        for o in operations[deletion + 2 :]
-    ]
-    return [*operations[:deletion], *rest]
-
-
-def said_before_it_is_renamed(operations: Sequence[Operation]) -> list[Operation]:
-    said = _place(operations, SAID, "0001")
-    return _moved(
-        operations, slice(said, said + 1), _place(operations, RENAME, "/.checkpoint_0000001")
-    )
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        renamed_before_anything_is_synced,
-        renamed_before_the_mark,
-        deleted_before_the_new_one_is_written,
-        deleted_before_the_new_name_is_synced,
-        deleted_in_place,
-        said_before_it_is_renamed,
-    ],
-)
-def test_another_order_is_caught(
-    change: Callable[[Sequence[Operation]], list[Operation]], judges: Callable[[int, int], Judge]
-) -> None:
-    judge = judges(1, 1)
-    violation, _ = judge.first_violation(change(judge.recording.operations))
-    assert violation

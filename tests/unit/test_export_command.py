@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -140,22 +139,3 @@ def test_an_existing_folder_is_not_touched(export: Export, tmp_path: Path) -> No
     refusal = f"ERROR: {tmp_path}/out exists - name a directory that does not\n"
     assert export(tmp_path / "out") == (2, refusal)
     assert digests(tmp_path / "out") == before
-
-
-def test_the_second_of_two_exports_to_one_place_is_refused(
-    export: Export, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It disturbs nothing."""
-    assert export(tmp_path / "alone") == (0, "")
-    out, write_file, seconds = tmp_path / "out", durable_fs.write_file, []
-
-    def write_and_export(path: Path, parts: Any) -> Any:
-        written = write_file(path, parts)
-        seconds.append(export(out))
-        return written
-
-    monkeypatch.setattr(durable_fs, "write_file", write_and_export)
-    assert run(["export", str(copied), str(out)]) == 0
-    line = f"ERROR: another export writes {out} - wait for it, or name another directory\n"
-    assert len(seconds) > 5 and set(seconds) == {(2, line)}
-    assert digests(out) == digests(tmp_path / "alone")

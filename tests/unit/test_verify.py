@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
-import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -50,7 +45,7 @@ def test_each_bad_file_has_a_line(saved: Path, capsys: pytest.CaptureFixture[str
         damaged,
     )
     assert re.fullmatch(
-        rf"ERROR: {second.name}, written on node 1 \(\S+\), is missing in {saved} "
+        rf"ERROR: {second.name}, written on node 1 \(\S+\), is missing "
         "- name all parts of the checkpoint, or restore it from a copy",
         missing,
     )
@@ -80,23 +75,6 @@ def test_a_path_that_is_no_checkpoint_is_refused(
     assert re.fullmatch(
         rf"ERROR: {Path(argument)}: not a complete checkpoint \(.+\) - use another one", error
     )
-
-
-def test_progress_is_shown_on_a_terminal_only(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    terminal, stream = pty.openpty()
-    termios.tcsetwinsize(stream, (24, 80))
-    with os.fdopen(stream, "w", encoding="utf-8") as screen:
-        monkeypatch.setattr(sys, "stderr", screen)
-        assert verify_checkpoint([saved]) == []
-        screen.flush()
-        shown = ""
-        while "\rcheckpoint_0000002: 100%" not in shown:
-            assert select.select([terminal], [], [], 10)[0], shown
-            shown += os.read(terminal, 1 << 16).decode()
-    os.close(terminal)
-    assert "\r" not in capsys.readouterr().out
 
 
 def test_each_byte_is_read_once(saved: Path) -> None:
