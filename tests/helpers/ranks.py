@@ -134,7 +134,6 @@ def config_for(model: Path, folder: Path, *assignments: str) -> Config:
 
 def run_script(arguments: list[str]) -> None:
     sys.argv = [str(REPOSITORY / "train_fsdp.py"), *arguments]
-    sys.path.insert(0, str(REPOSITORY))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

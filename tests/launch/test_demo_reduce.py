@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,11 @@ from distTest.rehearse import namespaces
 ONE_NODE, TWO_NODES, TWO_TERMINALS = re.findall(r":\n((?:    .+\n)+)", demo_reduce.__doc__ or "")
 
 
-def run_each(*commands: str, prefixes: tuple[list[str], ...] = ([], [])) -> str:
-    """The output of commands that run at the same time; all must end with 0."""
+SUM = r"^rank (\d+) of (\d+) on (\S+), cpu: got (\d+), right is (\d+)$"
+
+
+def sums(*commands: str, prefixes: tuple[list[str], ...] = ([], [])) -> list[tuple[str, ...]]:
+    """The ranks' lines of commands that run at the same time; all must end with 0."""
     here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     started = [
         subprocess.Popen(
@@ -34,8 +36,8 @@ def run_each(*commands: str, prefixes: tuple[list[str], ...] = ([], [])) -> str:
         for command, prefix in zip(commands, prefixes, strict=False)
     ]
     outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), "\n".join(outputs)
-    return "".join(outputs)
+    assert not any(process.returncode for process in started), "\n".join(outputs)
+    return sorted(re.findall(SUM, "".join(outputs), re.MULTILINE))
 
 
 def on_both(command: str) -> tuple[str, str]:
@@ -55,30 +57,18 @@ def on_loopback(command: str) -> str:
     return command
 
 
-def sums(output: str) -> Counter[str]:
-    return Counter(
-        re.findall(r"^rank (\d+ of \d+ on .+, cpu: got \d+, right is \d+)$", output, re.MULTILINE)
-    )
-
-
-def expected(ranks: int, right: int) -> Counter[str]:
+@pytest.mark.parametrize(
+    "commands",
+    [
+        (ONE_NODE,),
+        on_both(on_loopback(TWO_TERMINALS)),
+        pytest.param(on_both(on_loopback(TWO_NODES)), marks=pytest.mark.full),
+    ],
+    ids=["one node", "two terminals", "two nodes"],
+)
+def test_two_ranks(commands: tuple[str, ...]) -> None:
     host = socket.gethostname()
-    return Counter(
-        f"{rank} of {ranks} on {host}, cpu: got {right}, right is {right}" for rank in range(ranks)
-    )
-
-
-def test_one_node() -> None:
-    assert sums(run_each(ONE_NODE)) == expected(2, 3)
-
-
-def test_two_terminals() -> None:
-    assert sums(run_each(*on_both(on_loopback(TWO_TERMINALS)))) == expected(2, 3)
-
-
-@pytest.mark.full
-def test_two_nodes_on_loopback() -> None:
-    assert sums(run_each(*on_both(on_loopback(TWO_NODES)))) == expected(2, 3)
+    assert sums(*commands) == [("0", "2", host, "3", "3"), ("1", "2", host, "3", "3")]
 
 
 @pytest.mark.full
@@ -86,7 +76,6 @@ def test_two_nodes_on_loopback() -> None:
 def test_two_nodes_as_it_stands() -> None:
     """With the guide's own address, port and interface, and 16 ranks."""
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as nodes:
-        output = run_each(*on_both(TWO_NODES), prefixes=tuple(node.prefix for node in nodes))
-    found = sums(output)
-    assert len(found) == 16 and all(line.endswith("got 136, right is 136") for line in found)
-    assert [sum(f" on node{n}, " in line for line in found) for n in (0, 1)] == [8, 8]
+        found = sums(*on_both(TWO_NODES), prefixes=tuple(node.prefix for node in nodes))
+    expected = [(str(rank), "16", f"node{rank // 8}", "136", "136") for rank in range(16)]
+    assert found == sorted(expected)

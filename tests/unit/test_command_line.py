@@ -12,7 +12,7 @@ from helpers.commands import REPOSITORY
 
 from shardtune import __main__ as command_line
 from shardtune.__main__ import run
-from shardtune.errors import Aborted, RunFailed, UserError, first_few, first_line
+from shardtune.errors import Aborted, RunFailed, UserError
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,10 @@ def test_a_reader_may_close_the_pipe() -> None:
 @pytest.mark.parametrize("module", ["shardtune", "shardtune.cluster", "distTest.preflight"])
 def test_missing_packages_are_named(module: str, tmp_path: Path) -> None:
     """An interpreter that finds no site-packages has none of the requirements."""
-    code = f"""import runpy, sys
-sys.path.insert(0, {str(REPOSITORY)!r})
-runpy.run_module({module!r}, run_name="__main__")
-"""
     done = subprocess.run(
-        [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            code,
-        ],
+        [sys.executable, "-S", "-m", module],
         cwd=tmp_path,
+        env={"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         check=False,
@@ -101,10 +92,3 @@ runpy.run_module({module!r}, run_name="__main__")
     packages = "torch, transformers, datasets, accelerate, psutil, pydantic, yaml"
     assert done.stderr.startswith(f"ERROR: {sys.executable} has no {packages} - activate ")
     assert done.stderr.count("\n") == 1
-
-
-def test_first_line_and_first_few() -> None:
-    assert first_line(ValueError("\n a\nb")) == "a"
-    assert first_line(ValueError()) == "ValueError"
-    assert first_few([1, 2, 3], 3) == "1, 2, 3"
-    assert first_few("abcd", 2) == "a, b and 2 more"
