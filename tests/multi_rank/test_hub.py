@@ -29,30 +29,27 @@ def cache(model: Path, node: Path, revision: str, without: str = "") -> None:
     (folder / "refs/main").write_text(revision, encoding="utf-8")
 
 
+A, B = "a" * 40, "b" * 40
+
+
 @pytest.mark.parametrize(
     ("revision", "without", "options", "message"),
     [
-        ("a" * 40, "", [], ""),
+        (A, "", [], ""),
+        (B, "", [], f'the hub\'s revision of \\S+ is "{A}" on {{0}} and "{B}" on {{1}} - '),
         (
-            "b" * 40,
-            "",
-            [],
-            f'the hub\'s revision of model.path=acme/tiny is "{"a" * 40}" on {{0}} '
-            f'and "{"b" * 40}" on {{1}} - .*',
-        ),
-        (
-            "a" * 40,
+            A,
             "model.safetensors",
             [],
-            r"{1}: .*/snapshots/a+: no model\.safetensors and no .*, so no weights - .*",
+            r"{1}: \S+/model\.safetensors: this file of weights is missing ",
         ),
-        ("a" * 40, "model.safetensors", ["model.init=random"], ""),
+        (A, "model.safetensors", ["model.init=random"], ""),
         (
-            "a" * 40,
+            A,
             "config.json",
             [],
             r"{1}: model\.path=acme/tiny: neither a directory here nor in the hub's cache, .* "
-            r"\(HF_HUB_OFFLINE is set\) - .*",
+            r"\(HF_HUB_OFFLINE is set\) - ",
         ),
     ],
 )
@@ -69,21 +66,13 @@ def test_nodes_must_have_the_same_revision_and_its_weights(
         node.mkdir()
         write_jsonl(node / "train.jsonl", chats(20))
         (node / "config.yaml").touch()
-    cache(models["llama"], nodes[0], "a" * 40)
+    cache(models["llama"], nodes[0], A)
     cache(models["llama"], nodes[1], revision, without)
-    arguments = [
-        "model.path=acme/tiny",
-        "data.train=train.jsonl",
-        "data.max_length=64",
-        "train.max_steps=1",
-        *options,
-    ]
-    done = on_nodes(
-        [(node, 1) for node in nodes], train_offline, ["--config", "config.yaml", *arguments]
-    )
+    arguments = ["--config", "config.yaml", "model.path=acme/tiny", "data.train=train.jsonl"]
+    arguments += ["data.max_length=64", "train.max_steps=1", *options]
+    done = on_nodes([(node, 1) for node in nodes], train_offline, arguments)
     assert done.returncode == (2 if message else 0), done.stderr
     if message:
         names = [re.escape(f"node {number} ({HOST})") for number in (0, 1)]
-        assert re.fullmatch(f"ERROR: {message.format(*names)}", done.stderr.splitlines()[-1]), (
-            done.stderr
-        )
+        last = done.stderr.splitlines()[-1]
+        assert re.match(f"ERROR: {message.format(*names)}", last), last

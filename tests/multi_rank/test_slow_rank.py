@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from helpers.commands import read_metrics
 from helpers.documented import QUOTES, is_in
 from helpers.ranks import on_ranks, run_script, train, train_until
 
+from shardtune.distributed.rank_record import Phase
 from shardtune.training import optim, prefetch
 
 ARGUMENTS = (
-    "--config",
-    "config.yaml",
+    "data.train=train.jsonl",
     "model.compute_dtype=float32",
     "data.max_length=128",
     "train.epochs=99",
@@ -32,81 +31,65 @@ SLOW_S = 0.03
 SLOW_DATA_S = 0.2  # made while the loop trains, so it takes more than a step until anyone waits
 
 
-def slowed(original: Callable[..., Any], slow_s: float) -> Callable[..., Any]:
-    def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(slow_s)
-        return original(*arguments, **options)
+SLOWED = {
+    Phase.DATA: (prefetch, "build_batch", SLOW_DATA_S),
+    # Within a layer, between its collectives.
+    Phase.FORWARD_BACKWARD: (torch.nn.functional, "silu", SLOW_S),
+    Phase.OPTIMIZER: (optim, "clip_gradients", SLOW_S),
+}
 
-    return slow
 
-
-def run_with_a_slow_rank(rank: int, phase: str, arguments: list[str]) -> None:
+def run_with_a_slow_rank(rank: int, phase: Phase, arguments: list[str]) -> None:
     if int(os.environ["RANK"]) == rank:
-        module, name = {
-            "data": (prefetch, "build_batch"),
-            "forward and backward": (
-                torch.nn.functional,
-                "silu",
-            ),  # within a layer, between its collectives
-            "optimizer": (optim, "clip_gradients"),
-        }[phase]
-        setattr(
-            module, name, slowed(getattr(module, name), SLOW_DATA_S if phase == "data" else SLOW_S)
-        )
+        module, name, slow_s = SLOWED[phase]
+        original = getattr(module, name)
+
+        def slow(*given: Any, **options: Any) -> Any:
+            time.sleep(slow_s)
+            return original(*given, **options)
+
+        setattr(module, name, slow)
     run_script(arguments)
-
-
-def run(folder: Path, model: Path, ranks: int, rank: int, phase: str, *more: str) -> str:
-    write_jsonl(folder / "train.jsonl", chats(30))
-    (folder / "config.yaml").write_text(
-        "run: {dir: run}\ndata: {train: train.jsonl}\n", encoding="utf-8"
-    )
-    arguments = [*ARGUMENTS, f"model.path={model}", "checkpoint.every_steps=0", *more]
-    done = on_ranks(ranks, run_with_a_slow_rank, rank, phase, arguments, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize(
     ("ranks", "replicas", "rank", "phase"),
     [
-        (2, 1, 1, "forward and backward"),
-        (2, 2, 1, "forward and backward"),
-        pytest.param(4, 2, 2, "forward and backward", marks=pytest.mark.full),
-        pytest.param(2, 1, 0, "data", marks=pytest.mark.full),
-        pytest.param(2, 1, 1, "optimizer", marks=pytest.mark.full),
+        (2, 1, 1, Phase.FORWARD_BACKWARD),
+        (2, 2, 1, Phase.FORWARD_BACKWARD),
+        pytest.param(4, 2, 2, Phase.FORWARD_BACKWARD, marks=pytest.mark.full),
+        pytest.param(2, 1, 0, Phase.DATA, marks=pytest.mark.full),
+        pytest.param(2, 1, 1, Phase.OPTIMIZER, marks=pytest.mark.full),
     ],
 )
 def test_a_slow_rank_is_named(
-    ranks: int, replicas: int, rank: int, phase: str, tmp_path: Path, models: dict[str, Path]
+    ranks: int, replicas: int, rank: int, phase: Phase, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    more = [f"parallel.replicate={replicas}", "train.max_steps=22"]
-    said = run(tmp_path, models["llama"], ranks, rank, phase, *more)
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    (tmp_path / "config.yaml").touch()
+    arguments = ["--config", "config.yaml", "run.dir=run", f"model.path={models['llama']}"]
+    arguments += [*ARGUMENTS, "checkpoint.every_steps=0", "train.max_steps=22"]
+    arguments += [f"parallel.replicate={replicas}"]
+    done = on_ranks(ranks, run_with_a_slow_rank, rank, phase, arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     lines = re.findall(
         r"^Slowest: rank (\d) on (\S+), (\d+\.\d\d) x the median, in (.+) "
-        r"\(a step: data \S+ s, forward and backward "
-        r"\S+ s, optimizer \S+ s, waiting \S+ s\)$",
-        said,
+        r"\(a step: data \S+ s, forward and backward \S+ s, optimizer \S+ s, waiting \S+ s\)$",
+        done.stdout,
         re.MULTILINE,
     )
-    assert len(lines) == 1 and is_in(QUOTES["slow"][0], said)
-    entries = read_metrics(tmp_path / "run", "ranks")
+    host, entries = socket.gethostname(), read_metrics(tmp_path / "run", "ranks")
     assert [entry["step"] for entry in entries] == [11, 21]
-    assert lines == [
-        (str(rank), socket.gethostname(), f"{entries[1]['ratio']:.2f}", phase)
-    ]  # slow for the second time
+    # Slow for the second time.
+    assert lines == [(str(rank), host, f"{entries[1]['ratio']:.2f}", phase)]
+    assert is_in(QUOTES["slow"][0], done.stdout)
     for entry in entries:
-        assert (entry["slowest_rank"], entry["host"], entry["phase"]) == (
-            rank,
-            socket.gethostname(),
-            phase,
-        )
+        assert (entry["slowest_rank"], entry["host"], entry["phase"]) == (rank, host, phase)
         assert entry["seconds"][phase] > SLOW_S
-    steps = read_metrics(tmp_path / "run", "step")[
-        2:
-    ]  # the first waits for what is made when the run begins
+    # The first waits for what is made when the run begins.
+    steps = read_metrics(tmp_path / "run", "step")[2:]
     waited = sum(step["data_seconds"] for step in steps) / sum(step["seconds"] for step in steps)
-    assert 0.5 < waited < 1 if phase == "data" else 0 < waited < 0.1
+    assert 0.5 < waited < 1 if phase == Phase.DATA else 0 < waited < 0.1
 
 
 @pytest.mark.full
@@ -115,13 +98,8 @@ def test_a_resumed_run_has_no_report_of_steps_that_it_repeats(
 ) -> None:
     """The run is killed after the report at step 11, and goes on from step 8."""
     write_jsonl(tmp_path / "train.jsonl", chats(30))
-    arguments = [
-        *ARGUMENTS[2:],
-        f"model.path={models['llama']}",
-        "data.train=train.jsonl",
-        "checkpoint.every_steps=8",
-    ]
-    arguments.append("checkpoint.mode=sync")
+    arguments = [*ARGUMENTS, f"model.path={models['llama']}", "checkpoint.mode=sync"]
+    arguments += ["checkpoint.every_steps=8"]
     train_until(13, 0, 2, *arguments, cwd=tmp_path)
     run_dir = tmp_path / "runs/config"
     assert [entry["step"] for entry in read_metrics(run_dir, "ranks")] == [11]
