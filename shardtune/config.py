@@ -7,27 +7,29 @@ built so far. config_io.py reads a configuration. This module does not import to
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import PydanticCustomError
 
 MAY_CHANGE: JsonDict = {"resume": "may change"}  # on a section: all of its keys
 
 
-def _expand_home(path: str) -> str:
-    try:
-        return str(Path(path).expanduser()) if path.startswith("~") else path
-    except RuntimeError:
-        raise PydanticCustomError("unknown_home", "cannot expand ~") from None
+def _changeable(default: Any) -> Any:
+    """Return a field that a resume may change."""
+    return Field(default=default, json_schema_extra=MAY_CHANGE)
+
+
+def _partly_built(default: Any, *others: Any) -> Any:
+    """Return a field of which no value but these is built so far."""
+    return Field(default=default, json_schema_extra={"built": [default, *others]})
 
 
 Text = Annotated[str, Field(min_length=1)]
-PathText = Annotated[Text, AfterValidator(_expand_home)]
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -45,24 +47,20 @@ class Section(BaseModel):
     """A section of the file. Types are strict, but an integer may stand for a float."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
 class RunConfig(Section):
     """The run itself."""
 
-    dir: PathText = Field(default="runs/<config name>", json_schema_extra=MAY_CHANGE)
+    dir: PathText = _changeable("runs/<config name>")
     """Directory of everything that the run writes."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of the data order, of dropout (seed + data-parallel rank) and of random weights."""
-    resume: PathText = Field(default="auto", json_schema_extra=MAY_CHANGE)
+    resume: PathText = _changeable("auto")
     """`auto`: newest checkpoint that every rank accepts; `never`; or a checkpoint's directory."""
-    ignore_plan: bool = Field(default=False, json_schema_extra=MAY_CHANGE)
+    ignore_plan: bool = _changeable(False)
     """Start although the plan says that the run does not fit."""
 
 
@@ -73,23 +71,17 @@ class ModelConfig(Section):
     """Hub id or local directory of a causal language model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random`: draw the weights from the model's config alone, for rehearsals and benchmarks."""
-    master_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", json_schema_extra={"built": ["float32"]}
-    )
+    master_dtype: Literal["float32", "bfloat16"] = _partly_built("float32")
     """Dtype of stored parameters. `bfloat16`: stochastic rounding, bfloat16 moments."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward. `auto`: bfloat16 where the device has it, else float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced and accumulated."""
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        default="none", json_schema_extra=MAY_CHANGE
-    )
+    activation_checkpointing: Literal["none", "selective", "full"] = _changeable("none")
     """Activations to compute again in the backward. `selective`: all but the costly ones."""
-    attention: Literal["auto", "sdpa", "eager"] = Field(
-        default="auto", json_schema_extra=MAY_CHANGE
-    )
+    attention: Literal["auto", "sdpa", "eager"] = _changeable("auto")
     """`auto`: the fastest implementation on this device that keeps documents apart."""
-    compile: bool = Field(default=False, json_schema_extra=MAY_CHANGE)
+    compile: bool = _changeable(False)
     """Compile each transformer block."""
 
 
@@ -101,16 +93,16 @@ class DataConfig(Section):
     `org/name[:config][:split]`."""
     eval: PathText | None = None
     """Evaluation data, named as `data.train`."""
-    columns: dict[Text, Text] | None = Field(default=None, json_schema_extra={"built": [None]})
+    columns: dict[Text, Text] | None = _partly_built(None)
     """Maps our field names to the data's."""
-    template_options: dict[str, Any] = Field(default={}, json_schema_extra={"built": [{}]})
+    template_options: dict[str, Any] = _partly_built({})
     """Options for the chat template, such as `enable_thinking`."""
     eval_fraction: FractionBelowOne = 0.0
     """Without `data.eval`: fraction of `data.train` to evaluate on, by a hash of the record."""
     max_length: Annotated[int, Field(ge=2)] = 4096
     """Tokens in a row."""
-    overflow: Literal["turns", "truncate", "split", "drop", "error"] = Field(
-        default="truncate", json_schema_extra={"built": ["truncate", "split", "drop", "error"]}
+    overflow: Literal["turns", "truncate", "split", "drop", "error"] = _partly_built(
+        "truncate", "split", "drop", "error"
     )
     """A record longer than a row: keep the turns that fit, cut its end, train it in pieces, leave
     it out, or refuse the data."""
@@ -125,7 +117,7 @@ class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):
 
     replicate: Count = 1
     """Copies of the sharded model (HSDP). 2 keeps sharding traffic inside each of 2 nodes."""
-    expert: Count = Field(default=1, json_schema_extra={"built": [1]})
+    expert: Count = _partly_built(1)
     """Expert parallel degree. It divides world size / `replicate` and the number of experts."""
 
 
@@ -147,11 +139,9 @@ class TrainConfig(Section, json_schema_extra=MAY_CHANGE):
 class OptimizerConfig(Section):
     """The optimizer. Norms and biases have no weight decay."""
 
-    name: Literal["adamw", "adamw8bit"] = Field(
-        default="adamw", json_schema_extra={"built": ["adamw"]}
-    )
+    name: Literal["adamw", "adamw8bit"] = _partly_built("adamw")
     """The optimizer's name. `adamw8bit`: moments of 8 bits."""
-    lr: NotNegative = Field(default=1e-5, json_schema_extra=MAY_CHANGE)
+    lr: NotNegative = _changeable(1e-5)
     """Learning rate at the end of the warmup. 0 trains nothing."""
     betas: Betas = (0.9, 0.95)
     """Decay of the averages of gradients and of squared gradients."""
@@ -164,20 +154,14 @@ class OptimizerConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters in place of full fine-tuning."""
 
-    rank: Count | None = Field(default=None, json_schema_extra={"built": [None]})
+    rank: Count | None = _partly_built(None)
     """Rank of the adapters. `null`: full fine-tuning."""
-    alpha: Positive | None = Field(default=None, validate_default=True)
+    alpha: Positive | None = None
     """The adapters' output is scaled by `alpha` / `rank`. `null`: 2 x `rank`."""
     dropout: FractionBelowOne = 0.0
     """Dropout of the adapters' input."""
     targets: Literal["all-linear", "attention", "experts"] | Names = "all-linear"
     """Modules with adapters. `all-linear`: attention, MLPs and experts; no router, no head."""
-
-    @field_validator("alpha")
-    @classmethod
-    def _twice_the_rank(cls, alpha: float | None, info: ValidationInfo) -> float | None:
-        rank = info.data.get("rank")
-        return 2.0 * rank if alpha is None and rank is not None else alpha
 
 
 class SchedulerConfig(Section, json_schema_extra=MAY_CHANGE):
@@ -198,7 +182,7 @@ class EvalConfig(Section, json_schema_extra=MAY_CHANGE):
     """Evaluate before the first update."""
     every_steps: CountOrZero = 0
     """Steps between evaluations. 0: only at the end."""
-    keep_best: bool = Field(default=False, json_schema_extra={"built": [False]})
+    keep_best: bool = _partly_built(False)
     """Keep the weights of the lowest evaluation loss in `best/`."""
 
 
@@ -229,11 +213,11 @@ class LoggingConfig(Section, json_schema_extra=MAY_CHANGE):
 
     every_steps: Count = 1
     """Steps between two printed step lines."""
-    tensorboard: bool = Field(default=False, json_schema_extra={"built": [False]})
+    tensorboard: bool = _partly_built(False)
     """Write TensorBoard events beside `metrics.jsonl`."""
-    wandb: Text | None = Field(default=None, json_schema_extra={"built": [None]})
+    wandb: Text | None = _partly_built(None)
     """Weights & Biases project."""
-    profile_steps: Steps | None = Field(default=None, json_schema_extra={"built": [None]})
+    profile_steps: Steps | None = _partly_built(None)
     """First and last step to profile."""
 
 
@@ -284,11 +268,12 @@ KEYS: dict[str, FieldInfo] = {
 
 def resume_may_change(key: str) -> bool:
     """Return whether a resumed run may have another value of `section.key` than its checkpoint."""
-    section = SECTIONS.get(key.partition(".")[0])
-    is_changeable = section and section.model_config.get("json_schema_extra") == MAY_CHANGE
-    return bool(is_changeable) or (key in KEYS and "resume" in marks(key))
+    if key not in KEYS:
+        return False
+    section = SECTIONS[key.partition(".")[0]].model_config.get("json_schema_extra")
+    return MAY_CHANGE in (section, KEYS[key].json_schema_extra)
 
 
-def marks(key: str) -> dict[str, Any]:
-    """Return the marks of one key: `resume`, and `built` with the values that are built so far."""
-    return cast(dict[str, Any], KEYS[key].json_schema_extra or {})
+def built_values(key: str) -> list[Any] | None:
+    """Return the values of `section.key` that are built so far; None where all are."""
+    return cast(dict[str, Any], KEYS[key].json_schema_extra or {}).get("built")

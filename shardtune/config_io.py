@@ -9,47 +9,55 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
-from shardtune.config import KEYS, SECTIONS, Config, marks, resume_may_change
-from shardtune.errors import UserError, first_line
+from shardtune.config import KEYS, SECTIONS, Config, built_values
+from shardtune.errors import UserError
 
-# YAML 1.2's plain values. In PyYAML's 1.1 `1e-5` is text, `no` false, `1:30` 90 and `010` 8.
-_WORDS: dict[str, Any] = dict.fromkeys(("", "~", "null", "Null", "NULL"))
-_WORDS |= dict.fromkeys(("true", "True", "TRUE"), True)
-_WORDS |= dict.fromkeys(("false", "False", "FALSE"), False)
-_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}  # no other was written
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
     {key: field.default for key, field in KEYS.items() if not field.is_required()}
 )
-_TEXT = "text that is not empty"
-_BOUNDS = {
-    "minimum": "of at least",
-    "exclusiveMinimum": "above",
-    "exclusiveMaximum": "below",
-    "maximum": "at most",
-}
-_MOST_NESTED = 4  # a list of mappings in a section has 3; an alias to itself would nest for ever
+_TEXT = "text that is not empty (in quotes where YAML would read a number)"
+_BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above"}
+_BOUNDS |= {"exclusiveMaximum": "below", "maximum": "at most"}
 
 
-class _Given(NamedTuple):
-    """A value of the file, the environment or the command line: parsed, as written, and where."""
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain values, and no key twice.
 
-    value: Any
-    text: str
-    where: str
-    origin: str
+    In PyYAML's 1.1 `1e-5` is text, `no` false, `1:30` 90 and `010` 8.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.text} ({self.where})"
+    def construct_number(self, node: yaml.Node) -> int | float:
+        """Return an integer for `1e3` too; it may stand for a float."""
+        number = float(node.value)
+        return int(Decimal(node.value)) if number.is_integer() else number
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for i, (key, _) in enumerate(node.value):
+            if key.value in names[:i]:
+                problem = f"{key.value} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern in {
+    "null": r"(~|null|Null|NULL)?$",
+    "bool": r"(true|True|TRUE|false|False|FALSE)$",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$",
+}.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), None)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,23 +73,16 @@ def read_run_arguments(arguments: Sequence[str], default_config: Path) -> Config
     Raises:
         UserError: with every problem of the arguments, the file and the environment.
     """
-    parser = Parser(
-        prog="train_fsdp.py",
-        description="Fine-tune a causal language model with FSDP.",
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="train_fsdp.py", allow_abbrev=False)
     parser.add_argument(
         "--config",
         type=Path,
         default=default_config,
         metavar="FILE",
-        help="YAML file with the run's configuration (default: the config.yaml beside this script)",
+        help="the run's configuration (default: the config.yaml beside this script)",
     )
     parser.add_argument(
-        "assignments",
-        nargs="*",
-        metavar="section.key=value",
-        help="values that override the file's",
+        "assignments", nargs="*", metavar="section.key=value", help="override the configuration"
     )
     options = parser.parse_intermixed_args(arguments)  # an assignment may stand behind an option
     return load_config(options.config, options.assignments, os.environ)
@@ -91,39 +92,39 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
     """Read `path`, then JOIN_TIMEOUT of `environ`, then `section.key=value` assignments.
 
     Raises:
-        UserError: with every problem of all three.
+        UserError: the file cannot be read, or with every problem of all three.
     """
-    problems: list[str] = []
-    given: dict[str, _Given] = {}
-    is_readable = True
-    try:
-        given |= _collect(_items(*_read_file(path), str(path)), problems)
-    except UserError as error:
-        problems += error.problems
-        is_readable = False
-    if join_timeout := environ.get("JOIN_TIMEOUT"):
-        key = "distributed.join_timeout_s"
-        given[key] = _parse(join_timeout, "environment JOIN_TIMEOUT", "environment")
-    given |= _read_assignments(assignments, problems)
+    join_timeout = environ.get("JOIN_TIMEOUT")
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(KEYS, "default")
+    for origin, given in {
+        "file": _read_file(path),
+        "environment": {"distributed.join_timeout_s": _parse(join_timeout)} if join_timeout else {},
+        "command line": dict(map(_read_assignment, assignments)),
+    }.items():
+        values |= given
+        origins |= dict.fromkeys(given, origin)
 
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     sections["run"]["dir"] = f"runs/{path.stem}"
-    for key, (value, *_) in given.items():
+    for key in KEYS.keys() & values.keys():
         section, _, name = key.partition(".")
-        sections[section][name] = value
-    origins = {key: given[key].origin if key in given else "default" for key in KEYS}
-    errors: dict[str, str] = {}
+        sections[section][name] = values[key]
+    refused: set[str] = set()
     try:
         config = Config.model_validate({**sections, "origins": origins})
     except ValidationError as error:
-        errors = {".".join(map(str, each["loc"][:2])): each["type"] for each in error.errors()}
-    for key, field in KEYS.items():
-        if key in given:
-            problem = _problem(key, given[key], errors.get(key))
-            problems += [problem] if problem else []
-        elif key in errors and is_readable:
-            example = f"{key}={(field.examples or [''])[0]}"
-            problems.append(f"{key} is required - for example {example}")
+        refused = {".".join(map(str, each["loc"][:2])) for each in error.errors()}
+    problems = [_unknown(name, origins[name]) for name in values if name not in KEYS]
+    for key in KEYS:
+        said = f"{key} = {bare(values.get(key))} ({origins[key]})"
+        if key in refused and key not in values:
+            problems.append(f"{key} is required - set it in the file, or write {key}=...")
+        elif key in refused:
+            problems.append(f"{said} is not allowed - use {allowed_values(key)}")
+        elif key in values and (built := built_values(key)) and values[key] not in built:
+            use = " or ".join(map(bare, built))
+            problems.append(f"{said} is not built yet - use {use}")
     if problems:
         raise UserError(*problems)
     return config
@@ -138,13 +139,10 @@ def remarks(config: Config) -> list[str]:
     reasons = {
         "run.ignore_plan": "no plan refuses a run yet",
         "data.eval_fraction": data.eval is not None and "data.eval is given",
-        "lora.alpha": no_lora,
-        "lora.dropout": no_lora,
-        "lora.targets": no_lora,
+        **dict.fromkeys(("lora.alpha", "lora.dropout", "lora.targets", "export.merge"), no_lora),
         "scheduler.min_lr_ratio": is_constant and "scheduler.name is constant",
         "eval.every_steps": not has_eval_data and "no evaluation data is given",
         "export.dtype": not config.export.final and "export.final is false",
-        "export.merge": no_lora,
     }
     values = _flat(to_dict(config))
     return [
@@ -160,49 +158,45 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Write a file for `load_config` atomically, with the origin of every value behind it."""
+    """Write a file for `load_config`, with the origin of every value behind it."""
     lines = []
     for section, values in to_dict(config).items():
         lines.append(f"{section}:")
         for key, value in values.items():
             lines.append(f"  {key}: {_to_yaml(value)}  # {config.origins[f'{section}.{key}']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-Change = tuple[str, Any, Any]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def changed_keys(
     saved: Mapping[str, Mapping[str, Any]], current: Config
-) -> tuple[list[Change], list[Change]]:
+) -> list[tuple[str, Any, Any]]:
     """Compare a configuration that `to_dict` returned with the current one.
 
     A key that `saved` lacks had its default; a key that is not known any more is None now.
 
     Returns:
-        Each difference as (section.key, saved value, current value): those that a resume allows,
-        and the others.
+        Each difference as (section.key, saved value, current value).
     """
     new = _flat(to_dict(current))
     old = _DEFAULTS | _flat(saved)
-    changes = [
-        (key, old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)
-    ]
-    allowed = [change for change in changes if resume_may_change(change[0])]
-    return allowed, [change for change in changes if change not in allowed]
+    return [(key, old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)]
 
 
-def allowed_values(schema: Mapping[str, Any]) -> str:
-    """Describe in words the values that the JSON schema of one key accepts."""
+def allowed_values(key: str) -> str:
+    """Describe in words the values that `section.key` accepts."""
+    section, _, name = key.partition(".")
+    return _in_words(SECTIONS[section].model_json_schema()["properties"][name])
+
+
+def bare(value: Any) -> str:
+    """Return text as it is, and any other value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
     kind = schema.get("type", "")
     if "anyOf" in schema:
-        return " or ".join(map(allowed_values, schema["anyOf"]))
+        return " or ".join(map(_in_words, schema["anyOf"]))
     if "enum" in schema:
         return " or ".join(schema["enum"])
     if kind in ("integer", "number"):
@@ -211,163 +205,65 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
     if kind == "array":
         each = schema.get("prefixItems") or [schema["items"]]
         number = "two values" if len(each) == 2 else "values"
-        return f"a list of {number}, each {allowed_values(each[0])}"
-    return {"boolean": "true or false", "null": "null", "object": "a mapping"}.get(kind, _TEXT)
+        return f"a list of {number}, each {_in_words(each[0])}"
+    words = {"boolean": "true or false", "null": "null", "object": "a mapping", "string": _TEXT}
+    return words[kind]
 
 
-def _flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        for key, value in values.items()
-    }
+def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return section.key -> value; a section that holds no keys stays as it is."""
+    flat: dict[str, Any] = {}
+    for section, values in sections.items():
+        if section in SECTIONS and isinstance(values, dict | None):
+            flat |= {f"{section}.{key}": value for key, value in (values or {}).items()}
+        else:
+            flat[str(section)] = values
+    return flat
 
 
 def _to_yaml(value: Any) -> str:
-    """Write a value as one line that `_to_python` reads back.
-
-    Text is always quoted: PyYAML would leave bare some that is a number here.
-    """
-    if isinstance(value, str):
-        return str(yaml.safe_dump(value, default_style='"', width=1 << 30)).strip()
-    if isinstance(value, list):
-        return f"[{', '.join(map(_to_yaml, value))}]"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _to_python(node: yaml.Node | None, depth: int = 0) -> Any:
-    """Return a node's value. With a tag, or nested too deep, it stays a node: no key accepts it."""
-    if node is None or node.tag not in _TAGS or depth > _MOST_NESTED:
-        return node
-    if isinstance(node, yaml.SequenceNode):
-        return [_to_python(item, depth + 1) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return {key.value: _to_python(value, depth + 1) for key, value in node.value}
-    is_quoted = isinstance(node, yaml.ScalarNode) and node.style is not None
-    return node.value if is_quoted else _plain_value(node.value)
-
-
-def _plain_value(text: str) -> Any:
-    """Return the value of unquoted text. `1e3` is an integer, which may stand for a float."""
-    if text in _WORDS:
-        return _WORDS[text]
-    if not _NUMBER.fullmatch(text):
-        return text
-    number = float(text)
-    if not number.is_integer():
-        return number
-    return int(text) if text.lstrip("+-").isdigit() else int(number)
-
-
-def _read_file(path: Path) -> tuple[yaml.MappingNode | None, str]:
-    """Return the file's YAML, unless it is empty, and its text.
-
-    Raises:
-        UserError: because the file cannot be read or is not a mapping.
-    """
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8 text")
+        with path.open(encoding="utf-8") as stream:
+            content = yaml.load(stream, _Loader) or {}
+        if not isinstance(content, dict):
+            raise ValueError("it is not a mapping of sections such as `model:`")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"the configuration file {path} cannot be read: {reason} - name one with --config FILE"
+            f"the configuration file {path} cannot be read ({reason}) - correct it, or name one "
+            "with --config FILE"
         ) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else path
-        reason = getattr(error, "problem", None) or first_line(error)
-        raise UserError(f"{where} is not YAML: {reason} - correct it") from error
-    if isinstance(root, yaml.MappingNode | None):
-        return root, text
-    raise UserError(
-        f"{path} is not a mapping - write sections such as `model:` with keys such as "
-        "`  path: ...` below"
-    )
+    return _flat(content)
 
 
-def _items(
-    mapping: yaml.MappingNode | None, text: str, file: str, section: str = ""
-) -> Iterator[tuple[str, _Given]]:
-    """Yield each section and each `section.key` of a file, known or not."""
-    for key, node in mapping.value if mapping else ():
-        source = " ".join(text[node.start_mark.index : node.end_mark.index].split()) or "null"
-        name, where = f"{section}{key.value}", f"{file}:{key.start_mark.line + 1}"
-        yield name, _Given(_to_python(node), source, where, "file")
-        if name in SECTIONS and isinstance(node, yaml.MappingNode):
-            yield from _items(node, text, file, f"{name}.")
+def _read_assignment(assignment: str) -> tuple[str, Any]:
+    name, equals, text = assignment.partition("=")
+    if not equals:
+        raise UserError(f"{assignment} is not an assignment - write section.key=value")
+    return name, _parse(text)
 
 
-def _read_assignments(assignments: Sequence[str], problems: list[str]) -> dict[str, _Given]:
-    items = []
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if equals:
-            items.append((name, _parse(text, "command line", "command line")))
-        else:
-            problems.append(f"{assignment} is not an assignment - write section.key=value")
-    return _collect(items, problems)
-
-
-def _parse(text: str, where: str, origin: str) -> _Given:
-    """Parse a YAML value. If YAML rejects the text or cuts it at a `#`, the value is the error."""
+def _parse(text: str) -> Any:
+    """Return the value of a YAML text, or the text itself where YAML rejects it."""
     try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
-        if text[node.end_mark.index if node else 0 :].strip():
-            raise yaml.YAMLError("a comment")
-        return _Given(_to_python(node), text, where, origin)
-    except yaml.YAMLError as error:
-        return _Given(error, text, where, origin)
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
 
 
-def _collect(items: Iterable[tuple[str, _Given]], problems: list[str]) -> dict[str, _Given]:
-    """Return the values of known keys; add a problem per name that is unknown or given twice."""
-    given: dict[str, _Given] = {}
-    for name, item in items:
-        if name in given:
-            places = (
-                f"{given[name]} and {item}"
-                if name in KEYS
-                else f"{given[name].where} and {item.where}"
-            )
-            problems.append(f"{name} is given twice ({places}) - keep one of them")
-        elif name in SECTIONS:
-            if not isinstance(item.value, dict | None):
-                problems.append(f"{name} = {item} is a section - give values to its keys")
-        elif name not in KEYS:
-            problems.append(_unknown(name, item))
-        given.setdefault(name, item)
-    return {key: item for key, item in given.items() if key in KEYS}
+def _unknown(name: str, origin: str) -> str:
+    """Name the nearest section or key: `train.lr` is near `optimizer.lr`."""
 
-
-def _unknown(name: str, item: _Given) -> str:
-    """Name the nearest key, or section for a mapping: `train.lr` is near `optimizer.lr`."""
-
-    def likeness(other: str) -> tuple[float, float]:
-        pairs = (name.lower(), other), (name.lower().rpartition(".")[2], other.rpartition(".")[2])
+    def likeness(known: str) -> tuple[float, float]:
+        pairs = (name.lower(), known), (name.lower().rpartition(".")[2], known.rpartition(".")[2])
         whole, last = (SequenceMatcher(None, *pair).ratio() for pair in pairs)
         return max(whole, last), whole
 
-    nearest = max(SECTIONS if isinstance(item.value, dict) else KEYS, key=likeness)
-    if likeness(nearest)[0] >= 0.6:
-        return f"{name} ({item.where}) is not known - the nearest known one is {nearest}"
-    return f"{name} ({item.where}) is not known - the sections are {', '.join(SECTIONS)}"
-
-
-def _problem(key: str, given: _Given, error: str | None) -> str | None:
-    """Return the problem of a given value, if any; `error` is the type of pydantic's error."""
-    if error is None:
-        built = marks(key).get("built", [given.value])
-        words = " or ".join(v if isinstance(v, str) else json.dumps(v) for v in built)
-        return None if given.value in built else f"{key} = {given} is not built yet - use {words}"
-    if error == "unknown_home":
-        return f"{key} = {given}: cannot expand ~ - write the whole path"
-    if key in ("data.train", "data.eval") and isinstance(given.value, list | dict):
-        return f"{key} = {given} is not built yet - use one file, directory or hub dataset"
-    section, _, name = key.partition(".")
-    allowed = allowed_values(SECTIONS[section].model_json_schema()["properties"][name])
-    if _TEXT not in allowed or not isinstance(given.value, int | float | yaml.YAMLError):
-        return f"{key} = {given} is not allowed - use {allowed}"
-    quoted = json.dumps(given.text, ensure_ascii=False)
-    advice = f"'{key}={quoted}'" if given.origin == "command line" else f"{name}: {quoted}"
-    return f"{key} = {given} is not text to YAML - quote it: {advice}"
+    if name in SECTIONS:
+        return f"{name} ({origin}) is a section - give values to its keys"
+    nearest = max([*SECTIONS, *KEYS], key=likeness)
+    return f"{name} ({origin}) is not known - the nearest known one is {nearest}"

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from shardtune.config import KEYS, SECTIONS, Config, resume_may_change
-from shardtune.config_io import allowed_values
+from shardtune.config import KEYS, SECTIONS, Config, built_values, resume_may_change
+from shardtune.config_io import allowed_values, bare
 
 _INTRODUCTION = """\
 # Configuration
@@ -51,16 +51,12 @@ def markdown() -> str:
         ]
         for name, schema in properties.items():
             key = f"{section}.{name}"
-            default = "required" if KEYS[key].is_required() else f"`{_yaml(schema['default'])}`"
-            allowed = allowed_values(schema)
-            if "built" in schema:
-                allowed += f"; built so far: {' or '.join(map(_yaml, schema['built']))}"
+            default = "required" if KEYS[key].is_required() else f"`{bare(schema['default'])}`"
+            allowed = allowed_values(key)
+            if built := built_values(key):
+                allowed += f"; built so far: {' or '.join(map(bare, built))}"
             may_change = "yes" if resume_may_change(key) else "no"
             meaning = " ".join(schema["description"].split())
             lines.append(f"| `{key}` | {default} | {allowed} | {may_change} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def _yaml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardtune.checkpoint.manifest import Checkpoint
-from shardtune.config import Config
+from shardtune.config import Config, resume_may_change
 from shardtune.config_io import changed_keys
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
@@ -21,16 +21,16 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
 
     Each field of `shardtune.config` says whether a resume may change it.
     """
-    _, forbidden = changed_keys(resumed.state["config"], config)
-    _refuse(resumed, "set it back", forbidden)
+    changes = changed_keys(resumed.state["config"], config)
+    _refuse(resumed, "set it back", [c for c in changes if not resume_may_change(c[0])])
 
 
 def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
     """Log each setting that has changed since the checkpoint."""
-    allowed, _ = changed_keys(resumed.state["config"], config)
+    changes = changed_keys(resumed.state["config"], config)
     if resumed.world_size != world.size:
-        allowed.append(("world size", resumed.world_size, world.size))
-    for key, old, new in allowed:
+        changes.append(("world size", resumed.world_size, world.size))
+    for key, old, new in changes:
         logger.info(
             f"Changed since {resumed.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}"
         )

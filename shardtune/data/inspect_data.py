@@ -74,7 +74,7 @@ def inspect_data(
             print(f"Record {record}: {len(tokens)} tokens, {sum(trained)} trained")
             print(_picture(encoder.tokenizer, tokens, trained) + "\n")
     lengths = {"tokens": dataset.lengths, "trained tokens": dataset.trained_counts}
-    for line in [*prepared.lines(), *(_spread(name, values) for name, values in lengths.items())]:
+    for line in [*prepared.lines, *(_spread(name, values) for name, values in lengths.items())]:
         print(line, file=sys.stderr if as_json else sys.stdout)
 
 

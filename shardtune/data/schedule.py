@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.order import plan_rows
-from shardtune.data.packing import Rows, count_rows
+from shardtune.data.packing import Rows, best_fit, plan_rows
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,25 @@ def assign_rows(
 class Step:
     """One optimizer step: its rows over all ranks, and the position of the run after it."""
 
-    number: int  # from 1
     epoch: int  # from 0
     rows: Rows
     lengths: np.ndarray  # tokens of each of rows.members
     trained_counts: np.ndarray  # trained tokens of each
-    tokens: int  # real tokens, no padding
-    trained_tokens: int
     end: Position
+
+    @property
+    def number(self) -> int:
+        """Its number, from 1."""
+        return self.end.step
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens, no padding."""
+        return int(self.lengths.sum())
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.trained_counts.sum())
 
     def micro_batches(
         self, cost: Cost, rank: int, ranks: int, rows_per_micro_batch: int
@@ -91,24 +102,38 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a run after `start`, each of `rows_per_step` rows but the last of an epoch."""
+    """The steps after `start`, to the end of `epochs` epochs or to step `max_steps`.
+
+    Each has `rows_per_step` rows but the last of an epoch. Steps before `start` count as they were
+    taken, even with other `rows_per_step`.
+    """
 
     dataset: TokenDataset
     max_length: int
     packing: bool
     seed: int
     rows_per_step: int
-    rows_per_epoch: int
+    epochs: int
+    max_steps: int | None
     start: Position
-    total_steps: int
+
+    @cached_property
+    def rows_per_epoch(self) -> int:
+        """Rows of an epoch, which are as many with any seed."""
+        lengths = self.dataset.lengths
+        return best_fit(lengths, self.max_length)[1] if self.packing else len(lengths)
 
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.rows_per_epoch // self.rows_per_step)
 
-    def is_due(self, step: int, every_steps: int) -> bool:
-        """Return whether `step` is one of every so many (0: of none), or the last one."""
-        return step == self.total_steps or (every_steps > 0 and step % every_steps == 0)
+    @property
+    def total_steps(self) -> int:
+        total, start = self.start.step, self.start
+        if start.epoch < self.epochs:
+            total += -(-(self.rows_per_epoch - start.row) // self.rows_per_step)
+            total += (self.epochs - start.epoch - 1) * self.steps_per_epoch
+        return total if self.max_steps is None else max(start.step, min(total, self.max_steps))
 
     @property
     def records_per_row(self) -> float:
@@ -117,48 +142,16 @@ class Schedule:
         return float(n_records / self.rows_per_epoch)
 
     def steps(self) -> Iterator[Step]:
+        dataset, total_steps = self.dataset, self.total_steps
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
-        while number < self.total_steps:
-            lengths = self.dataset.lengths
-            rows = plan_rows(lengths, self.max_length, self.packing, self.seed, epoch)
-            for begin in range(first, len(rows), self.rows_per_step):
-                if number == self.total_steps:
-                    return
+        while number < total_steps:
+            rows = plan_rows(dataset.lengths, self.max_length, self.packing, self.seed, epoch)
+            for begin in range(first, len(rows), self.rows_per_step)[: total_steps - number]:
                 number += 1
                 end = min(begin + self.rows_per_step, len(rows))
                 is_epoch_end = end == len(rows)
                 after = Position(number, epoch + is_epoch_end, 0 if is_epoch_end else end)
-                yield self._step(epoch, rows.part(begin, end), after)
+                part = rows.part(begin, end)
+                lengths, trained = dataset.lengths, dataset.trained_counts
+                yield Step(epoch, part, lengths[part.members], trained[part.members], after)
             epoch, first = epoch + 1, 0
-
-    def _step(self, epoch: int, rows: Rows, end: Position) -> Step:
-        lengths = self.dataset.lengths[rows.members]
-        trained = self.dataset.trained_counts[rows.members]
-        n_tokens, n_trained = int(lengths.sum()), int(trained.sum())
-        return Step(end.step, epoch, rows, lengths, trained, n_tokens, n_trained, end)
-
-
-def make_schedule(
-    dataset: TokenDataset,
-    *,
-    max_length: int,
-    packing: bool,
-    seed: int,
-    rows_per_step: int,
-    epochs: int,
-    max_steps: int | None,
-    start: Position,
-) -> Schedule:
-    """Return the steps after `start`, to the end of `epochs` epochs or to step `max_steps`.
-
-    Steps before `start` count as they were taken, even with other `rows_per_step`.
-    """
-    rows = count_rows(dataset.lengths, max_length, packing)
-    total = start.step
-    if start.epoch < epochs:
-        steps_in_epoch = -(-rows // rows_per_step)
-        total += -(-(rows - start.row) // rows_per_step)
-        total += (epochs - start.epoch - 1) * steps_in_epoch
-    if max_steps is not None:
-        total = max(start.step, min(total, max_steps))
-    return Schedule(dataset, max_length, packing, seed, rows_per_step, rows, start, total)

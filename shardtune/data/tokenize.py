@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
@@ -24,36 +22,36 @@ from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
 from shardtune.data.overflow import fit_to_length
 from shardtune.data.records import RecordError, check_record
 from shardtune.data.sources import RecordChunk
+from shardtune.distributed.signals import die_with_parent
 from shardtune.errors import UserError
 
 _SINGLE_PROCESS_S = 5.0  # starting the workers takes about as long
 _CHUNKS_PER_WORKER = 4
-_QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 @dataclass
-class ChunkSequences:
+class SetChunk:
     """The sequences of one chunk that belong to one set.
 
     `sequences`: token ids uint32 [length], trained flags bool [length] and the index of the record
-    of each. `counts`: fields of DataSummary. `notes`: sentences, each with the number of records
-    that it is true of.
+    of each. `counts`: how often each kind of thing happened, in the words that the log has for it.
     """
 
     sequences: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
 
     def add(self, record: int, encoded: EncodedRecord, data: DataConfig) -> None:
         """Add the sequences of the record with index `record`, cut to `data.max_length`."""
-        self.counts["records"] += 1
-        self.notes.update(dict.fromkeys(encoded.notes, 1))
+        counts = self.counts
+        counts["records"] += 1
+        counts.update(encoded.notes)
         if not any(any(sequence.trained[1:]) for sequence in encoded.sequences):
-            self.counts["untrained_records"] += 1
+            counts["WARNING: records without a token to train, dropped"] += 1
             return
-        self.counts["appended_stops"] += encoded.appended_stop
-        self.counts["added_tokens"] += encoded.added_tokens
-        self.counts["rewritten_records"] += len(encoded.sequences) > 1
+        counts["records to which the end token was appended"] += encoded.appended_stop
+        if len(encoded.sequences) > 1:
+            counts["records whose earlier turns the template rewrites: a sequence per turn"] += 1
+            counts["tokens added by that"] += encoded.added_tokens
         sequences_before = len(self.sequences)
         for sequence in encoded.sequences:
             tokens = np.asarray(sequence.input_ids, np.uint32)
@@ -61,26 +59,27 @@ class ChunkSequences:
             kept = np.zeros(len(tokens), np.bool_)
             for piece, piece_trained in fit_to_length(trained, data.max_length, data.overflow):
                 self.sequences.append((tokens[piece], piece_trained, record))
-                self.counts["tokens"] += len(piece_trained)
-                self.counts["trained_tokens"] += int(piece_trained.sum())
-                self.counts["repeated_tokens"] += int(kept[piece].sum())
+                counts["tokens"] += len(piece_trained)
+                counts["trained tokens"] += int(piece_trained.sum())
+                counts["tokens repeated as context"] += int(kept[piece].sum())
                 kept[piece] = True
-            self.counts["long_sequences"] += len(tokens) > data.max_length
-            self.counts["lost_tokens"] += int((~kept).sum())
-            self.counts["lost_trained_tokens"] += int(trained[1:][~kept[1:]].sum())
+            too_long = f"sequences longer than data.max_length={data.max_length}"
+            counts[f"{too_long}, data.overflow={data.overflow}"] += len(tokens) > data.max_length
+            counts["tokens lost"] += int((~kept).sum())
+            counts["trained tokens lost"] += int(trained[1:][~kept[1:]].sum())
         n_sequences = len(self.sequences) - sequences_before
-        self.counts["sequences"] += n_sequences
-        self.counts["lost_records"] += n_sequences == 0
+        counts["sequences"] += n_sequences
+        counts["records lost whole"] += n_sequences == 0
 
 
 @dataclass
 class TokenizedChunk:
     """The sequences of a chunk by the name of their set, and a problem for each broken record."""
 
+    set_name: str
     n_records: int
     n_bytes: int
-    sets: dict[str, ChunkSequences] = field(default_factory=dict)
-    unread_fields: Counter[str] = field(default_factory=Counter)
+    sets: dict[str, SetChunk] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -93,18 +92,22 @@ class ChunkTokenizer:
 
     def tokenize(self, chunk: RecordChunk) -> TokenizedChunk:
         """Tokenize a chunk; with `data.eval_fraction`, some records of `train` go to `eval`."""
-        result = TokenizedChunk(len(chunk.numbers), chunk.n_bytes)
-        result.unread_fields.update(dict.fromkeys(chunk.unread_columns, len(chunk.numbers)))
+        result = TokenizedChunk(chunk.set_name, len(chunk.numbers), chunk.n_bytes)
+        result.sets[chunk.set_name] = SetChunk()
+        unread: Counter[str] = Counter(dict.fromkeys(chunk.unread_columns, len(chunk.numbers)))
         for i, value in enumerate(chunk.parse()):
             try:
-                record, unread = check_record(value)
+                record, unread_names = check_record(value)
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
-                sequences = result.sets.setdefault(set_name, ChunkSequences())
+                sequences = result.sets.setdefault(set_name, SetChunk())
                 encoded = encode_record(self.encoder, record)
                 sequences.add(chunk.first_record + i, encoded, self.data)
-                result.unread_fields.update([*unread, *self.encoder.template.unread_fields(record)])
+                unread.update([*unread_names, *self.encoder.template.unread_fields(record)])
             except RecordError as error:
                 result.problems.append(f"{chunk.place(i)}: {error}")
+        for name, n_records in unread.items():
+            counts = result.sets[chunk.set_name].counts
+            counts[f"records with the field {name}, which nothing reads"] = n_records
         return result
 
     def is_held_out(self, record: dict[str, Any]) -> bool:
@@ -154,25 +157,21 @@ def tokenize_chunks(
         yield tokenizer.tokenize(chunk)
     else:
         return
-    # If this process is killed, the tracker of the pool's semaphores must not print a warning
-    # after the last line of the run.
-    os.environ["PYTHONWARNINGS"] = ",".join(
-        filter(None, [os.environ.get("PYTHONWARNINGS"), _QUIET_TRACKER])
-    )
     spawn = multiprocessing.get_context("spawn")
     pending: deque[Future[TokenizedChunk]] = deque()
-    with ProcessPoolExecutor(n_workers, spawn, _start_worker, (tokenizer,)) as pool:
+    with ProcessPoolExecutor(n_workers, spawn, _start_worker, (tokenizer, os.getpid())) as pool:
         try:
             for following in itertools.chain([chunk], chunks):
-                with _keyboard_interrupt_delayed():  # any submit may start a worker
-                    pending.append(pool.submit(_tokenize_in_worker, following))
+                # Any submit may start a worker, which never gets SIGINT: this process ends it.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                pending.append(pool.submit(_tokenize_in_worker, following))
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 if len(pending) >= _CHUNKS_PER_WORKER * n_workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         except BaseException:
-            # Nobody needs the pending results. Waiting for them may provoke a second signal,
-            # which leaves the pool's semaphores behind.
+            # Nobody needs the pending results, and waiting for them may provoke a second signal.
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
@@ -180,38 +179,14 @@ def tokenize_chunks(
             pool.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def _keyboard_interrupt_delayed() -> Iterator[None]:
-    """Delay SIGINT to the end of the block. Processes started in it never get it: this one ends
-    them."""
-    received: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # child processes inherit the mask
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, handler)
-    if received:
-        signal.raise_signal(signal.SIGINT)
-
-
 _worker_tokenizer: ChunkTokenizer
 
 
-def _start_worker(tokenizer: ChunkTokenizer) -> None:
+def _start_worker(tokenizer: ChunkTokenizer, parent: int) -> None:
     global _worker_tokenizer
+    die_with_parent(parent)  # a worker whose parent was killed waits for its next chunk forever
     _worker_tokenizer = tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this worker when its parent is killed; it would wait for its next chunk forever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _tokenize_in_worker(chunk: RecordChunk) -> TokenizedChunk:

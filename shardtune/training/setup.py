@@ -21,7 +21,7 @@ from shardtune.config import Config
 from shardtune.config_io import remarks, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData
-from shardtune.data.schedule import Position, Schedule, make_schedule
+from shardtune.data.schedule import Position, Schedule
 from shardtune.distributed.join import describe
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.tensors import dtype_name
@@ -139,7 +139,7 @@ def plan_schedule(run: Run, data: PreparedData) -> Schedule:
     """
     config, world, train = run.config, run.world, run.config.train
     state = run.resumed.state if run.resumed else vars(Position())
-    schedule = make_schedule(
+    schedule = Schedule(
         data.train,
         max_length=config.data.max_length,
         packing=config.data.packing,
@@ -154,7 +154,7 @@ def plan_schedule(run: Run, data: PreparedData) -> Schedule:
             f"an epoch has {schedule.rows_per_epoch} rows and the run {world.size} ranks - "
             "add data, lower data.max_length, set data.packing=false, or use fewer ranks"
         )
-    for line in (*data.lines(), *_describe_plan(config, data, schedule, world)):
+    for line in (*data.lines, *_describe_plan(config, data, schedule, world)):
         logger.info(line)
     return schedule
 
@@ -190,7 +190,7 @@ def _describe_plan(
     )
     yield (
         f"Steps per epoch: {schedule.steps_per_epoch} | Total steps: {total} | "
-        f"Records: {data.train_summary.records} | "
+        f"Records: {data.n_records['train']} | "
         f"Trained tokens: {data.train.trained_counts.sum(dtype='int64')}"
     )
 

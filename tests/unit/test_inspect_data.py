@@ -56,8 +56,8 @@ def test_the_picture_shows_what_is_trained(
     assert "".join(trained) == "fine\\x1b[31m Ã©<|im_end|>"  # two halves of a letter, two tokens
     assert f", {len(trained)} trained\n" in first
     assert "<|im_start|>│user│⏎\n" in first
-    assert "data.train: WARNING: 1 record without a token to train" in out
-    assert "id (1 record)" in out
+    assert "data.train: WARNING: records without a token to train, dropped: 1" in out
+    assert "records with the field id, which nothing reads: 1" in out
     assert "tokens in a sequence: min " in out
     assert err.startswith("Data: tokenized in ") and len(err.splitlines()) == 1
 

@@ -11,7 +11,7 @@ from helpers.data_run import log_normal_lengths, random_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtune.data.order import plan_rows
+from shardtune.data.packing import plan_rows
 
 
 @given(

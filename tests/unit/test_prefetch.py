@@ -17,7 +17,7 @@ from torch import distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.data.batch import build_batch
-from shardtune.data.schedule import Position, Schedule, make_schedule
+from shardtune.data.schedule import Position, Schedule
 from shardtune.distributed.rank_record import this_rank
 from shardtune.model.flops import cost_of
 from shardtune.training.prefetch import prefetch
@@ -49,7 +49,7 @@ def context(models: dict[str, Path]) -> Any:
 
 def schedule_of(sequences: Sequences) -> Schedule:
     given: Any = {"max_length": 30, "packing": True, "seed": 1, "rows_per_step": 4}
-    return make_schedule(sequences, start=Position(), epochs=2, max_steps=None, **given)
+    return Schedule(sequences, start=Position(), epochs=2, max_steps=None, **given)
 
 
 def test_the_loop_gets_each_step_with_its_batches_in_order(context):

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig
 
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.order import plan_rows
-from shardtune.data.packing import Rows
-from shardtune.data.schedule import Cost, Position, assign_rows, make_schedule
+from shardtune.data.packing import Rows, plan_rows
+from shardtune.data.schedule import Cost, Position, Schedule, assign_rows
 from shardtune.model.flops import ModelFlops, cost_of, count_flops
 
 CONFIGS = {
@@ -171,9 +170,7 @@ def test_the_cost_of_a_model_counts_the_experts_that_a_token_meets(
 
 def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset: TokenDataset) -> None:
     def batches(ranks: int, rows_per_micro_batch: int) -> list[list[int]]:
-        schedule = make_schedule(
-            dataset, rows_per_step=8, start=Position(), **RUN | {"packing": True}
-        )
+        schedule = Schedule(dataset, rows_per_step=8, start=Position(), **RUN | {"packing": True})
         return [
             sorted(
                 sequence
@@ -190,7 +187,7 @@ def test_a_step_sees_the_same_rows_on_any_ranks_and_shapes(dataset: TokenDataset
 
 
 def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset: TokenDataset) -> None:
-    schedule = make_schedule(dataset, rows_per_step=10, start=Position(), **RUN)
+    schedule = Schedule(dataset, rows_per_step=10, start=Position(), **RUN)
     steps = list(schedule.steps())
     assert (schedule.rows_per_epoch, schedule.steps_per_epoch, schedule.total_steps) == (97, 10, 30)
     assert [step.number for step in steps] == list(range(1, 31))
@@ -206,7 +203,7 @@ def test_an_epoch_ends_with_a_smaller_step_and_counts_its_tokens(dataset: TokenD
 
 def test_a_schedule_knows_what_packing_changes(dataset: TokenDataset) -> None:
     packed, unpacked = (
-        make_schedule(dataset, rows_per_step=10, start=Position(), **RUN | {"packing": packing})
+        Schedule(dataset, rows_per_step=10, start=Position(), **RUN | {"packing": packing})
         for packing in (True, False)
     )
     assert unpacked.steps_per_epoch == 10
@@ -220,9 +217,9 @@ def test_a_schedule_knows_what_packing_changes(dataset: TokenDataset) -> None:
 def test_resumed_with_other_rows_per_step_each_row_left_is_seen_once(
     dataset: TokenDataset, before: int, rows_per_step: int
 ) -> None:
-    whole = make_schedule(dataset, rows_per_step=10, start=Position(), **RUN)
+    whole = Schedule(dataset, rows_per_step=10, start=Position(), **RUN)
     first = list(islice(whole.steps(), before))
-    resumed = make_schedule(dataset, rows_per_step=rows_per_step, start=first[-1].end, **RUN)
+    resumed = Schedule(dataset, rows_per_step=rows_per_step, start=first[-1].end, **RUN)
     rest = list(resumed.steps())
     assert [step.number for step in rest] == list(range(before + 1, resumed.total_steps + 1))
     seen = Counter(
@@ -245,6 +242,6 @@ def test_max_steps_ends_the_run_first(
     dataset: TokenDataset, start: Position, max_steps: int | None, total: int
 ) -> None:
     settings = RUN | {"max_steps": max_steps}
-    schedule = make_schedule(dataset, rows_per_step=10, start=start, **settings)
+    schedule = Schedule(dataset, rows_per_step=10, start=start, **settings)
     assert schedule.total_steps == total
     assert [step.number for step in schedule.steps()] == list(range(start.step + 1, total + 1))
