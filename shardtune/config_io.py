@@ -117,7 +117,7 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
         refused = {".".join(map(str, each["loc"][:2])) for each in error.errors()}
     problems = [_unknown(name, origins[name]) for name in values if name not in KEYS]
     for key in KEYS:
-        said = f"{key} = {bare(values.get(key))} ({origins[key]})"
+        said = f"{key} = {_to_yaml(values.get(key))} ({origins[key]})"
         if key in refused and key not in values:
             problems.append(f"{key} is required - set it in the file, or write {key}=...")
         elif key in refused:

@@ -135,6 +135,10 @@ class Schedule:
             total += (self.epochs - start.epoch - 1) * self.steps_per_epoch
         return total if self.max_steps is None else max(start.step, min(total, self.max_steps))
 
+    def is_due(self, step: int, every_steps: int) -> bool:
+        """Return whether `step` is one of every so many (0: of none), or the last one."""
+        return step == self.total_steps or (every_steps > 0 and step % every_steps == 0)
+
     @property
     def records_per_row(self) -> float:
         """Records in a row, on average."""

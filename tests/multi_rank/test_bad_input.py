@@ -329,7 +329,7 @@ NOBODY = {
         (NOBODY, [], "rank 1 of 2 did not meet the others at 127.0.0.1:1 within 3.0 s"),
         ({"CUDA_VISIBLE_DEVICES": ""}, ["distributed.backend=nccl"], "distributed.backend is nccl"),
         ({}, ["--optimizer.lr", "1e-3"], "unrecognized arguments: --optimizer.lr"),
-        ({"JOIN_TIMEOUT": "soon"}, ["--config", "config.yaml"], "JOIN_TIMEOUT"),
+        ({"JOIN_TIMEOUT": "soon"}, ["--config", "config.yaml"], "join_timeout_s"),
     ],
     ids=[
         "half a launcher",

@@ -12,11 +12,9 @@ import pytest
 import yaml
 from helpers.configs import DEFAULTS, MINIMAL, NOT_BUILT, load, value
 
-from shardtune.config import KEYS, LoraConfig, marks
+from shardtune.config import KEYS, built_values
 from shardtune.config_io import load_config, read_run_arguments, remarks, to_dict
 from shardtune.errors import UserError
-
-SECTIONS = ", ".join(DEFAULTS)
 
 
 def problems(
@@ -26,8 +24,7 @@ def problems(
         load(folder, *assignments, text=text, environ=environ)
     file = str(folder / "small.yaml")
     lines = [problem.replace(file, "FILE") for problem in refused.value.problems]
-    for line in lines:
-        assert re.fullmatch(r".+ - .+", line), "each is one line of <what> - <what to do>"
+    assert all(re.fullmatch(".+ - .+", line) for line in lines), "<what> - <what to do>, on a line"
     return lines
 
 
@@ -74,11 +71,6 @@ ACCEPTED = [
     ("train.max_steps", "~", None),
     ("data.eval", "", None),
     ("run.seed", str(2**63 - 1), 2**63 - 1),
-    (
-        "run.resume",
-        "runs/a/checkpoints/checkpoint_0000100",
-        "runs/a/checkpoints/checkpoint_0000100",
-    ),
     ("run.dir", "'123'", "123"),
     ("run.dir", '"1e5"', "1e5"),
     ("run.dir", "2026-01-01", "2026-01-01"),
@@ -87,15 +79,10 @@ ACCEPTED = [
     ("run.dir", "a=b", "a=b"),
     ("data.train", "org/name:config:train[:10%]", "org/name:config:train[:10%]"),
     ("data.packing", "False", False),
-    ("data.packing", "true", True),
     ("data.eval_fraction", "0", 0.0),
-    ("data.max_length", "2", 2),
     ("optimizer.betas", "[0, 0.5]", [0.0, 0.5]),
-    ("scheduler.warmup_ratio", "1", 1.0),
-    ("checkpoint.every_steps", "0", 0),
     ("lora.targets", "[q_proj, v_proj]", ["q_proj", "v_proj"]),
     ("lora.targets", "experts", "experts"),
-    ("model.activation_checkpointing", "none", "none"),
 ]
 
 
@@ -165,17 +152,14 @@ true or false
   yes off 1 null
   data.packing run.ignore_plan model.compile eval.baseline eval.keep_best export.final export.merge
   logging.tensorboard
-all-linear or attention or experts or a list of values, each text that is not empty
+all-linear or attention or experts or a list of values, each TEXT
   q_proj [] [1] ['']
   lora.targets
-text that is not empty
-  null '' [a,b] {a:} !!int
-  run.dir run.resume model.path
-text that is not empty
-  null '' !!int
-  data.train
-text that is not empty or null
-  '' !!int
+TEXT
+  null 123 1e5 true "" ["a","b"] {"a":null}
+  run.dir run.resume model.path data.train
+TEXT or null
+  123 ""
   data.eval logging.wandb
 pretrained or random
   scratch
@@ -214,61 +198,32 @@ auto or nccl or gloo
   mpi
   distributed.backend
 """
+TEXT = "text that is not empty (in quotes where YAML would read a number)"
 WRONG_VALUES = [
-    (key, text, use)
+    (key, text, use.replace("TEXT", TEXT))
     for use, texts, keys in re.findall(r"^(\w.+)\n  (.+)\n((?:  .+\n)+)", NOT_ALLOWED, re.MULTILINE)
     for key in keys.split()
     for text in texts.split()
 ]
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "use"),
-    [
-        *WRONG_VALUES,
-        ("train.epochs", "!mine 3", "an integer of at least 1"),
-        ("train.epochs", "9" * 5000, "an integer of at least 1"),
-        ("lora.alpha", "&a [*a]", "a number above 0 or null"),
-    ],
-)
+@pytest.mark.parametrize(("key", "text", "use"), WRONG_VALUES)
 def test_not_allowed(tmp_path: Path, key: str, text: str, use: str) -> None:
     (problem,) = problems(tmp_path, f"{key}={text}")
-    assert problem == f"{key} = {text} (command line) is not allowed - use {use}"
+    assert problem.startswith(f"{key} = ")
+    assert problem.endswith(f" (command line) is not allowed - use {use}")
 
 
 def test_every_key_has_a_value_that_is_not_allowed() -> None:
     assert {key for key, _, _ in WRONG_VALUES} == set(KEYS)
 
 
-def test_a_path_may_begin_with_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["run.dir", "run.resume", "model.path", "data.train", "data.eval"])
+def test_a_path_may_begin_with_a_home(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for key in ("run.dir", "run.resume", "model.path", "data.train", "data.eval"):
-        assert value(load(tmp_path, f"{key}=~/x"), key) == f"{tmp_path}/x"
-        assert problems(tmp_path, f"{key}=~nobody-of-this-name/x") == [
-            f"{key} = ~nobody-of-this-name/x (command line): cannot expand ~ - write the whole path"
-        ]
-
-
-@pytest.mark.parametrize("text", ["123", "1e5", "true", "@here", "[half", "run #2", "#2"])
-def test_text_that_yaml_takes_for_something_else_wants_quotes(tmp_path: Path, text: str) -> None:
-    for key in ("run.dir", "data.eval"):
-        advice = f"'{key}=\"{text}\"'"
-        assert problems(tmp_path, f"{key}={text}") == [
-            f"{key} = {text} (command line) is not text to YAML - quote it: {advice}"
-        ]
-        assert value(load(tmp_path, advice.strip("'")), key) == text
-    if text in ("123", "1e5", "true"):
-        (problem,) = problems(tmp_path, text=f"{MINIMAL}run:\n  dir: {text}  # here\n")
-        assert problem == f'run.dir = {text} (FILE:4) is not text to YAML - quote it: dir: "{text}"'
-
-
-def test_a_value_of_the_file_is_named_with_its_line_and_as_it_was_written(tmp_path: Path) -> None:
-    train = "train:\n  # a\n  epochs: '3'\n  max_steps:\n  - 1\n  - 2\n  micro_batch_size:\n"
-    assert problems(tmp_path, text=MINIMAL + train) == [
-        "train.epochs = '3' (FILE:5) is not allowed - use an integer of at least 1",
-        "train.max_steps = - 1 - 2 (FILE:6) is not allowed - use an integer of at least 1 or null",
-        "train.micro_batch_size = null (FILE:9) is not allowed - use an integer of at least 1",
-    ]
+    assert value(load(tmp_path, f"{key}=~/x"), key) == f"{tmp_path}/x"
 
 
 @pytest.mark.parametrize(
@@ -277,10 +232,10 @@ def test_a_value_of_the_file_is_named_with_its_line_and_as_it_was_written(tmp_pa
         ("lr", "optimizer.lr"),
         ("train.lr", "optimizer.lr"),
         ("optimiser.lr", "optimizer.lr"),
-        ("optimizer.learning_rate", "optimizer.lr"),
         ("OPTIMIZER.LR", "optimizer.lr"),
         ("--run.dir", "run.dir"),
         ("train.epoch", "train.epochs"),
+        ("optimiser", "optimizer"),
         ("batch_size", "train.micro_batch_size"),
         ("max_steps", "train.max_steps"),
         ("eval.steps", "eval.every_steps"),
@@ -294,111 +249,84 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, name: str, nearest: str) 
     ]
 
 
-def test_unknown_names_in_the_file(tmp_path: Path) -> None:
-    text = """optimiser:
-  lr: 1
-  betas: 2
-lr: 3
-train:
-  epoch: 1
-  frobnicate_it: 2
-eval: 5
-logging:
-"""
-    assert problems(tmp_path, "train=1", text=MINIMAL + text) == [
-        "optimiser (FILE:3) is not known - the nearest known one is optimizer",
-        "lr (FILE:6) is not known - the nearest known one is optimizer.lr",
-        "train.epoch (FILE:8) is not known - the nearest known one is train.epochs",
-        f"train.frobnicate_it (FILE:9) is not known - the sections are {SECTIONS}",
-        "eval = 5 (FILE:10) is a section - give values to its keys",
-        "train = 1 (command line) is a section - give values to its keys",
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         (
-            "run: {seed: 1, seed: 2}\n",
-            "run.seed is given twice (1 (FILE:3) and 2 (FILE:3)) - keep one of them",
+            "optimiser: {lr: 1}",
+            "optimiser (file) is not known - the nearest known one is optimizer",
         ),
-        ("data:\n  eval: e\n", "data is given twice (FILE:2 and FILE:3) - keep one of them"),
+        ("lr: 3", "lr (file) is not known - the nearest known one is optimizer.lr"),
+        ("eval: 5", "eval (file) is a section - give values to its keys"),
         (
-            "run:\n  seed: 1\nrun.seed: 2\n",
-            "run.seed is given twice (1 (FILE:4) and 2 (FILE:5)) - keep one of them",
+            "train: {epochs: '3'}",
+            'train.epochs = "3" (file) is not allowed - use an integer of at least 1',
         ),
         (
-            "train: {epochs: 1\n",
-            "FILE:4 is not YAML: expected ',' or '}', but got '<stream end>' - correct it",
+            "train:\n  max_steps: [1, 2]",
+            "train.max_steps = [1, 2] (file) is not allowed - use an integer of at least 1 or null",
         ),
-        ("a: b: c\n", "FILE:3 is not YAML: mapping values are not allowed here - correct it"),
-        ("--- {}\n", "FILE:3 is not YAML: but found another document - correct it"),
-        (
-            "a: \x07\n",
-            "FILE is not YAML: unacceptable character #x0007: special characters are not allowed"
-            " - correct it",
-        ),
-        ("<<: {}\n", f"<< (FILE:3) is not known - the sections are {SECTIONS}"),
     ],
 )
-def test_broken_file(tmp_path: Path, text: str, problem: str) -> None:
-    assert problems(tmp_path, text=MINIMAL + text) == [problem]
+def test_a_problem_of_the_file(tmp_path: Path, text: str, problem: str) -> None:
+    assert problems(tmp_path, text=f"{MINIMAL}{text}\nlogging:\n") == [problem]
 
 
-@pytest.mark.parametrize("text", ["- a\n", "text\n", "3\n"])
-def test_a_file_must_be_a_mapping(tmp_path: Path, text: str) -> None:
-    (problem,) = problems(tmp_path, text=text)
-    assert problem.startswith("FILE is not a mapping - ")
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("run: {seed: 1, seed: 2}", 'seed is given twice in "FILE", line 3'),
+        ("data:\n  eval: e", 'data is given twice in "FILE", line 3'),
+        ("train: {epochs: 1", "expected ',' or '}', but got '<stream end>'"),
+        ("a: b: c", 'mapping values are not allowed here in "FILE", line 3'),
+        ("a: !mine 3", "could not determine a constructor for the tag '!mine'"),
+        ("- a", "it is not a mapping"),
+        ("text", "it is not a mapping"),
+        ("é".encode("latin-1"), "can't decode byte"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | bytes | None, reason: str) -> None:
+    file = tmp_path / "small.yaml"
+    if isinstance(text, str):
+        file.write_text(MINIMAL + text if "line 3" in reason else text, encoding="utf-8")
+    elif text:
+        file.write_bytes(text)
+    with pytest.raises(UserError) as refused:
+        load_config(file, [], {})
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"the configuration file {file} cannot be read (")
+    assert reason in problem.replace(f'"{file}"', '"FILE"') and "\n" not in problem
 
 
-def test_file_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "latin.yaml").write_bytes("run: {dir: é}".encode("latin-1"))
-    for name, reason in {
-        "none.yaml": "No such file or directory",
-        ".": "Is a directory",
-        "latin.yaml": "it is not UTF-8 text",
-    }.items():
-        with pytest.raises(UserError) as refused:
-            load_config(tmp_path / name, ["lr=1"], {})
-        file = f"the configuration file {tmp_path / name}"
-        assert refused.value.problems == [
-            f"{file} cannot be read: {reason} - name one with --config FILE",
-            "lr (command line) is not known - the nearest known one is optimizer.lr",
-        ]
-
-
-def test_required_keys_come_with_an_example(tmp_path: Path) -> None:
-    required = {
-        "model.path": "model.path is required - for example model.path=zai-org/GLM-4.5-Air",
-        "data.train": "data.train is required - for example data.train=data/train.jsonl",
-    }
-    assert problems(tmp_path, text="") == list(required.values())
-    assert problems(tmp_path, "model.path=m", text="# nothing\n") == [required["data.train"]]
+def test_required_keys(tmp_path: Path) -> None:
+    required = [
+        f"{key} is required - set it in the file, or write {key}=..."
+        for key in ("model.path", "data.train")
+    ]
+    assert problems(tmp_path, text="# nothing\n") == required
     assert load(tmp_path, "model.path=m", "data.train=d", text="").model.path == "m"
 
 
 def test_assignments_must_be_of_the_form_key_equals_value(tmp_path: Path) -> None:
-    assert problems(tmp_path, "other.yaml", "train.epochs=1", "train.epochs=2") == [
-        "other.yaml is not an assignment - write section.key=value",
-        "train.epochs is given twice (1 (command line) and 2 (command line)) - keep one of them",
-    ]
+    refusal = "other.yaml is not an assignment - write section.key=value"
+    assert problems(tmp_path, "other.yaml", "lr=1") == [refusal]
+    assert load(tmp_path, "run.dir=@here").run.dir == "@here"  # which YAML rejects
 
 
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
-    text = "model: {pat: m}\ntrain: {epochs: 0}\nrun: {seed: 1, seed: 2}\n"
-    assignments = ["lr=1", "export.dtype=fp8", "nonsense", "parallel.expert=2"]
+    text = "model: {pat: m}\ntrain: {epochs: 0}\n"
+    assignments = ["lr=1", "export.dtype=fp8", "parallel.expert=2"]
     lines = problems(tmp_path, *assignments, text=text, environ={"JOIN_TIMEOUT": "soon"})
     starts = [
         "model.pat ",
-        "run.seed is given twice",
-        "nonsense ",
         "lr ",
         "model.path is required",
         "data.train is required",
         "parallel.expert = 2 (command line) is not built yet",
         "train.epochs = 0",
-        "export.dtype = fp8",
-        "distributed.join_timeout_s = soon (environment JOIN_TIMEOUT) is not allowed",
+        'export.dtype = "fp8"',
+        'distributed.join_timeout_s = "soon" (environment) is not allowed',
     ]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
@@ -406,85 +334,61 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", NOT_BUILT)
 def test_a_value_that_is_not_built_yet_is_refused_by_name(tmp_path: Path, key: str) -> None:
     asked, instead = NOT_BUILT[key]
-    assert problems(tmp_path, f"{key}={asked}") == [
-        f"{key} = {asked} (command line) is not built yet - use {instead}"
-    ]
+    (problem,) = problems(tmp_path, f"{key}={asked}")
+    assert problem.startswith(f"{key} = ")
+    assert problem.endswith(f" (command line) is not built yet - use {instead}")
     for built in instead.split(" or "):
         load(tmp_path, f"{key}={built}")
 
 
-def test_forms_of_the_data_that_are_not_built_yet(tmp_path: Path) -> None:
-    assert set(NOT_BUILT) == {key for key in KEYS if "built" in marks(key)}
-    for assignment in ("data.train=[{path: a}]", "data.eval={a: b.jsonl}"):
-        key, _, text = assignment.partition("=")
-        assert problems(tmp_path, assignment) == [
-            f"{key} = {text} (command line) is not built yet"
-            " - use one file, directory or hub dataset"
-        ]
+def test_the_values_that_are_not_built_are_tested() -> None:
+    assert set(NOT_BUILT) == {key for key in KEYS if built_values(key)}
 
 
-def test_alpha_is_twice_the_rank() -> None:
-    assert LoraConfig(rank=16).alpha == 32
-    assert LoraConfig(rank=16, alpha=8).alpha == 8
-    assert LoraConfig().alpha is None
+NO_LORA = "lora.rank is null, so every weight is trained"
+REMARKS = [
+    ("data.eval=e data.eval_fraction=0.1", "data.eval_fraction = 0.1", "data.eval is given"),
+    ("lora.alpha=8", "lora.alpha = 8.0", NO_LORA),
+    ("lora.dropout=0.5", "lora.dropout = 0.5", NO_LORA),
+    ("lora.targets=[q]", 'lora.targets = ["q"]', NO_LORA),
+    ("export.merge=false", "export.merge = false", NO_LORA),
+    (
+        "scheduler.name=constant scheduler.min_lr_ratio=0.2",
+        "scheduler.min_lr_ratio = 0.2",
+        "scheduler.name is constant",
+    ),
+    ("run.ignore_plan=true", "run.ignore_plan = true", "no plan refuses a run yet"),
+    ("eval.every_steps=5", "eval.every_steps = 5", "no evaluation data is given"),
+    (
+        "export.final=false export.dtype=float32",
+        'export.dtype = "float32"',
+        "export.final is false",
+    ),
+]
 
 
-NO_LORA = "has no effect: lora.rank is null, so every weight is trained"
-
-
-@pytest.mark.parametrize(
-    ("assignments", "remark"),
-    [
-        (
-            ["data.eval=e", "data.eval_fraction=0.1"],
-            "data.eval_fraction = 0.1 (command line) has no effect: data.eval is given",
-        ),
-        (["lora.alpha=8"], f"lora.alpha = 8.0 (command line) {NO_LORA}"),
-        (["lora.dropout=0.5"], f"lora.dropout = 0.5 (command line) {NO_LORA}"),
-        (["lora.targets=[q]"], f'lora.targets = ["q"] (command line) {NO_LORA}'),
-        (["export.merge=false"], f"export.merge = false (command line) {NO_LORA}"),
-        (
-            ["scheduler.name=constant", "scheduler.min_lr_ratio=0.2"],
-            "scheduler.min_lr_ratio = 0.2 (command line) has no effect: scheduler.name is constant",
-        ),
-        (
-            ["run.ignore_plan=true"],
-            "run.ignore_plan = true (command line) has no effect: no plan refuses a run yet",
-        ),
-        (
-            ["eval.every_steps=5"],
-            "eval.every_steps = 5 (command line) has no effect: no evaluation data is given",
-        ),
-        (
-            ["export.final=false", "export.dtype=float32"],
-            'export.dtype = "float32" (command line) has no effect: export.final is false',
-        ),
-    ],
-)
+@pytest.mark.parametrize(("assignments", "setting", "reason"), REMARKS)
 def test_a_value_that_another_setting_switches_off_is_remarked(
-    tmp_path: Path, assignments: list[str], remark: str
+    tmp_path: Path, assignments: str, setting: str, reason: str
 ) -> None:
-    assert remarks(load(tmp_path, *assignments)) == [remark]
+    expected = f"{setting} (command line) has no effect: {reason}"
+    assert remarks(load(tmp_path, *assignments.split())) == [expected]
 
 
 @pytest.mark.parametrize(
     "assignments",
     [
-        [],
-        ["scheduler.name=constant", "scheduler.min_lr_ratio=0.1"],
-        ["data.eval=e", "eval.every_steps=5"],
-        ["data.eval_fraction=0.1", "eval.every_steps=5"],
-        ["data.eval=e", "data.eval_fraction=0"],
-        ["export.final=false"],
-        ["lora.alpha=null", "lora.targets=all-linear"],
-        ["scheduler.min_lr_ratio=0"],
-        ["export.dtype=float32"],
+        "scheduler.name=constant scheduler.min_lr_ratio=0.1",
+        "data.eval=e eval.every_steps=5 data.eval_fraction=0",
+        "data.eval_fraction=0.1 eval.every_steps=5",
+        "export.final=false lora.alpha=null lora.targets=all-linear",
+        "scheduler.min_lr_ratio=0 export.dtype=float32",
     ],
 )
 def test_a_value_that_is_used_or_was_not_given_is_not_remarked(
-    tmp_path: Path, assignments: list[str]
+    tmp_path: Path, assignments: str
 ) -> None:
-    assert remarks(load(tmp_path, *assignments)) == []
+    assert remarks(load(tmp_path, *assignments.split())) == []
 
 
 def test_an_option_may_stand_between_assignments(tmp_path: Path) -> None:

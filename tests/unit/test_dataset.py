@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -66,9 +67,10 @@ def test_nothing_to_train_is_dropped_loudly_or_refused(model: Path, tmp_path: Pa
     silent = {"messages": [{"role": "user", "content": "hello"}]}
     run = Run(model, write(tmp_path / "a.jsonl", [silent, chat("q"), silent]))
     assert run.prepared.train.record.tolist() == [1]
-    assert "WARNING: 2 records without a token to train" in "\n".join(run.prepared.lines())
+    warning = "data.train: WARNING: records without a token to train, dropped: 2"
+    assert warning in run.prepared.lines
     (problem,) = problems_of(model, write(tmp_path / "b.jsonl", [silent]))
-    assert "data.train: no token to train in 1 record" in problem
+    assert problem.startswith("data.train: no token to train in 1 records - ")
     (problem,) = problems_of(model, tmp_path / "a.jsonl", eval=str(tmp_path / "b.jsonl"))
     assert "data.eval: no token to train" in problem
 
@@ -94,37 +96,64 @@ def test_broken_records_are_counted_and_ten_are_named(model: Path, tmp_path: Pat
     assert problems[10] == "data.train: 1003 of 1004 records broken - repair or remove them"
 
 
-def test_overflow_is_counted(model: Path, tmp_path: Path) -> None:
-    records = [
-        {"text": "0123456789"},
-        {"text": "abc"},
-        {"prompt": "0123456789", "completion": "x"},
-    ]
-    train = write(tmp_path / "a.jsonl", records)
-    whole = Run(model, train).prepared.train_summary
-    assert (whole.tokens, whole.trained_tokens) == (11 + 4 + 12, 10 + 3 + 2)
-    assert whole.long_sequences == 0
+OVERFLOWING = [{"text": "0123456789"}, {"text": "abc"}, {"prompt": "0123456789", "completion": "x"}]
+LONG = "sequences longer than data.max_length=5, data.overflow"
 
-    cut = Run(model, train, max_length=5)
-    summary = cut.prepared.train_summary
-    assert [text for text, _ in cut.texts()] == ["01234", "abc<|im_end|>"]
-    assert summary.long_sequences == 2
-    assert (summary.lost_tokens, summary.lost_trained_tokens) == (6 + 12, 6 + 2)
-    assert (summary.lost_records, summary.tokens + summary.lost_tokens) == (1, whole.tokens)
-    (line,) = [line for line in summary.lines() if "longer than data.max_length=5" in line]
-    for fact in ("2 sequences", "truncated", "18 tokens lost, 8 of them trained", "1 record lost"):
-        assert fact in line
 
-    dropped = Run(model, train, max_length=5, overflow="drop").prepared.train_summary
-    assert (dropped.sequences, dropped.lost_records, dropped.lost_tokens) == (1, 2, 11 + 12)
+@pytest.mark.parametrize(
+    ("data", "texts", "lines"),
+    [
+        (
+            {},
+            ["0123456789<|im_end|>", "abc<|im_end|>", "0123456789x<|im_end|>"],
+            ["3 records in 3 sequences, 27 tokens, 15 of them trained"],
+        ),
+        (
+            {"max_length": 5},
+            ["01234", "abc<|im_end|>"],
+            [
+                "3 records in 2 sequences, 9 tokens, 7 of them trained",
+                f"{LONG}=truncate: 2",
+                "tokens lost: 18",
+                "trained tokens lost: 8",
+                "records lost whole: 1",
+            ],
+        ),
+        (
+            {"max_length": 5, "overflow": "drop"},
+            ["abc<|im_end|>"],
+            [
+                "3 records in 1 sequences, 4 tokens, 3 of them trained",
+                f"{LONG}=drop: 2",
+                "tokens lost: 23",
+                "trained tokens lost: 12",
+                "records lost whole: 2",
+            ],
+        ),
+        (
+            {"max_length": 5, "overflow": "split"},
+            ["01234", "45678", "89<|im_end|>", "abc<|im_end|>", "89x<|im_end|>"],
+            [
+                "3 records in 5 sequences, 21 tokens, 15 of them trained",
+                f"{LONG}=split: 2",
+                "tokens lost: 8",
+                "tokens repeated as context: 2",
+            ],
+        ),
+    ],
+)
+def test_overflow_is_counted(
+    data: dict[str, Any], texts: list[str], lines: list[str], model: Path, tmp_path: Path
+) -> None:
+    run = Run(model, write(tmp_path / "a.jsonl", OVERFLOWING), **data)
+    assert [text for text, _ in run.texts()] == texts
+    appended = "records to which the end token was appended: 3"
+    assert set(run.prepared.lines) == {f"data.train: {line}" for line in [*lines, appended]}
+    assert not any(run.prepared.train[i][1][0] for i in range(len(run.prepared.train)))
 
-    split = Run(model, train, max_length=5, overflow="split")
-    summary = split.prepared.train_summary
-    assert [text for text, _ in split.texts()][:3] == ["01234", "45678", "89<|im_end|>"]
-    assert not any(split.prepared.train[i][1][0] for i in range(summary.sequences))
-    assert summary.trained_tokens == whole.trained_tokens
-    assert summary.tokens - summary.repeated_tokens + summary.lost_tokens == whole.tokens
 
+def test_overflow_may_be_refused(model: Path, tmp_path: Path) -> None:
+    train = write(tmp_path / "a.jsonl", OVERFLOWING)
     problems = problems_of(model, train, max_length=5, overflow="error")
     places = [problem.partition(": ")[0] for problem in problems]
     assert places == [f"{train}:1", f"{train}:3", "data.train"]
@@ -141,24 +170,12 @@ def test_unread_fields_and_files_are_named_once(model: Path, tmp_path: Path) -> 
     write(tmp_path / "d/a.jsonl", records)
     (tmp_path / "d/README.md").touch()
     run = Run(model, tmp_path / "d")
-    summary = run.prepared.train_summary
     fields = {"id": 2, "prompt": 1, "tools": 1, "messages.train": 1, "messages.weight": 1}
-    assert summary.unread_fields == fields
-    (line,) = [line for line in summary.lines() if "id (2 records)" in line]
-    assert "messages.weight (1 record)" in line
+    assert {line for line in run.prepared.lines if "which nothing reads" in line} == {
+        f"data.train: records with the field {name}, which nothing reads: {count}"
+        for name, count in fields.items()
+    }
     assert len([line for line in run.lines if "README.md" in line]) == 1
-
-
-def test_a_summary_has_one_line_for_each_kind_of_thing(model: Path, tmp_path: Path) -> None:
-    records = [
-        chat("q", id=1),
-        {"text": "hello you"},
-        {"messages": [{"role": "user", "content": "x"}]},
-    ]
-    train = write(tmp_path / "a.jsonl", records * 3)
-    lines = Run(model, train, max_length=8, overflow="split").prepared.lines()
-    assert lines[0].startswith("data.train: 9 records, ")
-    assert len(lines) == len(set(lines)) == 5  # untrained, split, appended end token, field
 
 
 def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -> None:
@@ -173,16 +190,14 @@ def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -
     assert 25 <= len(chosen) <= 65
 
     random.Random(1).shuffle(texts)
-    table = pa.table(
-        {"completion": ["fine"] * 300, "prompt": texts}
-    )  # the columns in another order
+    table = pa.table({"completion": ["fine"] * 300, "prompt": texts})  # columns in another order
     pq.write_table(table, tmp_path / "b.parquet")
     other = Run(model, tmp_path / "b.parquet", eval_fraction=0.3).prepared.eval
     assert other is not None
     assert {texts[i] for i in other.record} == chosen
     train = write(tmp_path / "c.jsonl", [{"text": "one two"}])
     (problem,) = problems_of(model, train, eval_fraction=1e-9)
-    assert "data.eval: data.eval_fraction leaves no record" in problem
+    assert problem.startswith("data.eval: no token to train in 0 records - ")
 
 
 def test_evaluation_data_of_its_own(model: Path, tmp_path: Path) -> None:
@@ -190,7 +205,7 @@ def test_evaluation_data_of_its_own(model: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "b.jsonl", [chat("r")])
     prepared = Run(model, train, eval=str(other), eval_fraction=0.5).prepared
     assert (len(prepared.train), len(prepared.eval or [])) == (20, 1)
-    assert [line.partition(":")[0] for line in prepared.lines()] == ["data.train", "data.eval"]
+    assert [line.partition(":")[0] for line in prepared.lines] == ["data.train", "data.eval"]
 
 
 def test_arrays_are_mapped_not_read(model: Path, tmp_path: Path) -> None:
