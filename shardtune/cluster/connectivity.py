@@ -31,13 +31,8 @@ async def require_paths(control: Control, environment: Environment) -> None:
     }
     try:
         places = await control.gather("ports that can be reached", place, _GATHER_TIMEOUT_S)
-        found = await asyncio.gather(
-            *(
-                _problem(control, node, places, environment.port)
-                for node in range(len(control.nodes))
-                if node != control.node
-            )
-        )
+        others = [node for node in range(len(control.nodes)) if node != control.node]
+        found = await asyncio.gather(*(_problem(control, node, places) for node in others))
         value = {"problems": [problem for problem in found if problem]}
         await control.gather("connections between the nodes", value, _GATHER_TIMEOUT_S)
     finally:
@@ -45,14 +40,14 @@ async def require_paths(control: Control, environment: Environment) -> None:
 
 
 async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError, EOFError), contextlib.closing(writer):
-        for size in _SIZES:
+    # asyncio prints a traceback of a handler that is cancelled, as when a launch ends.
+    expected = (OSError, EOFError, asyncio.CancelledError)
+    with contextlib.suppress(*expected), contextlib.closing(writer):
+        for size in _SIZES:  # whole: parts of a large message may be small enough to pass
             writer.write(await reader.readexactly(size))
 
 
-async def _problem(
-    control: Control, node: int, places: list[Message], master_port: int | None
-) -> str | None:
+async def _problem(control: Control, node: int, places: list[Message]) -> str | None:
     """Try the way to a node, and describe what is wrong as `<what> - <what to do>`."""
     me, other = control.me.name, control.nodes[node].name
     ip, port = places[node]["ip"], places[node]["port"]
@@ -62,26 +57,30 @@ async def _problem(
         why = os.strerror(error.errno) if error.errno else "timed out"
         return (
             f"{me} cannot reach {other} at port {port} of {ip} ({why}): ports other than "
-            f"{master_port} are blocked, or no way leads there - open all ports between the nodes "
-            "in the firewall, or set NCCL_SOCKET_IFNAME to an interface whose network all share"
+            "MASTER_PORT are blocked, or no way leads there - open all ports between nodes in the "
+            "firewall, or set NCCL_SOCKET_IFNAME to an interface whose network all share"
         )
-    with contextlib.closing(writer):
+    try:
         for size in _SIZES:
             writer.write(bytes(size))
-            try:
-                await asyncio.wait_for(reader.readexactly(size), _TIMEOUT_S)
-            except (OSError, EOFError) as error:
-                if size == _LARGE_BYTES and isinstance(error, TimeoutError):
-                    mtus = f"{places[control.node]['mtu']} here and {places[node]['mtu']} there"
-                    return (
-                        f"small messages pass between {me} and {other}, large ones do not: the MTU "
-                        f"({mtus}) is more than the way between them carries - set one that every "
-                        "interface and switch takes (ip link set dev INTERFACE mtu N)"
-                    )
+            left = size
+            with contextlib.suppress(OSError):  # a TimeoutError is one
+                while left and (received := await asyncio.wait_for(reader.read(left), _TIMEOUT_S)):
+                    left -= len(received)
+            if left and size == _LARGE_BYTES and not reader.at_eof():
+                mtus = f"{places[control.node]['mtu']} here and {places[node]['mtu']} there"
+                return (
+                    f"small messages pass between {me} and {other}, large ones do not: the MTU "
+                    f"({mtus}) is more than the way between them carries - set one that every "
+                    "interface and switch takes (ip link set dev INTERFACE mtu N)"
+                )
+            if left:
                 return (
                     f"{me} connects to {other} at port {port} of {ip}, and {size} bytes do not "
                     f"come back within {_TIMEOUT_S:.0f} s: that node is stopped, the way is slow "
                     "or full, or another answers for it - look there, see `ethtool INTERFACE` on "
                     "both, and look for a firewall or proxy on the way"
                 )
+    finally:
+        writer.transport.abort()  # bytes that wait on a slow way would delay the verdict
     return None

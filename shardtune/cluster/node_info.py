@@ -29,7 +29,6 @@ _BLOCKS = 32
 _TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
 # Ranks with one of these do at the start, or before each collective, what the others would not.
 _RANKS_VARIABLES = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_DIST_INIT_BARRIER", "MAX_RESTARTS")
-_MAY_DIFFER = ("run.dir", "distributed.join_timeout_s")
 _GPU_TIMEOUT_S = 60.0
 _RDMA_PORTS = Path("/sys/class/infiniband")
 # Packages on which tokens or numbers depend.
@@ -60,7 +59,7 @@ def node_facts(environment: Environment) -> Message:
             f"{section}.{key}": value if isinstance(value, str) else json.dumps(value)
             for section, values in to_dict(environment.config).items()
             for key, value in values.items()
-            if f"{section}.{key}" not in _MAY_DIFFER
+            if f"{section}.{key}" not in ("run.dir", "distributed.join_timeout_s")
         },
         **files,
         **_machine_facts(environment, environment.config, files["model_bytes"]),
@@ -92,8 +91,9 @@ def _file_facts(config: Config) -> Message:
 def _machine_facts(environment: Environment, config: Config, model_bytes: int) -> Message:
     # In a process of its own: one that has used CUDA cannot fork the ranks that measure.
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        asked = pool.apply_async(_gpus, [config.distributed.backend])
-        gpus: list[Message] = asked.get(_GPU_TIMEOUT_S)
+        gpus: list[Message] = pool.apply_async(_gpus, [config.distributed.backend]).get(
+            _GPU_TIMEOUT_S
+        )
     problems = []
     if gpus and (environment.processes or 0) > len(gpus):
         problems.append(
@@ -121,10 +121,9 @@ def _gpus(backend: str) -> list[Message]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() and backend != "gloo" else 0
-    memory = map(torch.cuda.mem_get_info, range(count))
     return [
-        {"name": torch.cuda.get_device_name(number), "free_bytes": free, "total_bytes": total}
-        for number, (free, total) in enumerate(memory)
+        {"name": torch.cuda.get_device_name(number), "memory": torch.cuda.mem_get_info(number)}
+        for number in range(count)
     ]
 
 
@@ -140,9 +139,10 @@ def _warnings(
 ) -> Iterator[str]:
     """Name limits of this node that the run may reach later."""
     for number, gpu in enumerate(gpus):
-        if gpu["free_bytes"] < 0.9 * gpu["total_bytes"]:
-            free = f"{gpu['free_bytes'] / 1e9:.1f} of {gpu['total_bytes'] / 1e9:.1f} GB"
-            yield f"GPU {number} has only {free} free, another process holds the rest (nvidia-smi)"
+        free, total = gpu["memory"]
+        if free < 0.9 * total:
+            gb = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB"
+            yield f"GPU {number} has only {gb} free, another process holds the rest (nvidia-smi)"
     needed_bytes = max(_FREE_DISK_BYTES, _CHECKPOINT_PER_WEIGHT * model_bytes)
     if free_bytes < needed_bytes:
         yield (

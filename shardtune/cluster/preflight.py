@@ -62,8 +62,9 @@ async def check_nodes(
         "port": environment.store_port,
     }
     helper.pipe.send(job)
-    what = "the measurements (all-reduce, GEMM)"
-    figures = await control.gather(what, asyncio.to_thread(helper.result), _MEASURE_TIMEOUT_S)
+    figures = await control.gather(
+        "the measurements", asyncio.to_thread(helper.result), _MEASURE_TIMEOUT_S
+    )
     if control.node == 0:
         for line in compare.table(facts, figures, [node.host for node in control.nodes]):
             say(line)

@@ -253,7 +253,7 @@ class Fault:
     is_quick: bool = False
 
 
-BLOCKED = "ports other than 29600 are blocked"
+BLOCKED = "ports other than MASTER_PORT are blocked"
 FAULTS = [
     Fault(
         "wrong master address",
@@ -301,7 +301,11 @@ FAULTS = [
     Fault("other ports blocked towards node 0", other_ports(0, Machine.drop), BLOCKED),
     Fault("other ports rejected by node 1", other_ports(1, Machine.reject), BLOCKED),
     Fault("MTU", small_mtu, "small messages pass between"),
-    Fault("a slow way", slow_link, "and 1048576 bytes do not come back within 5 s: "),
+    Fault(
+        "a slow way",
+        slow_link,
+        "and 1048576 bytes do not come back within 5 s: ",
+    ),
     Fault(
         "wrong interface",
         interface_elsewhere,
@@ -311,7 +315,7 @@ FAULTS = [
     Fault(
         "an address that node 0 does not reach",
         address_nobody_reaches,
-        "of 192.168.77.51 (Network is unreachable): ports other than 29600 are blocked, or no",
+        "of 192.168.77.51 (Network is unreachable): ports other than MASTER_PORT are blocked, or no",
     ),
     Fault(
         "no such interface",

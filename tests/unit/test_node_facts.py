@@ -42,7 +42,7 @@ FIGURES: dict[str, Any] = {
     "flops": [6e14, 7e14],
     "transport": "RoCE",
 }
-GPU = {"name": "H100", "free_bytes": 79e9, "total_bytes": 80e9}
+GPU = {"name": "H100", "memory": (79e9, 80e9)}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_what_is_warned_of(fact: dict[str, Any], figure: dict[str, Any], words: 
     [
         ({}, ""),
         (
-            {"gpus": [GPU | {"free_bytes": 9e9}]},
+            {"gpus": [GPU | {"memory": (9e9, 80e9)}]},
             "GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (",
         ),
         ({"model_bytes": 214e10}, "has 10000.0 GB free, a checkpoint may need up to 12840 GB"),
