@@ -315,7 +315,7 @@ FAULTS = [
     Fault(
         "an address that node 0 does not reach",
         address_nobody_reaches,
-        "of 192.168.77.51 (Network is unreachable): ports other than MASTER_PORT are blocked, or no",
+        "of 192.168.77.51 (Network is unreachable): ports other than MASTER_PORT are blocked",
     ),
     Fault(
         "no such interface",
