@@ -63,8 +63,7 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: Any, name: str, date: datetime.date, stop_texts: Sequence[str]
     ) -> None:
-        self.tokenizer, self.name, self.date = tokenizer, name, date
-        self.eos_text = stop_texts[0]
+        self.tokenizer, self.name, self.date, self.eos_text = tokenizer, name, date, stop_texts[0]
         longest_first = sorted(stop_texts, key=len, reverse=True)
         alternatives = "|".join(re.escape(text) for text in longest_first)
         self.stop = re.compile(alternatives)

@@ -80,9 +80,7 @@ def inspect_data(
 
 def _picture(tokenizer: Any, tokens: list[int], trained: list[bool]) -> str:
     """Return the tokens with a stroke between them; each trained run is coloured or bracketed."""
-    has_colour = (
-        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    )
+    has_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     begin, end = _COLOURED if has_colour else _BRACKETED
     runs = []
     pairs = zip(tokens, trained, strict=True)

@@ -11,18 +11,12 @@ from shardtune.data.records import RecordError
 def fit_to_length(
     trained: npt.ArrayLike, max_length: int, overflow: str
 ) -> list[tuple[slice, npt.NDArray[np.bool_]]]:
-    """Cut a sequence into pieces of at most `max_length` tokens.
+    """Cut a sequence with the flags `trained`, bool [tokens], to at most `max_length` tokens.
 
-    Pieces of `split` overlap by one token, which is only context in the later piece, so each
-    trained token is in exactly one piece. Pieces without a trained token are left out.
-
-    Args:
-        trained: the flags of the sequence, bool [tokens].
-        overflow: `truncate`, `split`, `drop` or `error`.
-
-    Returns:
-        (its slice of the sequence, its trained flags) of each piece. The first token of a piece
-        has no predecessor and is not trained.
+    Returns the slice of each piece and its trained flags. The first token of a piece has no
+    predecessor and is not trained. Pieces of `split` overlap by one token, which is only context in
+    the later piece, so each trained token is in exactly one. Pieces that train nothing are left
+    out.
 
     Raises:
         RecordError: the sequence is too long and `overflow` is `error`.

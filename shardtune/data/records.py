@@ -64,8 +64,7 @@ def _check_messages(name: str, messages: Any) -> None:
 
 def _check_message(where: str, message: dict[str, Any]) -> None:
     role = message.get("role")
-    roles = "system, user, assistant or tool"
-    _require(role and isinstance(role, str), f"{where}.role", role, roles)
+    _require(role and isinstance(role, str), f"{where}.role", role, "user, assistant, ...")
     calls, content = message.get("tool_calls", []), message.get("content", "")
     _require(isinstance(calls, list), f"{where}.tool_calls", calls, "a list of objects")
     for i, call in enumerate(calls):
@@ -88,8 +87,7 @@ def _check_call(where: str, call: Any) -> None:
     _require(isinstance(function, dict), f"{where}.function", function, remedy)
     name, arguments = function.get("name"), function.get("arguments") or {}
     _require(name and isinstance(name, str), f"{where}: the name", name, "a string")
-    are_arguments = isinstance(arguments, (dict, str))
-    _require(are_arguments, f"{where}: the value of arguments", arguments, "an object")
+    _require(isinstance(arguments, (dict, str)), f"{where}: arguments", arguments, "an object")
 
 
 def _parse_tools(tools: Any) -> list[Any]:

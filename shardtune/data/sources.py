@@ -60,7 +60,7 @@ class RecordChunk:
 
 @dataclass(frozen=True)
 class Source:
-    """The files or the hub dataset behind one `data.*` key.
+    """The files behind one `data.*` key; those of a hub dataset are in the hub's cache.
 
     `name`: the key and its value, `data.train=PATH`. `files`: sorted by name. `ignored`: names in
     the directory that do not hold records.
@@ -74,13 +74,13 @@ class Source:
 
     @property
     def n_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self._stored_files())
+        return sum(file.stat().st_size for file in self.files)
 
     def digest(self) -> str:
         """Hash every stored byte in order; a renamed or moved copy has the same digest."""
         n_records = len(self.hub) if self.hub is not None else ""
         total = xxhash.xxh3_128(f"{self.hub_name} {n_records}".encode())
-        for file in self._stored_files():
+        for file in self.files:
             with file.open("rb") as stream:
                 digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
             total.update(f"{file.suffix} {digest} ".encode())
@@ -99,17 +99,13 @@ class Source:
             tables = self.hub.select_columns(read).with_format("arrow").iter(_RECORDS_PER_CHUNK)
             bytes_per_row = self.n_bytes / max(1, len(self.hub))
             yield from _table_chunks(self.hub_name, tables, bytes_per_row, unread)
+            return
         for file in self.files:
             if file.suffix == ".parquet":
                 yield from _parquet_chunks(file)
             else:
                 texts = _lines(file) if file.suffix == ".jsonl" else _json_values(file)
                 yield from _text_chunks(str(file), texts)
-
-    def _stored_files(self) -> list[Path]:
-        if self.hub is not None:
-            return [Path(entry["filename"]) for entry in self.hub.cache_files]
-        return list(self.files)
 
 
 def find_source(key: str, spec: str) -> Source:
@@ -145,7 +141,8 @@ def _hub_source(name: str, spec: str) -> Source:
             f"{name}: neither a file or directory here nor a dataset of the hub that can be opened "
             f"({reason}) - correct the name, connect to the hub, or name a local file or directory"
         ) from error
-    return Source(name, hub_name=spec, hub=dataset)
+    files = tuple(Path(entry["filename"]) for entry in dataset.cache_files)
+    return Source(name, files, hub_name=spec, hub=dataset)
 
 
 def _parse_json(text: bytes) -> Any:

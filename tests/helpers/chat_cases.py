@@ -18,7 +18,7 @@ CASES = yaml.safe_load(
     (Path(__file__).parents[1] / "data" / "chat" / "cases.yaml").read_text(encoding="utf-8")
 )
 TEMPLATES = CASES["templates"]
-CHATML, GLM = TEMPLATES["chatml"], TEMPLATES["glm-4.5"]
+CHATML = TEMPLATES["chatml"]
 
 
 def bytes_tokenizer(
@@ -103,9 +103,3 @@ def show(tokenizer: PreTrainedTokenizerFast, sequence: EncodedSequence) -> str:
 TWO_TURNS = [user("q1"), answer("a1"), user("q2"), answer("a2")]
 Q1, Q2 = "<|im_start|>user\nq1<|im_end|>\n", "<|im_start|>user\nq2<|im_end|>\n"
 A = "<|im_start|>assistant\n"
-
-
-def glm(loss_on: str) -> ChatEncoder:
-    return encoder(
-        GLM, loss_on, "<|endoftext|> <|user|> <|observation|>", "<|assistant|> <|system|> [gMASK]"
-    )

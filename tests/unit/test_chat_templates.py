@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from helpers.chat_cases import answer, bytes_tokenizer, user
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, EncodedSequence
@@ -245,29 +245,10 @@ ROWS = {
 
 # Cases
 
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def answer(text: str, **more: object) -> dict:
-    return {"role": "assistant", "content": text, **more}
-
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather of a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "description": "A city."}},
-                "required": ["city"],
-            },
-        },
-    }
-]
+CITY = {"type": "string", "description": "A city."}
+PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+WEATHER = {"name": "weather", "description": "The weather of a city.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": WEATHER}]
 CALL = {
     "id": "abcdefghi",
     "type": "function",
@@ -281,13 +262,9 @@ CASES = {
     "call": [user("Qone"), answer("", tool_calls=[CALL])],
     "tools": [user("Qone"), answer("", tool_calls=[CALL]), TOOL, answer("Atwo")],
     "reason": [user("Qone"), answer("Aone", reasoning_content="Tone")],
-    "reasons": [
-        user("Qone"),
-        answer("Aone", reasoning_content="Tone"),
-        user("Qtwo"),
-        answer("Atwo", reasoning_content="Ttwo"),
-    ],
 }
+LATER = [user("Qtwo"), answer("Atwo", reasoning_content="Ttwo")]
+CASES["reasons"] = [*CASES["reason"], *LATER]
 
 
 def conversation(case: str, row: Row) -> tuple[list[dict], list | None]:
@@ -320,25 +297,15 @@ def expected_turns(case: str, row: Row, loss_on: str) -> list[str]:
 # Tokens
 
 
-def make_tokenizer(stops: str, *texts: str) -> PreTrainedTokenizerFast:
-    """Bytes as tokens, line breaks merged in pairs, and the markup of `texts` as tokens."""
-    byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*byte_tokens, "ĊĊ"])}
-    backend = Tokenizer(models.BPE(vocab, [("Ċ", "Ċ")]))
-    split = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|[^\r\n]+"), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=stops.split()[0], bos_token="<bos>"
-    )
-    markup = {name for text in texts for name in re.findall(r"<[|｜]?/?[A-Za-z_▁]+[|｜]?>", text)}
-    tokenizer.add_tokens(sorted(markup | set(stops.split())), special_tokens=True)
+def make_tokenizer(stops: str, template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes in which the template's markup is tokens."""
+    markup = sorted(set(re.findall(r"<[|｜]?/?[A-Za-z_▁]+[|｜]?>", template)))
+    tokenizer = bytes_tokenizer(template, stops, " ".join(markup))
+    tokenizer.bos_token = "<bos>"
     return tokenizer
 
 
-def runs(tokenizer: PreTrainedTokenizerFast, sequence: EncodedSequence) -> list[tuple[int, int]]:
+def runs(sequence: EncodedSequence) -> list[tuple[int, int]]:
     """(first, end) of each run of trained tokens."""
     flags = [False, *sequence.trained, False]
     edges = [i for i in range(1, len(flags)) if flags[i] != flags[i - 1]]
@@ -356,12 +323,10 @@ def check_accepted(encoder: ChatEncoder, case: str, row: Row, turns: list[str]) 
     assert {note for note in record.notes if "leaves out" in note} == (
         {f"T leaves out {what}" for what in row.left_out} if case == "tools" else set()
     )
-    found = [(s, first, end) for s in record.sequences for first, end in runs(tokenizer, s)]
+    found = [(s, first, end) for s in record.sequences for first, end in runs(s)]
     assert [tokenizer.decode(s.input_ids[first:end]) for s, first, end in found] == turns
-    positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"][
-        -len(turns) :
-    ]
-    for i, (sequence, first, end) in zip(positions, found, strict=True):
+    positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for i, (sequence, first, end) in zip(positions[-len(turns) :], found, strict=True):
         context = tokenizer.decode(sequence.input_ids[:first])
         ending = (messages[i - 1]["role"] == "tool" and row.after_tool_prompt) or row.prompt
         assert context.endswith(ending)
@@ -384,7 +349,6 @@ def test_stock_template(templates: Path, name: str, loss_on: str) -> None:
     row = ROWS[name]
     template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = make_tokenizer(row.stops, template)
-    tokenizer.chat_template = template
     stops = tokenizer.convert_tokens_to_ids(row.stops.split())
     encoder = ChatEncoder(tokenizer, stops, loss_on, DATE, "T")
     for case in CASES:

@@ -2,14 +2,12 @@
 
 import pytest
 from helpers.chat_cases import (
-    CHATML,
     DATE,
     Q1,
     Q2,
     TWO_TURNS,
     A,
     answer,
-    bytes_tokenizer,
     encoder,
     show,
     user,
@@ -17,12 +15,6 @@ from helpers.chat_cases import (
 )
 
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, Text
-
-
-def completed(prompt: Text, completion: Text, loss_on: str = "assistant") -> str:
-    chat = encoder(CHATML, loss_on)
-    (sequence,) = chat.encode_prompt_completion(prompt, completion).sequences
-    return show(chat.tokenizer, sequence)
 
 
 @pytest.mark.parametrize(
@@ -39,18 +31,17 @@ def completed(prompt: Text, completion: Text, loss_on: str = "assistant") -> str
     ],
 )
 def test_prompt_and_completion(prompt: Text, completion: Text, expected: str) -> None:
-    assert completed(prompt, completion) == expected
+    chat = encoder()
+    (sequence,) = chat.encode_prompt_completion(prompt, completion).sequences
+    assert show(chat.tokenizer, sequence) == expected
 
 
-def test_a_prompt_keeps_the_tokens_of_inference() -> None:
-    tokenizer = bytes_tokenizer()
-    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE)
+def test_a_prompt_keeps_the_tokens_of_inference_and_all_trains_them_too() -> None:
+    chat = encoder(loss_on="all")
     (sequence,) = chat.encode_prompt_completion("q: ", "a").sequences
-    assert tokenizer.convert_ids_to_tokens(sequence.input_ids) == ["q", ":", "Ġ", "a", "<|im_end|>"]
-
-
-def test_all_trains_the_prompt_too() -> None:
-    assert completed("xyz", "a", "all") == "x‹yza<|im_end|>›"
+    tokens = chat.tokenizer.convert_ids_to_tokens(sequence.input_ids)
+    assert tokens == ["q", ":", "Ġ", "a", "<|im_end|>"]
+    assert sequence.trained == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize("kind", ["always", "first"])
@@ -60,12 +51,9 @@ def test_the_bos_of_plain_text(kind: str) -> None:
     (sequence,) = chat.encode_prompt_completion("the capital of France is", " Paris").sequences
     prompt = tokenizer("the capital of France is")["input_ids"]
     assert prompt[0] == tokenizer.bos_token_id
-    assert sequence.input_ids == tokenizer("the capital of France is Paris")["input_ids"] + [
-        tokenizer.eos_token_id
-    ]
-    assert sequence.trained == [False] * len(prompt) + [True] * (
-        len(sequence.input_ids) - len(prompt)
-    )
+    whole = tokenizer("the capital of France is Paris")["input_ids"]
+    assert sequence.input_ids == [*whole, tokenizer.eos_token_id]
+    assert sequence.trained == [i >= len(prompt) for i in range(len(whole) + 1)]
     for text in ("hello world", "<s>hello world"):
         (sequence,) = chat.encode_text(text).sequences
         assert sequence.input_ids.count(tokenizer.bos_token_id) == 1

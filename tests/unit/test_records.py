@@ -71,7 +71,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (calling(5), "messages[0].tool_calls[0].function is 5"),
         (calling({"name": ["x"]}), "messages[0].tool_calls[0]: the name is ['x']"),
         (calling({"arguments": {}}), "tool_calls[0]: the name is None"),
-        (calling({"name": "f", "arguments": [1]}), "tool_calls[0]: the value of arguments is [1]"),
+        (calling({"name": "f", "arguments": [1]}), "tool_calls[0]: arguments is [1]"),
         (message(reasoning_content=["so"]), "messages[0].reasoning_content is ['so']"),
         (message(thinking=2), "messages[0].thinking is 2"),
         (chat("q", tools={"name": "f"}), "tools is {'name': 'f'}"),

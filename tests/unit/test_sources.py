@@ -144,10 +144,9 @@ def test_objects_that_a_dataset_holds_as_json_are_parsed(tmp_path: Path) -> None
 def test_a_hub_dataset_is_read_like_a_file(tmp_path: Path) -> None:
     records = [{"text": f"number {i}", "id": i} for i in range(600)]
     datasets.Dataset.from_list(records).save_to_disk(tmp_path / "saved")
-    source, again = (
-        Source("", hub_name="org/name", hub=datasets.load_from_disk(tmp_path / "saved"))
-        for _ in range(2)
-    )
+    files = tuple((tmp_path / "saved").glob("*.arrow"))
+    hub = datasets.load_from_disk(tmp_path / "saved")
+    source, again = (Source("", files, hub_name="org/name", hub=hub) for _ in range(2))
     chunks = list(source.chunks("train"))
     assert [chunk.first_record for chunk in chunks] == [0, 512]
     assert chunks[1].place(1) == "org/name[513]"
