@@ -28,7 +28,6 @@ from helpers.plain_training import (
 from helpers.ranks import on_ranks, run_script, train
 from transformers import PreTrainedTokenizerFast
 
-from shardtune.checkpoint import export
 from shardtune.training import reshard
 
 RATES = (3e-3,) * 4
@@ -208,17 +207,14 @@ def test_compiled_layers_are_compiled_and_change_no_number(
 
 
 def train_and_count_operations(arguments: list[str]) -> None:
-    is_exported = export.is_exported
+    before_forward = reshard.ReshardPolicy.before_forward
 
-    def counting(*asked: Any) -> bool:
-        print(
-            "Compiled operations:",
-            torch._dynamo.utils.counters["stats"]["calls_captured"],
-            flush=True,
-        )
-        return is_exported(*asked)
+    def counting(*given: Any, **options: Any) -> None:
+        captured = torch._dynamo.utils.counters["stats"]["calls_captured"]
+        print("Compiled operations:", captured, flush=True)
+        before_forward(*given, **options)
 
-    vars(export)["is_exported"] = counting
+    vars(reshard)["ReshardPolicy"].before_forward = counting
     run_script(arguments)
 
 
