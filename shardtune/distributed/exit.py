@@ -28,10 +28,9 @@ _FIRST_RANK_SPEAKS_S = 1.0
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run `main` and end the process with the exit code of its outcome: 0, 2, 75 or 1 (see errors).
+    """Run `main` and end the process with the exit code of its outcome, and its `ERROR:` lines.
 
-    The last line on stderr of a failure is `ERROR: ...`. A problem that all ranks share is printed
-    once a node.
+    A problem that all ranks share is printed once a node.
     """
     for stream in (sys.stdout, sys.stderr):  # a name may have characters that a terminal lacks
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")

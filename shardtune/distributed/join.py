@@ -21,20 +21,17 @@ FIRST_STEP_TIMEOUT_S = 1800  # it also compiles, warms up disks and evaluates
 def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     """Meet the other processes that the launcher started; without a launcher, a world of one.
 
-    The ranks make up `replicate` groups of consecutive ranks. Each group shards a whole copy of the
-    model.
+    Each of `replicate` groups of consecutive ranks shards a whole copy of the model.
 
     Raises:
-        UserError: there are too few GPUs, `replicate` does not divide the ranks, or not everyone
-            came in time.
+        UserError: too few GPUs, `replicate` does not divide the ranks, or not all came in time.
     """
     is_launched = "RANK" in os.environ
-    rank, size, local_rank = (
-        int(os.environ[name]) if is_launched else default
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched else 1
-    node_rank = int(os.environ.get("GROUP_RANK", rank // local_size)) if is_launched else 0
+    rank, size, local_rank, local_size, node_rank = 0, 1, 0, 1, 0
+    if is_launched:
+        rank, size, local_rank = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        node_rank = int(os.environ.get("GROUP_RANK", rank // local_size))
     device, backend = _device_and_backend(config.backend, local_rank)
     if size % replicate:
         raise UserError(

@@ -1,5 +1,4 @@
-"""Signals: before training they end the process; during training all ranks agree to save and
-stop."""
+"""Signals end the process before training; during training all ranks agree to save and stop."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2); Linux only, as are the launch scripts
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the system kill this process when `parent`, which started it, has ended for any
-    reason."""
+    """Have the system kill this process once `parent`, which started it, has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(1)

@@ -1,5 +1,4 @@
-"""Values that processes leave for one another in the launcher's store, where one may come hours
-after another."""
+"""Values that processes leave in the launcher's store; one may come hours after another."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ _VALUE_BYTES = 4 << 20  # the store refuses more than 8 MiB
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float) -> None:
-    """Return when all keys are in the store. It asks again and again: a wait of the store's own
-    hears no signals.
+    """Ask until all keys are in the store: a wait of the store's own hears no signals.
 
     Raises:
         TimeoutError: they are not within `timeout_s` seconds.
@@ -31,8 +29,7 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float) -> None:
 
 
 def set_value(store: dist.Store, key: str, value: Any) -> None:
-    """Make a JSON-able value readable under `key`, in pieces that the store takes; the key itself
-    appears last."""
+    """Leave a JSON-able value in pieces that the store takes; `key` itself appears last."""
     packed = zlib.compress(json.dumps(value).encode(), level=1)
     pieces = [packed[start : start + _VALUE_BYTES] for start in range(0, len(packed), _VALUE_BYTES)]
     for number, piece in enumerate(pieces):

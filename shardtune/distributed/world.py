@@ -105,8 +105,7 @@ class World:
     def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its own result on each: collective.
 
-        A rank on which it fails in another way ends the run at once. A rank that refuses while the
-        others are hours from their end does so after a short wait.
+        A rank that refuses while the others are hours from their end does so after a short wait.
 
         Raises:
             UserError: on every rank, if `work` refused on any: the problems of all ranks, each
@@ -138,18 +137,12 @@ class World:
         return result
 
     def on_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its JSON-able result on every rank: collective.
-
-        Raises as `run_on_all_ranks` does.
-        """
+        """Run `work` on rank 0, as `run_on_all_ranks`; return its JSON-able result on every rank."""
         result = self.run_on_all_ranks(lambda: work() if self.is_main else None)
         return cast(T, self.all_gather_json(result)[0])
 
     def on_local_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` in one process of each node; return its JSON-able result there: collective.
-
-        Raises as `run_on_all_ranks` does.
-        """
+        """Run `work` in one process of each node, as `run_on_all_ranks`; return its result there."""
         result = self.run_on_all_ranks(lambda: work() if self.is_node_main else None)
         reports = self.all_gather_json([self.node_rank, result] if self.is_node_main else None)
         return cast(T, dict(filter(None, reports))[self.node_rank])
