@@ -137,12 +137,12 @@ class World:
         return result
 
     def on_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0, as `run_on_all_ranks`; return its JSON-able result on every rank."""
+        """Run `work` on rank 0, as `run_on_all_ranks`; return its JSON-able result on each."""
         result = self.run_on_all_ranks(lambda: work() if self.is_main else None)
         return cast(T, self.all_gather_json(result)[0])
 
     def on_local_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` in one process of each node, as `run_on_all_ranks`; return its result there."""
+        """Run `work` on the first rank of each node, likewise; return its result on the node."""
         result = self.run_on_all_ranks(lambda: work() if self.is_node_main else None)
         reports = self.all_gather_json([self.node_rank, result] if self.is_node_main else None)
         return cast(T, dict(filter(None, reports))[self.node_rank])
