@@ -15,16 +15,14 @@ _INTRODUCTION = """\
 
 `shardtune config-schema` prints the JSON schema, and with `--markdown` this page.
 
-A run reads a YAML file (`--config FILE`; the default is `config.yaml`, whose comments name the cost
-of each key), then `JOIN_TIMEOUT` of the environment, then `section.key=value` arguments. A value is
+A run reads a YAML file (`--config FILE`; by default `config.yaml`, whose comments name the cost of
+each key), then `JOIN_TIMEOUT` of the environment, then `section.key=value` arguments. A value is
 YAML, and `1e-5` is a number. `config.yaml` in `run.dir` holds every value of a run and its origin.
-
 An editor with a YAML language server checks a file that begins with this line and offers its keys:
 
     # yaml-language-server: $schema=docs/config.schema.json
 
-A resume may change the keys marked "yes" below, and the number of ranks. The run names each change,
-and it refuses any other.
+A resume may change the keys marked "yes", and the number of ranks. It refuses any other change.
 """
 
 
