@@ -117,10 +117,6 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: edit(model / "generation_config.json", eos_token_id="abc"),
         "model.path=model: no tokenizer",
     ),
-    "tokens that the model does not know": (
-        lambda model: edit(model / "config.json", vocab_size=100),
-        "vocabulary of 100",
-    ),
     "tokens that the model does not know": (edited_config(vocab_size=100), "vocabulary of 100"),
     "no causal model": (
         edited_config(model_type="vit"),
