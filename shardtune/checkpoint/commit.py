@@ -26,7 +26,7 @@ import torch.distributed as dist
 import xxhash
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.manifest import ASSETS, find_committed, rank_file, step_of
+from shardtune.checkpoint.manifest import ASSETS, find_committed, step_of
 from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
 from shardtune.errors import first_few, first_line
 from shardtune.log import node_logger
@@ -109,7 +109,8 @@ def write_and_commit(
         newest_first = run_phase("commit", leaders, partial(_commit, attempt), on_all_disks)
     except NotSaved:
         if not may_be_committed:
-            _delete_staging(attempt)
+            with contextlib.suppress(OSError):  # the next start deletes the rest
+                durable_fs.delete(attempt.staging)
         raise
     except (TimeoutError, dist.DistError) as error:
         # Rank 0 may still commit the files: they are kept until the next start.
@@ -147,7 +148,7 @@ def _run_phase(
 
 
 def _outcome_of(attempt: SaveAttempt, work: Callable[[], Any]) -> dict[str, Any]:
-    """Return the result of `work`, or its error: training continues and the others wait for it."""
+    """Return the result of `work`, or its error: the others wait for it."""
     try:
         return {"result": work()}
     except Exception as error:
@@ -207,15 +208,6 @@ def _commit(attempt: SaveAttempt) -> list[str]:
     durable_fs.rename(attempt.staging, attempt.final)
     step = step_of(attempt.final)
     return [path.name for path in find_committed(attempt.final.parent) if step_of(path) <= step]
-
-
-def _delete_staging(attempt: SaveAttempt) -> None:
-    """Delete this attempt's files: the next save may need their space."""
-    staging = attempt.staging
-    with contextlib.suppress(OSError):  # the next start deletes the rest
-        durable_fs.delete(staging if attempt.is_leader else staging / rank_file(attempt.rank))
-        if staging.is_dir() and not any(staging.iterdir()):
-            durable_fs.delete(staging)
 
 
 def _keep_newest(directory: Path, keep: int, newest_first: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
 
 _FILE_BYTES = 5_000_000_000
-_MARK = ".exported"  # names the checkpoint, the dtype and the size of every file
+_MARK = ".exported"  # names the checkpoint and the dtype
 
 
 def model_assets(config: PreTrainedConfig, source: str, tokenizer: Any) -> dict[str, bytes]:
@@ -98,7 +98,7 @@ class Export:
     def __init__(self, checkpoint: Checkpoint, dtype: str, assets: Mapping[str, bytes]) -> None:
         values = json.loads(assets["config.json"])
         to = DTYPES[values["dtype"] if dtype == "source" else dtype]
-        self.mark = f"{checkpoint.name} {checkpoint.digest} {dtype_name(to)}"
+        self._mark = f"{checkpoint.name} {checkpoint.digest} {dtype_name(to)}"
         self._assets = {**assets, "config.json": _config_json(values, to)}
         self._model = _on_meta(self._assets["config.json"])
         self._files = _into_files(_units(self._model, checkpoint, to))
@@ -127,7 +127,7 @@ class Export:
 
     def write_rest(self, out: Path) -> None:
         """Write everything but the weights, once all weights are written."""
-        files = dict(self._assets)
+        files = {**self._assets, _MARK: self._mark.encode()}
         if len(self._files) > 1:
             places = {
                 name: file_name
@@ -140,17 +140,12 @@ class Export:
             files["model.safetensors.index.json"] = index.encode()
         for name, content in files.items():
             durable_fs.write_file(out / name, [memoryview(content)])
-        lines = [self.mark, *(_size_and_name(path) for path in sorted(out.iterdir()))]
-        durable_fs.write_file(out / _MARK, [memoryview("\n".join(lines).encode())])
         durable_fs.sync_directory(out)
 
     def is_in(self, out: Path) -> bool:
-        """Whether `out` is this model already, with all its files."""
-        if not (out / _MARK).is_file():
-            return False
-        mark, *files = (out / _MARK).read_text(encoding="utf-8").splitlines()
-        is_whole = all(line == _size_and_name(out / line.partition(" ")[2]) for line in files)
-        return mark == self.mark and is_whole
+        """Whether `out` is this model already."""
+        mark = out / _MARK
+        return mark.is_file() and mark.read_text(encoding="utf-8") == self._mark
 
 
 def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> None:
@@ -249,10 +244,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 def _unfinished(out: Path) -> Path:
     return out.with_name(f".{out.name}.writing")
-
-
-def _size_and_name(path: Path) -> str:
-    return f"{path.stat().st_size if path.is_file() else 'no'} {path.name}"
 
 
 def _read_assets(checkpoint: Checkpoint) -> dict[str, bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -139,17 +138,6 @@ def read_chunk(
     if path is None:
         places = ", ".join(map(str, checkpoint.directories))
         raise FileNotFoundError(f"{chunk.file} is in none of {places}")
-    tensor = read_bytes(path, chunk).view(checkpoint.dtype(chunk.tensor)).reshape(list(chunk.sizes))
-    return tensor if box is None else tensor[tuple(box)]
-
-
-def read_bytes(path: Path, chunk: StoredChunk) -> torch.Tensor:
-    """Read the bytes of a chunk, uint8 [bytes].
-
-    Raises:
-        OSError: they cannot be read.
-        DamagedCheckpoint: they do not match their digest.
-    """
     content = torch.empty(chunk.end - chunk.begin, dtype=torch.uint8)
     left = whole = tensor_bytes(content)
     # Not memory-mapped: an error of the disk would then kill the process.
@@ -159,4 +147,5 @@ def read_bytes(path: Path, chunk: StoredChunk) -> torch.Tensor:
             left = left[count:]
     if left or xxhash.xxh3_128(whole).hexdigest() != chunk.xxh3_128:
         raise DamagedCheckpoint(f"{path}: tensor {chunk.tensor} is damaged")
-    return content
+    tensor = content.view(checkpoint.dtype(chunk.tensor)).reshape(list(chunk.sizes))
+    return tensor if box is None else tensor[tuple(box)]

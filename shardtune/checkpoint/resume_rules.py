@@ -22,7 +22,8 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
     Each field of `shardtune.config` says whether a resume may change it.
     """
     changes = changed_keys(resumed.state["config"], config)
-    _refuse(resumed, "set it back", [c for c in changes if not resume_may_change(c[0])])
+    forbidden = [change for change in changes if not resume_may_change(change[0])]
+    _require_equal(resumed, "set it back", forbidden)
 
 
 def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
@@ -38,33 +39,30 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
 
 def require_same_data(resumed: Checkpoint, digest: str) -> None:
     """Raises UserError where `digest`, of the tokenized data, is not the checkpoint's."""
-    if resumed.state["data"] != digest:
-        raise UserError(
-            f"the data (digest {digest}) is not that of {resumed.name} ({resumed.state['data']}) - "
-            f"bring the same data, tokenizer and code back, or {_START_ANEW}"
-        )
+    remedy = "bring the same data, tokenizer and code back"
+    _require_equal(resumed, remedy, [("the digest of the data", resumed.state["data"], digest)])
 
 
 def require_same_model(resumed: Checkpoint, assets: Mapping[str, bytes]) -> None:
     """Raises UserError with every setting in which config.json is not the checkpoint's."""
     old, new = resumed.state["model"], model_settings(assets)
-    changes = [
+    values = [
         (f"{key} of the model's config.json", old.get(key), new.get(key))
         for key in sorted({*old, *new})
-        if old.get(key) != new.get(key)
     ]
-    _refuse(resumed, "bring the same model back", changes)
+    _require_equal(resumed, "bring the same model back", values)
 
 
-def _refuse(resumed: Checkpoint, remedy: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
-    if changes:
-        raise UserError(
-            *(
-                f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {resumed.name} - "
-                f"{remedy}, or {_START_ANEW}"
-                for key, old, new in changes
-            )
-        )
+def _require_equal(
+    resumed: Checkpoint, remedy: str, values: Sequence[tuple[str, Any, Any]]
+) -> None:
+    if problems := [
+        f"{key} is {json.dumps(new)} and was {json.dumps(old)} in {resumed.name} - "
+        f"{remedy}, or {_START_ANEW}"
+        for key, old, new in values
+        if old != new
+    ]:
+        raise UserError(*problems)
 
 
 def model_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -24,7 +23,6 @@ from helpers.faults import (
     kills,
     leaves,
     run_with,
-    sleeps,
     stops,
     stops_until,
     then,
@@ -491,42 +489,16 @@ def note_size(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
     return do(path, *arguments)
 
 
-def random_faults(saves: int, seed: int) -> Iterator[Fault]:
-    source = random.Random(seed)
-    effects = [
-        *(fails(error) for error in ERRORS),
-        fails(ValueError("x")),
-        writes_less(100),
-        sleeps(0.05),
-    ]
-    for step in range(2, saves):
-        if source.random() < 0.5:
-            names = ("rank_00000.safetensors", "manifest.json", "COMPLETE", "huggingface*", "")
-            pattern = f"*/.checkpoint_{step:07d}.{'?' * 12}" + source.choice(
-                [f"/{name}" for name in names if name] + [""]
-            )
-            operation = source.choice(("open", "write", "fsync", "close", "mkdir", "rename"))
-            effect = source.choice(effects if operation == "write" else [*effects[:5], effects[-1]])
-            yield Fault(operation, pattern, effect, nth=source.randint(1, 3))
-        if source.random() < 0.1:
-            yield Fault(
-                source.choice(("unlink", "rmdir")),
-                f"*/.checkpoint_{step - 1:07d}.deleting*",
-                fails(errno.EIO),
-            )
-
-
 @pytest.mark.full
-def test_200_saves_with_random_faults_leak_neither_memory_nor_files(folder, undisturbed):
-    saves = 201
-    faults = (
-        Fault("open", "*/rank_*.safetensors", note_size, times=ALWAYS),
-        *random_faults(saves, 7),
+def test_200_saves_leak_neither_memory_nor_files(folder):
+    """Half of them fail."""
+    failing = Fault(
+        "write", "*/.checkpoint_??????[02468].*/rank_00001.*", fails(errno.EIO), 1, 1, ALWAYS
     )
-    done = run(folder, f"train.max_steps={saves}", "checkpoint.keep=2", faults=faults)
+    faults = (Fault("open", "*/rank_*.safetensors", note_size, times=ALWAYS), failing)
+    done = run(folder, "train.max_steps=201", "checkpoint.keep=2", faults=faults)
     assert done.returncode == 0, done.stderr
-    failed = said(done, "Not saved")
-    assert len(failed) > 20 and sorted(failed + said(done, "Saved")) == list(range(1, saves + 1))
+    assert len(said(done, "Not saved")) == 100 and len(said(done, "Saved")) == 101
     for rank in (0, 1):
         lines = (folder / f"sizes{rank}").read_text(encoding="utf-8").splitlines()
         memory, files = zip(*(map(int, line.split()) for line in lines), strict=True)

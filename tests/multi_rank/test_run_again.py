@@ -169,7 +169,9 @@ def test_other_data_is_refused(tmp_path: Path, run_again: RunAgain) -> None:
     write_jsonl(tmp_path / "train.jsonl", chats(36))
     done = run_again("train.max_steps=5")
     assert done.returncode == 2 and digests(tmp_path / "run") == before
-    assert re.search(r"ERROR: the data .* is not that of checkpoint_0000003 ", done.stderr)
+    assert re.search(
+        r"ERROR: the digest of the data is .* and was .* in checkpoint_0000003 - ", done.stderr
+    )
 
 
 def test_another_model_is_refused_with_both_values(tmp_path: Path, run_again: RunAgain) -> None:
@@ -204,38 +206,17 @@ def remove_complete(checkpoint: Path) -> None:
     (checkpoint / "COMPLETE").unlink()
 
 
-def garble_complete(checkpoint: Path) -> None:
-    (checkpoint / "COMPLETE").write_bytes(b"\xff\xfe")
-
-
-def remove_rank_file(checkpoint: Path) -> None:
-    (checkpoint / "rank_00000.safetensors").unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (flip_a_byte, "rank_00000.safetensors"),
-        pytest.param(truncate_manifest, "manifest.json", marks=pytest.mark.full),
-        (remove_complete, "COMPLETE"),
-        pytest.param(garble_complete, "manifest.json", marks=pytest.mark.full),
-        pytest.param(remove_rank_file, "rank_00000.safetensors", marks=pytest.mark.full),
-    ],
-)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    damage: Callable[[Path], None],
-    named: str,
-    tmp_path: Path,
-    run_again: RunAgain,
+    tmp_path: Path, run_again: RunAgain
 ) -> None:
     checkpoints = tmp_path / "run/checkpoints"
     undisturbed = steps_of(tmp_path / "run")
-    damage(checkpoints / "checkpoint_0000003")
+    flip_a_byte(checkpoints / "checkpoint_0000003")
     left = digests(checkpoints / "checkpoint_0000003")
     done = run_again("train.max_steps=3")
     assert done.returncode == 0, done.stderr
     reason = next(line for line in done.stdout.splitlines() if line.startswith("Not accepted: "))
-    assert "checkpoint_0000003" in reason and named in reason
+    assert "checkpoint_0000003/rank_00000.safetensors" in reason
     assert "Resumed from checkpoint_0000002\n" in done.stdout
     assert "checkpoint_0000003.aside1" in done.stdout
     assert digests(checkpoints / "checkpoint_0000003.aside1") == left
@@ -414,21 +395,11 @@ def run_script_without_a_model(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "lost"),
-    [
-        (2, "."),
-        pytest.param(1, "model.safetensors", marks=pytest.mark.full),
-        pytest.param(3, "config.json", marks=pytest.mark.full),
-    ],
-)
-def test_a_finished_run_writes_its_model_again(
-    ranks: int, lost: str, tmp_path: Path, run_again: RunAgain
-) -> None:
+def test_a_finished_run_writes_its_model_again(tmp_path: Path, run_again: RunAgain) -> None:
     run_dir = tmp_path / "run"
     checkpoints, model = digests(run_dir / "checkpoints"), digests(run_dir / "model")
     metrics = (run_dir / "metrics.jsonl").read_bytes()
-    durable_fs.delete(run_dir / "model" / lost)
+    durable_fs.delete(run_dir / "model")
     # The end of a deletion that was interrupted after the last save was committed.
     deleting = checkpoint(run_dir, 0).with_name(".checkpoint_0000000.deleting")
     deleting.mkdir()
@@ -436,7 +407,7 @@ def test_a_finished_run_writes_its_model_again(
 
     def again(dtype: str) -> str:
         arguments = ["--config", "config.yaml", *settings(f"export.dtype={dtype}")]
-        done = on_ranks(ranks, run_script_without_a_model, arguments, cwd=tmp_path)
+        done = on_ranks(2, run_script_without_a_model, arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "\nFinished: checkpoint_0000003 is the last of 3 steps." in done.stdout
         return done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import random
@@ -42,18 +41,6 @@ def resumed_step(folder: Path, resume: str = "auto") -> int:
     return checkpoint.step if checkpoint else 0
 
 
-def tensor_at(file: Path, offset: int) -> str:
-    """The tensor that has this byte of a safetensors file, or nothing."""
-    raw = file.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:start])
-    header.pop("__metadata__")
-    places = {name: entry["data_offsets"] for name, entry in header.items()}
-    return next(
-        (name for name, (begin, end) in places.items() if begin <= offset - start < end), ""
-    )
-
-
 def flips(newest: Path) -> Iterator[tuple[Path, int, int]]:
     """200 bits of a checkpoint, as many of each of its files; and all of its smallest file."""
     source, files = random.Random(0), sorted(path for path in newest.rglob("*") if path.is_file())
@@ -67,23 +54,17 @@ def flips(newest: Path) -> Iterator[tuple[Path, int, int]]:
 
 def test_every_flipped_bit_is_found_and_named(saved, tmp_path, caplog):
     folder = Path(shutil.copytree(saved, tmp_path / "here"))
-    in_tensors = 0
     newest = folder / "run/checkpoints/checkpoint_0000003"
     for file, offset, bit in flips(newest):
         good = file.read_bytes()
-        tensor = tensor_at(file, offset) if file.suffix == ".safetensors" else ""
         file.write_bytes(good[:offset] + bytes([good[offset] ^ 1 << bit]) + good[offset + 1 :])
+        named = str(file).replace("COMPLETE", "manifest.json")
         assert resumed_step(folder) == 2, (file, offset, bit)
-        assert "Not accepted: " in caplog.text
-        assert str(file).replace("COMPLETE", "manifest.json") in caplog.text
-        assert f"first in tensor {tensor} " in caplog.text or not tensor
+        assert f"Not accepted: {named}: " in caplog.text
         caplog.clear()
         (problem,) = verify_checkpoint([newest])
-        assert str(file).replace("COMPLETE", "manifest.json") in problem
-        assert f"first in tensor {tensor} - restore it from a copy" in problem or not tensor
-        in_tensors += bool(tensor)
+        assert problem.startswith(f"{named}: ") and "restore it from a copy" in problem
         file.write_bytes(good)
-    assert in_tensors > 30
     assert resumed_step(folder) == 3
 
 
@@ -118,7 +99,7 @@ def missing_asset(checkpoint: Path) -> str:
 
 def foreign(checkpoint: Path) -> str:
     shutil.copy(checkpoint.with_name("checkpoint_0000002") / "rank_00001.safetensors", checkpoint)
-    return "rank_00001.safetensors: is damaged, first in tensor "
+    return "rank_00001.safetensors: is damaged"
 
 
 def foreign_manifest(checkpoint: Path) -> str:
