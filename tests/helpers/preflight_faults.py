@@ -149,7 +149,7 @@ def port_rejected(master: Machine, worker: Machine) -> None:
 
 def slow_link(master: Machine, worker: Machine) -> None:
     for machine in (master, worker):
-        limit = "root tbf rate 500kbit burst 16kb latency 400ms"
+        limit = "root tbf rate 1mbit burst 16kb latency 400ms"
         command = f"tc qdisc add dev {machine.node.interface} {limit}".split()
         subprocess.run([*machine.node.prefix, *command], check=True, capture_output=True)
 
