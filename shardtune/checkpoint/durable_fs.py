@@ -17,16 +17,10 @@ _BLOCK_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Size and digest (xxh3_128, hexadecimal) of a durable file, and the digest of each part."""
+    """A durable file: its entry in a manifest, and the digest (xxh3_128) of each of its parts."""
 
-    bytes: int
-    xxh3_128: str
+    entry: dict[str, int | str]
     part_digests: list[str]
-
-    @property
-    def entry(self) -> dict[str, int | str]:
-        """Its entry in a manifest."""
-        return {"bytes": self.bytes, "xxh3_128": self.xxh3_128}
 
 
 def make_directory(path: Path) -> None:
@@ -62,7 +56,7 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> WrittenFile:
         os.fsync(handle)
     finally:
         os.close(handle)
-    return WrittenFile(size, whole.hexdigest(), part_digests)
+    return WrittenFile({"bytes": size, "xxh3_128": whole.hexdigest()}, part_digests)
 
 
 def sync_directory(path: Path) -> None:

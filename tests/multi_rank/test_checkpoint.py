@@ -28,7 +28,6 @@ from helpers.small_runs import (
     checkpoint,
     digests,
     names,
-    steps_of,
     write_inputs,
 )
 from safetensors.torch import load_file
@@ -436,24 +435,3 @@ def test_moving_aside_loses_nothing(three_steps: Path) -> None:
     assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"checkpoint_0000004"}
     for link, there in links.items():
         assert (checkpoints / link).readlink() == Path(there)
-
-
-def test_a_checkpoint_of_this_run_may_have_any_name(three_steps: Path) -> None:
-    """Newer checkpoints are moved aside and older ones stay, each time, as with its own name."""
-    run_dir = three_steps / "run"
-    undisturbed = steps_of(run_dir)
-    checkpoint(run_dir, 2).rename(run_dir / "checkpoints/before_the_spike")
-    for number in (1, 2):
-        done = train(1, *CONTINUE, "run.resume=run/checkpoints/before_the_spike", cwd=three_steps)
-        assert done.returncode == 0 and "Resumed from checkpoint_0000002\n" in done.stdout, (
-            done.stderr
-        )
-        assert f"run/checkpoints/checkpoint_000000{number + 2}.aside1\n" in done.stdout
-        assert steps_of(run_dir)[:3] == undisturbed and len(steps_of(run_dir)) == 4
-    assert names(run_dir / "checkpoints") == [
-        "before_the_spike",
-        "checkpoint_0000001",
-        "checkpoint_0000003.aside1",
-        "checkpoint_0000004",
-        "checkpoint_0000004.aside1",
-    ]

@@ -328,16 +328,6 @@ def test_verify_reads_the_copies_of_all_parts(
         assert f"ERROR: {copy}: " in capsys.readouterr().err
 
 
-def test_the_final_model_is_that_of_a_shared_disk(
-    a: Path, b: Path, whole: Path, tmp_path: Path
-) -> None:
-    """So is the export of the parts."""
-    assert train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6").returncode == 0
-    parts = [str(checkpoint(folder / "run", 6)) for folder in (b, a)]
-    assert run(["export", *parts, str(tmp_path / "out")]) == 0
-    assert digests(tmp_path / "out") == digests(a / "run/model")
-
-
 def spoil(of: Checkpoint, rank: int, damage: str) -> None:
     """The file of one rank, by a process that sees it, before any other goes on."""
     file = Path(f"run/checkpoints/{of.name}/rank_{rank:05d}.safetensors")
