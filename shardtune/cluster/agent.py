@@ -123,8 +123,9 @@ class Agent:
         except LaunchEnded as ended:
             return ended.code, ended.lines
         except asyncio.CancelledError:
-            when = "during the preflight - run the same command again"
-            problem = f"ended by {self._signalled} {when}"
+            problem = (
+                f"ended by {self._signalled} during the preflight - run the same command again"
+            )
         except Exception as error:
             traceback.print_exc()
             problem = f"{type(error).__name__}: {first_line(error)} - see the traceback there"
@@ -160,9 +161,8 @@ class Agent:
         else:
             work.cancel()
 
-    # The ranks of all nodes, once for each attempt.
-
     async def _run(self, sizes: list[int], temporary: Path) -> tuple[int, list[str]]:
+        """Start the ranks of this node, once for each attempt; the exit code and the last lines."""
         environment, control = self._environment, self._control
         assert environment.config is not None
         distributed, run_dir = environment.config.distributed, Path(environment.config.run.dir)

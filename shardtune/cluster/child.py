@@ -26,11 +26,10 @@ class Child:
     """
 
     def __init__(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
-        self._name = name
+        self.name = name
         self.pipe, child_end = _FORKS.Pipe()
-        self._process = _FORKS.Process(
-            target=_run, args=(os.getpid(), self.pipe, child_end, name, work, arguments)
-        )
+        forked = (self, os.getpid(), child_end, work, arguments)
+        self._process = _FORKS.Process(target=_run, args=forked)
         self._process.start()
         child_end.close()
 
@@ -41,7 +40,7 @@ class Child:
         except (EOFError, OSError):
             self._process.join(5)
             code = self._process.exitcode
-            problem = f"{self._name} ended without a message (exit code {code}) - see above"
+            problem = f"{self.name} ended without a message (exit code {code}) - see above"
             return {"problems": [problem]}
 
     def end(self) -> None:
@@ -72,23 +71,16 @@ def results(children: list[Child], timeout_s: float, late: Callable[[int], str])
     return [reports.get(number, {"problems": []}) for number in range(len(children))]
 
 
-def _run(
-    parent: int,
-    parent_end: Connection,
-    pipe: Connection,
-    name: str,
-    work: Callable[..., None],
-    arguments: Any,
-) -> None:
+def _run(child: Child, parent: int, pipe: Pipe, work: Callable[..., None], arguments: Any) -> None:
     die_with_parent(parent)
     # A Ctrl-C reaches this process too; the parent says what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-    parent_end.close()
+    child.pipe.close()
     try:
         work(pipe, *arguments)
     except Exception as error:
         traceback.print_exc()
-        what = f"{name}: {type(error).__name__}: {first_line(error)}"
+        what = f"{child.name}: {type(error).__name__}: {first_line(error)}"
         pipe.send({"problems": [f"{what} - see the traceback there"]})

@@ -151,15 +151,13 @@ class Control:
             LaunchEnded: another node ends the launch, or is lost.
         """
         received = await self.next(_POLL_S)
-        if received is None:
-            return None
-        node, message = received
+        message = received[1] if received else {}
         if "problems" in message:
             raise LaunchEnded(message["code"], message["problems"])
         if "lost" in message:
             line = f"{message['name']} went away ({message['lost']}, {what})"
             raise LaunchEnded(2, [f"{line} - see its log, and start every node again"])
-        return node, message
+        return received
 
     async def _listen(self, peer: Peer) -> None:
         try:
@@ -175,8 +173,7 @@ class Control:
         if peer in self.peers:
             self.peers.remove(peer)
             peer.close()
-            lost = {"lost": why, "name": peer.hello.name}
-            self._queue.put_nowait((peer.hello.node or 0, lost))
+            self._queue.put_nowait((peer.hello.node or 0, {"lost": why, "name": peer.hello.name}))
 
     async def _beat(self) -> None:
         """Ticks are counted, not time: a process that was stopped itself accuses nobody."""

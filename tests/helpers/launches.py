@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -98,40 +98,35 @@ class Nodes:
         self.scripts = []
         self._seen: set[int] = set()
         for node, (log, prefix) in enumerate(zip(self.logs, prefixes, strict=True)):
+            script = str(REPOSITORY / f"launch_node{node}.sh")
             with log.open("w") as file:
-                self.scripts.append(
-                    subprocess.Popen(
-                        [
-                            *prefix,
-                            str(REPOSITORY / f"launch_node{node}.sh"),
-                            *ARGUMENTS,
-                            *arguments,
-                        ],
-                        cwd=folder,
-                        env=environment(MASTER_PORT=port, **{"GPUS_PER_NODE": "2"} | settings),
-                        stdout=file,
-                        stderr=file,
-                    )
+                process = subprocess.Popen(
+                    [*prefix, script, *ARGUMENTS, *arguments],
+                    cwd=folder,
+                    env=environment(MASTER_PORT=port, **{"GPUS_PER_NODE": "2"} | settings),
+                    stdout=file,
+                    stderr=file,
                 )
+            self.scripts.append(process)
 
     def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 120
-        while not (self._folder / "run/metrics.jsonl").is_file() or not any(
-            entry["step"] >= step for entry in read_metrics(self._folder / "run", "step")
-        ):
-            assert time.monotonic() < deadline and all(
-                script.poll() is None for script in self.scripts
-            ), self.texts()
-            time.sleep(0.1)
-        self.remember()
+        metrics = self._folder / "run/metrics.jsonl"
+        self._wait(
+            lambda: (
+                metrics.is_file()
+                and any(entry["step"] >= step for entry in read_metrics(metrics.parent, "step"))
+            )
+        )
 
     def wait_for_words(self, words: str) -> None:
         """Until node 0 has said them."""
+        self._wait(lambda: words in self.texts()[0])
+
+    def _wait(self, is_time: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
-        while words not in self.texts()[0]:
-            assert time.monotonic() < deadline and all(
-                script.poll() is None for script in self.scripts
-            ), self.texts()
+        while not is_time():
+            assert time.monotonic() < deadline, self.texts()
+            assert all(script.poll() is None for script in self.scripts), self.texts()
             time.sleep(0.1)
         self.remember()
 
