@@ -77,12 +77,19 @@ class Source:
         return sum(file.stat().st_size for file in self.files)
 
     def digest(self) -> str:
-        """Hash every stored byte in order; a renamed or moved copy has the same digest."""
+        """Hash every stored byte in order; a renamed or moved copy has the same digest.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
         n_records = len(self.hub) if self.hub is not None else ""
         total = xxhash.xxh3_128(f"{self.hub_name} {n_records}".encode())
         for file in self.files:
-            with file.open("rb") as stream:
-                digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+            try:
+                with file.open("rb") as stream:
+                    digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+            except OSError as error:
+                raise UserError(f"{self.name}: {error} - make the file readable") from error
             total.update(f"{file.suffix} {digest} ".encode())
         return total.hexdigest()
 

@@ -29,9 +29,9 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     is_launched = "RANK" in os.environ
     rank, size, local_rank, local_size, node_rank = 0, 1, 0, 1, 0
     if is_launched:
-        rank, size, local_rank = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        node_rank = int(os.environ.get("GROUP_RANK", rank // local_size))
+        rank, size, local_rank = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        local_size = _variable("LOCAL_WORLD_SIZE", size)
+        node_rank = _variable("GROUP_RANK", rank // local_size)
     device, backend = _device_and_backend(config.backend, local_rank)
     if size % replicate:
         raise UserError(
@@ -53,7 +53,7 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"rank {rank} of {size} did not meet the others at {address} within "
@@ -67,6 +67,17 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s), mesh)
     store = dist.PrefixStore("shardtune", store)
     return World(rank, size, local_rank, local_size, node_rank, device, mesh, store, progress)
+
+
+def _variable(name: str, default: int | None = None) -> int:
+    value = os.environ.get(name, "" if default is None else str(default))
+    try:
+        return int(value)
+    except ValueError as error:
+        raise UserError(
+            f"RANK is set, as by a launcher, and {name} is {value!r}, no number - "
+            "start with torchrun or a launch script, or unset RANK"
+        ) from error
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:

@@ -178,3 +178,10 @@ def test_a_hub_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"data.train=org/name:config:split: neither a file or dir"):
         find_source("data.train", "org/name:config:split")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    source = find_source("data.train", str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])))
+    source.files[0].unlink()
+    with pytest.raises(UserError, match=r"a\.jsonl.* - make the file readable"):
+        source.digest()
