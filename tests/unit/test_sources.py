@@ -181,7 +181,7 @@ def test_a_hub_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    source = find_source("data.train", str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])))
+    source = find_source("data.train", str(write(tmp_path / "a.jsonl", [{"text": "a"}])))
     source.files[0].unlink()
     with pytest.raises(UserError, match=r"a\.jsonl.* - make the file readable"):
         source.digest()
