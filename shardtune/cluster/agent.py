@@ -123,9 +123,8 @@ class Agent:
         except LaunchEnded as ended:
             return ended.code, ended.lines
         except asyncio.CancelledError:
-            problem = (
-                f"ended by {self._signalled} during the preflight - run the same command again"
-            )
+            how = f"ended by {self._signalled} during the preflight"
+            problem = f"{how} - run the same command again"
         except Exception as error:
             traceback.print_exc()
             problem = f"{type(error).__name__}: {first_line(error)} - see the traceback there"

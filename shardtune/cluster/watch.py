@@ -104,8 +104,7 @@ class IdleClock:
 def stuck_ranks(statuses: Sequence[RankStatus], limits: Limits) -> tuple[list[int], str] | None:
     """The ranks that hold up the run and the line that says so, or None.
 
-    A rank that has come no further for too long waits for those with the fewest arrivals, or is one
-    of them.
+    Those with the fewest arrivals do, when another one has waited for them for too long.
     """
     if stopped := [status for status in statuses if status.stopped_s >= _STOPPED_S]:
         what = f"no sign of life for {stopped[0].stopped_s:.0f} s, last seen in"
@@ -113,12 +112,13 @@ def stuck_ranks(statuses: Sequence[RankStatus], limits: Limits) -> tuple[list[in
         return _blame(stopped, what, remedy)
     fewest = min(status.arrivals for status in statuses)
     behind = [status for status in statuses if status.arrivals == fewest]
-    for status in statuses:
+    ahead = [status for status in statuses if status.arrivals > fewest]
+    for status in ahead or statuses:
         key, limit_s = limits.of(status)
         if status.idle_s <= limit_s:
             continue
         remedy = f"raise distributed.{key} if that may take so long; {AGAIN}"
-        if len(behind) < len(statuses):
+        if ahead:
             stuck = [s for s in behind if status.is_in_step or s.idle_s > limit_s]
             if stuck:
                 frame = f" (at {stuck[0].frame})" if stuck[0].frame else ""

@@ -30,6 +30,8 @@ def ranks(*facts: tuple[Phase, int, float], limits_steps: bool = True) -> list[R
         # Outside of steps a rank that works may take its time.
         (ranks((Phase.LOADING, 9, 700), (Phase.LOADING, 8, 3)), None, ""),
         (ranks((Phase.LOADING, 9, 700), (Phase.LOADING, 8, 700)), [1], "in step 7 (loading"),
+        # One that has just been let go is not behind because it waited for long.
+        (ranks((Phase.LOADING, 9, 0), (Phase.LOADING, 8, 700)), None, ""),
         (ranks((STEP, 9, 601), (STEP, 9, 601)), [0], "nothing moved for 600 s, with no rank"),
         (ranks((Phase.SAVING, 9, 3700), (Phase.SAVING, 8, 3700)), None, ""),
         (ranks((Phase.SAVING, 9, 3800), (Phase.SAVING, 8, 3800)), [1], "distributed.save_timeout"),
