@@ -8,6 +8,7 @@ built so far. config_io.py reads a configuration. This module does not import to
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -41,13 +42,21 @@ Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Betas = Annotated[tuple[FractionBelowOne, FractionBelowOne], Field(strict=False)]
 Steps = Annotated[tuple[Count, Count], Field(strict=False)]
 Names = Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
+LossOn = Literal["assistant", "last", "all"]
+# The names stand in lines of the log: `Step.*Loss` must find the lines of steps alone.
+EvalName = Annotated[str, Field(pattern=r"^(?!.*Step)[\w.-]+$")]
 
 
 class Section(BaseModel):
     """A section of the file. Types are strict, but an integer may stand for a float."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        regex_engine="python-re",  # the other one does not look ahead
     )
 
 
@@ -85,14 +94,37 @@ class ModelConfig(Section):
     """Compile each transformer block."""
 
 
+class TrainSource(Section):
+    """One of several sources of training data."""
+
+    path: PathText
+    """A file, a directory or a hub dataset."""
+    weight: NotNegative = 1.0
+    """Passes over this source in an epoch: of 0.1, ten epochs use each record once."""
+    name: Text | None = None
+    """Its name in the log. `null`: the path without folders and suffix."""
+    loss_on: LossOn | None = None
+    """As `data.loss_on`, for this source. `null`: what `data.loss_on` says."""
+    max_records: Count | None = None
+    """Use no more than its first records."""
+
+    @property
+    def label(self) -> str:
+        return self.name or Path(self.path).stem
+
+
+TrainSources = Annotated[tuple[TrainSource, ...], Field(strict=False, min_length=1)]
+EvalSets = Annotated[dict[EvalName, PathText], Field(min_length=1)]
+
+
 class DataConfig(Section):
     """The records and how they become rows of tokens."""
 
-    train: PathText = Field(examples=["data/train.jsonl"])
+    train: PathText | TrainSources = Field(examples=["data/train.jsonl"])
     """A `.jsonl`, `.json` or `.parquet` file, a directory of them, or a hub dataset
-    `org/name[:config][:split]`."""
-    eval: PathText | None = None
-    """Evaluation data, named as `data.train`."""
+    `org/name[:config][:split]`; or a list of sources, each with a path and a weight."""
+    eval: PathText | EvalSets | None = None
+    """Evaluation data, as one path, or several sets by name with a perplexity for each."""
     columns: dict[Text, Text] | None = _partly_built(None)
     """Maps our field names to the data's."""
     template_options: dict[str, Any] = _partly_built({})
@@ -106,10 +138,30 @@ class DataConfig(Section):
     )
     """A record longer than a row: keep the turns that fit, cut its end, train it in pieces, leave
     it out, or refuse the data."""
-    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    loss_on: LossOn = "assistant"
     """Trained tokens: those of every assistant turn, of the last one, or all."""
     packing: bool = True
     """Put several records into a row. They never attend to one another."""
+
+    @property
+    def train_sources(self) -> dict[str, TrainSource]:
+        """The sources of the training data by their keys, `data.train` or `data.train.NAME`."""
+        if isinstance(self.train, str):
+            return {"data.train": TrainSource(path=self.train)}
+        return {f"data.train.{source.label}": source for source in self.train}
+
+    @property
+    def eval_paths(self) -> dict[str, str]:
+        """The paths of the evaluation sets by their keys, `data.eval` or `data.eval.NAME`."""
+        if isinstance(self.eval, dict):
+            return {f"data.eval.{name}": path for name, path in self.eval.items()}
+        return {} if self.eval is None else {"data.eval": self.eval}
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The path or hub name of every source by its key."""
+        train = {key: source.path for key, source in self.train_sources.items()}
+        return train | self.eval_paths
 
 
 class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):

@@ -9,17 +9,18 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from shardtune.config import KEYS, SECTIONS, Config, built_values
+from shardtune.config import KEYS, SECTIONS, Config, TrainSource, built_values
 from shardtune.errors import UserError
 
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
@@ -118,7 +119,9 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
     problems = [_unknown(name, origins[name]) for name in values if name not in KEYS]
     for key in KEYS:
         said = f"{key} = {_to_yaml(values.get(key))} ({origins[key]})"
-        if key in refused and key not in values:
+        if key == "data.train" and isinstance(values.get(key), list) and values[key]:
+            problems += _source_problems(values[key], origins[key])
+        elif key in refused and key not in values:
             problems.append(f"{key} is required - set it in the file, or write {key}=...")
         elif key in refused:
             problems.append(f"{said} is not allowed - use {allowed_values(key)}")
@@ -185,7 +188,7 @@ def changed_keys(
 def allowed_values(key: str) -> str:
     """Describe in words the values that `section.key` accepts."""
     section, _, name = key.partition(".")
-    return _in_words(SECTIONS[section].model_json_schema()["properties"][name])
+    return _field_in_words(SECTIONS[section], name)
 
 
 def bare(value: Any) -> str:
@@ -193,8 +196,48 @@ def bare(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _source_problems(sources: list[Any], origin: str) -> Iterator[str]:
+    """Yield every problem of the list `data.train`."""
+    fields = ", ".join(TrainSource.model_fields)
+    for i, source in enumerate(sources):
+        where, refused = f"data.train[{i}]", list[str]()
+        try:
+            TrainSource.model_validate(source)
+        except ValidationError as error:
+            refused = [".".join(map(str, each["loc"][:1])) for each in error.errors()]
+        for name in dict.fromkeys(refused):
+            if not name:
+                said, use = f"{where} = {_to_yaml(source)}", f"a mapping with {fields}"
+            elif name not in TrainSource.model_fields:
+                said, use = f"{where}.{name} = {_to_yaml(source[name])}", fields
+            elif name not in source:
+                said, use = f"{where} without {name}", f"{name}: ..."
+            else:
+                said = f"{where}.{name} = {_to_yaml(source[name])}"
+                use = _field_in_words(TrainSource, name)
+            yield f"{said} ({origin}) is not allowed - use {use}"
+    mappings = [source for source in sources if isinstance(source, dict)]
+    names = Counter(
+        str(source.get("name") or Path(source["path"]).stem)
+        for source in mappings
+        if isinstance(source.get("path"), str)
+    )
+    for name in [name for name, count in names.items() if count > 1]:
+        yield f"data.train ({origin}) has several sources named {name} - give each its own name"
+    if mappings and all(source.get("weight", 1) == 0 for source in mappings):
+        yield f"data.train ({origin}) has no weight above 0 - give a source one"
+
+
+def _field_in_words(model: type[BaseModel], name: str) -> str:
+    return _in_words(model.model_json_schema()["properties"][name])
+
+
 def _in_words(schema: Mapping[str, Any]) -> str:
     kind = schema.get("type", "")
+    if "$ref" in schema:
+        return f"a mapping with {', '.join(TrainSource.model_fields)}"
+    if "patternProperties" in schema:
+        return "a mapping of names (letters, digits, _ . and -, not Step) to such texts"
     if "anyOf" in schema:
         return " or ".join(map(_in_words, schema["anyOf"]))
     if "enum" in schema:

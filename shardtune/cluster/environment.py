@@ -140,16 +140,11 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
 
 def _path_problems(config: Config) -> list[str]:
     """Name the paths that do not exist and cannot be names of the hub."""
-    specs = {
-        "data.train": config.data.train,
-        "data.eval": config.data.eval,
-        "model.path": config.model.path,
-    }
+    specs = config.data.paths | {"model.path": config.model.path}
     problems = [
         f"{key}={spec}: no such file or directory that this user can read - correct the path"
         for key, spec in specs.items()
-        if spec
-        and not os.access(spec, os.R_OK)
+        if not os.access(spec, os.R_OK)
         # A name of the hub has at most one slash.
         and (spec[0] in "./" or spec.count("/") > 1 or Path(spec).suffix in DATA_SUFFIXES)
     ]

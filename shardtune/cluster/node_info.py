@@ -67,18 +67,18 @@ def node_facts(environment: Environment) -> Message:
 
 
 def _file_facts(config: Config) -> Message:
-    specs = {"data.train": config.data.train, "data.eval": config.data.eval}
+    specs = config.data.paths
     data = {
         f"{key}: {file.name}": file
         for key, spec in specs.items()
-        for file in _files_in(Path(spec or ""))
+        for file in _files_in(Path(spec))
         if file.suffix in DATA_SUFFIXES
     }
     model = {file.name: file for file in _files_in(Path(config.model.path))}
     remarks = [
         f"{key}={spec} is a name of the hub, and not compared before the run"
         for key, spec in (specs | {"model.path": config.model.path}).items()
-        if spec and not Path(spec).exists()
+        if not Path(spec).exists()
     ]
     return {
         "data": _digests("the data", data, remarks),

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -23,7 +23,7 @@ def cache_root() -> Path:
     return Path(os.environ.get("SHARDTUNE_CACHE") or "~/.cache/shardtune").expanduser() / "data"
 
 
-def cache_key(sources: Mapping[str, Source], data: DataConfig, encoder: ChatEncoder) -> str:
+def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: ChatEncoder) -> str:
     """Return a digest of everything that an entry depends on, 32 hexadecimal digits.
 
     Raises:
@@ -34,7 +34,7 @@ def cache_key(sources: Mapping[str, Source], data: DataConfig, encoder: ChatEnco
     backend.update(truncation=None, padding=None)  # calls set these two; ours use neither
     code = sorted(Path(__file__).parent.glob("*.py"))
     parts = [
-        {name: source.digest() for name, source in sources.items()},
+        {name: [source.digest() for source in sources] for name, sources in sets.items()},
         [data.loss_on, data.max_length, data.overflow, 0.0 if data.eval else data.eval_fraction],
         [backend, tokenizer.special_tokens_map, tokenizer.chat_template, encoder.stop_token_ids],
         str(encoder.template.date) if encoder.template.uses_date else "",

@@ -14,6 +14,7 @@ rendering is the same without them. A turn that cannot be verified is refused wi
 
 from __future__ import annotations
 
+import copy
 import datetime
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
@@ -123,6 +124,12 @@ class ChatEncoder:
         self._bos_ids: list[int] = next(
             (full[:k] for k in range(len(full)) if full[k : k + len(plain)] == plain), []
         )
+
+    def with_loss_on(self, loss_on: str) -> ChatEncoder:
+        """Return an encoder with another `loss_on`."""
+        encoder = copy.copy(self)
+        encoder.loss_on = loss_on
+        return encoder
 
     def encode_messages(
         self, messages: list[Message], tools: Tools = None, first: int = 0

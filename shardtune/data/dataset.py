@@ -7,7 +7,7 @@ import datetime
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from shardtune.config import DataConfig
 from shardtune.data.cache import cache_key, cache_root, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.hub import hub_problem
-from shardtune.data.sources import Source, find_source
+from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.log import logger
@@ -35,6 +35,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "lengths": np.int32,
     "trained_counts": np.int32,
     "record": np.int64,
+    "source": np.uint16,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
 _TOTALS = ("records", "sequences", "tokens", "trained tokens")
@@ -46,7 +47,8 @@ class TokenDataset:
     """The sequences of one set, memory-mapped.
 
     `lengths`, `trained_counts`: int32 [sequences], tokens and trained tokens of each. `record`:
-    int64 [sequences], the index of its record in the source, which does not decrease.
+    int64 [sequences], the index of its record in the set, which does not decrease. `source`: uint16
+    [sequences], the index of its source, which does not either.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -55,11 +57,17 @@ class TokenDataset:
             for column, dtype in _COLUMNS.items()
         }
         self._tokens, self._trained = columns["tokens"], columns["trained"]
-        self._starts, self.record = columns["starts"], columns["record"]
+        self._starts = columns["starts"]
+        self.record, self.source = columns["record"], columns["source"]
         self.lengths, self.trained_counts = columns["lengths"], columns["trained_counts"]
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def begins_record(self) -> np.ndarray:
+        """Whether each sequence is the first of its record, bool [sequences]."""
+        return np.diff(self.record, prepend=-1) != 0
 
     def largest_token(self) -> int:
         """Return the largest id of any token."""
@@ -78,7 +86,7 @@ class TokenDataset:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The sets of a run by name, `train` and perhaps `eval`.
+    """The sets of a run by name: `train`, and perhaps `eval` or several `eval.NAME`.
 
     `n_records`: in each set, those included that are dropped. `lines`: sentences for the user.
     `key`: a digest of the tokens and trained flags, and nothing else.
@@ -94,8 +102,13 @@ class PreparedData:
         return self.sets["train"]
 
     @property
-    def eval(self) -> TokenDataset | None:
-        return self.sets.get("eval")
+    def eval(self) -> dict[str, TokenDataset]:
+        """The evaluation sets by name; the name of a single one is ""."""
+        return {
+            name.partition(".")[2]: dataset
+            for name, dataset in self.sets.items()
+            if name != "train"
+        }
 
     @property
     def longest(self) -> int:
@@ -138,15 +151,19 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
         ) from error
 
 
-def find_sources(data: DataConfig) -> dict[str, Source]:
-    """Return the source of each set that `data` names.
+def find_sources(data: DataConfig) -> dict[str, list[Source]]:
+    """Return the sources of each set that `data` names.
 
     Raises:
         UserError: with a problem for each source that is not there.
     """
-    specs = {"train": data.train} | ({"eval": data.eval} if data.eval is not None else {})
-    sources = all_of(*(partial(find_source, f"data.{name}", spec) for name, spec in specs.items()))
-    return dict(zip(specs, sources, strict=True))
+    found = all_of(*(partial(find_source, key, spec) for key, spec in data.paths.items()))
+    train = [
+        replace(source, loss_on=options.loss_on, max_records=options.max_records)
+        for source, options in zip(found, data.train_sources.values(), strict=False)
+    ]
+    evaluated = {source.key.removeprefix("data."): [source] for source in found[len(train) :]}
+    return {"train": train} | evaluated
 
 
 def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
@@ -160,18 +177,18 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
             cannot be written.
     """
     started = time.monotonic()
-    sources = find_sources(data)
-    for source in sources.values():
+    sets = find_sources(data)
+    for source in chain.from_iterable(sets.values()):
         if source.ignored:
             names = first_few(source.ignored, 10)
             logger.info(f"{source.name}: ignored (not .json, .jsonl, .parquet): {names}")
-    entry = cache_root() / cache_key(sources, data, encoder)
+    entry = cache_root() / cache_key(sets, data, encoder)
     if entry.exists():
         logger.info(f"Data: cached in {entry}")
         return entry
     try:
         with new_entry(entry) as folder:
-            _build(folder, sources, ChunkTokenizer(encoder, data))
+            _build(folder, sets, ChunkTokenizer(encoder, data))
     except OSError as error:
         raise UserError(
             f"{entry.parent}: the data cache cannot be written ({error.strerror}) - make room and "
@@ -190,12 +207,14 @@ def open_prepared(entry: Path) -> PreparedData:
 class _SetWriter:
     """Appends the sequences of one set to its files and sums their counts."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, n_sources: int) -> None:
         self._files = {column: folder / f"{name}.{column}" for column in _COLUMNS}
         self._digests = {column: xxhash.xxh3_128() for column in _DIGESTED}
+        if n_sources > 1:
+            self._digests["source"] = xxhash.xxh3_128()
         self.name, self.counts = f"data.{name}", Counter[str]()
 
-    def add(self, chunk: SetChunk) -> None:
+    def add(self, chunk: SetChunk, source: int) -> None:
         begin = self.counts["tokens"]
         self.counts.update(chunk.counts)
         if not chunk.sequences:
@@ -209,12 +228,13 @@ class _SetWriter:
             "lengths": lengths,
             "trained_counts": [flags.sum() for flags in trained],
             "record": record,
+            "source": np.full(len(lengths), source),
         }
         for column, dtype in _COLUMNS.items():
             values = np.asarray(columns[column], dtype).tobytes()
             with self._files[column].open("ab") as file:
                 file.write(values)
-            if column in _DIGESTED:
+            if column in self._digests:
                 self._digests[column].update(values)
 
     def digest(self) -> str:
@@ -222,52 +242,72 @@ class _SetWriter:
 
     def lines(self) -> list[str]:
         """Return a line of totals, and one for each other kind of thing that happened."""
-        others = self.counts.copy()
-        records, sequences, tokens, trained = map(others.pop, _TOTALS)
+        records, sequences, tokens, trained = map(self.counts.get, _TOTALS)
         return [
             f"{self.name}: {records} records in {sequences} sequences, {tokens} tokens, {trained} "
             "of them trained",
-            *(f"{self.name}: {what}: {count}" for what, count in others.items() if count),
+            *(f"{self.name}: {what}" for what in _other_counts(self.counts)),
         ]
 
 
-def _build(folder: Path, sources: dict[str, Source], tokenizer: ChunkTokenizer) -> None:
+def _nothing_to_train(key: str, counts: Counter[str]) -> str:
+    causes = "; ".join(_other_counts(counts))
+    return (
+        f"{key}: no token to train in {counts['records']} records{causes and f' ({causes})'} - "
+        "write records with assistant turns, or raise data.max_length"
+    )
+
+
+def _other_counts(counts: Counter[str]) -> list[str]:
+    """Return each thing that happened, other than the totals, with its number."""
+    return [f"{what}: {count}" for what, count in counts.items() if count and what not in _TOTALS]
+
+
+def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenizer) -> None:
     """Write the columns of every set, and `meta.json` for `open_prepared`, into `folder`.
 
     Raises:
         UserError: broken records, no record, nothing to train.
     """
     data = tokenizer.data
-    names = [*sources, "eval"] if data.eval_fraction else list(sources)
-    writers = {name: _SetWriter(folder, name) for name in names}
-    n_bytes, n_done, logged_at = sum(s.n_bytes for s in sources.values()), 0, time.monotonic()
-    n_records: Counter[str] = Counter()
-    n_broken: Counter[str] = Counter()
+    holds_out = data.eval is None and data.eval_fraction > 0
+    names = [*sets, "eval"] if holds_out else list(sets)
+    writers = {name: _SetWriter(folder, name, len(sets.get(name, ()))) for name in names}
+    sources = {
+        (name, i): source for name, of_set in sets.items() for i, source in enumerate(of_set)
+    }
+    n_bytes, n_done = sum(source.n_bytes for source in sources.values()), 0
+    logged_at = time.monotonic()
+    n_records, n_broken = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    counts = {key: Counter[str]() for key in sources}
     problems: list[str] = []
-    records = chain.from_iterable(source.chunks(name) for name, source in sources.items())
-    with contextlib.closing(tokenize_chunks(tokenizer, records)) as chunks:
+    with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
         for chunk in chunks:
             for name, sequences in chunk.sets.items():
-                writers[name].add(sequences)
-            n_records[chunk.set_name] += chunk.n_records
-            n_broken[chunk.set_name] += len(chunk.problems)
+                writers[name].add(sequences, chunk.source)
+            key = chunk.set_name, chunk.source
+            counts[key].update(chunk.sets[chunk.set_name].counts)
+            n_records[key] += chunk.n_records
+            n_broken[key] += len(chunk.problems)
             problems += chunk.problems[: _NAMED_PROBLEMS - len(problems)]
             n_done += chunk.n_bytes
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at, percent = time.monotonic(), 100 * n_done // max(1, n_bytes)
                 logger.info(f"Data: {n_records.total()} records tokenized, {percent}% of the data")
-    for name, source in sources.items():
-        if n_broken[name]:
-            share = f"{n_broken[name]} of {n_records[name]} records"
-            problems.append(f"data.{name}: {share} broken - repair or remove them")
-        elif not n_records[name]:
+    for key, source in sources.items():
+        if n_broken[key]:
+            share = f"{n_broken[key]} of {n_records[key]} records"
+            problems.append(f"{source.key}: {share} broken - repair or remove them")
+        elif not n_records[key]:
             problems.append(f"{source.name}: no record in it - name data that has some")
-    if problems := problems or [
-        f"{writer.name}: no token to train in {writer.counts['records']} records - write records "
-        "with assistant turns, or raise data.max_length or data.eval_fraction"
-        for writer in writers.values()
-        if not writer.counts["sequences"]
-    ]:
+        elif not counts[key]["sequences"]:
+            lower = " or lower data.eval_fraction" * (holds_out and not counts[key]["records"])
+            problems.append(_nothing_to_train(source.key, counts[key]) + lower)
+    if holds_out and not problems and not writers["eval"].counts["sequences"]:
+        problems = [
+            _nothing_to_train("data.eval", writers["eval"].counts) + " or data.eval_fraction"
+        ]
+    if problems:
         raise UserError(*problems)
     digests = " ".join(writer.digest() for writer in writers.values())
     meta = {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
 from shardtune.data.dataset import TokenDataset
+from shardtune.data.order import sequences_of_epoch
 from shardtune.data.packing import Rows, best_fit, plan_rows
 
 
@@ -105,7 +108,8 @@ class Schedule:
     """The steps after `start`, to the end of `epochs` epochs or to step `max_steps`.
 
     Each has `rows_per_step` rows but the last of an epoch. Steps before `start` count as they were
-    taken, even with other `rows_per_step`.
+    taken, even with other `rows_per_step`. `weights`: of each source, its passes per epoch; an
+    epoch in which no source gives a record is skipped.
     """
 
     dataset: TokenDataset
@@ -116,24 +120,50 @@ class Schedule:
     epochs: int
     max_steps: int | None
     start: Position
+    weights: tuple[Fraction, ...] = (Fraction(1),)
+
+    @cached_property
+    def first_epoch(self) -> np.ndarray:
+        """The sequences of the first epoch that has any, int64, in the order of the dataset."""
+        epochs = (self._sequences(epoch) for epoch in range(self.epochs))
+        return next((sequences for sequences in epochs if len(sequences)), np.empty(0, np.int64))
 
     @cached_property
     def rows_per_epoch(self) -> int:
-        """Rows of an epoch, which are as many with any seed."""
-        lengths = self.dataset.lengths
-        return best_fit(lengths, self.max_length)[1] if self.packing else len(lengths)
+        """Rows of the first epoch that has any."""
+        return self._count_rows(self.first_epoch)
 
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.rows_per_epoch // self.rows_per_step)
 
-    @property
+    @cached_property
     def total_steps(self) -> int:
-        total, start = self.start.step, self.start
-        if start.epoch < self.epochs:
-            total += -(-(self.rows_per_epoch - start.row) // self.rows_per_step)
-            total += (self.epochs - start.epoch - 1) * self.steps_per_epoch
-        return total if self.max_steps is None else max(start.step, min(total, self.max_steps))
+        total, row = self.start.step, self.start.row
+        last = sys.maxsize if self.max_steps is None else max(self.max_steps, total)
+        are_alike = all(weight.denominator == 1 for weight in self.weights)
+        for epoch in range(self.start.epoch, self.epochs):
+            if total >= last:
+                break
+            rows = self.rows_per_epoch if are_alike else self._count_rows(self._sequences(epoch))
+            total += -(-(rows - row) // self.rows_per_step)
+            row = 0
+        return min(total, last)
+
+    def _sequences(self, epoch: int) -> np.ndarray:
+        return sequences_of_epoch(self.dataset, self.weights, self.seed, epoch)
+
+    def _plan_rows(self, epoch: int) -> Rows:
+        sequences = self._sequences(epoch)
+        lengths = self.dataset.lengths[sequences]
+        rows = plan_rows(lengths, self.max_length, self.packing, self.seed, epoch)
+        return Rows(sequences[rows.members], rows.starts)
+
+    def _count_rows(self, sequences: np.ndarray) -> int:
+        """Return the number of rows of these sequences, which any seed puts into as many."""
+        if not self.packing:
+            return len(sequences)
+        return best_fit(self.dataset.lengths[sequences], self.max_length)[1]
 
     def is_due(self, step: int, every_steps: int) -> bool:
         """Return whether `step` is one of every so many (0: of none), or the last one."""
@@ -141,15 +171,23 @@ class Schedule:
 
     @property
     def records_per_row(self) -> float:
-        """Records in a row, on average."""
-        n_records = 1 + np.count_nonzero(np.diff(self.dataset.record))
-        return float(n_records / self.rows_per_epoch)
+        """Records in a row of the first epoch, on average."""
+        return float(self.sum_by_source(self.dataset.begins_record).sum() / self.rows_per_epoch)
+
+    def sum_by_source(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the first epoch `values`, one for each sequence of the dataset.
+
+        Returns:
+            int64 [sources].
+        """
+        sources = self.dataset.source[self.first_epoch]
+        return np.bincount(sources, values[self.first_epoch], len(self.weights)).astype(np.int64)
 
     def steps(self) -> Iterator[Step]:
         dataset, total_steps = self.dataset, self.total_steps
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
         while number < total_steps:
-            rows = plan_rows(dataset.lengths, self.max_length, self.packing, self.seed, epoch)
+            rows = self._plan_rows(epoch)
             for begin in range(first, len(rows), self.rows_per_step)[: total_steps - number]:
                 number += 1
                 end = min(begin + self.rows_per_step, len(rows))

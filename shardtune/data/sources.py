@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ class RecordChunk:
 
     `rows`: JSON texts, or an Arrow table of the read columns; one RecordError if the file cannot be
     read from here on. `numbers`: the line (`.jsonl`) or index of each row in the file.
-    `first_record`: the index of the first row in the set `set_name`.
+    `first_record`: the index of the first row in the set `set_name`, of whose sources `source` is
+    the index. `loss_on`: of that source, if it has its own.
     """
 
     file: str
@@ -40,7 +42,13 @@ class RecordChunk:
     n_bytes: int = 0
     unread_columns: tuple[str, ...] = ()
     set_name: str = ""
+    source: int = 0
     first_record: int = 0
+    loss_on: str | None = None
+
+    def first(self, n: int) -> RecordChunk:
+        """Return the first `n` rows."""
+        return replace(self, numbers=self.numbers[:n], rows=self.rows[:n])
 
     def place(self, i: int) -> str:
         """Return where row `i` stands: `file.jsonl:line`, or `file[index]`."""
@@ -60,30 +68,36 @@ class RecordChunk:
 
 @dataclass(frozen=True)
 class Source:
-    """The files behind one `data.*` key; those of a hub dataset are in the hub's cache.
+    """The files that `spec`, the value of `key`, names; of a hub dataset those in the hub's cache.
 
-    `name`: the key and its value, `data.train=PATH`. `files`: sorted by name. `ignored`: names in
-    the directory that do not hold records.
+    `files`: sorted by name. `ignored`: names in the directory that do not hold records. `loss_on`:
+    in place of `data.loss_on`. `max_records`: only so many are read.
     """
 
-    name: str
+    key: str
+    spec: str
     files: tuple[Path, ...] = ()
     ignored: tuple[str, ...] = ()
-    hub_name: str = ""
     hub: datasets.Dataset | None = None
+    loss_on: str | None = None
+    max_records: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}={self.spec}"
 
     @property
     def n_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
     def digest(self) -> str:
-        """Hash every stored byte in order; a renamed or moved copy has the same digest.
+        """Hash every stored byte in order, and the options; a moved copy has the same digest.
 
         Raises:
             UserError: a file cannot be read.
         """
-        n_records = len(self.hub) if self.hub is not None else ""
-        total = xxhash.xxh3_128(f"{self.hub_name} {n_records}".encode())
+        hub = f"{self.spec} {len(self.hub)}" if self.hub is not None else ""
+        total = xxhash.xxh3_128(f"{hub} {self.loss_on} {self.max_records}".encode())
         for file in self.files:
             try:
                 with file.open("rb") as stream:
@@ -93,19 +107,21 @@ class Source:
             total.update(f"{file.suffix} {digest} ".encode())
         return total.hexdigest()
 
-    def chunks(self, set_name: str) -> Iterator[RecordChunk]:
-        """Yield all records in order, as those of the set `set_name`. Blank lines are skipped."""
-        first_record = 0
+    def chunks(self) -> Iterator[RecordChunk]:
+        """Yield the records in order, at most `max_records`. Blank lines are skipped."""
+        left = sys.maxsize if self.max_records is None else self.max_records
         for chunk in self._chunks():
-            yield replace(chunk, set_name=set_name, first_record=first_record)
-            first_record += len(chunk.numbers)
+            yield chunk.first(left)
+            left -= len(chunk.numbers)
+            if left <= 0:
+                return
 
     def _chunks(self) -> Iterator[RecordChunk]:
         if self.hub is not None:
             read, unread = _split_columns(self.hub.column_names)
             tables = self.hub.select_columns(read).with_format("arrow").iter(_RECORDS_PER_CHUNK)
             bytes_per_row = self.n_bytes / max(1, len(self.hub))
-            yield from _table_chunks(self.hub_name, tables, bytes_per_row, unread)
+            yield from _table_chunks(self.spec, tables, bytes_per_row, unread)
             return
         for file in self.files:
             if file.suffix == ".parquet":
@@ -125,19 +141,20 @@ def find_source(key: str, spec: str) -> Source:
     if path.is_file():
         if path.suffix not in _FILE_KINDS:
             raise UserError(f"{name}: a {path.suffix or 'nameless'} file - use one of {kinds}")
-        return Source(name, files=(path,))
+        return Source(key, spec, files=(path,))
     if path.is_dir():
         entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
         files = tuple(entry for entry in entries if entry.suffix in _FILE_KINDS and entry.is_file())
         if not files:
             raise UserError(f"{name}: no {kinds} file in this directory - put the records there")
-        return Source(name, files, tuple(entry.name for entry in entries if entry not in files))
+        ignored = tuple(entry.name for entry in entries if entry not in files)
+        return Source(key, spec, files, ignored)
     if path.suffix in _FILE_KINDS or not _HUB_NAME.fullmatch(spec):
         raise UserError(f"{name}: no such file or directory - correct the path")
-    return _hub_source(name, spec)
+    return _hub_source(key, spec)
 
 
-def _hub_source(name: str, spec: str) -> Source:
+def _hub_source(key: str, spec: str) -> Source:
     dataset_name, config, split = (*spec.split(":"), "", "")[:3]
     unreachable = hub_problem()
     try:
@@ -145,11 +162,28 @@ def _hub_source(name: str, spec: str) -> Source:
     except (OSError, ValueError, datasets.exceptions.DatasetsError, RuntimeError) as error:
         reason = f"the hub cannot be reached: {unreachable}" if unreachable else first_line(error)
         raise UserError(
-            f"{name}: neither a file or directory here nor a dataset of the hub that can be opened "
-            f"({reason}) - correct the name, connect to the hub, or name a local file or directory"
+            f"{key}={spec}: neither a file or directory here nor a dataset of the hub that can be "
+            f"opened ({reason}) - correct the name, connect to the hub, or name a local file or "
+            "directory"
         ) from error
     files = tuple(Path(entry["filename"]) for entry in dataset.cache_files)
-    return Source(name, files, hub_name=spec, hub=dataset)
+    return Source(key, spec, files, hub=dataset)
+
+
+def read_records(sets: Mapping[str, Sequence[Source]]) -> Iterator[RecordChunk]:
+    """Yield the records of every set, which are numbered through its sources."""
+    for set_name, sources in sets.items():
+        first_record = 0
+        for i, source in enumerate(sources):
+            for chunk in source.chunks():
+                yield replace(
+                    chunk,
+                    set_name=set_name,
+                    source=i,
+                    first_record=first_record,
+                    loss_on=source.loss_on,
+                )
+                first_record += len(chunk.numbers)
 
 
 def _parse_json(text: bytes) -> Any:

@@ -77,6 +77,7 @@ class TokenizedChunk:
     """The sequences of a chunk by the name of their set, and a problem for each broken record."""
 
     set_name: str
+    source: int
     n_records: int
     n_bytes: int
     sets: dict[str, SetChunk] = field(default_factory=dict)
@@ -92,15 +93,16 @@ class ChunkTokenizer:
 
     def tokenize(self, chunk: RecordChunk) -> TokenizedChunk:
         """Tokenize a chunk; with `data.eval_fraction`, some records of `train` go to `eval`."""
-        result = TokenizedChunk(chunk.set_name, len(chunk.numbers), chunk.n_bytes)
+        result = TokenizedChunk(chunk.set_name, chunk.source, len(chunk.numbers), chunk.n_bytes)
         result.sets[chunk.set_name] = SetChunk()
+        encoder = self.encoder.with_loss_on(chunk.loss_on or self.data.loss_on)
         unread: Counter[str] = Counter(dict.fromkeys(chunk.unread_columns, len(chunk.numbers)))
         for i, value in enumerate(chunk.parse()):
             try:
                 record, unread_names = check_record(value)
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
                 sequences = result.sets.setdefault(set_name, SetChunk())
-                encoded = encode_record(self.encoder, record)
+                encoded = encode_record(encoder, record)
                 sequences.add(chunk.first_record + i, encoded, self.data)
                 unread.update([*unread_names, *self.encoder.template.unread_fields(record)])
             except RecordError as error:

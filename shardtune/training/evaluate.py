@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,25 +23,38 @@ from shardtune.training.garbage_collection import micro_batch_ended
 
 
 def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) -> bool:
-    """Log the perplexity over the evaluation data; step 0 is the baseline. Collective.
+    """Log the perplexity over all evaluation data, then of each named set. Collective.
+
+    Step 0 is the baseline.
 
     Return False on every rank, and log nothing, if a signal on any rank cut the evaluation short.
     """
-    dataset = context.data.eval
-    assert dataset
     context.run.world.progress.enter(Phase.EVALUATING, step)
-    nll_sum = _nll_sum(context, dataset, stop)
-    if nll_sum is None:
-        return False
-    tokens = int(dataset.trained_counts.sum())
-    loss = nll_sum.item() / tokens  # nats per token
-    perplexity = math.inf if loss >= 709 else math.exp(loss)  # exp overflows a float there
+    sums: dict[str, tuple[float, int]] = {}
+    for name, dataset in context.data.eval.items():
+        nll_sum = _nll_sum(context, dataset, stop)
+        if nll_sum is None:
+            return False
+        sums[name] = nll_sum.item(), int(dataset.trained_counts.sum())
+    nll_sums, token_counts = zip(*sums.values(), strict=True)
+    entries = [_entry(step, sum(nll_sums), sum(token_counts))]
+    entries += [_entry(step, *sums[name]) | {"set": name} for name in sums if name]
     label, at_step = ("Baseline", "") if step == 0 else ("Eval", f" | Step: {step}")
-    logger.info(
-        f"{label} Perplexity: {perplexity:.4f} | Loss: {loss:.4f} | Tokens: {tokens}{at_step}"
-    )
-    context.metrics.write("eval", step=step, loss=loss, perplexity=perplexity, tokens=tokens)
+    for entry in entries:
+        # No line of a set may look like that of a step or the baseline.
+        what = f"Perplexity of {entry['set']}" if "set" in entry else f"{label} Perplexity"
+        logger.info(
+            f"{what}: {entry['perplexity']:.4f} | Loss: {entry['loss']:.4f} | "
+            f"Tokens: {entry['tokens']}{at_step}"
+        )
+    context.metrics.write_all("eval", entries)
     return True
+
+
+def _entry(step: int, nll_sum: float, tokens: int) -> dict[str, Any]:
+    loss = nll_sum / tokens  # nats per token
+    perplexity = math.inf if loss >= 709 else math.exp(loss)  # exp overflows a float there
+    return {"step": step, "loss": loss, "perplexity": perplexity, "tokens": tokens}
 
 
 def _nll_sum(

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -87,15 +87,19 @@ class Metrics:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append an object of this kind, with the time; None stands for NaN and infinity."""
+        self.write_all(kind, [values])
+
+    def write_all(self, kind: str, objects: Iterable[dict[str, Any]]) -> None:
+        """Append several objects at once, so that a kill leaves all of them or none."""
         if self._file is None:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        for key, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[key] = None
-        line = json.dumps({"kind": kind, **values, "time": now}) + "\n"
+        lines = "".join(
+            json.dumps({"kind": kind, **_without_infinities(values), "time": now}) + "\n"
+            for values in objects
+        )
         try:
-            self._append(line.encode())
+            self._append(lines.encode())
         except OSError as error:
             if not self._has_warned:
                 reason = f"cannot be written now ({error.strerror})"
@@ -118,6 +122,13 @@ class Metrics:
             self._unwritten += lines
             while self._unwritten:  # a write may be short
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+
+def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
 
 
 def read_entries(path: Path, last_step: int) -> Iterator[tuple[dict[str, Any], bytes]]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardtune.checkpoint import agree_on_checkpoint, resume_rules
@@ -148,11 +150,13 @@ def plan_schedule(run: Run, data: PreparedData) -> Schedule:
         epochs=train.epochs,
         max_steps=train.max_steps,
         start=Position(state["step"], state["epoch"], state["row"]),
+        # As they are written: 0.1 is a tenth.
+        weights=tuple(Fraction(str(s.weight)) for s in config.data.train_sources.values()),
     )
     if schedule.rows_per_epoch < world.size:
         raise UserError(
             f"an epoch has {schedule.rows_per_epoch} rows and the run {world.size} ranks - "
-            "add data, lower data.max_length, set data.packing=false, or use fewer ranks"
+            "add data or weight, lower data.max_length, set data.packing=false, or use fewer ranks"
         )
     for line in (*data.lines, *_describe_plan(config, data, schedule, world)):
         logger.info(line)
@@ -165,14 +169,16 @@ def _describe_plan(
     """Yield a line for each number that the configuration and the data give, with its formula."""
     train, model, scheduler = config.train, config.model, config.scheduler
     total, rows = schedule.total_steps, schedule.rows_per_epoch
-    if data.eval is None:
+    yield from _describe_sources(config, data, schedule)
+    if not data.eval:
         yield "Evaluation is skipped: neither data.eval nor data.eval_fraction names any data"
     dtype = dtype_name(compute_dtype(model.compute_dtype, world.device))
     yield (
         f"Precision: {dtype} in forward and backward (model.compute_dtype={model.compute_dtype}), "
         f"{model.master_dtype} weights and updates, gradients reduced in {model.reduce_dtype}"
     )
-    fill = data.train.lengths.sum(dtype="int64") / (rows * config.data.max_length)
+    tokens = schedule.sum_by_source(data.train.lengths).sum()
+    fill = tokens / (rows * config.data.max_length)
     yield (
         f"Rows per epoch: {rows} of up to {config.data.max_length} tokens, {fill:.1%} full, with "
         f"{schedule.records_per_row:.1f} records in each"
@@ -195,6 +201,21 @@ def _describe_plan(
     )
 
 
+def _describe_sources(config: Config, data: PreparedData, schedule: Schedule) -> Iterator[str]:
+    """Yield a line for each source of a list: its records and trained tokens in the first epoch."""
+    if isinstance(config.data.train, str):
+        return
+    in_data = np.bincount(data.train.source[data.train.begins_record])
+    records = schedule.sum_by_source(data.train.begins_record)
+    trained = schedule.sum_by_source(data.train.trained_counts)
+    for i, source in enumerate(config.data.train):
+        yield (
+            f"Source {source.label}: {in_data[i]} records | Weight: {source.weight:g} | "
+            f"Records per epoch: {records[i]} ({records[i] / records.sum():.1%}) | "
+            f"Trained tokens per epoch: {trained[i]} ({trained[i] / trained.sum():.1%})"
+        )
+
+
 def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) -> int | None:
     """Return the step whose evaluation comes before the first step, if there is one.
 
@@ -202,7 +223,7 @@ def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) ->
     short: it is due, and metrics.jsonl has the step and not the evaluation.
     """
     config, resumed = run.config.eval, run.resumed
-    if data.eval is None:
+    if not data.eval:
         return None
     if resumed is None:
         return 0 if config.baseline else None

@@ -131,6 +131,7 @@ def write_dataset(folder: Path, sequences: list[tuple[list[int], list[bool]]]) -
         "lengths": np.array(lengths, np.int32),
         "trained_counts": np.array([sum(flags) for _, flags in sequences], np.int32),
         "record": np.arange(len(sequences), dtype=np.int64),
+        "source": np.zeros(len(sequences), np.uint16),
         "starts": np.cumsum([0, *lengths[:-1]], dtype=np.int64),
     }
     for name, column in columns.items():

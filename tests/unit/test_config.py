@@ -79,6 +79,21 @@ ACCEPTED = [
     ("run.dir", "a=b", "a=b"),
     ("data.train", "org/name:config:train[:10%]", "org/name:config:train[:10%]"),
     ("data.packing", "False", False),
+    (
+        "data.train",
+        "[{path: a/x.jsonl, weight: 1}, {path: y, name: z, max_records: 1e3, loss_on: all}]",
+        [
+            {
+                "path": "a/x.jsonl",
+                "weight": 1.0,
+                "name": None,
+                "loss_on": None,
+                "max_records": None,
+            },
+            {"path": "y", "weight": 1.0, "name": "z", "loss_on": "all", "max_records": 1000},
+        ],
+    ),
+    ("data.eval", "{held-out: a, q.a_2: b}", {"held-out": "a", "q.a_2": "b"}),
     ("data.eval_fraction", "0", 0.0),
     ("optimizer.betas", "[0, 0.5]", [0.0, 0.5]),
     ("lora.targets", "[q_proj, v_proj]", ["q_proj", "v_proj"]),
@@ -121,8 +136,15 @@ NOT_ALLOWED = {
         f"all-linear or attention or experts or a list of values, each {TEXT}",
         "q_proj [] [1] ['']",
     ),
-    "data.train": (TEXT, "null 123 1e5 true '' [a,b] {a:}"),
-    "data.eval": (f"{TEXT} or null", "123 ''"),
+    "data.train": (
+        f"{TEXT} or a list of values, each a mapping with path, weight, name, loss_on, max_records",
+        "null 123 1e5 true '' [] {a:}",
+    ),
+    "data.eval": (
+        f"{TEXT} or a mapping of names (letters, digits, _ . and -, not Step) to such texts "
+        "or null",
+        "123 '' {} [a] {a:1} {a/b:c} {Step1:c}",
+    ),
     "scheduler.name": ("cosine or linear or constant", "step true null"),
 }
 
@@ -134,6 +156,32 @@ def test_not_allowed(tmp_path: Path, key: str, text: str) -> None:
     (problem,) = problems(tmp_path, f"{key}={text}")
     assert problem.startswith(f"{key} = ")
     assert problem.endswith(f" (command line) is not allowed - use {NOT_ALLOWED[key][0]}")
+
+
+def test_every_problem_of_a_list_of_sources_is_named(tmp_path: Path) -> None:
+    sources = (
+        "[{path: x/a.jsonl, weight: -1}, {path: a.json}, b.jsonl, {name: d}, "
+        "{path: c, wieght: 2, max_records: 0, loss_on: some, name: ''}]"
+    )
+    what, use = zip(
+        *(line.split(" - ") for line in problems(tmp_path, f"data.train={sources}")), strict=True
+    )
+    assert [re.sub(r" \(command line\)( is not allowed)?", "", each) for each in what] == [
+        "data.train[0].weight = -1",
+        'data.train[2] = "b.jsonl"',
+        "data.train[3] without path",
+        'data.train[4].name = ""',
+        'data.train[4].loss_on = "some"',
+        "data.train[4].max_records = 0",
+        "data.train[4].wieght = 2",
+        "data.train has several sources named a",
+    ]
+    assert use[0] == "use a number of at least 0" and use[6] == use[1].replace(
+        "a mapping with ", ""
+    )
+    assert use[-1] == "give each its own name"
+    (problem,) = problems(tmp_path, "data.train=[{path: a, weight: 0}, {path: b, weight: 0}]")
+    assert problem == "data.train (command line) has no weight above 0 - give a source one"
 
 
 @pytest.mark.parametrize("key", ["run.dir", "run.resume", "model.path", "data.train", "data.eval"])

@@ -29,7 +29,11 @@ class Sequences:
     def __init__(self, effect: Any = lambda: None) -> None:
         self.lengths = np.random.default_rng(0).integers(1, 21, 60).astype(np.int32)
         self.trained_counts = self.lengths - 1
+        self.source, self.begins_record = np.zeros(60, np.uint16), np.ones(60, np.bool_)
         self.effect, self.read = effect, 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         self.read += 1

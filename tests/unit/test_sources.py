@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 from shardtune.config import DataConfig
 from shardtune.data.dataset import find_sources
 from shardtune.data.records import RecordError
-from shardtune.data.sources import Source, find_source
+from shardtune.data.sources import Source, find_source, read_records
 from shardtune.errors import UserError
 
 
 def read(path: Path) -> list[Any]:
-    chunks = find_source("data.train", str(path)).chunks("train")
+    chunks = find_source("data.train", str(path)).chunks()
     return [value for chunk in chunks for value in chunk.parse()]
 
 
 def problems(path: Path) -> list[str]:
     return [
         f"{chunk.place(i)}: {value}"
-        for chunk in find_source("data.train", str(path)).chunks("train")
+        for chunk in find_source("data.train", str(path)).chunks()
         for i, value in enumerate(chunk.parse())
         if isinstance(value, RecordError)
     ]
@@ -112,7 +112,7 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert texts == ["first", "second", "third", "fourth"]
     source = find_source("data.train", str(tmp_path / "d"))
     assert source.ignored == ("README.md",)
-    assert [chunk.first_record for chunk in source.chunks("train")] == [0, 1, 3]
+    assert [chunk.first_record for chunk in read_records({"train": [source]})] == [0, 1, 3]
 
 
 def test_parquet_gives_the_same_records_as_json(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_parquet_gives_the_same_records_as_json(tmp_path: Path) -> None:
     table = pa.Table.from_pylist([record | {"id": 1} for record in records])
     pq.write_table(table, tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == records
-    (chunk,) = find_source("data.train", str(tmp_path / "a.parquet")).chunks("train")
+    (chunk,) = find_source("data.train", str(tmp_path / "a.parquet")).chunks()
     assert chunk.unread_columns == ("id",)
 
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
@@ -146,8 +146,8 @@ def test_a_hub_dataset_is_read_like_a_file(tmp_path: Path) -> None:
     datasets.Dataset.from_list(records).save_to_disk(tmp_path / "saved")
     files = tuple((tmp_path / "saved").glob("*.arrow"))
     hub = datasets.load_from_disk(tmp_path / "saved")
-    source, again = (Source("", files, hub_name="org/name", hub=hub) for _ in range(2))
-    chunks = list(source.chunks("train"))
+    source, again = (Source("data.train", "org/name", files, hub=hub) for _ in range(2))
+    chunks = list(read_records({"train": [source]}))
     assert [chunk.first_record for chunk in chunks] == [0, 512]
     assert chunks[1].place(1) == "org/name[513]"
     assert list(chunks[1].parse())[1] == {"text": "number 513"}
