@@ -251,7 +251,7 @@ class _SetWriter:
 
 
 def _nothing_to_train(key: str, counts: Counter[str]) -> str:
-    causes = "; ".join(_other_counts(counts))
+    causes = "; ".join(_other_counts(counts)).replace("WARNING: ", "")
     return (
         f"{key}: no token to train in {counts['records']} records{causes and f' ({causes})'} - "
         "write records with assistant turns, or raise data.max_length"

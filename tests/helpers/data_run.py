@@ -73,8 +73,10 @@ def log_lines() -> Iterator[list[str]]:
 class Run:
     """The data of one start of a run; `lines` are those that it logs meanwhile."""
 
-    def __init__(self, model: Path, train: Path, date: str = "2026-01-31", **data: Any) -> None:
-        config = DataConfig(train=str(train), **data)
+    def __init__(
+        self, model: Path, train: Path | list[Any], date: str = "2026-01-31", **data: Any
+    ) -> None:
+        config = DataConfig(train=str(train) if isinstance(train, Path) else train, **data)
         self.encoder = build_encoder(str(model), config, datetime.date.fromisoformat(date))
         with log_lines() as self.lines:
             self.entry = prepare_data(config, self.encoder)
@@ -107,7 +109,7 @@ def write(file: Path, records: list[Any]) -> Path:
     return file
 
 
-def problems_of(model: Path, train: Path, **data: Any) -> list[str]:
+def problems_of(model: Path, train: Path | list[Any], **data: Any) -> list[str]:
     with pytest.raises(UserError) as refused:
         Run(model, train, **data)
     return refused.value.problems
@@ -122,16 +124,21 @@ def log_normal_lengths(count: int, mean: float, longest: int, seed: int) -> np.n
     return np.clip(drawn, 1, longest).astype(np.int32)
 
 
-def write_dataset(folder: Path, sequences: list[tuple[list[int], list[bool]]]) -> TokenDataset:
-    """The columns of a data cache, written by hand; each sequence is a record."""
+def write_dataset(
+    folder: Path,
+    sequences: list[tuple[list[int], list[bool]]],
+    record: Any = None,
+    source: Any = None,
+) -> TokenDataset:
+    """The columns of a data cache, written by hand; by default each sequence is a record."""
     lengths = [len(ids) for ids, _ in sequences]
     columns = {
         "tokens": np.array([i for ids, _ in sequences for i in ids], np.uint32),
         "trained": np.array([flag for _, flags in sequences for flag in flags], np.bool_),
         "lengths": np.array(lengths, np.int32),
         "trained_counts": np.array([sum(flags) for _, flags in sequences], np.int32),
-        "record": np.arange(len(sequences), dtype=np.int64),
-        "source": np.zeros(len(sequences), np.uint16),
+        "record": np.asarray(range(len(lengths)) if record is None else record, np.int64),
+        "source": np.asarray([0] * len(lengths) if source is None else source, np.uint16),
         "starts": np.cumsum([0, *lengths[:-1]], dtype=np.int64),
     }
     for name, column in columns.items():

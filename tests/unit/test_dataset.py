@@ -70,7 +70,8 @@ def test_nothing_to_train_is_dropped_loudly_or_refused(model: Path, tmp_path: Pa
     warning = "data.train: WARNING: records without a token to train, dropped: 2"
     assert warning in run.prepared.lines
     (problem,) = problems_of(model, write(tmp_path / "b.jsonl", [silent]))
-    assert problem.startswith("data.train: no token to train in 1 records - ")
+    cause = "records without a token to train, dropped: 1"
+    assert problem.startswith(f"data.train: no token to train in 1 records ({cause}) - ")
     (problem,) = problems_of(model, tmp_path / "a.jsonl", eval=str(tmp_path / "b.jsonl"))
     assert "data.eval: no token to train" in problem
 
@@ -182,8 +183,7 @@ def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -
     texts = [f"record number {i % 150}" for i in range(300)]  # each one twice
     records = [{"prompt": text, "completion": "fine", "id": i} for i, text in enumerate(texts)]
     run = Run(model, write(tmp_path / "a.jsonl", records), eval_fraction=0.3)
-    train, held_out = run.prepared.train, run.prepared.eval
-    assert held_out is not None
+    train, held_out = run.prepared.train, run.prepared.eval[""]
     assert sorted([*train.record.tolist(), *held_out.record.tolist()]) == list(range(300))
     chosen = {texts[i] for i in held_out.record}
     assert not chosen & {texts[i] for i in train.record}
@@ -192,8 +192,7 @@ def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -
     random.Random(1).shuffle(texts)
     table = pa.table({"completion": ["fine"] * 300, "prompt": texts})  # columns in another order
     pq.write_table(table, tmp_path / "b.parquet")
-    other = Run(model, tmp_path / "b.parquet", eval_fraction=0.3).prepared.eval
-    assert other is not None
+    other = Run(model, tmp_path / "b.parquet", eval_fraction=0.3).prepared.eval[""]
     assert {texts[i] for i in other.record} == chosen
     train = write(tmp_path / "c.jsonl", [{"text": "one two"}])
     (problem,) = problems_of(model, train, eval_fraction=1e-9)
@@ -204,8 +203,67 @@ def test_evaluation_data_of_its_own(model: Path, tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", [chat("q")] * 20)
     other = write(tmp_path / "b.jsonl", [chat("r")])
     prepared = Run(model, train, eval=str(other), eval_fraction=0.5).prepared
-    assert (len(prepared.train), len(prepared.eval or [])) == (20, 1)
+    assert (len(prepared.train), len(prepared.eval[""])) == (20, 1)
     assert [line.partition(":")[0] for line in prepared.lines] == ["data.train", "data.eval"]
+
+
+def test_several_sources_are_one_set(model: Path, tmp_path: Path) -> None:
+    """The tokens and masks of both files end to end, but for the options of each source."""
+    first = [chat(f"how {i}", "are you") for i in range(600)]  # more than a chunk
+    second = [{"messages": 2 * chat(f"hello {i}")["messages"]} for i in range(4)]
+    one, two = write(tmp_path / "one.jsonl", first), write(tmp_path / "two.jsonl", second)
+    whole = Run(model, write(tmp_path / "whole.jsonl", [*first, *second]))
+    run = Run(model, [{"path": str(one)}, {"path": str(two), "weight": 0.5}])
+    assert run.texts() == whole.texts()
+    train = run.prepared.train
+    assert train.record.tolist() == list(range(604))
+    assert train.source.tolist() == [0] * 600 + [1] * 4
+    assert run.prepared.key != whole.prepared.key  # the order of the data depends on the sources
+    alone = Run(model, [{"path": str(tmp_path / "whole.jsonl"), "weight": 0.5}])
+    assert alone.prepared.key == whole.prepared.key
+
+    few = [{"path": str(one), "max_records": 514}, {"path": str(two), "loss_on": "last"}]
+    run = Run(model, few)
+    texts = whole.texts()
+    assert run.texts() == texts[:514] + [(text, "fine<|im_end|>") for text, _ in texts[600:]]
+    assert run.prepared.train.record.tolist() == list(range(518))
+    parquet = pa.Table.from_pylist([{"text": record["messages"][0]["content"]} for record in first])
+    pq.write_table(parquet, tmp_path / "one.parquet")
+    run = Run(model, [{"path": str(tmp_path / "one.parquet"), "max_records": 514}])
+    assert [text for text, _ in run.texts()] == [f"how {i}<|im_end|>" for i in range(514)]
+
+
+def test_records_are_held_out_of_each_source(model: Path, tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / f"{name}.jsonl", [chat(f"how {name} {i}") for i in range(100)])
+        for name in "ab"
+    ]
+    sources = [{"path": str(file)} for file in files]
+    prepared = Run(model, sources, eval_fraction=0.2).prepared
+    held_out = prepared.eval[""]
+    assert sorted([*prepared.train.record, *held_out.record]) == list(range(200))
+    for i in range(2):
+        alone = Run(model, files[i], eval_fraction=0.2).prepared.eval[""]
+        chosen = held_out.record[held_out.source == i] - 100 * i
+        assert chosen.tolist() == alone.record.tolist() and 5 <= len(chosen) <= 40
+
+
+def test_every_source_and_evaluation_set_must_train_something(model: Path, tmp_path: Path) -> None:
+    good, empty = write(tmp_path / "a.jsonl", [chat("q")]), write(tmp_path / "b.jsonl", [])
+    long = write(tmp_path / "c.jsonl", [chat("how " * 99)] * 2)
+    sources = [{"path": str(file)} for file in (good, empty, long)]
+    sets = {"short": str(good), "none": str(empty), "long": str(long)}
+    problems = problems_of(model, sources, eval=sets, max_length=90, overflow="drop")
+    assert [problem.partition(" - ")[0].partition(" (")[0] for problem in problems] == [
+        f"data.train.b={empty}: no record in it",
+        "data.train.c: no token to train in 2 records",
+        f"data.eval.none={empty}: no record in it",
+        "data.eval.long: no token to train in 2 records",
+    ]
+    assert "longer than data.max_length=90, data.overflow=drop: 2" in problems[3]
+    (problem,) = problems_of(model, sources[:1], eval_fraction=0.999999)
+    assert problem.startswith("data.train.a: no token to train in 0 records - ")
+    assert problem.endswith(" or lower data.eval_fraction")
 
 
 def test_arrays_are_mapped_not_read(model: Path, tmp_path: Path) -> None:
