@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import logging
 import math
 import os
 import signal
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardtune.cluster.child import Child
 from shardtune.cluster.control import Control, LaunchEnded, Message, printable, say
@@ -33,7 +35,6 @@ from shardtune.cluster.environment import (
     set_defaults,
 )
 from shardtune.cluster.node_info import agents_digest
-from shardtune.cluster.node_ranks import NodeRanks
 from shardtune.cluster.preflight import check_nodes, start_helper
 from shardtune.cluster.rendezvous import meet
 from shardtune.cluster.watch import TICK_S, Limits, RankStatus, stuck_ranks
@@ -41,6 +42,9 @@ from shardtune.config_io import read_run_arguments
 from shardtune.distributed.signals import SIGNALS
 from shardtune.errors import AGAIN, first_line
 from shardtune.log import logger, setup_logging
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds: the nodes meet before
+    from shardtune.cluster.node_ranks import NodeRanks
 
 _POLL_S = 0.1
 _SILENT_S = 40.0  # between agents, while ranks run
@@ -155,10 +159,13 @@ class Agent:
     def _on_signal(self, number: int, work: asyncio.Task[tuple[int, list[str]]]) -> None:
         """Pass it on to the ranks; before there are any, this launch ends."""
         self._signalled = signal.Signals(number).name
-        if self._ranks is not None:
+        if self._ranks is None:
+            work.cancel()
+        elif self._ranks.have_started:
             self._ranks.signal(number)
         else:
-            work.cancel()
+            loop = asyncio.get_running_loop()
+            loop.call_later(_POLL_S, self._on_signal, number, work)
 
     async def _run(self, sizes: list[int], temporary: Path) -> tuple[int, list[str]]:
         """Start the ranks of this node, once for each attempt; the exit code and the last lines."""
@@ -166,18 +173,27 @@ class Agent:
         assert environment.config is not None
         distributed, run_dir = environment.config.distributed, Path(environment.config.run.dir)
         self._limits = Limits(distributed.step_timeout_s, distributed.save_timeout_s)
-        ip, port = environment.master_ip, environment.store_port
-        os.environ |= {"MASTER_ADDR": environment.master, "MASTER_PORT": str(port)}
-        if control.node == 0:  # the ranks' store, which outlives each of them
-            dist = await asyncio.to_thread(import_module, "torch.distributed")
-            _store = dist.TCPStore(ip, port, is_master=True, wait_for_workers=False)
+        node_ranks = await asyncio.to_thread(import_module, "shardtune.cluster.node_ranks")
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed"):  # it reports less than the agents
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+        assert environment.store_port is not None
+        rendezvous = node_ranks.StaticTCPRendezvous(
+            environment.master,
+            environment.store_port,
+            control.node,
+            len(sizes),
+            "attempt0",
+            int(distributed.join_timeout_s),
+        )
         command = [str(REPOSITORY / "train_fsdp.py"), *self._arguments]
         attempt = 0
         while True:
-            self._ranks = NodeRanks(command, control.node, sizes, attempt, run_dir, temporary)
+            self._ranks = node_ranks.NodeRanks(command, sizes, rendezvous, run_dir, temporary)
             # Of node 0: the last status of each node's ranks, and the nodes whose ranks have ended.
             self._statuses: dict[int, list[RankStatus]] = {}
             self._finished: set[int] = set()
+            self._ranks.start()
             end = await self._watch(self._ranks, attempt, sum(sizes))
             await self._end_ranks(self._ranks, end)
             if not end.restart:
@@ -186,6 +202,7 @@ class Agent:
                 f"Restart {end.restart} of {environment.max_restarts} after: {end.lines[-1]}"
             )
             attempt = end.restart
+            rendezvous.run_id = f"attempt{attempt}"  # its part of the store
             if end.resume:
                 kept = [a for a in self._arguments if not a.startswith("run.resume=")]
                 command[1:] = [*kept, f"run.resume={end.resume}"]
@@ -198,7 +215,6 @@ class Agent:
         decide_at = math.inf
         next_tick = 0.0
         while True:
-            ranks.note_ends()
             failure = self._local_failure(ranks)
             if failure is not None and failure != reported:
                 reported = failure
@@ -272,6 +288,9 @@ class Agent:
                 symptom = symptom or failure
             elif outcome is None and index in ranks.exit_codes:
                 return self._unexplained_end(ranks, index)
+        if ranks.problem:
+            what = f"the ranks of {ranks.statuses[0].host} did not start: {ranks.problem}"
+            return Failure(1, [f"{what} - {AGAIN}"], may_restart=False)
         return symptom
 
     def _unexplained_end(self, ranks: NodeRanks, index: int) -> Failure:

@@ -1,4 +1,5 @@
-"""The ranks of one node, started with the variables that torchrun sets."""
+"""The ranks of one node: torchrun's agent class starts and watches them in a thread of this
+process."""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
+
+import psutil
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from shardtune.cluster.watch import IdleClock, Limits, RankStatus
 from shardtune.distributed.rank_record import RECORD_BYTES, RECORDS, STACK, STACK_SIGNAL, RankRecord
+from shardtune.errors import first_line
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _PIPE_VARIABLE, _DUMP_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
@@ -25,23 +34,47 @@ _STACK_WITHIN_S = 2.0
 _STACK_BEFORE_S = 3.0  # another node's clock may reach the limit first
 
 
-class NodeRanks:
+class _TorchrunAgent(LocalElasticAgent):
+    """torchrun's agent, which notes how each process ended before it ends the others."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+        super().__init__(spec, logs, start_method="spawn")
+        self.exit_codes: dict[int, int] = {}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by local rank, once the processes have started."""
+        return self._pcontext.pids() if self._pcontext is not None else {}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.note_ends()
+        return super()._monitor_workers(worker_group)
+
+    def note_ends(self) -> None:
+        for local_rank in self.pids:
+            handler = cast(SubprocessContext, self._pcontext).subprocess_handlers[local_rank]
+            code = handler.proc.poll()
+            if code is not None:
+                self.exit_codes.setdefault(local_rank, code)
+
+
+class NodeRanks(threading.Thread):
     """One attempt of a run on this node.
 
-    `sizes` are the numbers of ranks of all nodes, `node` is this one's index. `exit_codes` has the
-    ranks that have ended, by local rank, in the order of their ends.
+    `sizes` are the numbers of ranks of all nodes. `exit_codes` has the ranks that have ended, by
+    local rank, in the order of their ends. `problem` says why torchrun's agent started none.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        node: int,
         sizes: Sequence[int],
-        attempt: int,
+        rendezvous: StaticTCPRendezvous,
         run_dir: Path,
         temporary: Path,
     ) -> None:
-        first_rank, local_size = sum(sizes[:node]), sizes[node]
+        super().__init__(name="ranks", daemon=True)
+        first_rank, local_size = sum(sizes[: rendezvous.rank]), sizes[rendezvous.rank]
         # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
         os.environ.setdefault(_DUMP_VARIABLE, str(run_dir.absolute() / "nccl_trace_rank_"))
         os.environ.setdefault(_PIPE_VARIABLE, str(temporary / "nccl_pipe_rank_"))
@@ -50,32 +83,39 @@ class NodeRanks:
         memory = mmap.mmap(records, local_size * RECORD_BYTES)
         self._stacks = os.memfd_create("shardtune stacks")
         self._descriptors = (records, self._stacks)
+        os.environ[RECORDS] = f"/proc/{os.getpid()}/fd/{records}"
+        os.environ[STACK] = f"/proc/{os.getpid()}/fd/{self._stacks}"
         at = range(0, local_size * RECORD_BYTES, RECORD_BYTES)
         self.records = [RankRecord.from_buffer(memory, offset) for offset in at]
         self.statuses = [
             RankStatus(first_rank + index, socket.gethostname()) for index in range(local_size)
         ]
-        self.exit_codes: dict[int, int] = {}
-        shared = os.environ | {
-            "WORLD_SIZE": str(sum(sizes)),
-            "LOCAL_WORLD_SIZE": str(local_size),
-            "GROUP_RANK": str(node),
-            "GROUP_WORLD_SIZE": str(len(sizes)),
-            "TORCHELASTIC_RUN_ID": "shardtune",
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            RECORDS: f"/proc/{os.getpid()}/fd/{records}",
-            STACK: f"/proc/{os.getpid()}/fd/{self._stacks}",
-        }
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-u", *command],
-                env=shared | {"RANK": str(status.rank), "LOCAL_RANK": str(index)},
-                start_new_session=True,  # a terminal's Ctrl-C is the agent's to pass on
-            )
-            for index, status in enumerate(self.statuses)
-        ]
-        self._clocks = [IdleClock(process.pid) for process in self._processes]
+        self.problem = ""
+        self._clocks: dict[int, IdleClock] = {}
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=local_size,
+            entrypoint=sys.executable,
+            args=("-u", *command),
+            rdzv_handler=rendezvous,
+            max_restarts=0,
+            monitor_interval=0.1,
+            master_addr=rendezvous.master_addr,
+            master_port=rendezvous.master_port,
+        )
+        self._agent = _TorchrunAgent(spec, DefaultLogsSpecs(log_dir=str(temporary / "torchrun")))
+        self.exit_codes = self._agent.exit_codes
+
+    def run(self) -> None:
+        """Start the processes and return when all have ended."""
+        try:
+            self._agent.run()
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {first_line(error)}"
+
+    @property
+    def have_started(self) -> bool:
+        return bool(self._agent.pids)
 
     @property
     def have_finished(self) -> bool:
@@ -83,36 +123,35 @@ class NodeRanks:
         all_ended = len(self.exit_codes) == len(self.records)
         return all_ended and all(outcome and outcome["code"] == 0 for outcome in outcomes)
 
-    def note_ends(self) -> None:
-        """Bring `exit_codes` up to date."""
-        for index, process in enumerate(self._processes):
-            if index not in self.exit_codes and (code := process.poll()) is not None:
-                self.exit_codes[index] = code
-
     def signal(self, number: int) -> None:
         """Send a signal to every rank that runs."""
-        for process in self._processes:
-            process.send_signal(number)
+        for local_rank, pid in self._agent.pids.items():
+            if local_rank not in self.exit_codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def end(self, by_themselves_s: float, killed_s: float) -> None:
         """Wait until all ranks have ended; kill those that have not by then."""
         kill_at = time.monotonic() + by_themselves_s
-        while time.monotonic() < kill_at + killed_s:
-            self.note_ends()
-            if len(self.exit_codes) == len(self._processes):
+        while self.is_alive() and time.monotonic() < kill_at + killed_s:
+            self._agent.note_ends()
+            if len(self.exit_codes) == len(self.records):
                 break
             if time.monotonic() >= kill_at:
-                for process in self._processes:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-            time.sleep(0.1)
+                self.signal(signal.SIGKILL)
+            self.join(0.1)
         for descriptor in self._descriptors:
             os.close(descriptor)
 
     def tick(self, limits: Limits) -> None:
         """Bring `statuses` up to date, once a second."""
-        for index, (record, status) in enumerate(zip(self.records, self.statuses, strict=True)):
-            self._clocks[index].tick(record, status)
+        for index, pid in self._agent.pids.items():
+            record, status = self.records[index], self.statuses[index]
+            if index not in self._clocks:
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    self._clocks[index] = IdleClock(pid)
+            if clock := self._clocks.get(index):
+                clock.tick(record, status)
             _, limit_s = limits.of(status)
             if status.idle_s <= limit_s - _STACK_BEFORE_S:
                 status.frame = ""
@@ -123,10 +162,11 @@ class NodeRanks:
     def stack(self, index: int) -> list[traceback.FrameSummary]:
         """Where the Python code of a rank is, outermost call first; empty if it does not answer."""
         record = self.records[index]
-        if not record.has_started:
+        if not record.has_started or index in self.exit_codes:
             return []
         os.ftruncate(self._stacks, 0)
-        self._processes[index].send_signal(STACK_SIGNAL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._agent.pids[index], STACK_SIGNAL)
         deadline, text, before = time.monotonic() + _STACK_WITHIN_S, "", None
         while time.monotonic() < deadline and (not text or text != before):
             before = text
