@@ -133,11 +133,9 @@ class DataConfig(Section):
     """Without `data.eval`: fraction of `data.train` to evaluate on, by a hash of the record."""
     max_length: Annotated[int, Field(ge=2)] = 4096
     """Tokens in a row."""
-    overflow: Literal["turns", "truncate", "split", "drop", "error"] = _partly_built(
-        "truncate", "split", "drop", "error"
-    )
-    """A record longer than a row: keep the turns that fit, cut its end, train it in pieces, leave
-    it out, or refuse the data."""
+    overflow: Literal["turns", "truncate", "split", "drop", "error"] = "turns"
+    """A record longer than a row: keep the leading turns that fit whole, cut its end, train it in
+    pieces, leave it out, or refuse the data."""
     loss_on: LossOn = "assistant"
     """Trained tokens: those of every assistant turn, of the last one, or all."""
     packing: bool = True

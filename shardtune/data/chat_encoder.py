@@ -18,7 +18,7 @@ import copy
 import datetime
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,28 @@ Offsets = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
+class TrainedTurn:
+    """The tokens [begin, end) of a sequence are the trained turn `message`, with its stop token.
+
+    With `loss_on=all` the whole sequence is one turn. A completion of text is turn 0.
+    """
+
+    message: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
 class EncodedSequence:
-    """One sequence before packing; both lists have one entry a token.
+    """One sequence before packing; `input_ids` and `trained` have one entry a token.
 
     `trained[i]`: the loss counts token i as a target; never the first token, which nothing
-    predicts.
+    predicts. `turns`: in their order; a plain text has none.
     """
 
     input_ids: list[int]
     trained: list[bool]
+    turns: list[TrainedTurn] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -50,13 +63,19 @@ class EncodedRecord:
 
     `added_tokens`: how many tokens more they have than one rendering of the whole conversation.
     `appended_stop`: the rendering lacks the last turn's stop token, which was appended. `notes`:
-    sentences for the user.
+    sentences for the user. `too_long`: the sequences of the whole record, if they did not fit and
+    `sequences` are those of its leading turns.
     """
 
     sequences: list[EncodedSequence]
     added_tokens: int = 0
     appended_stop: bool = False
     notes: tuple[str, ...] = ()
+    too_long: list[EncodedSequence] = field(default_factory=list)
+
+    def fits(self, max_length: int) -> bool:
+        """Whether every sequence has at most `max_length` tokens."""
+        return all(len(sequence.input_ids) <= max_length for sequence in self.sequences)
 
 
 def stop_token_ids(tokenizer: Any, model_path: str) -> list[int]:
@@ -132,36 +151,72 @@ class ChatEncoder:
         return encoder
 
     def encode_messages(
-        self, messages: list[Message], tools: Tools = None, first: int = 0
+        self,
+        messages: list[Message],
+        tools: Tools = None,
+        first: int = 0,
+        max_length: int | None = None,
     ) -> EncodedRecord:
         """Encode a conversation, in which assistant turns before index `first` are context.
+
+        Where `max_length` is given and a sequence has more tokens, the record is encoded from its
+        leading messages: the most that end with an assistant turn and fit. The turns to train are
+        chosen from the whole record.
 
         Raises:
             ChatError: the template raises, or its text does not show what must be generated.
         """
-        assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
-        if not assistant and self.loss_on != "all":
-            return EncodedRecord([])
         chat = Conversation(self.template, messages, tools)
-        derived = assistant if self.loss_on == "assistant" else assistant[-1:]
-        is_last_message = assistant[-1:] == [len(messages) - 1]
-        # `all` derives a turn only for the stop token that may have to be appended.
-        turns = [chat.turn(i) for i in derived if is_last_message or self.loss_on != "all"]
-        whole = turns[-1].text if is_last_message else chat.render(messages)
-        added, appended = 0, is_last_message and turns[-1].appended
-        if self.loss_on == "all":
-            for i in assistant:
-                chat.require_texts(i, whole)
-            ids = self._tokenize(whole)[0]
-            sequences = [EncodedSequence(ids, [t > 0 for t in range(len(ids))])]
-        elif sequence := self._encode_whole(whole, turns):
-            sequences = [sequence]
-        else:
-            sequences = [self._encode_turn(turn) for turn in turns]
-            appended = turns[-1].appended
-            if len(turns) > 1:
-                added = sum(len(s.input_ids) for s in sequences) - len(self._tokenize(whole)[0])
-        return EncodedRecord(sequences, added, appended, tuple(chat.notes(whole)))
+        assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        trained = [i for i in assistant if i >= first]
+        if self.loss_on == "last":
+            trained = trained[-1:]
+        encode = self._encode_all if self.loss_on == "all" else self._encode_turns
+        end = len(messages)
+        encoded = whole = encode(chat, trained, end)
+        while max_length is not None and not encoded.fits(max_length):
+            # A sequence begins with the prompts of its turns: longer ones do not fit either.
+            cut = [t.message for s in encoded.sequences for t in s.turns if t.end > max_length]
+            limit = min([end - 1, *cut])
+            end = max((i + 1 for i in assistant if i < limit), default=0)
+            encoded = encode(chat, trained, end)
+        if encoded is not whole:
+            encoded = replace(encoded, notes=whole.notes, too_long=whole.sequences)
+        return encoded
+
+    def _encode_turns(self, chat: Conversation, trained: list[int], end: int) -> EncodedRecord:
+        """Encode messages[:end], in which these turns are trained."""
+        turns = [chat.turn(i) for i in trained if i < end]
+        if not turns:
+            return EncodedRecord([])
+        is_last = turns[-1].index == end - 1
+        text = turns[-1].text if is_last else chat.render(chat.messages[:end])
+        notes = tuple(chat.notes(text)) if end == len(chat.messages) else ()
+        if sequence := self._encode_whole(text, turns):
+            return EncodedRecord([sequence], 0, is_last and turns[-1].appended, notes)
+        sequences = [self._encode_turn(turn) for turn in turns]
+        added = 0
+        if len(turns) > 1:
+            added = sum(len(s.input_ids) for s in sequences) - len(self._tokenize(text)[0])
+        return EncodedRecord(sequences, added, turns[-1].appended, notes)
+
+    def _encode_all(self, chat: Conversation, trained: list[int], end: int) -> EncodedRecord:
+        """Encode messages[:end], of which every token is trained."""
+        if not end:
+            return EncodedRecord([])
+        messages, appended = chat.messages[:end], False
+        text = chat.render(messages)
+        if messages[-1]["role"] == "assistant":  # the stop token may have to be appended
+            last = Conversation(self.template, messages, chat.tools).turn(end - 1)
+            text, appended = last.text, last.appended
+        for i in trained:
+            if i < end:
+                chat.require_texts(i, text)
+        ids = self._tokenize(text)[0]
+        turn = TrainedTurn(end - 1, 0, len(ids))
+        sequence = EncodedSequence(ids, [t > 0 for t in range(len(ids))], [turn])
+        notes = tuple(chat.notes(text)) if end == len(chat.messages) else ()
+        return EncodedRecord([sequence], 0, appended, notes)
 
     def encode_prompt_completion(
         self, prompt: Text, completion: Text, tools: Tools = None
@@ -180,7 +235,7 @@ class ChatEncoder:
         ids, _, length = self._tokenize_apart(prompt + completion, len(prompt))
         prompt_ids = self._with_bos(ids[:length])
         trained = [self.loss_on == "all"] * len(prompt_ids) + [True] * (len(ids) - length)
-        return self._with_stop(prompt_ids + ids[length:], trained)
+        return self._with_stop(prompt_ids + ids[length:], trained, len(prompt_ids))
 
     def encode_text(self, text: str) -> EncodedRecord:
         """Encode a plain text, all trained, with the tokenizer's BOS and an eos, each once."""
@@ -191,12 +246,15 @@ class ChatEncoder:
         """Prepend the tokenizer's BOS, unless `ids` begins with it (a rendered text)."""
         return ids if ids[: len(self._bos_ids)] == self._bos_ids else self._bos_ids + ids
 
-    def _with_stop(self, ids: list[int], trained: list[bool]) -> EncodedRecord:
-        """Append the eos, unless `ids` ends with a trained stop token."""
+    def _with_stop(
+        self, ids: list[int], trained: list[bool], begin: int | None = None
+    ) -> EncodedRecord:
+        """Append the eos, unless `ids` ends with a trained stop token; a turn begins at `begin`."""
         appended = not ids or ids[-1] not in self.stop_token_ids or not trained[-1]
         if appended:
             ids, trained = [*ids, self.stop_token_ids[0]], [*trained, True]
-        sequence = EncodedSequence(ids, [False, *trained[1:]])
+        turns = [] if begin is None else [TrainedTurn(0, begin, len(ids))]
+        sequence = EncodedSequence(ids, [False, *trained[1:]], turns)
         return EncodedRecord([sequence], appended_stop=appended)
 
     def _encode_whole(self, text: str, turns: list[Turn]) -> EncodedSequence | None:
@@ -204,8 +262,12 @@ class ChatEncoder:
         if not all(text.startswith(turn.text[: turn.end]) for turn in turns):
             return None
         ids, offsets = self._tokenize(text)
-        firsts = [self._prompt_length(text, ids, offsets, turn.begin) for turn in turns]
-        return None if None in firsts else self._train(ids, offsets, firsts, turns)
+        firsts = []
+        for turn in turns:
+            if (first := self._prompt_length(text, ids, offsets, turn.begin)) is None:
+                return None
+            firsts.append(first)
+        return self._train(ids, offsets, firsts, turns)
 
     def _encode_turn(self, turn: Turn) -> EncodedSequence:
         """Return a sequence of the turn's prompt, tokenized as at inference, and the turn."""
@@ -213,10 +275,10 @@ class ChatEncoder:
         return self._train(ids, offsets, [first], [turn])
 
     def _train(
-        self, ids: list[int], offsets: Offsets, firsts: Sequence[int | None], turns: list[Turn]
+        self, ids: list[int], offsets: Offsets, firsts: Sequence[int], turns: list[Turn]
     ) -> EncodedSequence:
         """Return the sequence in which each turn is trained from `first` through its stop token."""
-        trained = [False] * len(ids)
+        trained, spans = [False] * len(ids), []
         for first, turn in zip(firsts, turns, strict=True):
             stop = next(t for t, (_, end) in enumerate(offsets) if end >= turn.end)
             if ids[stop] not in self.stop_token_ids:
@@ -224,8 +286,9 @@ class ChatEncoder:
                     f"the tokenizer writes the stop token of {self.template.name} as other tokens "
                     "- check the model's eos_token_id against the template"
                 )
-            trained[first : stop + 1] = [True] * (stop + 1 - (first or 0))
-        return EncodedSequence(ids, [False, *trained[1:]])
+            trained[first : stop + 1] = [True] * (stop + 1 - first)
+            spans.append(TrainedTurn(turn.index, first, stop + 1))
+        return EncodedSequence(ids, [False, *trained[1:]], spans)
 
     def _tokenize(self, text: str) -> tuple[list[int], Offsets]:
         out = self.tokenizer(

@@ -112,12 +112,18 @@ class Conversation:
 
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
         self.template, self.messages, self.tools = template, messages, tools
+        self._turns: dict[int, Turn] = {}
 
     def render(self, messages: list[Message], generation_prompt: bool = False) -> str:
         return self.template.render(messages, self.tools, generation_prompt)
 
     def turn(self, i: int) -> Turn:
         """Return assistant turn i, verified; raises ChatError where it cannot be verified."""
+        if i not in self._turns:
+            self._turns[i] = self._derive_turn(i)
+        return self._turns[i]
+
+    def _derive_turn(self, i: int) -> Turn:
         if i == 0:
             raise ChatError(
                 "messages[0] is an assistant turn that nothing prompts - "

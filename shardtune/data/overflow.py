@@ -1,4 +1,8 @@
-"""Sequences longer than `data.max_length` are truncated, split, dropped or refused."""
+"""Sequences longer than `data.max_length` are truncated, split, dropped or refused.
+
+With `data.overflow=turns` only texts are still too long here: tokenize.py has left out the turns
+of a conversation that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ def fit_to_length(
     """Cut a sequence with the flags `trained`, bool [tokens], to at most `max_length` tokens.
 
     Returns the slice of each piece and its trained flags. The first token of a piece has no
-    predecessor and is not trained. Pieces of `split` overlap by one token, which is only context in
-    the later piece, so each trained token is in exactly one. Pieces that train nothing are left
-    out.
+    predecessor and is not trained. Pieces of `split` and `turns` overlap by one token, which is
+    only context in the later piece, so each trained token is in exactly one. Pieces that train
+    nothing are left out.
 
     Raises:
         RecordError: the sequence is too long and `overflow` is `error`.
@@ -28,10 +32,10 @@ def fit_to_length(
         if overflow == "error":
             raise RecordError(
                 f"has {n_tokens} tokens, more than data.max_length={max_length} - shorten it, "
-                "raise data.max_length, or choose data.overflow=truncate, split or drop"
+                "raise data.max_length, or choose data.overflow=turns, truncate, split or drop"
             )
         splits = list(range(0, n_tokens - 1, max_length - 1))
-        starts = {"truncate": [0], "drop": [], "split": splits}[overflow]
+        starts = {"truncate": [0], "drop": [], "split": splits, "turns": splits}[overflow]
     pieces = []
     for start in starts:
         piece = slice(start, min(start + max_length, n_tokens))

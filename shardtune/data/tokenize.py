@@ -27,6 +27,13 @@ from shardtune.errors import UserError
 
 _SINGLE_PROCESS_S = 5.0  # starting the workers takes about as long
 _CHUNKS_PER_WORKER = 4
+# What becomes of a record that is too long, by data.overflow.
+_OVERFLOWS = {
+    "turns": "cut behind the last turn that fits",
+    "truncate": "truncated",
+    "split": "split into rows",
+    "drop": "partly dropped",  # those of its turns that do not fit
+}
 
 
 @dataclass
@@ -45,31 +52,45 @@ class SetChunk:
         counts = self.counts
         counts["records"] += 1
         counts.update(encoded.notes)
-        if not any(any(sequence.trained[1:]) for sequence in encoded.sequences):
+        whole = encoded.too_long or encoded.sequences
+        if not any(any(sequence.trained[1:]) for sequence in whole):
             counts["WARNING: records without a token to train, dropped"] += 1
             return
         counts["records to which the end token was appended"] += encoded.appended_stop
         if len(encoded.sequences) > 1:
             counts["records whose earlier turns the template rewrites: a sequence per turn"] += 1
             counts["tokens added by that"] += encoded.added_tokens
-        sequences_before = len(self.sequences)
+        lost = Counter(
+            {
+                "trained turns lost": sum(len(sequence.turns) for sequence in whole),
+                "tokens lost": sum(len(sequence.input_ids) for sequence in whole),
+                "trained tokens lost": sum(sum(sequence.trained[1:]) for sequence in whole),
+            }
+        )
+        n_rows = 0
         for sequence in encoded.sequences:
             tokens = np.asarray(sequence.input_ids, np.uint32)
-            trained = np.asarray(sequence.trained, np.bool_)
             kept = np.zeros(len(tokens), np.bool_)
-            for piece, piece_trained in fit_to_length(trained, data.max_length, data.overflow):
-                self.sequences.append((tokens[piece], piece_trained, record))
-                counts["tokens"] += len(piece_trained)
-                counts["trained tokens"] += int(piece_trained.sum())
+            for piece, trained in fit_to_length(sequence.trained, data.max_length, data.overflow):
+                self.sequences.append((tokens[piece], trained, record))
+                n_rows += 1
+                counts["tokens"] += len(trained)
+                counts["trained tokens"] += int(trained.sum())
                 counts["tokens repeated as context"] += int(kept[piece].sum())
+                lost["trained tokens lost"] -= int(trained.sum())
                 kept[piece] = True
-            too_long = f"sequences longer than data.max_length={data.max_length}"
-            counts[f"{too_long}, data.overflow={data.overflow}"] += len(tokens) > data.max_length
-            counts["tokens lost"] += int((~kept).sum())
-            counts["trained tokens lost"] += int(trained[1:][~kept[1:]].sum())
-        n_sequences = len(self.sequences) - sequences_before
-        counts["sequences"] += n_sequences
-        counts["records lost whole"] += n_sequences == 0
+            lost["tokens lost"] -= int(kept.sum())
+            for turn in sequence.turns:
+                in_row = kept[turn.begin : turn.end]
+                lost["trained turns lost"] -= bool(in_row.any())
+                is_cut = in_row.any() and not in_row[-1]
+                counts["answers cut: trained without their end"] += bool(is_cut)
+        counts["sequences"] += n_rows
+        if any(len(sequence.input_ids) > data.max_length for sequence in whole):
+            overflow = "turns" if encoded.too_long else data.overflow.replace("turns", "split")
+            outcome = _OVERFLOWS[overflow] if n_rows else "dropped"
+            counts[f"records longer than data.max_length={data.max_length}, {outcome}"] += 1
+            counts.update({f"{what}, records {outcome}": count for what, count in lost.items()})
 
 
 @dataclass
@@ -96,13 +117,14 @@ class ChunkTokenizer:
         result = TokenizedChunk(chunk.set_name, chunk.source, len(chunk.numbers), chunk.n_bytes)
         result.sets[chunk.set_name] = SetChunk()
         encoder = self.encoder.with_loss_on(chunk.loss_on or self.data.loss_on)
+        max_length = self.data.max_length if self.data.overflow == "turns" else None
         unread: Counter[str] = Counter(dict.fromkeys(chunk.unread_columns, len(chunk.numbers)))
         for i, value in enumerate(chunk.parse()):
             try:
                 record, unread_names = check_record(value)
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
                 sequences = result.sets.setdefault(set_name, SetChunk())
-                encoded = encode_record(encoder, record)
+                encoded = encode_record(encoder, record, max_length)
                 sequences.add(chunk.first_record + i, encoded, self.data)
                 unread.update([*unread_names, *self.encoder.template.unread_fields(record)])
             except RecordError as error:
@@ -120,8 +142,13 @@ class ChunkTokenizer:
         return xxhash.xxh3_64_intdigest(canonical) < self.data.eval_fraction * 2**64
 
 
-def encode_record(encoder: ChatEncoder, record: dict[str, Any]) -> EncodedRecord:
+def encode_record(
+    encoder: ChatEncoder, record: dict[str, Any], max_length: int | None = None
+) -> EncodedRecord:
     """Encode the used fields of a record, as `check_record` returns them.
+
+    Where `max_length` is given, a conversation keeps the leading turns that fit, and a prompt with
+    its completion has no sequence unless both fit.
 
     Raises:
         RecordError: the record cannot be encoded exactly.
@@ -138,8 +165,11 @@ def encode_record(encoder: ChatEncoder, record: dict[str, Any]) -> EncodedRecord
         )
     tools = record.get("tools")
     if "messages" in record:
-        return encoder.encode_messages(record["messages"], tools)
-    return encoder.encode_prompt_completion(record["prompt"], record["completion"], tools)
+        return encoder.encode_messages(record["messages"], tools, max_length=max_length)
+    encoded = encoder.encode_prompt_completion(record["prompt"], record["completion"], tools)
+    if max_length is not None and not encoded.fits(max_length):
+        encoded = EncodedRecord([], notes=encoded.notes, too_long=encoded.sequences)
+    return encoded
 
 
 def tokenize_chunks(

@@ -16,7 +16,7 @@ run: {dir: runs/small, seed: 1234, resume: auto, ignore_plan: false}
 model: {path: m, init: pretrained, master_dtype: float32, compute_dtype: auto,
   reduce_dtype: float32, activation_checkpointing: none, attention: auto, compile: false}
 data: {train: d.jsonl, eval: null, columns: null, template_options: {}, eval_fraction: 0.0,
-  max_length: 4096, overflow: truncate, loss_on: assistant, packing: true}
+  max_length: 4096, overflow: turns, loss_on: assistant, packing: true}
 parallel: {replicate: 1, expert: 1}
 train: {epochs: 3, max_steps: null, micro_batch_size: 1, gradient_accumulation_steps: 1,
   max_grad_norm: 1.0}
@@ -34,7 +34,6 @@ NOT_BUILT = {
     "model.master_dtype": ("bfloat16", "float32"),
     "data.columns": ("{text: body}", "null"),
     "data.template_options": ("{enable_thinking: false}", "{}"),
-    "data.overflow": ("turns", "truncate or split or drop or error"),
     "parallel.expert": ("2", "1"),
     "optimizer.name": ("adamw8bit", "adamw"),
     "lora.rank": ("16", "null"),

@@ -115,7 +115,7 @@ MAY_NOT_CHANGE = {
     "data.eval": ('"eval.jsonl"', "null"),
     "data.eval_fraction": ("0.0", "0.5"),
     "data.max_length": ("128", "64"),
-    "data.overflow": ('"truncate"', '"split"'),
+    "data.overflow": ('"turns"', '"truncate"'),
     "data.loss_on": ('"assistant"', '"all"'),
     "data.packing": ("true", "false"),
     "optimizer.betas": ("[0.9, 0.95]", "[0.9, 0.99]"),

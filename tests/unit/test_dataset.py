@@ -97,8 +97,13 @@ def test_broken_records_are_counted_and_ten_are_named(model: Path, tmp_path: Pat
     assert problems[10] == "data.train: 1003 of 1004 records broken - repair or remove them"
 
 
-OVERFLOWING = [{"text": "0123456789"}, {"text": "abc"}, {"prompt": "0123456789", "completion": "x"}]
-LONG = "sequences longer than data.max_length=5, data.overflow"
+OVERFLOWING = [
+    {"text": "0123456789"},
+    {"text": "abc"},
+    {"prompt": "0123456789", "completion": "x"},
+    {"prompt": "0", "completion": "0123456789"},
+]
+LONG = "records longer than data.max_length=5,"
 
 
 @pytest.mark.parametrize(
@@ -106,39 +111,70 @@ LONG = "sequences longer than data.max_length=5, data.overflow"
     [
         (
             {},
-            ["0123456789<|im_end|>", "abc<|im_end|>", "0123456789x<|im_end|>"],
-            ["3 records in 3 sequences, 27 tokens, 15 of them trained"],
+            [
+                "0123456789<|im_end|>",
+                "abc<|im_end|>",
+                "0123456789x<|im_end|>",
+                "00123456789<|im_end|>",
+            ],
+            ["4 records in 4 sequences, 39 tokens, 26 of them trained"],
         ),
         (
-            {"max_length": 5},
-            ["01234", "abc<|im_end|>"],
+            {"max_length": 5, "overflow": "truncate"},
+            ["01234", "abc<|im_end|>", "00123"],
             [
-                "3 records in 2 sequences, 9 tokens, 7 of them trained",
-                f"{LONG}=truncate: 2",
-                "tokens lost: 18",
-                "trained tokens lost: 8",
-                "records lost whole: 1",
+                "4 records in 3 sequences, 14 tokens, 11 of them trained",
+                f"{LONG} truncated: 2",
+                "tokens lost, records truncated: 13",
+                "trained tokens lost, records truncated: 13",
+                "answers cut: trained without their end: 1",
+                f"{LONG} dropped: 1",
+                "trained turns lost, records dropped: 1",
+                "tokens lost, records dropped: 12",
+                "trained tokens lost, records dropped: 2",
             ],
         ),
         (
             {"max_length": 5, "overflow": "drop"},
             ["abc<|im_end|>"],
             [
-                "3 records in 1 sequences, 4 tokens, 3 of them trained",
-                f"{LONG}=drop: 2",
-                "tokens lost: 23",
-                "trained tokens lost: 12",
-                "records lost whole: 2",
+                "4 records in 1 sequences, 4 tokens, 3 of them trained",
+                f"{LONG} dropped: 3",
+                "trained turns lost, records dropped: 2",
+                "tokens lost, records dropped: 35",
+                "trained tokens lost, records dropped: 23",
             ],
         ),
         (
             {"max_length": 5, "overflow": "split"},
-            ["01234", "45678", "89<|im_end|>", "abc<|im_end|>", "89x<|im_end|>"],
             [
-                "3 records in 5 sequences, 21 tokens, 15 of them trained",
-                f"{LONG}=split: 2",
-                "tokens lost: 8",
+                "01234",
+                "45678",
+                "89<|im_end|>",
+                "abc<|im_end|>",
+                "89x<|im_end|>",
+                "00123",
+                "34567",
+                "789<|im_end|>",
+            ],
+            [
+                "4 records in 8 sequences, 35 tokens, 26 of them trained",
+                f"{LONG} split into rows: 3",
+                "tokens lost, records split into rows: 8",
+                "tokens repeated as context: 4",
+            ],
+        ),
+        (
+            {"max_length": 5},  # turns: texts are split, what must be whole is dropped
+            ["01234", "45678", "89<|im_end|>", "abc<|im_end|>"],
+            [
+                "4 records in 4 sequences, 17 tokens, 13 of them trained",
+                f"{LONG} split into rows: 1",
                 "tokens repeated as context: 2",
+                f"{LONG} dropped: 2",
+                "trained turns lost, records dropped: 2",
+                "tokens lost, records dropped: 24",
+                "trained tokens lost, records dropped: 13",
             ],
         ),
     ],
@@ -148,16 +184,39 @@ def test_overflow_is_counted(
 ) -> None:
     run = Run(model, write(tmp_path / "a.jsonl", OVERFLOWING), **data)
     assert [text for text, _ in run.texts()] == texts
-    appended = "records to which the end token was appended: 3"
-    assert set(run.prepared.lines) == {f"data.train: {line}" for line in [*lines, appended]}
+    said = {line for line in run.prepared.lines if "end token was appended" not in line}
+    assert said == {f"data.train: {line}" for line in lines}
     assert not any(run.prepared.train[i][1][0] for i in range(len(run.prepared.train)))
+
+
+def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(
+    model: Path, tmp_path: Path
+) -> None:
+    replies = ("0", "1", "23456")
+    long = {"messages": [m for reply in replies for m in chat("q", reply)["messages"]]}
+    prompt = {"prompt": long["messages"][:3], "completion": long["messages"][3:]}
+    run = Run(model, write(tmp_path / "a.jsonl", [long, prompt]), max_length=30)
+    ((text, trained),) = run.texts()
+    one_round = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+    assert text == one_round.format("0") + one_round.format("1")
+    assert trained == "0<|im_end|>1<|im_end|>"
+    tokens = len(run.encoder.tokenizer(one_round.format("23456"))["input_ids"])
+    lines = [
+        "records longer than data.max_length=30, cut behind the last turn that fits: 1",
+        "trained turns lost, records cut behind the last turn that fits: 1",
+        f"tokens lost, records cut behind the last turn that fits: {tokens}",
+        "trained tokens lost, records cut behind the last turn that fits: 6",
+        "records longer than data.max_length=30, dropped: 1",
+        "trained turns lost, records dropped: 2",
+    ]
+    assert set(run.prepared.lines) >= {f"data.train: {line}" for line in lines}
 
 
 def test_overflow_may_be_refused(model: Path, tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", OVERFLOWING)
     problems = problems_of(model, train, max_length=5, overflow="error")
     places = [problem.partition(": ")[0] for problem in problems]
-    assert places == [f"{train}:1", f"{train}:3", "data.train"]
+    assert places == [f"{train}:1", f"{train}:3", f"{train}:4", "data.train"]
     assert "has 11 tokens, more than data.max_length=5" in problems[0]
 
 
@@ -260,7 +319,7 @@ def test_every_source_and_evaluation_set_must_train_something(model: Path, tmp_p
         f"data.eval.none={empty}: no record in it",
         "data.eval.long: no token to train in 2 records",
     ]
-    assert "longer than data.max_length=90, data.overflow=drop: 2" in problems[3]
+    assert "longer than data.max_length=90, dropped: 2" in problems[3]
     (problem,) = problems_of(model, sources[:1], eval_fraction=0.999999)
     assert problem.startswith("data.train.a: no token to train in 0 records - ")
     assert problem.endswith(" or lower data.eval_fraction")

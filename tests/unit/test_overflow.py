@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from helpers.chat_cases import TEMPLATES, answer, encoder, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtune.data.chat_encoder import EncodedSequence
 from shardtune.data.overflow import fit_to_length
 from shardtune.data.records import RecordError
 
@@ -34,3 +38,94 @@ def test_pieces_fit_and_hold_each_trained_token_at_most_once(
     assert positions == np.flatnonzero(trained[:kept]).tolist()
     if overflow != "split" or not is_long:
         assert [piece for piece, _ in pieces] == [slice(0, kept)] * int(trained[:kept].any())
+
+
+WORDS = st.text("abc", min_size=1, max_size=9)
+ROUNDS = st.lists(st.tuples(st.sampled_from(["user", "system"]), WORDS, WORDS), min_size=1)
+STOPS = {
+    "chatml": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "glm-4.5": "<|user|> <|assistant|> <|system|>",
+}
+
+
+def conversation(
+    rounds: list[tuple[str, str, str]], silent_end: bool, reasons: bool = False
+) -> list[dict[str, Any]]:
+    messages = [
+        message
+        for role, question, reply in rounds
+        for message in (
+            {"role": role, "content": question},
+            answer(reply, **({"reasoning_content": question[::2]} if reasons else {})),
+        )
+    ]
+    return [*messages, user("so?")] if silent_end else messages
+
+
+def turn_tokens(sequences: list[EncodedSequence]) -> dict[int, list[int]]:
+    """The generated tokens of each turn, by message."""
+    return {t.message: s.input_ids[t.begin : t.end] for s in sequences for t in s.turns}
+
+
+@given(
+    ROUNDS,
+    st.booleans(),
+    st.integers(2, 160),
+    st.sampled_from(["assistant", "last"]),
+    st.sampled_from(list(STOPS)),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_every_turn_that_is_trained_is_whole(
+    rounds: list[tuple[str, str, str]],
+    silent_end: bool,
+    max_length: int,
+    loss_on: str,
+    template: str,
+) -> None:
+    messages = conversation(rounds, silent_end, reasons=template != "chatml")
+    chat = encoder(TEMPLATES[template], loss_on, STOPS[template])
+    whole = chat.encode_messages(messages)
+    cut = chat.encode_messages(messages, max_length=max_length)
+    assert cut.fits(max_length)
+    kept, unlimited = turn_tokens(cut.sequences), turn_tokens(whole.sequences)
+    assert kept == {i: unlimited[i] for i in kept}
+    assert list(kept) == list(unlimited)[: len(kept)]
+    for sequence in cut.sequences:
+        assert {i for i, flag in enumerate(sequence.trained) if flag} == {
+            i for turn in sequence.turns for i in range(turn.begin, turn.end)
+        }
+        for turn in sequence.turns:
+            assert sequence.input_ids[turn.end - 1] in chat.stop_token_ids
+    if whole.fits(max_length):
+        assert cut == whole
+    else:
+        assert cut.too_long == whole.sequences
+
+
+@given(ROUNDS, st.booleans(), st.integers(2, 160), st.sampled_from(["assistant", "last", "all"]))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_the_most_turns_that_fit_are_kept(
+    rounds: list[tuple[str, str, str]], silent_end: bool, max_length: int, loss_on: str
+) -> None:
+    messages = conversation(rounds, silent_end)
+    chat = encoder(loss_on=loss_on)
+    # By hand: a token a byte, and one for each of the two marks.
+    lengths = [len(m["role"]) + len(m["content"]) + 4 for m in messages]
+    last = 2 * len(rounds) - 1
+    ends = [len(messages), *range(last + 1, 0, -2)]
+    end = next((end for end in ends if sum(lengths[:end]) <= max_length), 0)
+    turns = [i for i in range(1, end, 2) if loss_on != "last" or i == last]
+    sequences = chat.encode_messages(messages, max_length=max_length).sequences
+    if not (end if loss_on == "all" else turns):
+        assert sequences == []
+        return
+    (sequence,) = sequences
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages[:end])
+    assert chat.tokenizer.decode(sequence.input_ids) == text
+    expected = [loss_on == "all" and i > 0 for i in range(len(sequence.input_ids))]
+    for i in turns:
+        begin = sum(lengths[:i]) + len("-assistant-")
+        for token in range(begin, begin + len(messages[i]["content"]) + 1):
+            expected[token] = True
+    assert sequence.trained == expected
