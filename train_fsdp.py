@@ -47,8 +47,8 @@ def main() -> None:
     setup.start_logging(config, world)
     setup.require_same_config(config, world)
     run = setup.open_run(config, world)  # its directory, and the checkpoint that it resumes from
-    model_config = setup.read_model_files(run)
-    data, assets = setup.read_data_and_assets(run, model_config)
+    model_config, assets = setup.read_model_files(run)
+    data = setup.read_data(run, model_config)
     schedule = setup.plan_schedule(run, data)
     pending_evaluation = setup.find_pending_evaluation(run, data, schedule)
     if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
@@ -65,7 +65,7 @@ def main() -> None:
     end_on_signal(
         f"after the last step was saved, while the final model was written - {AGAIN}", code=75
     )
-    write_final_model(last_checkpoint, config.export, assets, run.directory, world)
+    write_final_model(last_checkpoint, config, assets, run.directory, world)
 
 
 def build_train_context(
@@ -107,7 +107,7 @@ def build_train_context(
         metrics=metrics,
         stragglers=Stragglers(model, metrics, world),
         saver=Saver(run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world),
-        run_state=setup.state_of_run(run, data, assets, reshard),
+        run_state=setup.state_of_run(run, model_config, data, reshard),
     )
 
 

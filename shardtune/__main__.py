@@ -80,10 +80,10 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _verify(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.checkpoint import verify_checkpoint
+    from shardtune.checkpoint.verify import verify
 
-    _add_directories(parser)
-    if problems := verify_checkpoint(parser.parse_args(arguments).directories):
+    _add_directories(parser, "CHECKPOINT_DIR", "exported models, and all parts of one checkpoint")
+    if problems := verify(parser.parse_args(arguments).directories):
         raise RunFailed(*problems)
 
 
@@ -91,7 +91,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> None:
     from shardtune.checkpoint.export import export_checkpoint
     from shardtune.log import quiet_libraries
 
-    _add_directories(parser)
+    _add_directories(parser, "CHECKPOINT_DIR", "all parts of one save")
     out_help = "a directory that does not exist yet"
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help=out_help)
     dtypes = ("source", "float32", "bfloat16", "float16")
@@ -102,10 +102,8 @@ def _export(parser: Parser, arguments: Sequence[str]) -> None:
     print(f"Saved the model in {options.out}")
 
 
-def _add_directories(parser: Parser) -> None:
-    parser.add_argument(
-        "directories", type=Path, nargs="+", metavar="CHECKPOINT_DIR", help="all parts of one save"
-    )
+def _add_directories(parser: Parser, metavar: str, help_: str) -> None:
+    parser.add_argument("directories", type=Path, nargs="+", metavar=metavar, help=help_)
 
 
 def _config_schema(parser: Parser, arguments: Sequence[str]) -> None:
@@ -120,7 +118,10 @@ COMMANDS = {
         _inspect_data,
         "show which tokens of the data are trained; needs a tokenizer and no weights",
     ),
-    "verify": (_verify, "read every byte of a checkpoint and compare it with the saved digests"),
+    "verify": (
+        _verify,
+        "read every byte of checkpoints and models and compare it with the saved digests",
+    ),
     "export": (
         _export,
         "write the model of a checkpoint as from_pretrained opens it, one tensor at a time",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.config import Config, resume_may_change
 from shardtune.config_io import changed_keys
+from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger
@@ -43,9 +47,9 @@ def require_same_data(resumed: Checkpoint, digest: str) -> None:
     _require_equal(resumed, remedy, [("the digest of the data", resumed.state["data"], digest)])
 
 
-def require_same_model(resumed: Checkpoint, assets: Mapping[str, bytes]) -> None:
+def require_same_model(resumed: Checkpoint, config: PreTrainedConfig) -> None:
     """Raises UserError with every setting in which config.json is not the checkpoint's."""
-    old, new = resumed.state["model"], model_settings(assets)
+    old, new = resumed.state["model"], model_settings(config)
     values = [
         (f"{key} of the model's config.json", old.get(key), new.get(key))
         for key in sorted({*old, *new})
@@ -65,8 +69,9 @@ def _require_equal(
         raise UserError(*problems)
 
 
-def model_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the settings in config.json that belong to the model itself."""
-    settings = json.loads(assets["config.json"])
+def model_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of the model itself as JSON has them."""
+    dtype = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else config.dtype
+    settings = json.loads(json.dumps({**config.to_dict(), "dtype": dtype or "float32"}))
     of_the_file = {"transformers_version", "_name_or_path"}
     return {key: value for key, value in settings.items() if key not in of_the_file}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from shardtune.distributed.tensors import to_local
 
-RANDOM = "random."
+MODEL, RANDOM = "model.", "random."
 
 
 def training_state(
@@ -34,12 +34,23 @@ def training_state(
                 }
     for name, parameter in model.named_parameters():
         name = tied.get(name, name)
-        tensors[f"model.{name}"] = parameter
+        tensors[f"{MODEL}{name}"] = parameter
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{key}.{name}"] = value
-    persistent = model.state_dict().keys()
+    return tensors | model_state(model)
+
+
+def model_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the parameters and the buffers that are saved, by the same names."""
+    tied, persistent = model.all_tied_weights_keys, model.state_dict().keys()
+    parameters = {tied.get(name, name): tensor for name, tensor in model.named_parameters()}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return tensors | {f"model.{name}": buffer for name, buffer in buffers.items()}
+    return {f"{MODEL}{name}": tensor for name, tensor in (parameters | buffers).items()}
+
+
+def model_kinds(model: PreTrainedModel) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Return dtype and shape of each of them."""
+    return {name: (t.dtype, list(t.shape)) for name, t in model_state(model).items()}
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, torch.Tensor]:

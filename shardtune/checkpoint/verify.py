@@ -1,46 +1,86 @@
-"""Compare the files of a checkpoint with the digests in its manifest."""
+"""Compare the files of checkpoints and of exported models with the digests that came with them."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 import xxhash
 from tqdm import tqdm
 
+from shardtune.checkpoint.exported import EXPORT, read_export
 from shardtune.checkpoint.manifest import RESTORE, Checkpoint, DamagedCheckpoint, open_checkpoint
 
 _READ_BYTES = 1 << 22
+_EXPORT_AGAIN = "export the model again, or restore it from a copy"
 
 
-def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
+def verify(directories: Sequence[Path]) -> list[str]:
     """Read every byte once, several files at a time, with a progress bar on a terminal.
 
-    Returns a problem `<what> - <what to do>` for each damaged or missing file.
+    The directories are exported models, and the parts of one checkpoint. Returns a problem
+    `<what> - <what to do>` for each damaged or missing file.
 
     Raises:
         UserError: as open_checkpoint.
     """
+    parts = [path for path in directories if not os.path.lexists(path / EXPORT)]
+    problems = verify_checkpoint(parts) if parts else []
+    return problems + [
+        problem for path in directories if path not in parts for problem in _verify_model(path)
+    ]
+
+
+def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
+    """Verify one checkpoint, likewise."""
     try:
         checkpoint = open_checkpoint(*directories)
     except DamagedCheckpoint as error:
         return [f"{error} - {RESTORE}"]
     names = sorted(checkpoint.files)
     total = sum(checkpoint.files[name]["bytes"] * len(checkpoint.find_all(name)) for name in names)
-    hidden = not sys.stderr.isatty()
-    with tqdm(total=total, unit="B", unit_scale=True, desc=checkpoint.name, disable=hidden) as bar:
+    with _progress_bar(checkpoint.name, total) as bar:
         problems = check_files(checkpoint, names, os.cpu_count() or 1, bar.update)
     if not any(problems.values()):
-        print(f"{checkpoint.name}: intact, {len(names)} files, {total / 1e9:.2f} GB")
+        print(_intact(checkpoint.name, len(names), total))
     name_all = "name all parts of the checkpoint, or restore it from a copy"
     return [
         f"{problem} - {RESTORE if checkpoint.find(name) else name_all}"
         for name, problem in problems.items()
         if problem
     ]
+
+
+def _verify_model(folder: Path) -> list[str]:
+    exported = read_export(folder)
+    if exported is None:
+        return [f"{folder / EXPORT}: is damaged - {_EXPORT_AGAIN}"]
+    files = exported["files"]
+    total = sum(entry["bytes"] for entry in files.values())
+    with (
+        _progress_bar(folder.name, total) as bar,
+        ThreadPoolExecutor(os.cpu_count() or 1) as pool,
+    ):
+        checked = pool.map(
+            lambda name: _check_file(files[name], folder / name, bar.update), sorted(files)
+        )
+        problems = [problem for problem in checked if problem]
+    if not problems:
+        print(_intact(folder, len(files), total))
+    return [f"{problem} - {_EXPORT_AGAIN}" for problem in problems]
+
+
+def _progress_bar(name: str, total: int) -> tqdm[NoReturn]:
+    hidden = not sys.stderr.isatty()
+    return tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=hidden)
+
+
+def _intact(name: str | Path, files: int, total: int) -> str:
+    return f"{name}: intact, {files} files, {total / 1e9:.2f} GB"
 
 
 def check_files(
@@ -56,7 +96,7 @@ def check_files(
 
     def check(name: str) -> str | None:
         paths = checkpoint.find_all(name)
-        problems = (_check_file(checkpoint, name, path, on_read) for path in paths)
+        problems = (_check_file(checkpoint.files[name], path, on_read) for path in paths)
         return next(filter(None, problems), None) if paths else checkpoint.why_missing(name)
 
     with ThreadPoolExecutor(threads) as pool:
@@ -64,9 +104,8 @@ def check_files(
 
 
 def _check_file(
-    checkpoint: Checkpoint, name: str, path: Path, on_read: Callable[[int], object]
+    expected: Mapping[str, Any], path: Path, on_read: Callable[[int], object]
 ) -> str | None:
-    expected = checkpoint.files[name]
     whole, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_READ_BYTES))
     try:
         with path.open("rb", buffering=0) as file:

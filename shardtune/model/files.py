@@ -6,11 +6,13 @@ are read here.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants, snapshot_download
@@ -24,6 +26,19 @@ from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError, first_line
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Configuration, generation settings and tokenizer.
+FILES_BESIDE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+)
 
 
 def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
@@ -78,13 +93,38 @@ def fetch_weights(model: ModelConfig) -> str | None:
         "connect to the hub, or copy them into this node's cache",
     ):
         commit = Path(str(cached_file(path, "config.json"))).parent.name
+        small = [*FILES_BESIDE_WEIGHTS, _INDEX]
+        folder = Path(snapshot_download(path, revision=commit, allow_patterns=small))
         if model.init == "random":
             return commit
-        folder = Path(snapshot_download(path, revision=commit, allow_patterns=[_INDEX]))
         snapshot_download(path, revision=commit, allow_patterns=_files_of_weights(folder))
     if problems := _weight_problems(folder):
         raise UserError(*problems)
     return commit
+
+
+def model_folder(path: str) -> Path | None:
+    """Return the directory of a model on this node: itself, or in the hub's cache."""
+    if Path(path).is_dir():
+        return Path(path)
+    with contextlib.suppress(OSError):
+        if file := cached_file(path, "config.json", local_files_only=True):
+            return Path(file).parent
+    return None
+
+
+def list_tensors(folder: Path) -> dict[str, list[Any]]:
+    """Return dtype (as safetensors names it), shape and file of each tensor of a model, by name.
+
+    Only the headers are read.
+    """
+    tensors: dict[str, list[Any]] = {}
+    for file_name in _files_of_weights(folder):
+        with safe_open(folder / file_name, framework="pt") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_slice(name)
+                tensors[name] = [tensor.get_dtype(), tensor.get_shape(), file_name]
+    return tensors
 
 
 @contextmanager

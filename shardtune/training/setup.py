@@ -17,9 +17,10 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardtune.checkpoint import agree_on_checkpoint, resume_rules
-from shardtune.checkpoint.export import model_assets
+from shardtune.checkpoint.assets import SOURCE, model_assets
+from shardtune.checkpoint.export import require_exportable
 from shardtune.checkpoint.run_dir import open_run_dir
-from shardtune.config import Config
+from shardtune.config import Config, ModelConfig
 from shardtune.config_io import remarks, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData
@@ -31,7 +32,12 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.model.build import compute_dtype, local_bytes
-from shardtune.model.files import fetch_weights, read_model_config
+from shardtune.model.files import (
+    fetch_weights,
+    list_tensors,
+    model_folder,
+    read_model_config,
+)
 from shardtune.training.context import Run
 from shardtune.training.memory import weights_fit
 from shardtune.training.metrics import read_entries
@@ -91,10 +97,11 @@ def open_run(config: Config, world: World) -> Run:
     return Run(config, world, directory, resumed, datetime.date.fromisoformat(date))
 
 
-def read_model_files(run: Run) -> PretrainedConfig:
-    """Read the model's configuration, and fetch its weights. No weight is read.
+def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
+    """Read the model's configuration, fetch its weights, and read the files beside them.
 
-    Refuses a model that cannot be trained, data that is missing, and two revisions of the model.
+    No weight is read. Refuses a model that cannot be trained or exported, data that is missing, and
+    two revisions of the model.
     """
     config, world = run.config, run.world
     world.progress.enter(Phase.PREPARING_DATA)
@@ -108,13 +115,30 @@ def read_model_files(run: Run) -> PretrainedConfig:
     revision = world.on_local_rank0(lambda: fetch_weights(config.model))
     what = f"the hub's revision of model.path={config.model.path}"
     _require_same({what: revision}, "fetch one revision, or name a directory", world)
-    return model_config
+    assets = world.run_on_all_ranks(lambda: _read_assets(config.model))
+    if config.model.init == "pretrained":
+        # Every disk has a copy, and they must be alike.
+        assets[SOURCE] = world.on_rank0(lambda: _list_source(config.model.path)).encode()
+        world.on_rank0(lambda: require_exportable(assets))
+    return model_config, assets
 
 
-def read_data_and_assets(
-    run: Run, model_config: PretrainedConfig
-) -> tuple[PreparedData, dict[str, bytes]]:
-    """Tokenize the data, or open its cache, and read the files that a model has beside its weights.
+def _read_assets(model: ModelConfig) -> dict[str, bytes]:
+    folder = model_folder(model.path)
+    assert folder, model.path  # its config.json was read
+    return model_assets(folder)
+
+
+def _list_source(path: str) -> str:
+    """Return the tensors in the model's files, for an export to compare with, as JSON."""
+    folder = model_folder(path)
+    assert folder, path
+    absolute = str(folder.absolute()) if Path(path).is_dir() else path
+    return json.dumps({"path": absolute, "tensors": list_tensors(folder)})
+
+
+def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
+    """Tokenize the data, or open its cache.
 
     Refuses broken data, and other data or another model than another node or the checkpoint has.
     """
@@ -127,11 +151,10 @@ def read_data_and_assets(
     world.run_on_all_ranks(lambda: data.require_vocabulary(encoder.tokenizer, vocabulary))
     remedy = "copy the same data, model and code to every node"
     _require_same({"the digest of the tokenized data": data.key}, remedy, world)
-    assets = world.run_on_all_ranks(lambda: model_assets(model_config, path, encoder.tokenizer))
     if resumed:
         resume_rules.require_same_data(resumed, data.key)
-        resume_rules.require_same_model(resumed, assets)
-    return data, assets
+        resume_rules.require_same_model(resumed, model_config)
+    return data
 
 
 def plan_schedule(run: Run, data: PreparedData) -> Schedule:
@@ -248,14 +271,14 @@ def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
 
 
 def state_of_run(
-    run: Run, data: PreparedData, assets: Mapping[str, bytes], reshard: ReshardPolicy
+    run: Run, model_config: PretrainedConfig, data: PreparedData, reshard: ReshardPolicy
 ) -> dict[str, Any]:
     """Return the state that each checkpoint of the run holds beside its tensors and position."""
     return {
         "date": run.date.isoformat(),
         "data": data.key,
         "config": to_dict(run.config),
-        "model": resume_rules.model_settings(assets),
+        "model": resume_rules.model_settings(model_config),
         "residency": list(vars(reshard).values()),  # the key that older checkpoints have, too
     }
 

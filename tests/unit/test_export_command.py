@@ -15,11 +15,11 @@ from helpers.faults import DiskOs, Fault, fails
 from helpers.small_runs import checkpoint, digests, names
 from helpers.thread_ranks import save_steps
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs, open_checkpoint
-from shardtune.checkpoint.export import model_assets
+from shardtune.checkpoint.assets import model_assets
 from shardtune.checkpoint.load import read_chunk
 from shardtune.checkpoint.manifest import DamagedCheckpoint, StoredChunk
 
@@ -31,8 +31,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) 
     """A checkpoint of two ranks."""
     run_dir = tmp_path_factory.mktemp("exported") / "run"
     model = AutoModelForCausalLM.from_pretrained(models["glm"], dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(models["glm"])
-    assets = model_assets(model.config, str(models["glm"]), tokenizer)
+    assets = model_assets(models["glm"])
     save_steps((2,), 2, [run_dir], keep=1, model=model, assets=assets)
     return checkpoint(run_dir, 2)
 

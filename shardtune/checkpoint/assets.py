@@ -1,0 +1,66 @@
+"""The files of a model beside its weights: the same in the source, a checkpoint and an export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtune.model.files import FILES_BESIDE_WEIGHTS
+
+SOURCE = "source_tensors.json"  # in checkpoints only
+# How configurations announce layers of multi-token prediction, which transformers does not train.
+_ANNOUNCING = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
+)
+_DTYPE = ("dtype", "torch_dtype")
+
+
+def model_assets(folder: Path) -> dict[str, bytes]:
+    """Return the source's configuration, generation settings and tokenizer, by file name.
+
+    They are the source's bytes, but config.json does not say where it came from.
+    """
+    files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
+    assets = {path.name: path.read_bytes() for path in sorted(files) if path.is_file()}
+    if "_name_or_path" in (values := json.loads(assets["config.json"])):
+        del values["_name_or_path"]
+        assets["config.json"] = _dump(values)
+    return assets
+
+
+def with_dtype(config_json: bytes, dtype: str) -> bytes:
+    """Return config.json with another dtype, also where its sections name one."""
+    values = json.loads(config_json)
+    if not any(key in values for key in _DTYPE):
+        values["dtype"] = dtype
+    return _dump(_changed(values, lambda key, value: dtype if key in _DTYPE else value))
+
+
+def without_announcements(config_json: bytes) -> tuple[bytes, list[str]]:
+    """Return config.json with 0 extra layers, and the keys that this changed."""
+    changed = []
+
+    def none_announced(key: str, value: Any) -> Any:
+        if key not in _ANNOUNCING or not value:
+            return value
+        changed.append(key)
+        return 0
+
+    values = _changed(json.loads(config_json), none_announced)
+    return (_dump(values) if changed else config_json), changed
+
+
+def _changed(values: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    return {
+        key: _changed(value, change) if isinstance(value, dict) else change(key, value)
+        for key, value in values.items()
+    }
+
+
+def _dump(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()

@@ -1,0 +1,34 @@
+"""`export.json`, which lists the files of an exported model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+EXPORT = "export.json"
+Entries = Mapping[str, Mapping[str, int | str]]  # size and digest of each file
+_FORMAT = 1
+
+
+def export_json(values: Mapping[str, Any]) -> bytes:
+    """Return the file, whose last value is the digest of the others."""
+    values = {"format": _FORMAT, **values}
+    return (json.dumps({**values, "xxh3_128": _digest(values)}, indent=2) + "\n").encode()
+
+
+def read_export(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a folder's file; None if it has none or a damaged one."""
+    try:
+        values: dict[str, Any] = json.loads((folder / EXPORT).read_bytes())
+        intact = values.pop("xxh3_128") == _digest(values)
+    except (OSError, ValueError, AttributeError, KeyError):
+        return None
+    return values if intact else None
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(values).encode()).hexdigest()

@@ -1,0 +1,195 @@
+"""A run gives its source back: its tensors by name, shape and dtype, and the files beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.chats import chats, write_jsonl
+from helpers.ranks import train
+from helpers.small_runs import checkpoint, digests
+from safetensors.torch import load_file, save_file
+
+from shardtune.__main__ import run
+
+EXTRA = "model.layers.3."
+FLOAT32 = ("norm.weight", "e_score_correction_bias", "experts.2.up_proj.weight", "enorm.weight")
+SETTINGS = (
+    "data.train=train.jsonl",
+    "data.max_length=128",
+    "model.compute_dtype=float32",
+    "scheduler.warmup_ratio=0",
+    "optimizer.lr=1e-2",
+    "train.max_steps=2",
+    "model.path=source",
+)
+
+
+def publish(model: Path, source: Path) -> None:
+    """Publish a model with a layer of multi-token prediction, as GLM-4.5-Air's is, in two files.
+
+    Some of its tensors are float32; config.json has a key that nobody knows.
+    """
+    shutil.copytree(model, source)
+    tensors = load_file(source / "model.safetensors")
+    layer = {EXTRA + n.removeprefix("model.layers.2."): t for n, t in tensors.items() if ".2." in n}
+    extra = {name: t for name, t in layer.items() if name.startswith(EXTRA)} | {
+        f"{EXTRA}eh_proj.weight": torch.randn(32, 64),
+        f"{EXTRA}enorm.weight": torch.randn(32),
+        f"{EXTRA}hnorm.weight": torch.randn(32),
+        f"{EXTRA}shared_head.norm.weight": torch.randn(32),
+        f"{EXTRA}shared_head.head.weight": torch.randn(331, 32),
+    }
+    (source / "model.safetensors").unlink()
+    places = {}
+    for file, part in (("one.safetensors", tensors), ("two.safetensors", extra)):
+        save_file(
+            {n: t if n.endswith(FLOAT32) else t.bfloat16() for n, t in part.items()}, source / file
+        )
+        places |= dict.fromkeys(part, file)
+    index = json.dumps({"metadata": {}, "weight_map": places})
+    (source / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config |= {"num_nextn_predict_layers": 1, "of_the_maker": {"a": [1.5, None]}}
+    del config["dtype"]
+    config |= {"torch_dtype": "bfloat16", "_name_or_path": "/home/of/the/maker"}
+    (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
+    return {name: tensor for tensors in files for name, tensor in tensors.items()}
+
+
+def kinds(tensors: dict[str, torch.Tensor]) -> dict[str, object]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """The folder of a run of two steps on two ranks, for reading only."""
+    folder = tmp_path_factory.mktemp("whole")
+    publish(models["glm"], folder / "source")
+    write_jsonl(folder / "train.jsonl", chats(20))
+    done = train(2, *SETTINGS, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    extra = [t for name, t in all_tensors(folder / "source").items() if name.startswith(EXTRA)]
+    line = (
+        f"Copied from {folder / 'source'}: {len(extra)} tensors that training does not load "
+        f"({EXTRA[:-1]} ..., {sum(t.nbytes for t in extra) / 1e9:.2f} GB)\n"
+    )
+    assert line in done.stdout
+    return folder
+
+
+def test_every_tensor_of_the_source_comes_back(folder: Path) -> None:
+    source, written = all_tensors(folder / "source"), all_tensors(folder / "runs/config/model")
+    assert kinds(written) == kinds(source)
+    assert len({tensor.dtype for tensor in source.values()}) == 2
+    moved = {name for name, tensor in source.items() if not torch.equal(written[name], tensor)}
+    assert not any(name.startswith(EXTRA) for name in moved)
+    assert {"lm_head.weight", "model.layers.2.mlp.gate.weight", "model.norm.weight"} <= moved
+
+
+def test_every_file_beside_the_weights_comes_back(folder: Path) -> None:
+    """But config.json does not say where its maker had it."""
+    source, model = folder / "source", folder / "runs/config/model"
+    expected = read_config(source)
+    del expected["_name_or_path"]
+    assert read_config(model) == expected
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (model / file).read_bytes() == (source / file).read_bytes(), file
+
+
+def test_export_with_and_without_the_source(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = str(checkpoint(folder / "runs/config", 2))
+    assert run(["export", saved, str(tmp_path / "with")]) == 0
+    assert digests(tmp_path / "with") == digests(folder / "runs/config/model")
+    assert run(["export", saved, str(tmp_path / "half"), "--dtype", "float16"]) == 0
+    half, plain = all_tensors(tmp_path / "half"), all_tensors(tmp_path / "with")
+    assert (
+        half.keys() == plain.keys() and read_config(tmp_path / "half")["torch_dtype"] == "float16"
+    )
+    for name, tensor in half.items():
+        is_exact = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_exact else torch.float16), name
+        if name.startswith(EXTRA):
+            assert torch.equal(tensor, plain[name].to(tensor.dtype)), name
+
+    (folder / "source").rename(folder / "elsewhere")
+    capsys.readouterr()
+    assert run(["export", saved, str(tmp_path / "without")]) == 0
+    (folder / "elsewhere").rename(folder / "source")
+    said = capsys.readouterr().out
+    assert f"Left out, since they are not in {folder / 'source'} now: " in said
+    assert said.count("; config.json now has num_nextn_predict_layers = 0\n") == 1
+    without = all_tensors(tmp_path / "without")
+    assert without.keys() == {name for name in plain if not name.startswith(EXTRA)}
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in without.items())
+    config = read_config(tmp_path / "with") | {"num_nextn_predict_layers": 0}
+    assert read_config(tmp_path / "without") == config
+
+
+def test_verify_names_the_damaged_file_of_a_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Next to a checkpoint, whose parts are named in the same line."""
+    model = Path(shutil.copytree(folder / "runs/config/model", tmp_path / "model"))
+    both = ["verify", str(checkpoint(folder / "runs/config", 2)), str(model)]
+    assert run(both) == 0
+    assert capsys.readouterr().out.count(": intact, ") == 2
+    for file in sorted(path.name for path in model.iterdir()):
+        content = (model / file).read_bytes()
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        (model / file).write_bytes(flipped)
+        assert run(both) == 1
+        remedy = "export the model again, or restore it from a copy"
+        assert capsys.readouterr().err == f"ERROR: {model / file}: is damaged - {remedy}\n"
+        (model / file).write_bytes(content)
+    (model / "tokenizer.json").unlink()
+    assert run(both) == 1
+    assert f"{model}/tokenizer.json: cannot be read (No such file" in capsys.readouterr().err
+
+
+def test_tied_weights_that_the_source_has_twice(tmp_path: Path, models: dict[str, Path]) -> None:
+    """And without the prefix that transformers gives them."""
+    source = Path(shutil.copytree(models["llama"], tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors")
+    write_jsonl(tmp_path / "train.jsonl", chats(20))
+    done = train(1, *SETTINGS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = load_file(tmp_path / "runs/config/model/model.safetensors")
+    assert kinds(written) == kinds(tensors)
+    assert torch.equal(written["lm_head.weight"], written["embed_tokens.weight"])
+    assert not torch.equal(written["lm_head.weight"], tensors["lm_head.weight"])
+
+
+def test_names_that_no_export_could_have_are_refused(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """Before a weight is read: transformers reads the older names of a norm's parameters."""
+    source = Path(shutil.copytree(models["llama"], tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.gamma"] = tensors.pop("model.norm.weight")
+    save_file(tensors, source / "model.safetensors")
+    write_jsonl(tmp_path / "train.jsonl", chats(20))
+    done = train(1, *SETTINGS, cwd=tmp_path)
+    assert done.returncode == 2 and "Parameters:" not in done.stdout
+    assert done.stderr == (
+        "ERROR: model.path=" + str(source) + ": its files name model.norm.weight otherwise "
+        "(1 tensors in all), so no export could be like it - save the model with save_pretrained "
+        "of this transformers, and start from that\n"
+    )
