@@ -94,9 +94,9 @@ def test_a_run_goes_on_as_on_one_disk(a: Path, b: Path, whole: Path) -> None:
         }
     assert last_files(a, b) == digests(checkpoint(whole, 6), "*.safetensors")
     exported = digests(a / "run/model")
-    assert exported.pop(".exported") and {".exported": None} | exported == digests(
+    assert exported.pop("export.json") and {"export.json": None} | exported == digests(
         whole / "model"
-    ) | {".exported": None}
+    ) | {"export.json": None}
     assert names(b / "run") == [".lock", "checkpoints"] and len(names(a / "run")) == 5
 
 
