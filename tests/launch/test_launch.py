@@ -123,10 +123,9 @@ def test_a_refusal_ends_both_nodes_with_its_code(folder: Path) -> None:
         assert code == 2, errors
         assert "Training Configuration:" in output
         assert re.search(r"^ERROR: .*train.jsonl:1: has no field", errors, re.MULTILINE)
-        assert re.fullmatch(
-            r"ERROR: data.eval: 1 of 1 records? broken - .*", errors.splitlines()[-1]
-        )
-        assert errors.count("ERROR: data.eval: 1 of 1 records? broken - ") == 1
+        last = "ERROR: data.eval: 1 of 1 records broken - "
+        assert errors.splitlines()[-1].startswith(last)
+        assert errors.count(last) == 1
 
 
 def test_a_node_that_waits_in_vain(folder: Path) -> None:
