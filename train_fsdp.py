@@ -16,6 +16,7 @@ import torch
 from transformers import PretrainedConfig, set_seed
 
 from shardtune.checkpoint import Checkpoint, Saver, clear_leftovers, load_checkpoint
+from shardtune.checkpoint.best import Best
 from shardtune.checkpoint.export import write_final_model
 from shardtune.config_io import read_run_arguments, write_config
 from shardtune.data.batch import Batch
@@ -94,6 +95,9 @@ def build_train_context(
     clear_leftovers(run.directory, resumed, world)
     world.on_rank0(lambda: write_config(config, run.directory.path / "config.yaml"))
     metrics = Metrics(run.metrics_file, world, resumed.step if resumed else None)
+    best = None
+    if config.eval.keep_best and data.eval:
+        best = Best(run.directory, config, model, assets, world)
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
     timeout_s = config.distributed.save_timeout_s
@@ -107,6 +111,7 @@ def build_train_context(
         metrics=metrics,
         stragglers=Stragglers(model, metrics, world),
         saver=Saver(run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world),
+        best=best,
         run_state=setup.state_of_run(run, model_config, data, reshard),
     )
 

@@ -232,7 +232,7 @@ class EvalConfig(Section, json_schema_extra=MAY_CHANGE):
     """Evaluate before the first update."""
     every_steps: CountOrZero = 0
     """Steps between evaluations. 0: only at the end."""
-    keep_best: bool = _partly_built(False)
+    keep_best: bool = False
     """Keep the weights of the lowest evaluation loss in `best/`."""
 
 

@@ -145,7 +145,10 @@ def remarks(config: Config) -> list[str]:
         **dict.fromkeys(("lora.alpha", "lora.dropout", "lora.targets", "export.merge"), no_lora),
         "scheduler.min_lr_ratio": is_constant and "scheduler.name is constant",
         "eval.every_steps": not has_eval_data and "no evaluation data is given",
-        "export.dtype": not config.export.final and "export.final is false",
+        "eval.keep_best": not has_eval_data and "no evaluation data is given",
+        "export.dtype": not config.export.final
+        and not config.eval.keep_best
+        and "export.final is false",
     }
     values = _flat(to_dict(config))
     return [

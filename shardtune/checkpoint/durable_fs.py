@@ -84,6 +84,28 @@ def rename(old: Path, new: Path) -> Path | None:
     return aside
 
 
+def replace(new: Path, path: Path) -> None:
+    """Give `new` the name `path`, durably, and delete an earlier directory of this name.
+
+    A crash in between leaves the earlier one under another name: see `recover_replaced`.
+    """
+    if os.path.lexists(path):
+        rename(path, _replaced(path))
+    rename(new, path)
+    delete(_replaced(path))
+
+
+def recover_replaced(path: Path) -> None:
+    """Give the earlier directory its name back if `replace` did not come to the new one."""
+    if os.path.lexists(_replaced(path)) and not os.path.lexists(path):
+        rename(_replaced(path), path)
+    delete(_replaced(path))
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
 def move_aside(path: Path, name: Path | None = None) -> Path:
     """Rename `path` to the first free `<name>.aside<number>`, and return that.
 

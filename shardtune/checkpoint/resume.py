@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.best import BEST, recover_best
 from shardtune.checkpoint.manifest import (
     Checkpoint,
     DamagedCheckpoint,
@@ -164,6 +165,7 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
     is_of_this_run = any(world.all_gather_json(any(map(is_part, entries))))
 
     def clear() -> Iterable[Path]:
+        recover_best(run_dir.path)
         for entry in entries:
             if entry.name.startswith(".checkpoint_") and not is_part(entry):
                 staging = _STAGING.fullmatch(entry.name)
@@ -177,7 +179,7 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
             yield from (durable_fs.move_aside(path) for path in newer if not is_part(path))
             return
         earlier = [run_dir.checkpoints] if checkpoints else []
-        earlier += [run_dir.path / name for name in ("metrics.jsonl", "model")]
+        earlier += [run_dir.path / name for name in ("metrics.jsonl", "model", BEST)]
         yield from (durable_fs.move_aside(path) for path in earlier if path.exists())
 
     for path in _on_disk_leaders(lambda: list(map(str, clear())), run_dir, world):

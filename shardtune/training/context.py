@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardtune.checkpoint import Checkpoint, Saver
+from shardtune.checkpoint.best import Best
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config import Config
 from shardtune.data.dataset import PreparedData
@@ -47,4 +48,5 @@ class TrainContext:
     metrics: Metrics
     stragglers: Stragglers
     saver: Saver
+    best: Best | None  # with eval.keep_best
     run_state: dict[str, Any]  # goes into each checkpoint, beside the position in the data

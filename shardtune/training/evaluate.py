@@ -48,6 +48,8 @@ def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) 
             f"Tokens: {entry['tokens']}{at_step}"
         )
     context.metrics.write_all("eval", entries)
+    if context.best and (seconds := context.best.offer(entries[0])) is not None:
+        context.metrics.write("best", **entries[0], seconds=seconds)
     return True
 
 

@@ -37,7 +37,6 @@ NOT_BUILT = {
     "parallel.expert": ("2", "1"),
     "optimizer.name": ("adamw8bit", "adamw"),
     "lora.rank": ("16", "null"),
-    "eval.keep_best": ("true", "false"),
     "logging.tensorboard": ("true", "false"),
     "logging.wandb": ("project", "null"),
     "logging.profile_steps": ("[10, 12]", "null"),

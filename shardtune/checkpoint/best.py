@@ -1,0 +1,121 @@
+"""`best/`: the model of the lowest evaluation loss, written from the sharded weights themselves.
+
+`.best.writing` becomes `best`, and the one before it `.best.old` in between, on rank 0's disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.export import Export, unfinished
+from shardtune.checkpoint.exported import read_export
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.train_state import model_kinds, model_state
+from shardtune.config import Config
+from shardtune.distributed.progress import Phase
+from shardtune.distributed.world import World
+from shardtune.errors import RunFailed
+from shardtune.log import logger
+from shardtune.model.files import model_folder
+
+BEST = "best"
+
+
+class Best:
+    """Keeps the best model of a run. The constructor and `offer` are collective."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: Config,
+        model: PreTrainedModel,
+        assets: Mapping[str, bytes],
+        world: World,
+    ) -> None:
+        self._out, self._model, self._world = run_dir.path / BEST, model, world
+        source = model_folder(config.model.path)
+        kinds, tied = model_kinds(model), model.all_tied_weights_keys
+        self._export = Export(kinds, tied, config.export.dtype, assets, source)
+        self._best = world.on_rank0(lambda: read_export(self._out) or {})
+        self._is_first_write = True
+        logger.info(
+            f"Best model: {self._gigabytes:.2f} GB, written to {self._out} at each evaluation with "
+            "a lower loss than before, while training waits"
+        )
+
+    @property
+    def _gigabytes(self) -> float:
+        return self._export.bytes / 1e9
+
+    def offer(self, evaluation: Mapping[str, Any]) -> float | None:
+        """Write the model if this evaluation's loss is the lowest so far; return the seconds.
+
+        Those are 0 for an evaluation that a resumed run repeats, whose model is there already.
+        Return None for one that is not the best, or where the model cannot be written, which is
+        logged: training goes on.
+        """
+        result = {key: evaluation[key] for key in ("step", "loss", "perplexity")}
+        if result == {key: self._best.get(key) for key in result}:
+            return 0.0
+        if result["step"] == 0 or not result["loss"] < self._best.get("loss", torch.inf):
+            return None
+        self._world.progress.enter(Phase.EXPORTING, result["step"])
+        started = time.perf_counter()
+        problems = self._world.all_gather_json(self._write(result))
+        seconds = time.perf_counter() - started
+        if problems[0]:
+            logger.info(f"Not kept: the best model, of step {result['step']}: {problems[0]}")
+            return None
+        self._best = result
+        speed = ""
+        if self._is_first_write:
+            speed = f": {self._gigabytes:.2f} GB in {seconds:.1f} s, as each later one"
+        self._is_first_write = False
+        logger.info(
+            f"Saved the best model so far, of step {result['step']}, perplexity "
+            f"{result['perplexity']:.4f}{speed}"
+        )
+        return seconds
+
+    def _write(self, result: Mapping[str, Any]) -> str:
+        """Write the files on rank 0, of tensors that all ranks gather. Return rank 0's problem."""
+        tensors, names = model_state(self._model), iter(self._export.stored)
+
+        @torch.no_grad()
+        def gather(name: str) -> torch.Tensor:
+            with self._world.progress.waiting():
+                tensor = tensors[name]
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            return whole.cpu() if self._world.is_main else whole
+
+        problem = ""
+        if self._world.is_main:
+            folder = unfinished(self._out)
+            try:
+                durable_fs.delete(folder)
+                durable_fs.make_directory(folder)
+                entries = self._export.write_files(folder, lambda _: gather(next(names)))
+                self._export.write_rest(folder, entries, result)
+                durable_fs.replace(folder, self._out)
+            except (OSError, RunFailed) as error:
+                problem = str(error)
+                with contextlib.suppress(OSError):
+                    recover_best(self._out.parent)
+        for name in names:  # the other ranks', and those after a failure
+            gather(name)
+        return problem
+
+
+def recover_best(run_dir: Path) -> None:
+    """Leave `best/` whole and nothing beside it, after a write that did not come to its end."""
+    durable_fs.recover_replaced(run_dir / BEST)
+    durable_fs.delete(unfinished(run_dir / BEST))

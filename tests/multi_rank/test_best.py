@@ -1,0 +1,139 @@
+"""`eval.keep_best`: the model of the lowest evaluation loss, whatever happens to its writer."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.chats import chats, write_jsonl
+from helpers.commands import read_metrics
+from helpers.faults import ALWAYS, Fault, fails, run_with
+from helpers.ranks import on_ranks, run_script
+from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
+
+from shardtune.__main__ import run
+from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.exported import read_export
+from shardtune.training import evaluate
+
+KEEP_BEST = (
+    "--config",
+    "config.yaml",
+    *SETTINGS,
+    *CONSTANT,
+    "data.eval=eval.jsonl",
+    "eval.every_steps=1",
+    "eval.keep_best=true",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=9",
+    "checkpoint.mode=sync",
+    "export.final=false",
+)
+Losses = dict[int, float]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
+    write_inputs(tmp_path, models["glm"])
+    write_jsonl(tmp_path / "eval.jsonl", chats(3))
+    return tmp_path
+
+
+def train_with(losses: Losses, arguments: list[str], kill: str = "") -> None:
+    """Train with these evaluation losses; end by SIGKILL around a rename of the second best."""
+    entry, rename = evaluate._entry, durable_fs.rename
+
+    def changed(step: int, nll_sum: float, tokens: int) -> dict[str, Any]:
+        loss = losses[step]
+        return entry(step, nll_sum, tokens) | {"loss": loss, "perplexity": math.exp(loss)}
+
+    def rename_and_die(old: Path, new: Path) -> Path | None:
+        is_here = new.name == (".best.old" if kill in ("before", "between") else "best")
+        is_second = is_here and (new.parent / ".best.old").exists() != (new.name == ".best.old")
+        if is_second and kill == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        aside = rename(old, new)
+        if is_second and kill in ("between", "after"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return aside
+
+    evaluate._entry, durable_fs.rename = changed, rename_and_die
+    run_script(arguments)
+
+
+def best_steps(folder: Path) -> list[int]:
+    return [entry["step"] for entry in read_metrics(folder / "run", "best")]
+
+
+def model_files(directory: Path) -> dict[str, str]:
+    """All but where the weights are from."""
+    return {name: d for name, d in digests(directory).items() if name != "export.json"}
+
+
+def test_the_best_model_is_the_export_of_its_step(folder: Path, tmp_path: Path) -> None:
+    """Over a resume, too. The baseline does not count, nor does a loss that is not a number."""
+    losses = {0: 0.5, 1: 3.0, 2: 2.0, 3: math.nan, 4: 2.5, 5: 1.5, 6: 1.5}
+    best = folder / "run/best"
+    for last, step, written in ((4, 2, [1, 2]), (6, 5, [1, 2, 5])):
+        arguments = [*KEEP_BEST, f"train.max_steps={last}"]
+        done = on_ranks(2, train_with, losses, arguments, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert best_steps(folder) == written
+        said = (
+            f"Saved the best model so far, of step {step}, perplexity {math.exp(losses[step]):.4f}"
+        )
+        assert said in done.stdout and "Best model: 0.00 GB, written to run/best" in done.stdout
+        about = {"step": step, "loss": losses[step], "perplexity": math.exp(losses[step])}
+        assert read_export(best).items() >= about.items()
+        out = tmp_path / f"out{step}"
+        assert run(["export", str(checkpoint(folder / "run", step)), str(out)]) == 0
+        assert model_files(best) == model_files(out)
+        assert run(["verify", str(best)]) == 0
+    assert not any(name.startswith(".best") for name in names(folder / "run"))
+
+    # Steps that are repeated leave the same record, and write nothing.
+    before = best.stat().st_ino
+    shutil.rmtree(checkpoint(folder / "run", 6))
+    shutil.rmtree(checkpoint(folder / "run", 5))
+    done = on_ranks(2, train_with, losses, arguments, cwd=folder)
+    assert done.returncode == 0 and "Saved the best" not in done.stdout, done.stderr
+    assert best_steps(folder) == [1, 2, 5] and best.stat().st_ino == before
+
+
+@pytest.mark.parametrize(("kill", "step"), [("before", 1), ("between", 1), ("after", 2)])
+def test_a_kill_leaves_the_old_best_or_the_new_one(kill: str, step: int, folder: Path) -> None:
+    arguments = [*KEEP_BEST, "train.max_steps=2"]
+    losses = {0: 9.0, 1: 3.0, 2: 2.0}
+    killed = on_ranks(1, train_with, losses, arguments, kill, cwd=folder)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (folder / "run/best").exists() == (kill != "between")
+    again = on_ranks(1, train_with, losses | {2: 8.0}, arguments, cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert run(["verify", str(folder / "run/best")]) == 0
+    assert read_export(folder / "run/best")["step"] == step
+    assert not any(name.startswith(".best") for name in names(folder / "run"))
+
+
+def test_a_best_model_that_cannot_be_written_does_not_end_the_run(folder: Path) -> None:
+    full = Fault("write", "*/.best.writing/model*", fails(errno.ENOSPC), nth=3, times=ALWAYS)
+    arguments = [*KEEP_BEST, "train.max_steps=2", "eval.every_steps=2"]
+    done = on_ranks(2, run_with, [full], arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Not kept: the best model, of step 2: [Errno 28] No space left" in done.stdout
+    assert best_steps(folder) == []
+    assert not any("best" in name for name in names(folder / "run"))
+
+
+def test_the_best_model_of_an_earlier_run_is_moved_aside(folder: Path) -> None:
+    arguments = [*KEEP_BEST, "train.max_steps=1"]
+    for losses in ({0: 9.0, 1: 1.0}, {0: 9.0, 1: 2.0}):
+        arguments += ["run.resume=never"]
+        assert on_ranks(1, train_with, losses, arguments, cwd=folder).returncode == 0
+    assert read_export(folder / "run/best")["loss"] == 2.0
+    assert read_export(folder / "run/best.aside1")["loss"] == 1.0
