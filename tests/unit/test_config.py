@@ -325,6 +325,7 @@ REMARKS = [
     ),
     ("run.ignore_plan=true", "run.ignore_plan = true", "no plan refuses a run yet"),
     ("eval.every_steps=5", "eval.every_steps = 5", "no evaluation data is given"),
+    ("eval.keep_best=true", "eval.keep_best = true", "no evaluation data is given"),
     (
         "export.final=false export.dtype=float32",
         'export.dtype = "float32"',
