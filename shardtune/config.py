@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
@@ -117,6 +117,21 @@ TrainSources = Annotated[tuple[TrainSource, ...], Field(strict=False, min_length
 EvalSets = Annotated[dict[EvalName, PathText], Field(min_length=1)]
 
 
+RecordField = Literal[
+    "messages",
+    "conversations",
+    "tools",
+    "prompt",
+    "completion",
+    "text",
+    "instruction",
+    "input",
+    "output",
+    "system",
+]
+RECORD_FIELDS: tuple[str, ...] = get_args(RecordField)
+
+
 class DataConfig(Section):
     """The records and how they become rows of tokens."""
 
@@ -125,8 +140,8 @@ class DataConfig(Section):
     `org/name[:config][:split]`; or a list of sources, each with a path and a weight."""
     eval: PathText | EvalSets | None = None
     """Evaluation data, as one path, or several sets by name with a perplexity for each."""
-    columns: dict[Text, Text] | None = _partly_built(None)
-    """Maps our field names to the data's."""
+    columns: dict[RecordField, Text | None] | None = None
+    """Maps our field names to the data's; `null`: the data has no such field."""
     template_options: dict[str, Any] = _partly_built({})
     """Options for the chat template, such as `enable_thinking`."""
     eval_fraction: FractionBelowOne = 0.0
@@ -140,6 +155,11 @@ class DataConfig(Section):
     """Trained tokens: those of every assistant turn, of the last one, or all."""
     packing: bool = True
     """Put several records into a row. They never attend to one another."""
+
+    @property
+    def field_names(self) -> dict[str, str | None]:
+        """`columns`, empty where there are none."""
+        return {str(field): name for field, name in (self.columns or {}).items()}
 
     @property
     def train_sources(self) -> dict[str, TrainSource]:

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from shardtune.config import KEYS, SECTIONS, Config, TrainSource, built_values
+from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource, built_values
 from shardtune.errors import UserError
 
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
@@ -121,6 +121,8 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
         said = f"{key} = {_to_yaml(values.get(key))} ({origins[key]})"
         if key == "data.train" and isinstance(values.get(key), list) and values[key]:
             problems += _source_problems(values[key], origins[key])
+        elif key == "data.columns" and isinstance(values.get(key), dict):
+            problems += _column_problems(values[key], origins[key])
         elif key in refused and key not in values:
             problems.append(f"{key} is required - set it in the file, or write {key}=...")
         elif key in refused:
@@ -233,6 +235,19 @@ def _source_problems(sources: list[Any], origin: str) -> Iterator[str]:
 
 def _field_in_words(model: type[BaseModel], name: str) -> str:
     return _in_words(model.model_json_schema()["properties"][name])
+
+
+def _column_problems(columns: dict[Any, Any], origin: str) -> Iterator[str]:
+    """Yield a problem for each entry of data.columns that is not allowed."""
+    for name, column in columns.items():
+        said = f"data.columns.{name} = {_to_yaml(column)} ({origin})"
+        if name not in RECORD_FIELDS:
+            nearest = max(
+                RECORD_FIELDS, key=lambda field: SequenceMatcher(None, str(name), field).ratio()
+            )
+            yield f"{said}: records have no field {name} - the nearest one is {nearest}"
+        elif column is not None and not (column and isinstance(column, str)):
+            yield f"{said} is not allowed - use {_TEXT} or null"
 
 
 def _in_words(schema: Mapping[str, Any]) -> str:

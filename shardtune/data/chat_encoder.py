@@ -19,13 +19,14 @@ import datetime
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
 from shardtune.data.chat_template import ChatError, ChatTemplate, Conversation, Tools, Turn
-from shardtune.data.messages import Message
+from shardtune.data.messages import Message, train_flag, without_flags
 from shardtune.errors import UserError
 
 Text = str | list[Message]
@@ -159,6 +160,8 @@ class ChatEncoder:
     ) -> EncodedRecord:
         """Encode a conversation, in which assistant turns before index `first` are context.
 
+        A message's own flag, `train` or `weight`, decides before that and `loss_on`.
+
         Where `max_length` is given and a sequence has more tokens, the record is encoded from its
         leading messages: the most that end with an assistant turn and fit. The turns to train are
         chosen from the whole record.
@@ -166,12 +169,23 @@ class ChatEncoder:
         Raises:
             ChatError: the template raises, or its text does not show what must be generated.
         """
-        chat = Conversation(self.template, messages, tools)
+        chat = Conversation(self.template, [without_flags(m) for m in messages], tools)
         assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        flags = {i: flag for i, m in enumerate(messages) if (flag := train_flag(m)) is not None}
         trained = [i for i in assistant if i >= first]
         if self.loss_on == "last":
             trained = trained[-1:]
-        encode = self._encode_all if self.loss_on == "all" else self._encode_turns
+        elif self.loss_on == "all" and (others := [i for i in flags if i not in assistant]):
+            raise ChatError(
+                f"messages[{others[0]}] ({messages[others[0]]['role']}) is not to be trained, and "
+                "data.loss_on=all trains every message - remove its flag, or choose "
+                "data.loss_on=assistant"
+            )
+        trained = [i for i in assistant if flags.get(i, i in trained)]
+        untrained = [i for i in assistant if flags.get(i) is False]
+        encode = (
+            partial(self._encode_all, untrained) if self.loss_on == "all" else self._encode_turns
+        )
         end = len(messages)
         encoded = whole = encode(chat, trained, end)
         while max_length is not None and not encoded.fits(max_length):
@@ -200,8 +214,10 @@ class ChatEncoder:
             added = sum(len(s.input_ids) for s in sequences) - len(self._tokenize(text)[0])
         return EncodedRecord(sequences, added, turns[-1].appended, notes)
 
-    def _encode_all(self, chat: Conversation, trained: list[int], end: int) -> EncodedRecord:
-        """Encode messages[:end], of which every token is trained."""
+    def _encode_all(
+        self, untrained: list[int], chat: Conversation, trained: list[int], end: int
+    ) -> EncodedRecord:
+        """Encode messages[:end], of which every token is trained but those of `untrained` turns."""
         if not end:
             return EncodedRecord([])
         messages, appended = chat.messages[:end], False
@@ -212,9 +228,18 @@ class ChatEncoder:
         for i in trained:
             if i < end:
                 chat.require_texts(i, text)
-        ids = self._tokenize(text)[0]
-        turn = TrainedTurn(end - 1, 0, len(ids))
-        sequence = EncodedSequence(ids, [t > 0 for t in range(len(ids))], [turn])
+        ids, offsets = self._tokenize(text)
+        flags = [t > 0 for t in range(len(ids))]
+        for i in (i for i in untrained if i < end):
+            turn = chat.turn(i)
+            if not text.startswith(turn.text[: turn.end]):
+                raise ChatError(
+                    f"{self.template.name} rewrites messages[{i}] (assistant), which is not to be "
+                    "trained - choose data.loss_on=assistant"
+                )
+            for t, (begin, stop) in enumerate(offsets):
+                flags[t] &= stop <= turn.begin or begin >= turn.end
+        sequence = EncodedSequence(ids, flags, [TrainedTurn(end - 1, 0, len(ids))])
         notes = tuple(chat.notes(text)) if end == len(chat.messages) else ()
         return EncodedRecord([sequence], 0, appended, notes)
 

@@ -14,6 +14,7 @@ from typing import Any
 from shardtune.data.messages import (
     MARK,
     REASONING_KEYS,
+    TRAIN_FLAGS,
     Message,
     first_missing,
     normalize,
@@ -28,8 +29,8 @@ _NEXT_TEXT = "Qq0Probe0qQ"  # content of a probe message; letters and digits, as
 _DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")
 # Every template gets these. Whether it writes them is checked, but for the id, which only ties an
-# answer to a call.
-_MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS}
+# answer to a call. The flags are ours.
+_MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *TRAIN_FLAGS}
 
 
 class ChatError(RecordError):

@@ -22,6 +22,7 @@ from shardtune.config import DataConfig
 from shardtune.data.cache import cache_key, cache_root, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.hub import hub_problem
+from shardtune.data.records import read_fields
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
@@ -163,7 +164,11 @@ def find_sources(data: DataConfig) -> dict[str, list[Source]]:
         for source, options in zip(found, data.train_sources.values(), strict=False)
     ]
     evaluated = {source.key.removeprefix("data."): [source] for source in found[len(train) :]}
-    return {"train": train} | evaluated
+    fields = read_fields(data.field_names)
+    return {
+        name: [replace(source, fields=fields) for source in sources]
+        for name, sources in ({"train": train} | evaluated).items()
+    }
 
 
 def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
@@ -280,6 +285,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     logged_at = time.monotonic()
     n_records, n_broken = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     counts = {key: Counter[str]() for key in sources}
+    fields: dict[tuple[str, int], set[str]] = {key: set() for key in sources}
     problems: list[str] = []
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
         for chunk in chunks:
@@ -289,12 +295,19 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
             counts[key].update(chunk.sets[chunk.set_name].counts)
             n_records[key] += chunk.n_records
             n_broken[key] += len(chunk.problems)
+            fields[key] |= chunk.fields
             problems += chunk.problems[: _NAMED_PROBLEMS - len(problems)]
             n_done += chunk.n_bytes
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at, percent = time.monotonic(), 100 * n_done // max(1, n_bytes)
                 logger.info(f"Data: {n_records.total()} records tokenized, {percent}% of the data")
     for key, source in sources.items():
+        problems += [
+            f"data.columns.{ours}={column}: no record of {source.name} has {column} - it has "
+            f"{first_few(sorted(fields[key]), 10)}"
+            for ours, column in data.field_names.items()
+            if column and fields[key] and column not in fields[key]
+        ]
         if n_broken[key]:
             share = f"{n_broken[key]} of {n_records[key]} records"
             problems.append(f"{source.key}: {share} broken - repair or remove them")

@@ -10,6 +10,7 @@ Message = dict[str, Any]
 
 MARK = "Qq0Mark0qQ"  # letters and digits only: no filter of a template changes them
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # in the order of transformers
+TRAIN_FLAGS = ("train", "weight")  # on a message: whether its turn is trained
 _TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}
 # A template may change these when it writes a value: whitespace, quotes, and the escapes of JSON.
 _NOT_COMPARED = re.compile(r"""\\u[0-9a-f]{4}|\\[bfnrt]|[\\"'\s\x00-\x1f]""")
@@ -19,6 +20,16 @@ def tool_function(call: dict[str, Any]) -> dict[str, Any]:
     """Return the {name, arguments} of a tool call or tool, which may stand under `function`."""
     function: dict[str, Any] = call.get("function", call)
     return function
+
+
+def train_flag(message: Message) -> bool | None:
+    """Return whether a message asks to be trained or not; None if it says neither."""
+    return next((bool(message[key]) for key in TRAIN_FLAGS if message.get(key) is not None), None)
+
+
+def without_flags(message: Message) -> Message:
+    """Return the message as the template gets it."""
+    return {key: value for key, value in message.items() if key not in TRAIN_FLAGS}
 
 
 def message_texts(message: Message) -> Iterator[tuple[str, str]]:

@@ -1,27 +1,60 @@
-"""The shape of a valid training record: messages, prompt and completion, or text."""
+"""The shapes of a valid training record, and how each becomes messages, prompts or a text."""
 
 from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
-from shardtune.data.messages import REASONING_KEYS
+from shardtune.config import RECORD_FIELDS
+from shardtune.data.messages import REASONING_KEYS, TRAIN_FLAGS
 from shardtune.errors import first_few
 
-READ_FIELDS = ("messages", "tools", "prompt", "completion", "text")
-_FORMS = (("messages",), ("prompt", "completion"), ("text",))
+# The fields that make a form, and those that may stand beside them.
+_FORMS = {
+    ("messages",): ("tools",),
+    ("conversations",): ("tools",),
+    ("prompt", "completion"): ("tools",),
+    ("instruction", "output"): ("input", "system"),
+    ("text",): (),
+}
+_FOREIGN_FORMS = {
+    ("conversations",): "ShareGPT: conversations of from and value",
+    ("instruction", "output"): "Alpaca: instruction, input and output",
+}
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+}
 
 
 class RecordError(ValueError):
     """A record cannot be used: `<what> - <what to do>`. Whoever catches it adds file and line."""
 
 
-def check_record(value: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the used fields of a record and the names of its other fields.
+def read_fields(columns: Mapping[str, str | None]) -> frozenset[str]:
+    """Return the data's names of all fields that are read; `columns`: `data.columns`."""
+    return frozenset(columns.get(field, field) or "" for field in RECORD_FIELDS)
+
+
+def rename_fields(value: Any, columns: Mapping[str, str | None]) -> Any:
+    """Return a record with our names of its fields; one that `columns` maps to None is left out."""
+    if not isinstance(value, dict):
+        return value
+    taken = {*columns, *columns.values()}
+    renamed = {ours: value[name] for ours, name in columns.items() if name in value}
+    return {name: field for name, field in value.items() if name not in taken} | renamed
+
+
+def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
+    """Return the used fields of a record, the names of its others, and its form if not ours.
 
     The used fields are `messages`, or `prompt` and `completion`, or `text`; and `tools`, as a
-    list, if there are messages. Fields that hold null count as absent.
+    list, if there are messages. ShareGPT's and Alpaca's records become messages. Fields that hold
+    null count as absent.
 
     Raises:
         RecordError: the record is not valid.
@@ -31,21 +64,71 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str]]:
     _require(isinstance(value, dict), "the record", value, "a JSON object")
     present = {name: field for name, field in value.items() if field is not None}
     forms = [form for form in _FORMS if present.keys() >= set(form)]
-    if len(forms) != 1:
+    names = [" and ".join(form) for form in forms or _FORMS]
+    if not forms:
         raise RecordError(
-            f"has {first_few(sorted(present), 10) or 'no field'} - "
-            "write either messages, or prompt and completion, or text"
+            f"has {first_few(sorted(present), 10) or 'no field'} - write {', or '.join(names)}, or "
+            "name the data's fields in data.columns"
         )
-    record = {name: present[name] for name in forms[0]}
+    if len(forms) > 1:
+        raise RecordError(
+            f"can be read as {' or as '.join(names)} - say which of these fields not to read, "
+            f"such as data.columns={{{forms[-1][-1]}: null}}"
+        )
+    (form,) = forms
+    record = {name: present[name] for name in form}
     has_messages = "messages" in record or isinstance(record.get("completion"), list)
-    for name, field in record.items():
-        if has_messages:
-            _check_messages(name, field)
-        else:
-            _require(isinstance(field, str), name, field, "a string")
-    if has_messages and "tools" in present:
+    if "conversations" in record:
+        record = {"messages": _from_sharegpt(record["conversations"])}
+    elif "instruction" in record:
+        record = {"messages": _from_alpaca(present)}
+    else:
+        for name, field in record.items():
+            if has_messages:
+                _check_messages(name, field)
+            else:
+                _require(isinstance(field, str), name, field, "a string")
+    used = {*form, *_FORMS[form]}
+    if "tools" in present and (has_messages or "conversations" in form):
         record["tools"] = _parse_tools(present["tools"])
-    return record, [name for name in present if name not in record]
+    elif "tools" in used:
+        used.remove("tools")
+    unread = [name for name in present if name not in used]
+    return record, unread, _FOREIGN_FORMS.get(form, "")
+
+
+def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
+    remedy = "a list of turns, each with from and value"
+    _require(turns and isinstance(turns, list), "conversations", turns, remedy)
+    messages = []
+    for i, turn in enumerate(turns):
+        where = f"conversations[{i}]"
+        _require(isinstance(turn, dict), where, turn, "an object with from and value")
+        fields = {name: field for name, field in turn.items() if field is not None}
+        if not {"from", "value"} <= fields.keys() or {"role", "content"} & fields.keys():
+            raise RecordError(
+                f"{where} has {first_few(sorted(fields), 10) or 'no field'} - write from and value "
+                "(of role and content: data.columns={messages: conversations})"
+            )
+        speaker, content = fields.pop("from"), fields.pop("value")
+        role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+        _require(role, f"{where}.from", speaker, f"one of {', '.join(_SHAREGPT_ROLES)}")
+        _require(isinstance(content, str), f"{where}.value", content, "a string")
+        messages.append({"role": role, "content": content, **fields})
+    _check_messages("conversations", messages)
+    return messages
+
+
+def _from_alpaca(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    texts = {name: fields.get(name, "") for name in ("system", "instruction", "input", "output")}
+    for name, text in texts.items():
+        _require(isinstance(text, str), name, text, "a string")
+    question = texts["instruction"] + (texts["input"] and f"\n{texts['input']}")
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": texts["output"]},
+    ]
+    return [{"role": "system", "content": texts["system"]}, *messages][not texts["system"] :]
 
 
 def _require(condition: object, where: str, value: Any, remedy: str) -> None:
@@ -74,10 +157,27 @@ def _check_message(where: str, message: dict[str, Any]) -> None:
         _require(isinstance(text, str), f"{where}.{key}", text, "a string")
     if "content" not in message and not calls:
         raise RecordError(f"{where} ({role}) has neither content nor tool_calls - give it one")
+    _check_flags(f"{where} ({role})", role == "assistant", message)
     for part in content if isinstance(content, list) else [{"text": content}]:
         is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
         remedy = 'a string, or parts as {"type": "text", "text": "..."}'
         _require(is_text, f"{where}.content", content, remedy)
+
+
+def _check_flags(where: str, is_assistant: bool, message: dict[str, Any]) -> None:
+    flags = {name: message[name] for name in TRAIN_FLAGS if name in message}
+    for name, flag in flags.items():
+        is_flag = isinstance(flag, (bool, int, float)) and flag in (0, 1)
+        _require(
+            is_flag, f"{where}: {name}", flag, "true or 1 to train this turn, false or 0 not to"
+        )
+    if len(set(map(bool, flags.values()))) > 1:
+        raise RecordError(f"{where}: train and weight contradict each other - write one of them")
+    if any(flags.values()) and not is_assistant:
+        raise RecordError(
+            f"{where} is to be trained, by its {' and '.join(flags)} - remove that: only assistant "
+            "turns are generated"
+        )
 
 
 def _check_call(where: str, call: Any) -> None:

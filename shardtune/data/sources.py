@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pyarrow.parquet
 import xxhash
 
 from shardtune.data.hub import hub_problem
-from shardtune.data.records import READ_FIELDS, RecordError
+from shardtune.data.records import RecordError, read_fields
 from shardtune.errors import UserError, first_line
 
 _FILE_KINDS = (".json", ".jsonl", ".parquet")
@@ -71,7 +71,7 @@ class Source:
     """The files that `spec`, the value of `key`, names; of a hub dataset those in the hub's cache.
 
     `files`: sorted by name. `ignored`: names in the directory that do not hold records. `loss_on`:
-    in place of `data.loss_on`. `max_records`: only so many are read.
+    in place of `data.loss_on`. `max_records`: only so many are read. `fields`: only these are read.
     """
 
     key: str
@@ -81,6 +81,7 @@ class Source:
     hub: datasets.Dataset | None = None
     loss_on: str | None = None
     max_records: int | None = None
+    fields: frozenset[str] = read_fields({})
 
     @property
     def name(self) -> str:
@@ -118,14 +119,14 @@ class Source:
 
     def _chunks(self) -> Iterator[RecordChunk]:
         if self.hub is not None:
-            read, unread = _split_columns(self.hub.column_names)
+            read, unread = _split_columns(self.hub.column_names, self.fields)
             tables = self.hub.select_columns(read).with_format("arrow").iter(_RECORDS_PER_CHUNK)
             bytes_per_row = self.n_bytes / max(1, len(self.hub))
             yield from _table_chunks(self.spec, tables, bytes_per_row, unread)
             return
         for file in self.files:
             if file.suffix == ".parquet":
-                yield from _parquet_chunks(file)
+                yield from _parquet_chunks(file, self.fields)
             else:
                 texts = _lines(file) if file.suffix == ".jsonl" else _json_values(file)
                 yield from _text_chunks(str(file), texts)
@@ -253,10 +254,10 @@ def _table_chunks(
         yield RecordChunk(name, numbers, table, round(len(numbers) * bytes_per_row), unread)
 
 
-def _parquet_chunks(file: Path) -> Iterator[RecordChunk]:
+def _parquet_chunks(file: Path, fields: Set[str]) -> Iterator[RecordChunk]:
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            read, unread = _split_columns(parquet.schema_arrow.names)
+            read, unread = _split_columns(parquet.schema_arrow.names, fields)
             batches = parquet.iter_batches(_RECORDS_PER_CHUNK, columns=read)
             tables = (pyarrow.Table.from_batches([batch]) for batch in batches)
             bytes_per_row = file.stat().st_size / max(1, parquet.metadata.num_rows)
@@ -266,6 +267,6 @@ def _parquet_chunks(file: Path) -> Iterator[RecordChunk]:
         yield RecordChunk(str(file), [0], [problem])
 
 
-def _split_columns(names: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def _split_columns(names: Sequence[str], fields: Set[str]) -> tuple[list[str], tuple[str, ...]]:
     """Separate the columns that are read. Others may hold images, which need no decoding."""
-    return [n for n in names if n in READ_FIELDS], tuple(n for n in names if n not in READ_FIELDS)
+    return [n for n in names if n in fields], tuple(n for n in names if n not in fields)

@@ -20,7 +20,7 @@ import xxhash
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
 from shardtune.data.overflow import fit_to_length
-from shardtune.data.records import RecordError, check_record
+from shardtune.data.records import RecordError, check_record, rename_fields
 from shardtune.data.sources import RecordChunk
 from shardtune.distributed.signals import die_with_parent
 from shardtune.errors import UserError
@@ -95,7 +95,10 @@ class SetChunk:
 
 @dataclass
 class TokenizedChunk:
-    """The sequences of a chunk by the name of their set, and a problem for each broken record."""
+    """The sequences of a chunk by the name of their set, and a problem for each broken record.
+
+    `fields`: with `data.columns`, the names of the fields that any record has.
+    """
 
     set_name: str
     source: int
@@ -103,6 +106,7 @@ class TokenizedChunk:
     n_bytes: int
     sets: dict[str, SetChunk] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    fields: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -117,14 +121,21 @@ class ChunkTokenizer:
         result = TokenizedChunk(chunk.set_name, chunk.source, len(chunk.numbers), chunk.n_bytes)
         result.sets[chunk.set_name] = SetChunk()
         encoder = self.encoder.with_loss_on(chunk.loss_on or self.data.loss_on)
+        columns = self.data.field_names
         max_length = self.data.max_length if self.data.overflow == "turns" else None
         unread: Counter[str] = Counter(dict.fromkeys(chunk.unread_columns, len(chunk.numbers)))
+        if columns:
+            result.fields.update(chunk.unread_columns)
         for i, value in enumerate(chunk.parse()):
             try:
-                record, unread_names = check_record(value)
+                if columns and isinstance(value, dict):
+                    result.fields |= {name for name in value if value[name] is not None}
+                record, unread_names, form = check_record(rename_fields(value, columns))
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
                 sequences = result.sets.setdefault(set_name, SetChunk())
                 encoded = encode_record(encoder, record, max_length)
+                if form:
+                    sequences.counts[f"records in the form of {form}"] += 1
                 sequences.add(chunk.first_record + i, encoded, self.data)
                 unread.update([*unread_names, *self.encoder.template.unread_fields(record)])
             except RecordError as error:

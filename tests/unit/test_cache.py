@@ -34,6 +34,7 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
     changed = [
         Run(model, train, max_length=int(first.prepared.train.lengths.max()) - 2),
         Run(model, train, overflow="split"),
+        Run(model, train, columns={"text": None}),
         Run(model, train, loss_on="all"),
         Run(model, train, eval=str(train)),
         Run(save_model(tmp_path / "other", "Hello." + TEMPLATE), train),
@@ -41,9 +42,10 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
         Run(dated, train, date="2026-02-01"),
         Run(model, write(tmp_path / "b.jsonl", [chat("how are you"), chat("hello", "World")])),
     ]
-    assert len({run.entry for run in [first, *changed]}) == 9
-    assert first.prepared.key not in {run.prepared.key for run in changed[:1] + changed[2:]}
-    assert changed[1].prepared.key == first.prepared.key  # nothing was long enough to be split
+    assert len({run.entry for run in [first, *changed]}) == 10
+    assert first.prepared.key not in {run.prepared.key for run in changed[:1] + changed[3:]}
+    # Nothing was long enough to be split, and there was no text.
+    assert changed[1].prepared.key == changed[2].prepared.key == first.prepared.key
 
 
 def test_an_unwritable_cache_is_refused(

@@ -177,6 +177,82 @@ def test_a_template_with_todays_date_gets_the_given_one() -> None:
     assert encoder(date + CHATML).template.uses_date and not encoder(CHATML).template.uses_date
 
 
+# Flags of messages
+
+
+FLAGGED = [user("q1"), answer("a1", train=False), user("q2"), answer("a2", weight=1.0)]
+WHOLE = Q1 + A + "a1<|im_end|>\n" + Q2 + A + "a2<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "messages", "expected"),
+    [
+        ("assistant", FLAGGED, WHOLE.replace("a2<|im_end|>", "‹a2<|im_end|>›")),
+        ("last", FLAGGED, WHOLE.replace("a2<|im_end|>", "‹a2<|im_end|>›")),
+        (
+            "last",
+            [user("q1"), answer("a1", weight=1), user("q2"), answer("a2", train=True)],
+            WHOLE.replace("a1<|im_end|>", "‹a1<|im_end|>›").replace(
+                "a2<|im_end|>", "‹a2<|im_end|>›"
+            ),
+        ),
+        (
+            "last",
+            [user("q1"), answer("a1", train=True), user("q2"), answer("a2", train=False)],
+            WHOLE.replace("a1<|im_end|>", "‹a1<|im_end|>›"),
+        ),
+        (
+            "all",
+            FLAGGED,
+            "<|im_start|>‹" + WHOLE[12:].replace("a1<|im_end|>", "›a1<|im_end|>‹") + "›",
+        ),
+        (
+            "assistant",
+            [
+                user(
+                    "q1",
+                ),
+                answer("a1", weight=0),
+            ],
+            None,
+        ),
+    ],
+)
+def test_flags_decide_over_loss_on(loss_on: str, messages: list, expected: str | None) -> None:
+    sequences = encoder(loss_on=loss_on).encode_messages(messages).sequences
+    assert [show(bytes_tokenizer(), sequence) for sequence in sequences] == (
+        [expected] if expected else []
+    )
+
+
+def test_an_untrained_turn_is_context_without_a_prompt_of_its_own() -> None:
+    messages = [answer("hello", train=False), user("q1"), answer("a1")]
+    (sequence,) = encoder().encode_messages(messages).sequences
+    assert (
+        show(bytes_tokenizer(), sequence) == A + "hello<|im_end|>\n" + Q1 + A + "‹a1<|im_end|>›\n"
+    )
+
+
+def test_a_template_does_not_see_the_flags() -> None:
+    template = "{% for m in messages if 'train' in m or 'weight' in m %}!{% endfor %}" + CHATML
+    (sequence,) = encoder(template).encode_messages(FLAGGED).sequences
+    assert show(bytes_tokenizer(), sequence) == WHOLE.replace("a2<|im_end|>", "‹a2<|im_end|>›")
+
+
+def test_flags_that_loss_on_all_cannot_follow() -> None:
+    chat = encoder(loss_on="all")
+    with pytest.raises(
+        ChatError, match=r"messages\[0\] \(user\) is not to be trained, and data.loss_on"
+    ):
+        chat.encode_messages([{**user("q"), "weight": 0}, answer("a")])
+    rewriting = encoder(TEMPLATES["qwen3"], "all")
+    messages = [user("q"), answer("a", train=False, reasoning_content="r"), *TWO_TURNS[:2]]
+    with pytest.raises(
+        ChatError, match=r"T rewrites messages\[1\] \(assistant\), which is not to be"
+    ):
+        rewriting.encode_messages(messages)
+
+
 # Tokenizers
 
 
@@ -244,11 +320,11 @@ def test_fields_of_messages_that_the_template_does_not_mention() -> None:
     more = {"weight": 0, "train": False, "name": "n", "none": None, "tool_call_id": "1"}
     messages = [user("q"), answer("a", thinking="t", **more), answer("b", train=True)]
     record = {"messages": messages, "tools": [{"x": 1}]}
-    unread = ["messages.name", "messages.train", "messages.weight"]
+    unread = ["messages.name"]
     assert encoder().template.unread_fields(record) == unread
     template = CHATML + "{{ messages[0].name }}{{ messages[0]['weight'] }}"
     named = encoder({"default": CHATML, "tool_use": template}).template
-    assert named.unread_fields({"prompt": messages, "completion": []}) == ["prompt.train"]
+    assert named.unread_fields({"prompt": messages, "completion": []}) == []
     assert named.unread_fields({"text": "a"}) == []
 
 

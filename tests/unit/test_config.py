@@ -130,7 +130,7 @@ NOT_ALLOWED = {
         "0.9 [0.9] [0.9,1] [0.9,0.9,0.9] [a,b] [[0],[0]] null",
     ),
     "data.template_options": ("a mapping", "3 [a] null"),
-    "data.columns": ("a mapping or null", "3 [a] {a:1}"),
+    "data.columns": ("a mapping or null", "3 [a] text"),
     "data.packing": ("true or false", "yes off 1 null"),
     "lora.targets": (
         f"all-linear or attention or experts or a list of values, each {TEXT}",
@@ -182,6 +182,18 @@ def test_every_problem_of_a_list_of_sources_is_named(tmp_path: Path) -> None:
     assert use[-1] == "give each its own name"
     (problem,) = problems(tmp_path, "data.train=[{path: a, weight: 0}, {path: b, weight: 0}]")
     assert problem == "data.train (command line) has no weight above 0 - give a source one"
+
+
+def test_columns_have_our_names(tmp_path: Path) -> None:
+    assert value(load(tmp_path, "data.columns={text: body, prompt: null}"), "data.columns") == {
+        "text": "body",
+        "prompt": None,
+    }
+    assert problems(tmp_path, "data.columns={message: chat, text: 3}") == [
+        'data.columns.message = "chat" (command line): records have no field message - the nearest '
+        "one is messages",
+        f"data.columns.text = 3 (command line) is not allowed - use {TEXT} or null",
+    ]
 
 
 @pytest.mark.parametrize("key", ["run.dir", "run.resume", "model.path", "data.train", "data.eval"])

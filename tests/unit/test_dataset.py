@@ -226,11 +226,11 @@ def test_unread_fields_and_files_are_named_once(model: Path, tmp_path: Path) -> 
         chat("q", id=2, score=None),
         {"text": "how are you", "tools": []},
     ]
-    records[1]["messages"][1] |= {"train": False, "weight": 0}
+    records[1]["messages"][1] |= {"train": True, "mood": 0}
     write(tmp_path / "d/a.jsonl", records)
     (tmp_path / "d/README.md").touch()
     run = Run(model, tmp_path / "d")
-    fields = {"id": 2, "prompt": 1, "tools": 1, "messages.train": 1, "messages.weight": 1}
+    fields = {"id": 2, "prompt": 1, "tools": 1, "messages.mood": 1}
     assert {line for line in run.prepared.lines if "which nothing reads" in line} == {
         f"data.train: records with the field {name}, which nothing reads: {count}"
         for name, count in fields.items()
@@ -335,3 +335,96 @@ def test_arrays_are_mapped_not_read(model: Path, tmp_path: Path) -> None:
         assert (len(tokens), trained.sum()) == (train.lengths[i], train.trained_counts[i])
     with pytest.raises(IndexError):
         train[2]
+
+
+SHAREGPT = "ShareGPT: conversations of from and value"
+ALPACA = "Alpaca: instruction, input and output"
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def same_records() -> tuple[list[dict], list[dict]]:
+    """ShareGPT's records and the same as messages."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    pairs = []
+    for i in range(30):
+        flags = {"train": False} if i % 2 else {}
+        turns = [
+            ("system", "system", "be kind", {}),
+            ("user", "human", f"how {i}", {}),
+            ("assistant", "gpt", "unsure", flags),
+            ("tool", "observation", "4", {}),
+            ("assistant", "model", f"fine {i}", {}),
+        ]
+        messages = [message(role, text, **more) for role, _, text, more in turns]
+        values = [{"from": name, "value": text, **more} for _, name, text, more in turns]
+        theirs = {"conversations": values, "tools": json.dumps(tools)}
+        pairs.append((theirs, {"messages": messages, "tools": tools}))
+    return [theirs for theirs, _ in pairs], [ours for _, ours in pairs]
+
+
+def same_instructions() -> tuple[list[dict], list[dict]]:
+    """Alpaca's records and the same as messages."""
+    theirs, ours = [], []
+    for i in range(30):
+        record = {"instruction": "add", "input": f"{i}" if i % 3 else "", "output": str(i + 1)}
+        question = f"add\n{i}" if i % 3 else "add"
+        messages = [message("user", question), message("assistant", str(i + 1))]
+        record["system"] = "be brief" if i % 2 else ""
+        if i % 2:
+            messages = [message("system", "be brief"), *messages]
+        theirs.append(record)
+        ours.append({"messages": messages})
+    return theirs, ours
+
+
+@pytest.mark.parametrize("case", ["sharegpt", "alpaca", "renamed.jsonl", "renamed.parquet"])
+@pytest.mark.parametrize(
+    "options", [{}, {"eval_fraction": 0.4}, {"loss_on": "last"}, {"max_length": 90}], ids=str
+)
+def test_each_form_gives_the_tokens_of_the_same_messages(
+    case: str, options: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    theirs, ours = same_records() if case == "sharegpt" else same_instructions()
+    plain = Run(model, write(tmp_path / "ours.jsonl", ours), **options)
+    if case.startswith("renamed"):
+        names = {"instruction": "q", "output": "a"}
+        theirs = [{names.get(k, k): v for k, v in r.items()} | {"text": "no"} for r in theirs]
+        options = {"columns": {**names, "text": None}, **options}
+    file = write(tmp_path / "theirs.jsonl", theirs)
+    if case.endswith("parquet"):
+        file = tmp_path / case
+        pq.write_table(pa.Table.from_pylist(theirs), file)
+    run = Run(model, file, **options)
+    assert run.texts() == plain.texts() and run.prepared.key == plain.prepared.key
+    form = SHAREGPT if case == "sharegpt" else ALPACA
+    said = [line.partition(f": records in the form of {form}: ") for line in run.prepared.lines]
+    counts = {name: int(count) for name, _, count in said if count}
+    assert sum(counts.values()) == len(theirs)
+    assert len(counts) == len(run.prepared.sets)
+
+
+def test_columns_that_match_nothing_are_refused(model: Path, tmp_path: Path) -> None:
+    records = [{"question": "q", "answer": "a", "score": 1}, {"text": "t", "score": None}]
+    train = write(tmp_path / "a.jsonl", records)
+    columns = {"prompt": "question", "completion": "anwser", "text": None}
+    problems = problems_of(model, train, columns=columns)
+    assert (
+        f"data.columns.completion=anwser: no record of data.train={train} has anwser - it has "
+        "answer, question, score, text"
+    ) in problems
+    assert problems[-1] == "data.train: 2 of 2 records broken - repair or remove them"
+    write(train, records[:1])
+    good = Run(model, train, columns=columns | {"completion": "answer"})
+    assert good.texts() == [("qa<|im_end|>", "a<|im_end|>")]
+    # Valid records, but the evaluation data has no such field: a source is asked by itself.
+    train = write(tmp_path / "c.jsonl", [chat("q", functions=[{"name": "f"}])])
+    other = write(tmp_path / "d.jsonl", [chat("q")])
+    problems = problems_of(model, train, eval=str(other), columns={"tools": "functions"})
+    assert problems == [
+        f"data.columns.tools=functions: no record of data.eval={other} has functions - "
+        "it has messages"
+    ]
+    assert '"name": "f"' in Run(model, train, columns={"tools": "functions"}).texts()[0][0]

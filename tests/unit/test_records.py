@@ -9,9 +9,11 @@ from helpers.data_run import calling, chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtune.data.records import READ_FIELDS, RecordError, check_record
+from shardtune.config import RECORD_FIELDS
+from shardtune.data.records import RecordError, check_record, rename_fields
 
-NAMES = [*READ_FIELDS, "role", "content", "tool_calls", "function", "name", "arguments", "thinking"]
+NAMES = [*RECORD_FIELDS, "role", "content", "tool_calls", "function", "name", "arguments"]
+NAMES += ["thinking", "from", "value", "train", "weight"]
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.sampled_from(["", "a", "user", "[]", "{"])
 )
@@ -22,14 +24,14 @@ JSON = st.recursive(
     ),
 )
 MESSAGES = st.lists(st.fixed_dictionaries({"role": LEAVES, "content": JSON}), max_size=2)
-RECORDS = st.dictionaries(st.sampled_from(READ_FIELDS), st.one_of(JSON, MESSAGES), max_size=3)
+RECORDS = st.dictionaries(st.sampled_from(RECORD_FIELDS), st.one_of(JSON, MESSAGES), max_size=3)
 
 
 @given(st.one_of(JSON, RECORDS))
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_any_json_is_a_record_or_refused_with_a_remedy(value: Any) -> None:
     try:
-        record, unread = check_record(value)
+        record, unread, form = check_record(value)
     except RecordError as error:
         what, _, remedy = str(error).partition(" - ")
         assert what and remedy
@@ -37,12 +39,20 @@ def test_any_json_is_a_record_or_refused_with_a_remedy(value: Any) -> None:
     forms = ({"messages"}, {"messages", "tools"}, {"prompt", "completion"}, {"text"})
     assert record.keys() in (*forms, {"prompt", "completion", "tools"})
     assert isinstance(record.get("tools", []), list)
-    assert {*record, *unread} == {name for name, field in value.items() if field is not None}
-    assert check_record(record) == (record, [])
+    if not form:
+        assert {*record, *unread} == {name for name, field in value.items() if field is not None}
+    assert check_record(record) == (record, [], "")
 
 
 def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "content": "a", **fields}]}
+
+
+ALPACA = {"instruction": "a", "output": "b"}
+
+
+def sharegpt(*turns: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": "a"}, *turns]}
 
 
 @pytest.mark.parametrize(
@@ -52,8 +62,38 @@ def message(**fields: Any) -> dict[str, Any]:
         ({}, "has no field"),
         ({"id": 1}, "has id"),
         ({"completion": "a", "prompt": None}, "has completion"),
-        (chat("q", text="a"), "has messages, text"),
-        ({"prompt": "a", "completion": "b", "text": "c"}, "has completion, prompt, text"),
+        (
+            chat("q", text="a"),
+            "can be read as messages or as text - say which of these fields not to read, such as "
+            "data.columns={text: null}",
+        ),
+        ({"prompt": "a", "completion": "b", "text": "c"}, "as prompt and completion or as text"),
+        ({**ALPACA, "text": "c"}, "can be read as instruction and output or as text"),
+        ({**ALPACA, "input": 4}, "input is 4"),
+        ({**ALPACA, "output": ["a"]}, "output is ['a']"),
+        ({**ALPACA, "system": ["a"]}, "system is ['a']"),
+        ({"conversations": []}, "conversations is []"),
+        ({"conversations": ["a"]}, "conversations[0] is 'a'"),
+        (sharegpt({"from": "human"}), "conversations[1] has from - write from and value"),
+        (sharegpt({"from": "gpt", "value": None}), "conversations[1] has from - write from"),
+        (sharegpt({"value": "a"}), "conversations[1] has value - write from and value"),
+        (
+            sharegpt({"role": "user", "content": "a"}),
+            "conversations[1] has content, role - write from and value (of role and content: "
+            "data.columns={messages: conversations})",
+        ),
+        (
+            sharegpt({"from": "bot", "value": "a"}),
+            "conversations[1].from is 'bot' - write one of human, user, gpt, assistant, model, "
+            "system, tool, function, observation",
+        ),
+        (sharegpt({"from": ["human"], "value": "a"}), "conversations[1].from is ['human']"),
+        (sharegpt({"from": "gpt", "value": ["a"]}), "conversations[1].value is ['a']"),
+        (sharegpt({"from": "gpt", "value": "a", "weight": 2}), "conversations[1] (assistant): "),
+        (message(weight=0.3), "messages[0] (assistant): weight is 0.3 - write true or 1"),
+        (message(train="yes"), "messages[0] (assistant): train is 'yes'"),
+        (message(train=True, weight=0), "(assistant): train and weight contradict each other"),
+        (message(role="user", weight=1), "messages[0] (user) is to be trained, by its weight"),
         ({"prompt": "a", "completion": ["b"]}, "prompt is 'a'"),
         ({"prompt": "a", "completion": 4}, "completion is 4"),
         ({"text": {"a": 1}}, "text is {'a': 1}"),
@@ -84,3 +124,57 @@ def test_broken_records(record: Any, what: str) -> None:
         check_record(record)
     assert what in str(error.value)
     assert " - " in str(error.value)
+
+
+SPEAKERS = {
+    "user": ("human", "user"),
+    "assistant": ("gpt", "assistant", "model"),
+    "system": ("system",),
+    "tool": ("tool", "function", "observation"),
+}
+TURNS = st.lists(
+    st.tuples(
+        st.sampled_from([(role, name) for role in SPEAKERS for name in SPEAKERS[role]]),
+        st.text(),
+        st.sampled_from([{}, {"train": False}, {"weight": 0.0}, {"weight": None}, {"name": "n"}]),
+    ),
+    min_size=1,
+)
+
+
+@given(TURNS)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_sharegpt_is_read_as_messages(turns: list[tuple[tuple[str, str], str, dict]]) -> None:
+    conversations = [{"from": name, "value": text, **more} for (_, name), text, more in turns]
+    messages = [
+        {"role": role, "content": text, **{k: v for k, v in more.items() if v is not None}}
+        for (role, _), text, more in turns
+    ]
+    assert check_record({"conversations": conversations, "tools": "[]", "id": 1}) == (
+        {"messages": messages, "tools": []},
+        ["id"],
+        "ShareGPT: conversations of from and value",
+    )
+
+
+@given(st.text(), st.none() | st.text(), st.text(), st.none() | st.text())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_alpaca_is_read_as_messages(
+    instruction: str, more: str | None, output: str, system: str | None
+) -> None:
+    record = {"instruction": instruction, "input": more, "output": output, "system": system}
+    question = f"{instruction}\n{more}" if more else instruction
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    form = "Alpaca: instruction, input and output"
+    assert check_record(record) == ({"messages": messages}, [], form)
+
+
+def test_fields_have_our_names_by_columns() -> None:
+    record = {"question": "a", "answer": "b", "text": "c", "prompt": "d", "id": 1}
+    columns = {"prompt": "question", "completion": "answer", "text": None, "tools": "none"}
+    assert rename_fields(record, columns) == {"id": 1, "prompt": "a", "completion": "b"}
+    swapped = rename_fields({"prompt": 1, "text": 2}, {"prompt": "text", "text": "prompt"})
+    assert swapped == {"prompt": 2, "text": 1}
+    assert rename_fields("text", columns) == "text"
