@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -35,9 +36,11 @@ def main() -> None:
         arguments.questions.read_text(encoding="utf-8").splitlines()[arguments.number]
     )["messages"]
     after = arguments.run / "model"
+    config = yaml.safe_load((arguments.run / "config.yaml").read_text(encoding="utf-8"))
+    options = config["data"]["template_options"]  # the model learned to answer with these
     print(f"\nQuestion (held out): {chat[0]['content']}")
-    print(f"\nBefore: {answer(arguments.before, chat[:1])}")
-    print(f"\nAfter:  {answer(after, chat[:1])}")
+    print(f"\nBefore: {answer(arguments.before, chat[:1], options)}")
+    print(f"\nAfter:  {answer(after, chat[:1], options)}")
     print(f"\nReference: {chat[1]['content']}\n")
     for name, path in (
         ("Fine-tuned model", after),
@@ -49,12 +52,16 @@ def main() -> None:
         print(f"{name + ':':<23} {path}")
 
 
-def answer(path: Path, messages: list[dict[str, Any]]) -> str:
+def answer(path: Path, messages: list[dict[str, Any]], template_options: dict[str, Any]) -> str:
     """Generate the model's most likely answer, of at most 100 tokens."""
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages,
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+        **template_options,
     )
     generated = model.generate(**prompt, max_new_tokens=100, do_sample=False)
     return str(

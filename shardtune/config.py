@@ -142,7 +142,7 @@ class DataConfig(Section):
     """Evaluation data, as one path, or several sets by name with a perplexity for each."""
     columns: dict[RecordField, Text | None] | None = None
     """Maps our field names to the data's; `null`: the data has no such field."""
-    template_options: dict[str, Any] = _partly_built({})
+    template_options: dict[str, Any] = {}
     """Options for the chat template, such as `enable_thinking`."""
     eval_fraction: FractionBelowOne = 0.0
     """Without `data.eval`: fraction of `data.train` to evaluate on, by a hash of the record."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import datetime
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -115,6 +115,7 @@ class ChatEncoder:
         date: the date for templates that insert today's (`template.uses_date`), fixed so that the
             same data gives the same tokens tomorrow.
         template_name: the template's name in messages.
+        template_options: variables for the template.
 
     Raises:
         UserError: the tokenizer has no stop token.
@@ -127,6 +128,7 @@ class ChatEncoder:
         loss_on: str,
         date: datetime.date,
         template_name: str = "the chat template",
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in stop_token_ids}
         # A text cannot hold an id that the tokenizer cannot write (a padded vocabulary).
@@ -138,7 +140,9 @@ class ChatEncoder:
             )
         self.tokenizer, self.loss_on = tokenizer, loss_on
         self.stop_token_ids = list(texts)
-        self.template = ChatTemplate(tokenizer, template_name, date, list(texts.values()))
+        self.template = ChatTemplate(
+            tokenizer, template_name, date, list(texts.values()), template_options or {}
+        )
         self._added_ids = set(tokenizer.get_added_vocab().values())
         plain, full = self._tokenize("a")[0], tokenizer("a")["input_ids"]
         self._bos_ids: list[int] = next(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,18 @@ class ChatTemplate:
         name: the template's name in messages to users.
         date: the date that templates get which insert today's; only used where `uses_date`.
         stop_texts: the texts of the stop tokens, first the one to append.
+        options: variables for the template, such as `enable_thinking`.
     """
 
     def __init__(
-        self, tokenizer: Any, name: str, date: datetime.date, stop_texts: Sequence[str]
+        self,
+        tokenizer: Any,
+        name: str,
+        date: datetime.date,
+        stop_texts: Sequence[str],
+        options: Mapping[str, Any],
     ) -> None:
+        self.options = dict(options)
         self.tokenizer, self.name, self.date, self.eos_text = tokenizer, name, date, stop_texts[0]
         longest_first = sorted(stop_texts, key=len, reverse=True)
         alternatives = "|".join(re.escape(text) for text in longest_first)
@@ -72,6 +79,7 @@ class ChatTemplate:
         named = tokenizer.chat_template or ""
         sources = "\n".join(named.values()) if isinstance(named, dict) else named
         self.uses_date = "strftime_now" in sources
+        self.unread_options = sorted(set(options) - set(re.findall(r"\w+", sources)))
         names = {a or b for a, _, b in _NAME_IN_TEMPLATE.findall(sources)}
         self._read_fields = _MESSAGE_FIELDS | names
 
@@ -85,6 +93,7 @@ class ChatTemplate:
                 chat_template=_DATE_CALL.sub(lambda c: repr(self.date.strftime(c[2])), source),
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
+                **self.options,
             )
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(message["role"] for message in messages[-4:])
@@ -137,7 +146,8 @@ class Conversation:
             raise ChatError(
                 f"the generation prompt of {self.template.name}, ...{prompt[-32:]!r}, is not in "
                 f"its text of messages[{i}] (assistant) - "
-                "use a template that begins a turn as it prompts for one"
+                "use a template that begins a turn as it prompts for one, or other "
+                "data.template_options"
             )
         end = self._end_of_turn(i, text, generated)
         appended = "" if end else self._missing_stop(i, text)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,8 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
     """Return the encoder of a model's tokenizer; templates that print today's date get `date`.
 
     Raises:
-        UserError: there is no tokenizer, or its stop tokens are unknown.
+        UserError: there is no tokenizer, its stop tokens are unknown, or `data.template_options`
+            has a name that is not the user's.
     """
     if not Path(model_path).is_dir():
         hub_problem()  # where the hub cannot be reached, its cache is read without retries
@@ -141,7 +143,17 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         stops = stop_token_ids(tokenizer, model_path)
         name = f"the chat template of {model_path}"
-        return ChatEncoder(tokenizer, stops, data.loss_on, date, template_name=name)
+        taken = {"messages", *signature(tokenizer.apply_chat_template).parameters}
+        taken |= set(tokenizer.special_tokens_map)
+        if taken := taken.intersection(data.template_options):
+            raise UserError(
+                *(
+                    f"data.template_options.{option}: the template gets this from the records, the "
+                    "tokenizer or the renderer - remove it"
+                    for option in sorted(taken)
+                )
+            )
+        return ChatEncoder(tokenizer, stops, data.loss_on, date, name, data.template_options)
     except UserError:
         raise
     except Exception as error:  # tokenizers raises nothing more specific
@@ -326,6 +338,12 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     meta = {
         "n_records": {name: writer.counts["records"] for name, writer in writers.items()},
         "lines": [
+            *(
+                f"data.template_options: WARNING: the chat template does not read {option}"
+                for option in tokenizer.encoder.template.unread_options
+            ),
+        ]
+        + [
             line.replace(tokenizer.encoder.template.name, "the chat template")
             for writer in writers.values()
             for line in writer.lines()

@@ -32,7 +32,6 @@ distributed: {backend: auto, join_timeout_s: 300, step_timeout_s: 600, save_time
 # A value that is not built yet, and what to use instead.
 NOT_BUILT = {
     "model.master_dtype": ("bfloat16", "float32"),
-    "data.template_options": ("{enable_thinking: false}", "{}"),
     "parallel.expert": ("2", "1"),
     "optimizer.name": ("adamw8bit", "adamw"),
     "lora.rank": ("16", "null"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from helpers.chat_cases import answer, bytes_tokenizer, user
+from helpers.chat_cases import answer, bytes_tokenizer, show, user
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, EncodedSequence
@@ -363,3 +363,101 @@ def test_stock_template(templates: Path, name: str, loss_on: str) -> None:
 def test_every_stock_template_has_a_row(templates: Path) -> None:
     names = {path.stem for path in templates.glob("*.jinja") if not path.stem.endswith("_training")}
     assert names == set(ROWS)
+
+
+# data.template_options
+
+REASONED = [user("Qone"), answer("Aone", reasoning_content="Tone")]
+TWO = [*CASES["single"], user("Qtwo"), answer("Atwo")]
+TWO_REASONED = [*REASONED, user("Qtwo"), answer("Atwo", reasoning_content="Ttwo")]
+
+
+def glm(question: str, thinks: bool) -> str:
+    return f"<|user|>\n{question}{'' if thinks else '/nothink'}<|assistant|>"
+
+
+def qwen(role: str, text: str = "") -> str:
+    return f"<|im_start|>{role}\n{text}" + ("<|im_end|>\n" if text else "")
+
+
+NO_THINK = "<think>\n\n</think>\n\n"
+THINKING = {
+    # By hand from the templates: the text of each sequence with ‹what is trained›.
+    ("glm4moe", True, "plain"): [
+        "[gMASK]<sop>" + glm("Qone", True) + "‹\n<think></think>\nAone<|user|>›"
+    ],
+    ("glm4moe", True, "reasoned"): [
+        "[gMASK]<sop>" + glm("Qone", True) + "‹\n<think>Tone</think>\nAone<|user|>›"
+    ],
+    ("glm4moe", False, "plain"): [
+        "[gMASK]<sop>" + glm("Qone", False) + "\n<think></think>‹\nAone<|user|>›"
+    ],
+    ("glm4moe", False, "reasoned"): None,
+    ("glm4moe", True, "two"): [
+        "[gMASK]<sop>"
+        + glm("Qone", True)
+        + "‹\n<think></think>\nAone<|user|>›\nQtwo<|assistant|>‹\n<think></think>\nAtwo<|user|>›"
+    ],
+    ("glm4moe", False, "two"): [
+        "[gMASK]<sop>"
+        + glm("Qone", False)
+        + "\n<think></think>‹\nAone<|user|>›\nQtwo/nothink<|assistant|>\n<think></think>"
+        "‹\nAtwo<|user|>›"
+    ],
+    ("glm4moe", True, "two reasoned"): [
+        "[gMASK]<sop>" + glm("Qone", True) + "‹\n<think>Tone</think>\nAone<|user|>›",
+        "[gMASK]<sop>"
+        + glm("Qone", True)
+        + "\n<think></think>\nAone"
+        + glm("Qtwo", True)
+        + "‹\n<think>Ttwo</think>\nAtwo<|user|>›",
+    ],
+    ("glm4moe", False, "two reasoned"): None,
+    ("qwen3", True, "plain"): [
+        qwen("user", "Qone") + qwen("assistant") + f"‹{NO_THINK}Aone<|im_end|>›\n"
+    ],
+    ("qwen3", True, "reasoned"): [
+        qwen("user", "Qone") + qwen("assistant") + "‹<think>\nTone\n</think>\n\nAone<|im_end|>›\n"
+    ],
+    ("qwen3", False, "plain"): [
+        qwen("user", "Qone") + qwen("assistant") + f"{NO_THINK}‹Aone<|im_end|>›\n"
+    ],
+    ("qwen3", False, "reasoned"): None,
+    ("qwen3", False, "two"): [
+        qwen("user", "Qone") + qwen("assistant") + f"{NO_THINK}‹Aone<|im_end|>›\n",
+        qwen("user", "Qone")
+        + qwen("assistant", "Aone")
+        + qwen("user", "Qtwo")
+        + qwen("assistant")
+        + f"{NO_THINK}‹Atwo<|im_end|>›\n",
+    ],
+    ("qwen3", True, "two reasoned"): [
+        qwen("user", "Qone") + qwen("assistant") + "‹<think>\nTone\n</think>\n\nAone<|im_end|>›\n",
+        qwen("user", "Qone")
+        + qwen("assistant", "Aone")
+        + qwen("user", "Qtwo")
+        + qwen("assistant")
+        + "‹<think>\nTtwo\n</think>\n\nAtwo<|im_end|>›\n",
+    ],
+    ("qwen3", False, "two reasoned"): None,
+}
+TALKS = {"plain": CASES["single"], "reasoned": REASONED, "two": TWO, "two reasoned": TWO_REASONED}
+
+
+@pytest.mark.parametrize(("name", "thinks", "talk"), THINKING)
+def test_masks_follow_enable_thinking(templates: Path, name: str, thinks: bool, talk: str) -> None:
+    template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
+    row, options = ROWS[name], {"enable_thinking": thinks}
+    tokenizer = make_tokenizer(row.stops, template)
+    stops = tokenizer.convert_tokens_to_ids(row.stops.split())
+    encoder = ChatEncoder(tokenizer, stops, "assistant", DATE, "T", options)
+    expected = THINKING[name, thinks, talk]
+    if expected is None:  # the model would have to think behind a prompt that says it has not to
+        with pytest.raises(ChatError, match=f"{PROMPT} T.* is not in .*data.template_options"):
+            encoder.encode_messages(TALKS[talk])
+        return
+    sequences = encoder.encode_messages(TALKS[talk]).sequences
+    assert [show(tokenizer, sequence) for sequence in sequences] == expected
+    first = runs(sequences[0])[0][0]
+    prompt = tokenizer.apply_chat_template(TALKS[talk][:1], add_generation_prompt=True, **options)
+    assert sequences[0].input_ids[:first] == prompt["input_ids"]

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.data_run import Run, chat, problems_of, save_model, write
+from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
 
 
 @pytest.fixture(scope="module")
@@ -428,3 +428,21 @@ def test_columns_that_match_nothing_are_refused(model: Path, tmp_path: Path) -> 
         "it has messages"
     ]
     assert '"name": "f"' in Run(model, train, columns={"tools": "functions"}).texts()[0][0]
+
+
+def test_template_options_reach_the_template(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "{{ greeting }}" + TEMPLATE)
+    train, other = (
+        write(tmp_path / "a.jsonl", [chat("q")]),
+        write(tmp_path / "b.jsonl", [chat("r")]),
+    )
+    run = Run(model, train, eval=str(other), template_options={"greeting": "hi", "tone": 3})
+    for dataset in run.prepared.sets.values():
+        assert run.encoder.tokenizer.decode(dataset[0][0]).startswith("hi<|im_start|>")
+    warning = "data.template_options: WARNING: the chat template does not read tone"
+    assert run.prepared.lines[0] == warning and "greeting" not in str(run.prepared.lines)
+    taken = ("add_generation_prompt", "eos_token", "messages", "tokenize", "tools")
+    problems = problems_of(model, train, template_options=dict.fromkeys(taken, 1) | {"tone": 1})
+    assert [problem.partition(":")[0] for problem in problems] == [
+        f"data.template_options.{name}" for name in taken
+    ]
