@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds: the nodes meet befor
     from shardtune.cluster.node_ranks import NodeRanks
 
 _POLL_S = 0.1
+_FRAMES = 12  # of the stack of a stuck rank: those next to where it is
 _SILENT_S = 40.0  # between agents, while ranks run
 # A rank that lost a connection waits for the rank or node that is the cause; so does node 0.
 _CAUSE_WITHIN_S = 15.0
@@ -161,9 +162,9 @@ class Agent:
         self._signalled = signal.Signals(number).name
         if self._ranks is None:
             work.cancel()
-        elif self._ranks.have_started:
+        elif self._ranks.run_now:
             self._ranks.signal(number)
-        else:
+        else:  # they start, or start again
             loop = asyncio.get_running_loop()
             loop.call_later(_POLL_S, self._on_signal, number, work)
 
@@ -342,7 +343,7 @@ class Agent:
         for index, status in enumerate(ranks.statuses):
             if status.rank in end.stuck:
                 frames = await asyncio.to_thread(ranks.stack, index)
-                stack = "".join(traceback.format_list(frames))
+                stack = "".join(traceback.format_list(frames[-_FRAMES:]))
                 if stack:  # a stopped process shows none
                     _print_error(f"{status.name} is here:\n{stack}")
         if end.stuck:

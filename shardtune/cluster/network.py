@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv4Interface
 
 import psutil
@@ -86,13 +85,3 @@ def port_holder(port: int) -> str:
                 command = " ".join(psutil.Process(connection.pid).cmdline())
                 return f"process {connection.pid} (`{command[:120]}`)"
     return "a process that this user may not see"
-
-
-def is_up(ip: str, ports: Sequence[int], timeout_s: float) -> int | None:
-    """Return the first of these ports where the machine answers or refuses, or None."""
-    for port in ports:
-        with contextlib.suppress(OSError):
-            with contextlib.suppress(ConnectionRefusedError):
-                socket.create_connection((ip, port), timeout_s / len(ports)).close()
-            return port
-    return None

@@ -114,8 +114,9 @@ class NodeRanks(threading.Thread):
             self.problem = f"{type(error).__name__}: {first_line(error)}"
 
     @property
-    def have_started(self) -> bool:
-        return bool(self._agent.pids)
+    def run_now(self) -> bool:
+        """Whether there is a process to send a signal to."""
+        return len(self._agent.pids) > len(self.exit_codes)
 
     @property
     def have_finished(self) -> bool:

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 
 import psutil
 
-from shardtune.distributed.rank_record import STEP_PHASES, Phase, RankRecord, place
+from shardtune.distributed.rank_record import (
+    FIRST_STEP_TIMEOUT_S,
+    STEP_PHASES,
+    Phase,
+    RankRecord,
+    place,
+)
 from shardtune.errors import AGAIN, first_few
 
 TICK_S = 1.0
 # Steps before the first has ended wait for compilation, slow disks and a first evaluation.
-FIRST_STEP_TIMEOUT_S = 1800.0
 _WITHIN_STEPS = (*STEP_PHASES, Phase.EVALUATING)
 _WHILE_SAVING = (Phase.SAVING, Phase.EXPORTING)
 # A save has an end of its own past save_timeout_s, after which the run may go on.
@@ -106,7 +111,8 @@ def stuck_ranks(statuses: Sequence[RankStatus], limits: Limits) -> tuple[list[in
 
     Those with the fewest arrivals do, when another one has waited for them for too long.
     """
-    if stopped := [status for status in statuses if status.stopped_s >= _STOPPED_S]:
+    stopped = [s for s in statuses if s.stopped_s >= min(_STOPPED_S, limits.of(s)[1])]
+    if stopped:
         what = f"no sign of life for {stopped[0].stopped_s:.0f} s, last seen in"
         remedy = f"its process is stopped (SIGSTOP or a debugger): look there; {AGAIN}"
         return _blame(stopped, what, remedy)

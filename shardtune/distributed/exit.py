@@ -109,6 +109,8 @@ def _describe(error: Exception, record: RankRecord) -> str:
     text = first_line(error).partition(" This is typically caused by")[0]
     what = f"{type(error).__name__}: {text}" if str(error) else text
     remedy = f"see the traceback there; {AGAIN}"
+    if _is_of_a_connection(error):
+        remedy = f"look for the first error of the other ranks; {AGAIN}"
     if isinstance(error, OutOfMemory):  # the same command again would end like this
         what, _, remedy = str(error).partition(" - ")
     place = f", in {record.place}" if dist.is_initialized() else ""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from shardtune.config import DistributedConfig
 from shardtune.distributed.progress import Progress
+from shardtune.distributed.rank_record import FIRST_STEP_TIMEOUT_S
 from shardtune.distributed.store import wait_for
 from shardtune.distributed.world import World, set_collective_timeout
 from shardtune.errors import UserError, first_few, first_line
 
-FIRST_STEP_TIMEOUT_S = 1800  # it also compiles, warms up disks and evaluates
+_LAUNCHER_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def join_world(config: DistributedConfig, replicate: int = 1) -> World:
@@ -26,10 +28,10 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     Raises:
         UserError: too few GPUs, `replicate` does not divide the ranks, or not all came in time.
     """
-    is_launched = "RANK" in os.environ
+    is_launched = any(name in os.environ for name in _LAUNCHER_NUMBERS)
     rank, size, local_rank, local_size, node_rank = 0, 1, 0, 1, 0
     if is_launched:
-        rank, size, local_rank = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        rank, size, local_rank = _launcher_numbers()
         local_size = _variable("LOCAL_WORLD_SIZE", size)
         node_rank = _variable("GROUP_RANK", rank // local_size)
     device, backend = _device_and_backend(config.backend, local_rank)
@@ -53,7 +55,7 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"rank {rank} of {size} did not meet the others at {address} within "
@@ -69,14 +71,25 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
     return World(rank, size, local_rank, local_size, node_rank, device, mesh, store, progress)
 
 
+def _launcher_numbers() -> Iterator[int]:
+    names = [*_LAUNCHER_NUMBERS, "MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} not set, and {', '.join(n for n in names if n not in missing)} "
+            "are, as by a launcher - start with torchrun or a launch script, or unset all of them"
+        )
+    return map(_variable, _LAUNCHER_NUMBERS)
+
+
 def _variable(name: str, default: int | None = None) -> int:
     value = os.environ.get(name, "" if default is None else str(default))
     try:
         return int(value)
     except ValueError as error:
         raise UserError(
-            f"RANK is set, as by a launcher, and {name} is {value!r}, no number - "
-            "start with torchrun or a launch script, or unset RANK"
+            f"{name} is {value!r}, not a number - start with torchrun or a launch script, or unset "
+            "the variables of a launcher"
         ) from error
 
 

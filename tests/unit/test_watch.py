@@ -59,6 +59,13 @@ def test_a_stopped_process_is_blamed_whatever_it_does() -> None:
     assert verdict and verdict[0] == [1] and "no sign of life for 40 s" in verdict[1]
 
 
+def test_a_stopped_process_is_blamed_before_those_that_wait_for_it() -> None:
+    statuses = ranks((STEP, 9, 21), (STEP, 9, 21))
+    statuses[1].stopped_s = 20
+    verdict = stuck_ranks(statuses, Limits(step_timeout_s=20, save_timeout_s=3600))
+    assert verdict and verdict[0] == [1]
+
+
 def test_work_outside_of_steps_is_progress_and_within_them_it_is_not() -> None:
     record, status = this_rank(), RankStatus(0, "host")
     clock = IdleClock(os.getpid())
