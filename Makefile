@@ -18,6 +18,8 @@ REHEARSE_ARGS ?=
 BENCH_ARGS ?=
 # The tools that the benchmarks compare with have an environment of their own.
 PEERS ?= .venv/peers
+# An engine that reads the exported demo, for one test.
+ENGINE := .venv/engine
 # Tests that run at the same time. Most of them wait for imports, disks and silent nodes.
 TEST_PROCESSES ?= 2
 IN_PARALLEL = -n $(TEST_PROCESSES) --dist worksteal
@@ -70,8 +72,13 @@ test-fast: lint .venv/.templates $(MODEL)/config.json
 test: lint .venv/.templates $(MODEL)/config.json
 	$(PYTEST) $(IN_PARALLEL)
 
+$(ENGINE)/.installed: tests/data/engine/requirements.txt
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python $(PIP_INSTALL) -r tests/data/engine/requirements.txt
+	touch $@
+
 # Everything, the long cases too.
-test-full: lint .venv/.templates $(MODEL)/config.json
+test-full: lint .venv/.templates $(MODEL)/config.json $(ENGINE)/.installed
 	$(PYTEST) $(IN_PARALLEL) -m ''
 
 # The site of README.md and docs/, in site/. It loads nothing from a network.

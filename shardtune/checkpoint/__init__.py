@@ -7,8 +7,8 @@ checkpoint_0001000/
   COMPLETE                 written last; holds the manifest's digest
 
 A save, in this order: train_state, plan, saver, safetensors_writer, commit, manifest.
-A resume: run_dir, resume, resume_rules, verify, load. The final model: export. System calls:
-durable_fs.
+A resume: run_dir, resume, resume_rules, verify, load. Models: assets, export, exported, best.
+System calls: durable_fs.
 """
 
 from shardtune.checkpoint.load import load_checkpoint

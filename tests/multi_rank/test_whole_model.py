@@ -31,12 +31,12 @@ SETTINGS = (
 def publish(model: Path, source: Path) -> None:
     """Publish a model with a layer of multi-token prediction, as GLM-4.5-Air's is, in two files.
 
-    Some of its tensors are float32; config.json has a key that nobody knows.
+    Some of its tensors are float32; config.json has names of older versions and an unknown one.
     """
     shutil.copytree(model, source)
     tensors = load_file(source / "model.safetensors")
-    layer = {EXTRA + n.removeprefix("model.layers.2."): t for n, t in tensors.items() if ".2." in n}
-    extra = {name: t for name, t in layer.items() if name.startswith(EXTRA)} | {
+    last = {name: t for name, t in tensors.items() if name.startswith("model.layers.2.")}
+    extra = {name.replace(".2.", ".3.", 1): t for name, t in last.items()} | {
         f"{EXTRA}eh_proj.weight": torch.randn(32, 64),
         f"{EXTRA}enorm.weight": torch.randn(32),
         f"{EXTRA}hnorm.weight": torch.randn(32),
@@ -54,7 +54,8 @@ def publish(model: Path, source: Path) -> None:
     (source / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config |= {"num_nextn_predict_layers": 1, "of_the_maker": {"a": [1.5, None]}}
-    del config["dtype"]
+    del config["dtype"], config["rope_parameters"]
+    config |= {"rope_theta": 10000.0, "rope_scaling": None, "partial_rotary_factor": 0.5}
     config |= {"torch_dtype": "bfloat16", "_name_or_path": "/home/of/the/maker"}
     (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
 

@@ -1,0 +1,76 @@
+"""An engine that is not transformers opens an exported model, and says the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY
+from helpers.ranks import on_ranks, run_script, train
+from test_whole_model import SETTINGS, publish
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NUMBER = 24
+ENGINE = REPOSITORY / ".venv/engine/bin/python"
+
+
+def same_tokens(model: Path, question: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    messages = [{"role": "user", "content": question}]
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    opened = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made = opened.generate(
+        torch.tensor([tokens]),
+        max_new_tokens=NUMBER,
+        min_new_tokens=NUMBER,
+        do_sample=False,
+        eos_token_id=None,
+    )[0, len(tokens) :].tolist()
+    assert len(made) == NUMBER
+    command = [ENGINE, REPOSITORY / "tests/helpers/greedy_mlx.py", model]
+    done = subprocess.run(
+        [*map(str, command), json.dumps(tokens), str(NUMBER)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    rule = ["make", "-C", str(REPOSITORY), ".venv/engine/.installed"]
+    subprocess.run(rule, check=True, timeout=540)
+
+
+@pytest.mark.full
+def test_the_exported_demo(tmp_path: Path) -> None:
+    """After two of its steps."""
+    examples = REPOSITORY / "examples"
+    settings = [
+        f"model.path={REPOSITORY / 'models/SmolLM2-135M-Instruct'}",
+        f"data.train={examples / 'chats/train.jsonl'}",
+        "data.eval=null",
+        "data.max_length=256",
+        "train.max_steps=2",
+        "run.dir=run",
+    ]
+    arguments = ["--config", str(examples / "demo.yaml"), *settings]
+    done = on_ranks(2, run_script, arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    same_tokens(tmp_path / "run/model", "What is the capital of France?")
+
+
+@pytest.mark.full
+def test_a_mixture_of_experts_with_an_extra_layer(tmp_path: Path, models: dict[str, Path]) -> None:
+    publish(models["glm"], tmp_path / "source")
+    write_jsonl(tmp_path / "train.jsonl", chats(20))
+    done = train(2, *SETTINGS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    same_tokens(tmp_path / "runs/config/model", "Where are the apples?")
