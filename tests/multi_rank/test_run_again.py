@@ -115,6 +115,7 @@ MAY_NOT_CHANGE = {
     "data.eval": ('"eval.jsonl"', "null"),
     "data.eval_fraction": ("0.0", "0.5"),
     "data.max_length": ("128", "64"),
+    "data.template_options": ("{}", '{"enable_thinking": false}'),
     "data.overflow": ('"turns"', '"truncate"'),
     "data.loss_on": ('"assistant"', '"all"'),
     "data.packing": ("true", "false"),

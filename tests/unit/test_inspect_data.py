@@ -63,6 +63,20 @@ def test_the_picture_shows_what_is_trained(
     assert err.startswith("Data: tokenized in ") and len(err.splitlines()) == 1
 
 
+def test_the_picture_shows_which_turns_train(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [("human", "q1"), ("gpt", "a1"), ("human", "q2"), ("gpt", "a2")]
+    record = {"conversations": [{"from": name, "value": text} for name, text in turns]}
+    record["conversations"][1] |= {"weight": 0}
+    out, _ = inspect(capsys, folder, f"data.train={write(folder / 'flags.jsonl', [record])}")
+    assert [run.partition("⟧")[0].replace("│", "") for run in out.split("⟦")[1:]] == [
+        "a2<|im_end|>"
+    ]
+    assert "a│1" in out
+    assert "records in the form of ShareGPT: conversations of from and value: 1" in out
+
+
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_a_terminal_gets_colour_unless_told_not_to(
     no_color: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
