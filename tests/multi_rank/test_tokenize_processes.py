@@ -107,7 +107,10 @@ def test_workers_write_the_same_entry(
     metas = [json.loads(content.pop("meta.json")) for content in contents]
     assert contents[0] == contents[1] and metas[0] == metas[1]
     write(train, [*records, "broken"])
-    assert f"{train}:1502: a record is a JSON object" in problems_of(model, train, max_length=40)[0]
+    assert (
+        f"{train}:1502: the record is 'broken' - write a JSON object"
+        in problems_of(model, train, max_length=40)[0]
+    )
 
 
 @pytest.fixture
