@@ -88,6 +88,11 @@ def test_a_source_does_not_depend_on_the_others_and_follows_the_seed(tmp_path: P
     assert len({str(other) for other in others}) == 4
     assert not set(others[0]) & set(others[1])  # the other half
 
+    twins = mixture(tmp_path, [("0.5", 42), ("0.5", 42)])  # alike to the last sequence
+    sequences = sequences_of_epoch(twins, (Fraction(1, 2),) * 2, 1, 0)
+    first, second = (sequences[twins.source[sequences] == source] for source in (0, 1))
+    assert first.tolist() != (second - (twins.source == 0).sum()).tolist()
+
 
 @pytest.mark.parametrize(
     ("packing", "steps", "digest"),
