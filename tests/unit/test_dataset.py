@@ -286,7 +286,7 @@ def test_several_sources_are_one_set(model: Path, tmp_path: Path) -> None:
         train.lengths,
     )  # what a run of one source has in its checkpoints, so that it resumes
     digests = " ".join(xxhash.xxh3_128_hexdigest(column.tobytes()) for column in columns)
-    assert alone.prepared.key == whole.prepared.key == xxhash.xxh3_128_hexdigest(digests)
+    assert alone.prepared.key == whole.prepared.key == xxhash.xxh3_128_hexdigest(digests.encode())
 
     few = [{"path": str(one), "max_records": 514}, {"path": str(two), "loss_on": "last"}]
     run = Run(model, few)
