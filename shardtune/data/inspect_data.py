@@ -63,15 +63,19 @@ def inspect_data(
     encoder = build_encoder(config.model.path, config.data, datetime.date.today())
     prepared = open_prepared(prepare_data(config.data, encoder))
     dataset = prepared.train
+    sources = [key.removeprefix("data.train").lstrip(".") for key in config.data.train_sources]
     n_shown = n_records if n_records is not None or as_json else _RECORDS_IN_PICTURE
     stop = len(dataset) if n_shown is None else np.searchsorted(dataset.record, n_shown)
     for i in range(stop):
         tokens, trained = (column.tolist() for column in dataset[i])
         record = int(dataset.record[i])
+        source = sources[dataset.source[i]]
         if as_json:
-            print(json.dumps({"record": record, "input_ids": tokens, "trained": trained}))
+            shown = {"record": record, "input_ids": tokens, "trained": trained}
+            print(json.dumps(shown | ({"source": source} if source else {})))
         else:
-            print(f"Record {record}: {len(tokens)} tokens, {sum(trained)} trained")
+            of = f" ({source})" if source else ""
+            print(f"Record {record}{of}: {len(tokens)} tokens, {sum(trained)} trained")
             print(_picture(encoder.tokenizer, tokens, trained) + "\n")
     lengths = {"tokens": dataset.lengths, "trained tokens": dataset.trained_counts}
     for line in [*prepared.lines, *(_spread(name, values) for name, values in lengths.items())]:

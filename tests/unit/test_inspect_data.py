@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -129,3 +130,17 @@ def test_a_wrong_command_is_refused_in_one_line(
     line = err.splitlines()[-1]
     assert line.startswith("ERROR: ") and what in line and " - " in line
     assert "Traceback" not in err
+
+
+def test_the_source_of_a_record_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder / "more.jsonl", [chat("and you")])
+    sources = f"data.train=[{{path: {folder}/train.jsonl}}, {{path: {folder}/more.jsonl, name: b}}]"
+    out, _ = inspect(capsys, folder, "--records", "9", sources)
+    assert re.findall(r"^Record (\d \(\w+\)): ", out, re.MULTILINE) == [
+        "0 (train)",
+        "2 (train)",
+        "3 (train)",
+        "4 (b)",
+    ]
+    out, _ = inspect(capsys, folder, "--json", sources)
+    assert [json.loads(line)["source"] for line in out.splitlines()] == ["train"] * 3 + ["b"]
