@@ -232,6 +232,7 @@ class ChatEncoder:
         for i in trained:
             if i < end:
                 chat.require_texts(i, text)
+                chat.require_parts(i, messages)
         ids, offsets = self._tokenize(text)
         flags = [t > 0 for t in range(len(ids))]
         for i in (i for i in untrained if i < end):

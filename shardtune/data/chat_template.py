@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +17,19 @@ from shardtune.data.messages import (
     REASONING_KEYS,
     TRAIN_FLAGS,
     Message,
+    contains,
     first_missing,
     normalize,
+    stop_count,
     tool_function,
     with_marks,
+    with_tags,
 )
 from shardtune.data.records import RecordError
 
 Tools = list[dict[str, Any]] | None
 
 _NEXT_TEXT = "Qq0Probe0qQ"  # content of a probe message; letters and digits, as MARK
-_DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")
 # Every template gets these. Whether it writes them is checked, but for the id, which only ties an
 # answer to a call. The flags are ours.
@@ -81,6 +84,7 @@ class ChatTemplate:
         self.uses_date = "strftime_now" in sources
         self.unread_options = sorted(set(options) - set(re.findall(r"\w+", sources)))
         names = {a or b for a, _, b in _NAME_IN_TEMPLATE.findall(sources)}
+        self._date_macro = _date_macro(date) if self.uses_date else ""
         self._read_fields = _MESSAGE_FIELDS | names
 
     def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
@@ -90,7 +94,7 @@ class ChatTemplate:
             text: str = self.tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=_DATE_CALL.sub(lambda c: repr(self.date.strftime(c[2])), source),
+                chat_template=self._date_macro + source,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 **self.options,
@@ -156,6 +160,7 @@ class Conversation:
             plain = self.render(before)
             in_prompt = prompt[len(plain) :] if prompt.startswith(plain) else ""
             self.require_texts(i, in_prompt + generated)
+        self.require_parts(i, through)
         generated += appended
         end = len(prompt) + (end or len(generated))
         return Turn(i, prompt + generated, len(prompt), end, bool(appended))
@@ -206,7 +211,15 @@ class Conversation:
                     f"cannot tell where {self.template.name} ends messages[{i}] (assistant): marks "
                     "in the message change its text - remove template markup from the message"
                 )
-            stop = self.template.stop.search(generated, max(0, len(generated) - len(after)))
+            end = max(0, len(generated) - len(after))
+            found = len(self.template.stop.findall(generated, 0, end))
+            if found > stop_count(self.template.stop, self.messages[i]):
+                raise ChatError(
+                    f"{self.template.name} writes the stop token {stop[0]!r} inside messages[{i}] "
+                    "(assistant), where generation would end - "
+                    "use a template that ends a turn once"
+                )
+            stop = self.template.stop.search(generated, end)
         return stop.end() if stop else None
 
     def _missing_stop(self, i: int, text: str) -> str:
@@ -236,7 +249,25 @@ class Conversation:
 
     def require_texts(self, i: int, text: str) -> None:
         """Raise ChatError when `text` lacks a text of message i."""
-        if missing := first_missing(self.messages[i], normalize(text)):
+        self._refuse_missing(i, first_missing(self.messages[i], normalize(text)))
+
+    def require_parts(self, i: int, messages: list[Message]) -> None:
+        """Raise ChatError when the rendering of `messages` lacks a part of message i.
+
+        Tags in the parts tell a part that is written from one that other text happens to hold.
+        """
+        tagged, parts = with_tags(messages[i])
+        if set(parts.values()) <= {"text"}:
+            return
+        try:
+            text = self.render([*messages[:i], tagged, *messages[i + 1 :]])
+        except ChatError:
+            return  # without tags it was rendered: a template that refuses them has read the parts
+        missing = (part for tag, part in parts.items() if tag not in text)
+        self._refuse_missing(i, next(missing, None))
+
+    def _refuse_missing(self, i: int, missing: str | None) -> None:
+        if missing is not None:
             raise ChatError(
                 f"{self.template.name} leaves out the {missing} of messages[{i}] (assistant) - "
                 "remove it from the record, or use a template that writes it"
@@ -251,13 +282,17 @@ class Conversation:
         name, normalized, notes = self.template.name, normalize(text), []
         for message in self.messages:
             content, role = message.get("content"), message["role"]
-            if isinstance(content, list) and normalize(str(content)) in normalized:
+            if isinstance(content, list) and contains(normalized, str(content)):
                 raise ChatError(
                     f"{name} writes a list of text parts as code - "
                     "give the content of a message as one text"
                 )
             if role != "assistant" and (missing := first_missing(message, normalized)):
                 notes.append(f"{name} leaves out the {missing} of a {role} message")
+            if role == "assistant" and stop_count(self.template.stop, message):
+                notes.append(
+                    "an assistant turn holds the text of a stop token: generation would end there"
+                )
             for call in message.get("tool_calls") or []:
                 arguments = tool_function(call).get("arguments")
                 if isinstance(arguments, str) and '"' in arguments and arguments not in text:
@@ -268,3 +303,20 @@ class Conversation:
         if any(str(tool_function(tool).get("name")) not in text for tool in self.tools or []):
             notes.append(f"{name} leaves out the tools")
         return list(dict.fromkeys(notes))
+
+
+def _date_macro(date: datetime.date) -> str:
+    """Return template code that fixes `strftime_now`: transformers passes data, no functions."""
+    midnight = datetime.datetime.combine(date, datetime.time())
+    directives = (flag + letter for flag in ("", *"-_0^#EO") for letter in string.ascii_letters)
+    # The C library leaves a directive that it does not know as it is.
+    values = {d: value for d in directives if (value := midnight.strftime(f"%{d}")) != f"%{d}"}
+    return (
+        "{% macro strftime_now(format) %}{% set values = " + repr(values) + " %}"
+        "{% for part in format.replace('%%', '\\0').split('%') %}{{ (part if loop.first"
+        " else values[part[:1]] ~ part[1:] if part[:1] in values"
+        " else values[part[:2]] ~ part[2:] if part[:2] in values"
+        " else raise_exception('strftime_now of ' ~ format ~ ': unknown directive %' ~ part))"
+        " | replace('\\0', '%') }}"
+        "{% endfor %}{% endmacro +%}"
+    )

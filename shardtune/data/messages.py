@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 Message = dict[str, Any]
@@ -12,8 +15,6 @@ MARK = "Qq0Mark0qQ"  # letters and digits only: no filter of a template changes 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # in the order of transformers
 TRAIN_FLAGS = ("train", "weight")  # on a message: whether its turn is trained
 _TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}
-# A template may change these when it writes a value: whitespace, quotes, and the escapes of JSON.
-_NOT_COMPARED = re.compile(r"""\\u[0-9a-f]{4}|\\[bfnrt]|[\\"'\s\x00-\x1f]""")
 
 
 def tool_function(call: dict[str, Any]) -> dict[str, Any]:
@@ -32,8 +33,8 @@ def without_flags(message: Message) -> Message:
     return {key: value for key, value in message.items() if key not in TRAIN_FLAGS}
 
 
-def message_texts(message: Message) -> Iterator[tuple[str, str]]:
-    """Yield (description, text) of each text and number that the message holds."""
+def message_texts(message: Message) -> Iterator[tuple[str, Any]]:
+    """Yield (description, value) of each text; values in tool-call arguments may be no strings."""
     content = message.get("content")
     for part in content if isinstance(content, list) else [content or ""]:
         yield "text", part if isinstance(part, str) else part["text"]
@@ -45,48 +46,94 @@ def message_texts(message: Message) -> Iterator[tuple[str, str]]:
             yield f"arguments of tool call {name!r}", value
 
 
-def _keys_and_values(value: Any) -> list[str]:
+def _keys_and_values(value: Any) -> list[Any]:
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list):
         return [leaf for inner in value for leaf in _keys_and_values(inner)]
-    is_written_alike = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-    return [str(value)] if is_written_alike else []
+    return [value]
+
+
+def stop_count(stop: re.Pattern[str], message: Message) -> int:
+    """Count the stop tokens in the texts of a message."""
+    texts = (value for _, value in message_texts(message) if isinstance(value, str))
+    return sum(len(stop.findall(text)) for text in texts)
 
 
 def normalize(text: str) -> str:
-    """Remove what a template may change when it writes a text."""
-    return _NOT_COMPARED.sub("", text)
+    """Remove what a template may change when it writes a value: whitespace, quotes, escapes."""
+    return "".join(text.split()).replace("\\", "").replace('"', "").replace("'", "")
+
+
+def contains(normalized: str, value: Any, times: int = 1) -> bool:
+    """Whether a normalized text holds a value at least `times` times, as it is or as JSON."""
+    if value is None or normalized.count(normalize(str(value))) >= times:
+        return True
+    dumps = partial(json.dumps, value, default=str)  # Arrow has values that JSON has not
+    forms = (normalize(dumps(ensure_ascii=ascii_only)) for ascii_only in (False, True))
+    return any(normalized.count(form) >= times for form in forms)
 
 
 def first_missing(message: Message, normalized: str) -> str | None:
-    """Return the description of the first text of a message that a normalized text lacks.
-
-    A text that stands in another text of the message too (the name of a call, in the content) must
-    be there for each of them.
-    """
-    texts = [(description, normalize(text)) for description, text in message_texts(message)]
-    for description, text in texts:
-        if normalized.count(text) < sum(other.count(text) for _, other in texts if text):
+    """Return the description of the first text of a message that a normalized text lacks."""
+    times: Counter[tuple[type, Any]] = Counter()  # two equal calls must be there twice
+    for description, value in message_texts(message):
+        times[type(value), value] += 1
+        if not contains(normalized, value, times[type(value), value]):
             return description
     return None
 
 
-def with_marks(value: Any, everything: bool = False) -> Any:
+def with_marks(value: Any, mark: str = MARK, everything: bool = False) -> Any:
     """Copy a message with a mark at the end of each text.
 
     Roles, names and types stay as they are, unless `everything` is marked.
     """
     if isinstance(value, dict):
         return {
-            key: with_marks(inner, everything or key == "arguments")
+            key: with_marks(inner, mark, everything or key == "arguments")
             if everything or key in _TEXT_KEYS
             else inner
             for key, inner in value.items()
         }
     if isinstance(value, list):
-        return [with_marks(inner, everything) for inner in value]
+        return [with_marks(inner, mark, everything) for inner in value]
     if not isinstance(value, str) or not value.strip():
         return value  # templates often write nothing for an empty text
     body = value.rstrip()  # a template that trims still trims
-    return body + MARK + value[len(body) :]
+    return body + mark + value[len(body) :]
+
+
+def with_tags(message: Message) -> tuple[Message, dict[str, str]]:
+    """Copy a message with a mark of its own in each part; also return the parts by their marks.
+
+    The parts are content, reasoning, and the name and the arguments of each tool call, where they
+    are not empty.
+    """
+    parts: dict[str, str] = {}
+
+    def tagged(value: Any, part: str) -> Any:
+        tag = f"Qq{len(parts)}Tag{len(parts)}qQ"
+        marked = with_marks(value, tag, everything=isinstance(value, dict))
+        if isinstance(value, dict) and value:
+            marked[MARK] = tag  # the values may all be numbers, and only the keys be written
+        if marked != value:
+            parts[tag] = part
+        return marked
+
+    def tagged_call(call: dict[str, Any]) -> dict[str, Any]:
+        function = tool_function(call)
+        name, arguments = function["name"], function.get("arguments")
+        copy = function | {"name": tagged(name, "name of a tool call")}
+        if arguments:
+            copy["arguments"] = tagged(arguments, f"arguments of tool call {name!r}")
+        return call | ({"function": copy} if "function" in call else copy)
+
+    result = dict(message)
+    if "content" in message:
+        result["content"] = tagged(message["content"], "text")
+    if keys := [key for key in REASONING_KEYS if message.get(key)]:
+        result |= dict.fromkeys(keys, tagged(message[keys[0]], "reasoning"))
+    if message.get("tool_calls"):
+        result["tool_calls"] = [tagged_call(call) for call in message["tool_calls"]]
+    return result, parts

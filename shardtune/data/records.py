@@ -131,9 +131,16 @@ def _from_alpaca(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": texts["system"]}, *messages][not texts["system"] :]
 
 
+class _ShortRepr(reprlib.Repr):
+    """Shortens values as reprlib does, but shows null, true and false as the data writes them."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        return json.dumps(x) if x is None or x is True or x is False else super().repr1(x, level)
+
+
 def _require(condition: object, where: str, value: Any, remedy: str) -> None:
     if not condition:
-        raise RecordError(f"{where} is {reprlib.repr(value)} - write {remedy}")
+        raise RecordError(f"{where} is {_ShortRepr().repr(value)} - write {remedy}")
 
 
 def _check_messages(name: str, messages: Any) -> None:
@@ -152,9 +159,13 @@ def _check_message(where: str, message: dict[str, Any]) -> None:
     _require(isinstance(calls, list), f"{where}.tool_calls", calls, "a list of objects")
     for i, call in enumerate(calls):
         _check_call(f"{where}.tool_calls[{i}]", call)
-    for key in REASONING_KEYS:
-        text = message.get(key, "")
+    texts = {key: message[key] for key in REASONING_KEYS if key in message}
+    for key, text in texts.items():
         _require(isinstance(text, str), f"{where}.{key}", text, "a string")
+    if len(set(texts.values())) > 1:
+        raise RecordError(
+            f"{where} has different texts as {' and '.join(texts)} - keep one of them"
+        )
     if "content" not in message and not calls:
         raise RecordError(f"{where} ({role}) has neither content nor tool_calls - give it one")
     _check_flags(f"{where} ({role})", role == "assistant", message)

@@ -1,5 +1,6 @@
 """The trained tokens of a conversation; most cases stand in tests/data/chat/cases.yaml."""
 
+import datetime
 import itertools
 import json
 import pickle
@@ -166,15 +167,55 @@ def test_tool_calls(write: str, content: str | None) -> None:
     assert show(bytes_tokenizer(), sequence) == Q1 + A + f"‹{content or ''}{calls}<|im_end|>›\n"
 
 
+def test_tool_calls_as_ascii_json_and_with_the_stop_token_in_them() -> None:
+    template = CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson(ensure_ascii=True) }}")
+    messages = [user("q1"), answer("x", tool_calls=[call({"s": "é <|im_end|>"})])]
+    (sequence,) = encoder(template).encode_messages(messages).sequences
+    assert (
+        show(bytes_tokenizer(), sequence)
+        == Q1 + A + '‹x<call>f {"s": "\\u00e9 <|im_end|>"}</call><|im_end|>›\n'
+    )
+
+
 # Dates
 
 
 def test_a_template_with_todays_date_gets_the_given_one() -> None:
     date = "\n{{ strftime_now('%d %b %Y, %-d %A') + '!' }}{{ strftime_now( \"it's %H\" ) }}\n"
+    date += "{% set f = '%d.%m.' %}{% macro d() %}{{ strftime_now(f) }}{% endmacro %}{{ d() }}"
     (sequence,) = encoder(date + CHATML).encode_messages(TWO_TURNS).sequences
     text = show(bytes_tokenizer(), sequence)
-    assert text.startswith("\n09 Mar 2026, 9 Monday!it's 00\n<|im_start|>user")
+    assert text.startswith("\n09 Mar 2026, 9 Monday!it's 00\n09.03.<|im_start|>user")
     assert encoder(date + CHATML).template.uses_date and not encoder(CHATML).template.uses_date
+
+
+@pytest.mark.parametrize(
+    "directives",
+    ["%x %c %T", "%D %F %R %r %n%t", "%e %-d %_m %^a", "%u%U%W%V%G%g%C%h%k%l%I", "%%Y 5%%"],
+)
+def test_every_directive_of_a_date(directives: str) -> None:
+    chat = encoder("{{ strftime_now('" + directives + "') }}!" + CHATML)
+    (sequence,) = chat.encode_messages(TWO_TURNS).sequences
+    written = show(chat.tokenizer, sequence).partition("!")[0]
+    assert written == datetime.datetime(2026, 3, 9).strftime(directives)
+
+
+@pytest.mark.parametrize("directive", ["%Q", "%10d", "100%"])
+def test_a_directive_that_is_none_is_refused(directive: str) -> None:
+    with pytest.raises(
+        ChatError, match=f"T raises TemplateError.*strftime_now of {directive}: unknown directive"
+    ):
+        encoder("{{ strftime_now('" + directive + "') }}" + CHATML).encode_messages(TWO_TURNS)
+
+
+def test_the_date_changes_nothing_else() -> None:
+    body = "\n {{ messages[0].content }}\n"
+    tokenizer = bytes_tokenizer(body + "{{ strftime_now('%Y') }}")
+    chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "all", DATE)
+    (sequence,) = chat.encode_messages([user("q1")]).sequences
+    assert tokenizer.decode(sequence.input_ids) == tokenizer.apply_chat_template(
+        [user("q1")], chat_template=body + "2026", tokenize=False
+    )
 
 
 # Flags of messages
