@@ -6,6 +6,7 @@ python examples/fetch_model.py models/SmolLM2-135M-Instruct
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -48,6 +49,10 @@ def main(out: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    # As published: engines that do not know `rope_parameters` would take 10000 without a word.
+    config = json.loads((temporary / "config.json").read_text(encoding="utf-8"))
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     temporary.rename(out)
 
 
