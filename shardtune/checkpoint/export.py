@@ -460,7 +460,7 @@ def _named_as(
                 for name in (converted, *aliases)
             ]
             if not any(found):
-                lacking.append(converted)
+                lacking.append(f"{converted} of shape {shape}")
             names |= {name: converted for name in found if name}
         kinds = {name: unit.exported[converted] for name, converted in names.items()}
         named.append(replace(unit, exported=kinds, converted=names))
@@ -469,7 +469,7 @@ def _named_as(
         f"model.path={source['path']}: {problem}, so no export could be like it - save the model "
         "with save_pretrained of this transformers, and start from that"
         for problem in (
-            lacking and f"its files name {min(lacking)} otherwise ({len(lacking)} tensors in all)",
+            lacking and f"its files have no {min(lacking)} ({len(lacking)} tensors in all)",
             unknown and f"its files have tensors of dtype {unknown[0]}",
         )
         if problem

@@ -190,7 +190,7 @@ def test_names_that_no_export_could_have_are_refused(
     done = train(1, *SETTINGS, cwd=tmp_path)
     assert done.returncode == 2 and "Parameters:" not in done.stdout
     assert done.stderr == (
-        "ERROR: model.path=" + str(source) + ": its files name model.norm.weight otherwise "
+        "ERROR: model.path=" + str(source) + ": its files have no model.norm.weight of shape [32] "
         "(1 tensors in all), so no export could be like it - save the model with save_pretrained "
         "of this transformers, and start from that\n"
     )
