@@ -178,6 +178,7 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(
     end. Before that, SIGHUP is ignored under nohup, by all that it starts."""
     process = one_node(models, "2", subprocess.PIPE, "nohup", cwd=tmp_path)
     assert process.stdout is not None
+    process.stdout.readline()  # nohup has begun: it has made way for the script
     for pid in descendants(process.pid):  # to the preflight
         os.kill(pid, signal.SIGHUP)
     wait_for_steps(tmp_path / "run", 3)

@@ -289,7 +289,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(sharp, tmp_pa
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (plant_infinity, "the weight model.layers.1.mlp.up_proj.weight is not finite"),
+        (plant_infinity, "first in the weight model.layers.1.mlp.up_proj.weight"),
         (hide_huge_head, "first in the gradient of model.norm.weight"),
     ],
 )
