@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.export import Export, unfinished
+from shardtune.checkpoint.export import unfinished
+from shardtune.checkpoint.export_layout import Export
 from shardtune.checkpoint.exported import read_export
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.train_state import model_kinds, model_state

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import tempfile
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from typing import Any
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.assets import SOURCE, with_dtype, without_announcements
-from shardtune.checkpoint.exported import EXPORT, Entries, export_json, read_export
+from shardtune.checkpoint.assets import SOURCE
+from shardtune.checkpoint.export_layout import Export
+from shardtune.checkpoint.exported import Entries
 from shardtune.checkpoint.load import read_tensor, transfer
 from shardtune.checkpoint.manifest import (
     ASSETS,
@@ -31,230 +24,14 @@ from shardtune.checkpoint.manifest import (
     open_checkpoint,
 )
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.checkpoint.safetensors_writer import write_safetensors
-from shardtune.checkpoint.train_state import MODEL, model_kinds
+from shardtune.checkpoint.train_state import MODEL
 from shardtune.checkpoint.verify import check_files
 from shardtune.config import Config
 from shardtune.distributed.progress import Phase
-from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.distributed.world import World
-from shardtune.errors import AGAIN, RunFailed, UserError
+from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
-from shardtune.model.files import list_tensors, model_folder
-
-_FILE_BYTES = 5_000_000_000
-
-Kind = tuple[torch.dtype, list[int]]
-
-
-@dataclass(frozen=True)
-class _ExportUnit:
-    """Tensors that are converted together; mostly one, or the experts of a layer.
-
-    `stored` are their names in a checkpoint; none for a tensor that is copied from the source.
-    `converted` has, for each exported name, the one that transformers' conversion gives.
-    """
-
-    stored: list[str]
-    exported: dict[str, Kind]
-    converted: dict[str, str]
-
-    @property
-    def bytes(self) -> int:
-        return sum(map(_bytes, self.exported.values()))
-
-
-def _bytes(kind: Kind) -> int:
-    return kind[0].itemsize * torch.Size(kind[1]).numel()
-
-
-class Export:
-    """The exported files and what each holds, the same on every rank.
-
-    `stored` has dtype and shape of each stored tensor, `tied` the stored name of each weight that
-    is not stored itself. `folder` is the source's, for the tensors that training does not load;
-    where it lacks them, they are left out. `remark` says which these are.
-
-    Raises:
-        UserError: transformers does not know the configuration, or the source's names are not those
-            of the trained tensors.
-    """
-
-    def __init__(
-        self,
-        stored: Mapping[str, Kind],
-        tied: Mapping[str, str],
-        dtype: str,
-        assets: Mapping[str, bytes],
-        folder: Path | None,
-    ) -> None:
-        self._dtype, self._folder = dtype, folder
-        self._assets = {name: content for name, content in assets.items() if name != SOURCE}
-        if dtype != "source":
-            self._assets["config.json"] = with_dtype(assets["config.json"], dtype)
-        self._model = _on_meta(self._assets["config.json"])
-        source = json.loads(assets[SOURCE]) if SOURCE in assets else None
-        units = _units(self._model, stored)
-        self.remark, self._source_files, copied = "", dict[str, str](), list[_ExportUnit]()
-        if source is not None:
-            units = _named_as(source, units, tied, self._model.base_model_prefix)
-            trained = {name for unit in units for name in unit.exported}
-            copied = self._untrained(source, trained)
-        self._files = _into_files([self._with_dtypes(unit, source) for unit in units + copied])
-
-    @property
-    def stored(self) -> list[str]:
-        """The stored tensors in the order in which all files take them."""
-        return [name for units in self._files.values() for unit in units for name in unit.stored]
-
-    @property
-    def bytes(self) -> int:
-        return sum(unit.bytes for units in self._files.values() for unit in units)
-
-    def write_files(
-        self, out: Path, read: Callable[[str], torch.Tensor], share: slice = slice(None)
-    ) -> Entries:
-        """Write a share of the files from the stored tensors that `read` returns."""
-        entries = {}
-        for file_name, units in list(self._files.items())[share]:
-            layout = {name: kind for unit in units for name, kind in unit.exported.items()}
-            exported = (tensor for unit in units for tensor in self._convert(unit, read))
-            written, _ = write_safetensors(out / file_name, layout, exported, {"format": "pt"})
-            entries[file_name] = written.entry
-        return entries
-
-    def _convert(
-        self, unit: _ExportUnit, read: Callable[[str], torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        dtypes = [dtype for dtype, _ in unit.exported.values()]
-        if unit.stored:
-            widest = functools.reduce(torch.promote_types, dtypes)
-            stored = {name.removeprefix("model."): read(name).to(widest) for name in unit.stored}
-            converted = revert_weight_conversion(self._model, stored)
-        else:
-            converted = self._read_source(next(iter(unit.exported)))
-        for name, dtype in zip(unit.exported, dtypes, strict=True):
-            yield converted[unit.converted[name]].to(dtype)
-
-    def write_rest(self, out: Path, entries: Entries, about: Mapping[str, Any]) -> None:
-        """Write everything but the weights, once all weights are written, and check those.
-
-        `about` says in export.json where the weights are from.
-
-        Raises:
-            RunFailed: the files do not hold the tensors that they should.
-        """
-        self._require_whole(out)
-        files, entries = dict(self._assets), dict(entries)
-        if len(self._files) > 1:
-            places = {
-                name: file_name
-                for file_name, units in self._files.items()
-                for unit in units
-                for name in unit.exported
-            }
-            total = {"total_size": self.bytes}
-            index = json.dumps({"metadata": total, "weight_map": places}, indent=2)
-            files["model.safetensors.index.json"] = index.encode()
-        for name, content in files.items():
-            entries[name] = durable_fs.write_file(out / name, [memoryview(content)]).entry
-        files_in_order = dict(sorted(entries.items()))
-        summary = export_json({**about, **self._summary, "files": files_in_order})
-        durable_fs.write_file(out / EXPORT, [memoryview(summary)])
-        durable_fs.sync_directory(out)
-
-    @property
-    def _summary(self) -> dict[str, Any]:
-        tensors = sum(len(unit.exported) for units in self._files.values() for unit in units)
-        return {"dtype": self._dtype, "tensors": tensors}
-
-    def is_in(self, out: Path, about: Mapping[str, Any]) -> bool:
-        """Whether `out` is this model already."""
-        expected = {**about, **self._summary}
-        return (read_export(out) or {}).items() >= expected.items()
-
-    def _require_whole(self, out: Path) -> None:
-        """Raises RunFailed where the files hold other tensors than they should."""
-        for file_name, units in self._files.items():
-            expected = {name: kind for unit in units for name, kind in unit.exported.items()}
-            found = {}
-            with safe_open(out / file_name, framework="pt") as file:
-                for name in sorted(file.keys()):
-                    tensor = file.get_slice(name)
-                    found[name] = (DTYPES_IN_SAFETENSORS[tensor.get_dtype()], tensor.get_shape())
-            if found != expected:
-                differing = {k for k in {*found, *expected} if found.get(k) != expected.get(k)}
-                raise RunFailed(
-                    f"{out / file_name}: {min(differing)} is not as in the source "
-                    f"({len(differing)} tensors) - {AGAIN}"
-                )
-
-    def _untrained(self, source: Mapping[str, Any], trained: set[str]) -> list[_ExportUnit]:
-        """Return the source's other tensors, to be copied; none where its folder lacks them."""
-        kinds = {name: kind for name, kind in source["tensors"].items() if name not in trained}
-        if not kinds:
-            return []
-        units = [
-            _ExportUnit([], {name: (_source_dtype(dtype), shape)}, {name: name})
-            for name, (dtype, shape, _) in kinds.items()
-        ]
-        size = sum(unit.bytes for unit in units) / 1e9
-        prefix = os.path.commonpath([name.replace(".", "/") for name in kinds]).replace("/", ".")
-        what = (
-            f"{len(kinds)} tensors that training does not load "
-            f"({prefix or min(kinds)}{'' if prefix in kinds else ' ...'}, {size:.2f} GB)"
-        )
-        path = source["path"]
-        self._source_files = {name: kind[2] for name, kind in kinds.items()}
-        if self._has(kinds):
-            self.remark = f"Copied from {path}: {what}"
-            return units
-        config, changed = without_announcements(self._assets["config.json"])
-        self._assets["config.json"] = config
-        announced = f"; config.json now has {', '.join(changed)} = 0" if changed else ""
-        self.remark = f"Left out, since they are not in {path} now: {what}{announced}"
-        return []
-
-    def _has(self, kinds: Mapping[str, list[Any]]) -> bool:
-        """Whether the source's folder has these tensors."""
-        if self._folder is None:
-            return False
-        try:
-            found = list_tensors(self._folder)
-        except (OSError, SafetensorError, UserError):
-            return False
-        return found.items() >= kinds.items()
-
-    def _read_source(self, name: str) -> dict[str, torch.Tensor]:
-        assert self._folder
-        with safe_open(self._folder / self._source_files[name], framework="pt") as file:
-            return {name: file.get_tensor(name)}
-
-    def _with_dtypes(self, unit: _ExportUnit, source: Mapping[str, Any] | None) -> _ExportUnit:
-        """Give each tensor the dtype of the source, or the one that is asked for."""
-        exact = self._model._keep_in_fp32_modules_strict or ()
-        dtype_of_config = cast(torch.dtype | None, self._model.config.dtype)
-
-        def dtype_of(name: str, own: torch.dtype) -> torch.dtype:
-            if self._dtype == "source" and source is not None:
-                return _source_dtype(source["tensors"][name][0])
-            if not own.is_floating_point or any(part in name for part in exact):
-                return own
-            if self._dtype == "source":
-                return dtype_of_config or torch.float32
-            return DTYPES[self._dtype]
-
-        kinds = {
-            name: (dtype_of(name, dtype), shape) for name, (dtype, shape) in unit.exported.items()
-        }
-        wide_first = sorted(kinds, key=lambda name: -kinds[name][0].itemsize)
-        return replace(unit, exported={name: kinds[name] for name in wide_first})
-
-
-def require_exportable(assets: Mapping[str, bytes]) -> None:
-    """Raises UserError where an export could not have the names of the source's tensors."""
-    model = _on_meta(assets["config.json"])
-    Export(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
+from shardtune.model.files import model_folder
 
 
 def checkpoint_export(
@@ -390,113 +167,3 @@ def _read_assets(checkpoint: Checkpoint) -> dict[str, bytes]:
         raise DamagedCheckpoint(problem)
     paths = [path for name in names if (path := checkpoint.find(name))]
     return {path.name: path.read_bytes() for path in paths}
-
-
-def _on_meta(config: bytes) -> PreTrainedModel:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_bytes(config)
-        try:
-            values = AutoConfig.from_pretrained(folder)
-        except ValueError as error:
-            raise UserError(
-                f"this transformers does not know the checkpoint's model: {error} "
-                "- install the version that the manifest names"
-            ) from error
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(values)
-
-
-def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[_ExportUnit]:
-    """Group the stored tensors: each by itself where that converts alone, else by module."""
-    ignored = model._keys_to_ignore_on_save or ()
-    tensors = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (dtype, shape) in stored.items()
-        if name.removeprefix(MODEL) not in ignored
-    }
-
-    def unit(names: Sequence[str]) -> _ExportUnit:
-        own = {name.removeprefix(MODEL): tensors[name] for name in names}
-        converted = revert_weight_conversion(model, own)
-        kinds = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in converted.items()}
-        return _ExportUnit(list(names), kinds, {name: name for name in kinds})
-
-    together = unit(list(tensors)).exported
-    units, by_module = [], dict[str, list[str]]()
-    for name in tensors:
-        alone = unit([name])
-        if alone.exported.items() <= together.items():
-            units.append(alone)
-        else:
-            by_module.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
-    return units + [unit(names) for names in by_module.values()]
-
-
-def _named_as(
-    source: Mapping[str, Any], units: list[_ExportUnit], tied: Mapping[str, str], prefix: str
-) -> list[_ExportUnit]:
-    """Give each tensor the names that the source has for it; tied weights may have several.
-
-    Some sources leave out the prefix of the model without its head.
-
-    Raises:
-        UserError: a tensor has no such name, or another shape there.
-    """
-    tensors = source["tensors"]
-    named, lacking = [], list[str]()
-    for unit in units:
-        names = dict[str, str]()
-        for converted, (_, shape) in unit.exported.items():
-            aliases = [alias for alias, kept in tied.items() if unit.stored == [MODEL + kept]]
-            found = [
-                next(
-                    (
-                        n
-                        for n in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-                        if n in tensors and tensors[n][1] == shape
-                    ),
-                    None,
-                )
-                for name in (converted, *aliases)
-            ]
-            if not any(found):
-                lacking.append(f"{converted} of shape {shape}")
-            names |= {name: converted for name in found if name}
-        kinds = {name: unit.exported[converted] for name, converted in names.items()}
-        named.append(replace(unit, exported=kinds, converted=names))
-    unknown = sorted({dtype for dtype, *_ in tensors.values()} - DTYPES_IN_SAFETENSORS.keys())
-    problems = [
-        f"model.path={source['path']}: {problem}, so no export could be like it - save the model "
-        "with save_pretrained of this transformers, and start from that"
-        for problem in (
-            lacking and f"its files have no {min(lacking)} ({len(lacking)} tensors in all)",
-            unknown and f"its files have tensors of dtype {unknown[0]}",
-        )
-        if problem
-    ]
-    if problems:
-        raise UserError(*problems)
-    return named
-
-
-def _source_dtype(name: str) -> torch.dtype:
-    return DTYPES_IN_SAFETENSORS[name]
-
-
-def _into_files(units: list[_ExportUnit]) -> dict[str, list[_ExportUnit]]:
-    """Divide the units into files of at most _FILE_BYTES, each with its wide dtypes first."""
-    files: list[list[_ExportUnit]] = [[]]
-    for unit in units:
-        if files[-1] and sum(other.bytes for other in files[-1]) + unit.bytes > _FILE_BYTES:
-            files.append([])
-        files[-1].append(unit)
-
-    def width(unit: _ExportUnit) -> int:
-        return -max(dtype.itemsize for dtype, _ in unit.exported.values())
-
-    count = len(files)
-    parts = [f"-{number:05d}-of-{count:05d}" if count > 1 else "" for number in range(1, count + 1)]
-    return {
-        f"model{part}.safetensors": sorted(file_units, key=width)
-        for part, file_units in zip(parts, files, strict=True)
-    }

@@ -102,7 +102,7 @@ class _Reception:
         self._control.tell({"met": [node.model_dump() for node in self._control.nodes]})
 
     async def _wait(self) -> None:
-        """Return when all nodes have come, or when the problems have been told."""
+        """Return when all nodes have come, or once the others have the problems."""
         master, port = self._environment.master, self._environment.port
         patience_s = self._environment.join_timeout_s
         started = next_word = time.monotonic()

@@ -314,20 +314,9 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
                 logged_at, percent = time.monotonic(), 100 * n_done // max(1, n_bytes)
                 logger.info(f"Data: {n_records.total()} records tokenized, {percent}% of the data")
     for key, source in sources.items():
-        problems += [
-            f"data.columns.{ours}={column}: no record of {source.name} has {column} - it has "
-            f"{first_few(sorted(fields[key]), 10)}"
-            for ours, column in data.field_names.items()
-            if column and fields[key] and column not in fields[key]
-        ]
-        if n_broken[key]:
-            share = f"{n_broken[key]} of {n_records[key]} records"
-            problems.append(f"{source.key}: {share} broken - repair or remove them")
-        elif not n_records[key]:
-            problems.append(f"{source.name}: no record in it - name data that has some")
-        elif not counts[key]["sequences"]:
-            lower = " or lower data.eval_fraction" * (holds_out and not counts[key]["records"])
-            problems.append(_nothing_to_train(source.key, counts[key]) + lower)
+        problems += _source_problems(
+            source, n_records[key], n_broken[key], counts[key], fields[key], data
+        )
     if holds_out and not problems and not writers["eval"].counts["sequences"]:
         problems = [
             _nothing_to_train("data.eval", writers["eval"].counts) + " or data.eval_fraction"
@@ -335,19 +324,42 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     if problems:
         raise UserError(*problems)
     digests = " ".join(writer.digest() for writer in writers.values())
+    template = tokenizer.encoder.template
+    unread = (f"the chat template does not read {option}" for option in template.unread_options)
+    lines = [line for writer in writers.values() for line in writer.lines()]
     meta = {
         "n_records": {name: writer.counts["records"] for name, writer in writers.items()},
         "lines": [
-            *(
-                f"data.template_options: WARNING: the chat template does not read {option}"
-                for option in tokenizer.encoder.template.unread_options
-            ),
-        ]
-        + [
-            line.replace(tokenizer.encoder.template.name, "the chat template")
-            for writer in writers.values()
-            for line in writer.lines()
+            *(f"data.template_options: WARNING: {line}" for line in unread),
+            *(line.replace(template.name, "the chat template") for line in lines),
         ],
         "key": xxhash.xxh3_128_hexdigest(digests.encode()),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
+
+
+def _source_problems(
+    source: Source,
+    n_records: int,
+    n_broken: int,
+    counts: Counter[str],
+    fields: set[str],
+    data: DataConfig,
+) -> list[str]:
+    """Return why this source cannot be used; `fields` are those that its records have."""
+    problems = [
+        f"data.columns.{ours}={column}: no record of {source.name} has {column} - it has "
+        f"{first_few(sorted(fields), 10)}"
+        for ours, column in data.field_names.items()
+        if column and fields and column not in fields
+    ]
+    if n_broken:
+        share = f"{n_broken} of {n_records} records"
+        problems.append(f"{source.key}: {share} broken - repair or remove them")
+    elif not n_records:
+        problems.append(f"{source.name}: no record in it - name data that has some")
+    elif not counts["sequences"]:
+        all_held_out = data.eval is None and data.eval_fraction > 0 and not counts["records"]
+        lower = " or lower data.eval_fraction" * all_held_out
+        problems.append(_nothing_to_train(source.key, counts) + lower)
+    return problems

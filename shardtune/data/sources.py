@@ -172,7 +172,7 @@ def _hub_source(key: str, spec: str) -> Source:
 
 
 def read_records(sets: Mapping[str, Sequence[Source]]) -> Iterator[RecordChunk]:
-    """Yield the records of every set, which are numbered through its sources."""
+    """Yield the records of every set, numbered through its sources."""
     for set_name, sources in sets.items():
         first_record = 0
         for i, source in enumerate(sources):
@@ -190,7 +190,7 @@ def read_records(sets: Mapping[str, Sequence[Source]]) -> Iterator[RecordChunk]:
 def _parse_json(text: bytes) -> Any:
     try:
         value = json.loads(text.decode("utf-8-sig"))
-        if b"\\u" in text:  # half of a surrogate pair is no character
+        if b"\\u" in text:  # half of a surrogate pair is not a character
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         problem = str(error).replace("line 1 column", "column")

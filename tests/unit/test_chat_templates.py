@@ -71,7 +71,8 @@ JSON_CALL = (
     "<|im_end|>"
 )
 XML_CALL = (
-    "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n"
     "</function>\n</tool_call><|im_end|>"
 )
 PYTHON_CALL = "<|tool_call_start|>[weather(city='Paris', days=3)]<|tool_call_end|><|im_end|>"
@@ -176,7 +177,8 @@ ROWS = {
         "<|assistant|>",
         "\n<think></think>\n{c}<|user|>",
         reasoned="\n<think>{r}</think>\n{c}<|user|>",
-        call="\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        call="\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n"
+        "<arg_value>Paris</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call><|observation|>",
         one_sequence="multi tools",
         appended=True,
@@ -185,7 +187,8 @@ ROWS = {
         "<|return|> <|endoftext|> <|call|>",
         "<|start|>assistant",
         "<|channel|>final<|message|>{c}<|return|>",
-        reasoned="<|channel|>analysis<|message|>{r}<|end|><|start|>assistant<|channel|>final<|message|>{c}<|return|>",
+        reasoned="<|channel|>analysis<|message|>{r}<|end|><|start|>assistant"
+        "<|channel|>final<|message|>{c}<|return|>",
         call=" to=functions.weather<|channel|>commentary json<|message|>"
         '{"city": "Paris", "days": 3}<|call|>',
         one_sequence="tools",
