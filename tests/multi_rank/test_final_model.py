@@ -202,7 +202,7 @@ def test_a_checkpoint_is_enough_by_itself(tmp_path: Path, models: dict[str, Path
 
 
 def run_script_with_small_files(arguments: list[str]) -> None:
-    export._FILE_BYTES = 50_000
+    export_layout._FILE_BYTES = 50_000
     run_script(arguments)
 
 
@@ -214,7 +214,7 @@ def test_a_large_model_is_in_several_files(
     arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=1"]
     done = on_ranks(2, run_script_with_small_files, arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(export, "_FILE_BYTES", 50_000)
+    monkeypatch.setattr(export_layout, "_FILE_BYTES", 50_000)
     out = exported(checkpoint(tmp_path / "run", 1), tmp_path / "out")
     assert digests(out) == digests(tmp_path / "run/model")
 
