@@ -140,7 +140,9 @@ def test_other_ways_to_start_a_run(command: str, repository: Path) -> None:
 
 @pytest.mark.full
 def test_asking_the_model(repository: Path, models: dict[str, Path]) -> None:
-    shutil.copytree(models["llama"], repository / "runs/demo/model")
+    run_dir = repository / "runs/demo"
+    shutil.copytree(models["llama"], run_dir / "model")
+    (run_dir / "config.yaml").write_text("data: {template_options: {}}\n", encoding="utf-8")
     assert "After:" in run(ASKING, repository)
 
 
@@ -156,7 +158,7 @@ def test_a_node_alone_and_one_device(repository: Path) -> None:
 
 @pytest.mark.full
 def test_the_rehearsal(repository: Path) -> None:
-    assert "Rehearsed in " in run(REHEARSAL, repository, 400).splitlines()[-1]
+    assert "Rehearsed: every check passed." in run(REHEARSAL, repository, 400).splitlines()[-1]
 
 
 def test_ssh_and_slurm_start_all_nodes(tmp_path: Path) -> None:
