@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from shardtune.__main__ import run
-from shardtune.checkpoint import durable_fs, export
+from shardtune.checkpoint import durable_fs, export, export_layout
 
 Runs = Callable[[str, int], Path]
 # Sampling settings that contradict greedy decoding, which transformers itself refuses to write.
