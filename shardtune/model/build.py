@@ -1,8 +1,8 @@
 """Build the model sharded: every rank reads or draws its own slices, never the whole model.
 
-FSDP2 shards and transformers reads; this module joins the two. The parameters of each decoder layer
-form one FSDP group. Embeddings, final norm and head stay in the root's group, where tied weights
-stay tied: in a group of its own, a tied embedding is untied at its first forward.
+The parameters of each decoder layer form one FSDP group. Embeddings, final norm and head stay in
+the root's group, where tied weights stay tied: in a group of its own, a tied embedding is untied at
+its first forward.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers its operator
@@ -25,19 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import WeightConverter
-from transformers.distributed import DistributedConfig
 
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError, first_line
-from shardtune.log import logger
-from shardtune.model.experts import (
-    SliceConverter,
-    always_give_expert_gradients,
-    shard_placement,
-)
+from shardtune.model.experts import always_give_expert_gradients, shard_placement
+from shardtune.model.load import load_sharded
 from shardtune.model.support import decoder_layers, unsupported
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
@@ -91,7 +85,9 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         shard(model, world, policy)
         draw_weights(model, config.run.seed, world.device)
     else:
-        model = _load_sharded(skeleton, config.model.path, world, policy)
+        model = load_sharded(
+            skeleton, config.model.path, world.device, partial(shard, world=world, policy=policy)
+        )
     if config.model.activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False}
         if config.model.activation_checkpointing == "selective":
@@ -169,85 +165,6 @@ def _compiled_forward(layer: Any) -> Callable[..., Any]:
             ) from error
 
     return forward
-
-
-def _load_sharded(
-    skeleton: PreTrainedModel, path: str, world: World, policy: MixedPrecisionPolicy
-) -> PreTrainedModel:
-    """Load the weights into a model like the skeleton that is sharded before they are read.
-
-    transformers builds on meta, calls `maybe_distribute_model`, and then reads only its slices of
-    all parameters that are DTensors. Its own version of that method unties tied embeddings and
-    supports neither a world of one nor our dtypes.
-    """
-    model_class = type(skeleton)
-
-    class Sharded(model_class):  # type: ignore[misc, valid-type]
-        __module__ = model_class.__module__
-
-        @classmethod
-        def prepare_distribute_model(
-            cls, distributed_config: Any, device_map: Any = None
-        ) -> tuple[Any, Any, None]:
-            return distributed_config, world.device, None
-
-        @classmethod
-        def maybe_distribute_model(cls, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
-            # from_pretrained ties only after reading; FSDP2 must see tied weights as one parameter.
-            model.tie_weights()
-            shard(model, world, policy)
-            return model
-
-        @staticmethod
-        def _load_pretrained_model(
-            model: PreTrainedModel, states: Any, files: Any, load: Any
-        ) -> Any:
-            for conversion in load.weight_mapping:
-                if type(conversion) is WeightConverter:
-                    conversion.__class__ = SliceConverter
-            return model_class._load_pretrained_model(model, states, files, load)
-
-    # transformers finds its conversions by the class's name.
-    Sharded.__name__ = Sharded.__qualname__ = model_class.__name__
-    model, info = Sharded.from_pretrained(
-        path,
-        config=skeleton.config,
-        dtype=skeleton.dtype,
-        attn_implementation=skeleton.config._attn_implementation,
-        distributed_config=DistributedConfig(),  # no parallelism of transformers' own
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    del model.config.distributed_config
-    _require_all_weights(path, info)
-    return cast(PreTrainedModel, model)
-
-
-def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
-    """Check what `from_pretrained` reports of its reading, and log what it left unread.
-
-    Raises:
-        UserError: the files lack tensors of the model, or have them in another shape.
-    """
-    misshapen = [
-        f"{name}, {list(stored)}, not {list(built)}"
-        for name, stored, built in info["mismatched_keys"]
-    ]
-    problems = [
-        f"{path}: {problem} {min(names)} ({len(names)} in all) - fetch the model again, or correct "
-        "its config.json"
-        for problem, names in (
-            ("the files lack the model's tensor", info["missing_keys"]),
-            ("another shape than the model's has", misshapen),
-        )
-        if names
-    ]
-    if problems:
-        raise UserError(*problems)
-    if unexpected := sorted(info["unexpected_keys"]):
-        logger.info(
-            f"Not in the model, left unread: {unexpected[0]} ({len(unexpected)} tensors in all)"
-        )
 
 
 @contextmanager

@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
-from transformers.core_model_loading import WeightConverter
-
-from shardtune.distributed.tensors import to_local
 
 
 def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
@@ -51,20 +48,3 @@ def always_give_expert_gradients(layer: nn.Module) -> None:
 
     if any(parameter.dim() >= 3 for parameter in layer.parameters()):
         layer.register_forward_pre_hook(watch)
-
-
-class SliceConverter(WeightConverter):
-    """Convert stored tensors as transformers does, also where the slice of a rank is empty.
-
-    Files hold one tensor per expert. Each rank reads the experts of its slice and stacks them;
-    transformers fails where there is none to stack.
-    """
-
-    __slots__ = ()
-
-    def convert(self, layer_name: str, model: Any = None, *more: Any, **options: Any) -> Any:
-        target = to_local(model.get_parameter_or_buffer(layer_name))
-        if target.numel():
-            return super().convert(layer_name, model, *more, **options)
-        self.collected_tensors.clear()
-        return {layer_name: torch.empty(target.shape, dtype=target.dtype)}
