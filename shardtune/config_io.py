@@ -248,6 +248,10 @@ def _column_problems(columns: dict[Any, Any], origin: str) -> Iterator[str]:
             yield f"{said}: records have no field {name} - the nearest one is {nearest}"
         elif column is not None and not (column and isinstance(column, str)):
             yield f"{said} is not allowed - use {_TEXT} or null"
+    counts = Counter(column for column in columns.values() if isinstance(column, str))
+    for column in [column for column, count in counts.items() if count > 1]:
+        ours = " and ".join(str(name) for name, other in columns.items() if other == column)
+        yield f"data.columns ({origin}) reads {column} as {ours} - keep one of them"
 
 
 def _in_words(schema: Mapping[str, Any]) -> str:

@@ -313,10 +313,9 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at, percent = time.monotonic(), 100 * n_done // max(1, n_bytes)
                 logger.info(f"Data: {n_records.total()} records tokenized, {percent}% of the data")
+    problems += _unmatched_columns(data, set().union(*fields.values()))
     for key, source in sources.items():
-        problems += _source_problems(
-            source, n_records[key], n_broken[key], counts[key], fields[key], data
-        )
+        problems += _source_problems(source, n_records[key], n_broken[key], counts[key], data)
     if holds_out and not problems and not writers["eval"].counts["sequences"]:
         problems = [
             _nothing_to_train("data.eval", writers["eval"].counts) + " or data.eval_fraction"
@@ -338,21 +337,25 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
 
 
+def _unmatched_columns(data: DataConfig, fields: set[str]) -> list[str]:
+    """Return the entries of `data.columns` that name none of `fields`, those of all sources."""
+    return [
+        f"data.columns.{ours}={column}: no record of any source has {column} - name one of "
+        f"{first_few(sorted(fields), 10)}"
+        for ours, column in data.field_names.items()
+        if column and fields and column not in fields
+    ]
+
+
 def _source_problems(
     source: Source,
     n_records: int,
     n_broken: int,
     counts: Counter[str],
-    fields: set[str],
     data: DataConfig,
 ) -> list[str]:
-    """Return why this source cannot be used; `fields` are those that its records have."""
-    problems = [
-        f"data.columns.{ours}={column}: no record of {source.name} has {column} - it has "
-        f"{first_few(sorted(fields), 10)}"
-        for ours, column in data.field_names.items()
-        if column and fields and column not in fields
-    ]
+    """Return why this source cannot be used."""
+    problems = []
     if n_broken:
         share = f"{n_broken} of {n_records} records"
         problems.append(f"{source.key}: {share} broken - repair or remove them")

@@ -14,7 +14,7 @@ from shardtune.errors import first_few
 # The fields that make a form, and those that may stand beside them.
 _FORMS = {
     ("messages",): ("tools",),
-    ("conversations",): ("tools",),
+    ("conversations",): ("tools", "system"),
     ("prompt", "completion"): ("tools",),
     ("instruction", "output"): ("input", "system"),
     ("text",): (),
@@ -37,16 +37,31 @@ class RecordError(ValueError):
 
 def read_fields(columns: Mapping[str, str | None]) -> frozenset[str]:
     """Return the data's names of all fields that are read; `columns`: `data.columns`."""
-    return frozenset(columns.get(field, field) or "" for field in RECORD_FIELDS)
+    named = (name for field in RECORD_FIELDS if (name := columns.get(field, field)))
+    kept = (field for field in RECORD_FIELDS if columns.get(field, field))
+    return frozenset([*named, *kept])
 
 
 def rename_fields(value: Any, columns: Mapping[str, str | None]) -> Any:
-    """Return a record with our names of its fields; one that `columns` maps to None is left out."""
+    """Return a record with our names of its fields; one that `columns` maps to None is left out.
+
+    A record without the named field keeps its own one of our name: sources may differ in form.
+
+    Raises:
+        RecordError: the record has both.
+    """
     if not isinstance(value, dict):
         return value
-    taken = {*columns, *columns.values()}
-    renamed = {ours: value[name] for ours, name in columns.items() if name in value}
-    return {name: field for name, field in value.items() if name not in taken} | renamed
+    present = {name: field for name, field in value.items() if field is not None}
+    renamed = {ours: present[name] for ours, name in columns.items() if name in present}
+    read = {*columns.values(), *(ours for ours, name in columns.items() if name is None)}
+    kept = {name: field for name, field in present.items() if name not in read}
+    for ours in renamed.keys() & kept.keys():
+        raise RecordError(
+            f"has {ours} and {columns[ours]}, which data.columns reads as {ours} - rename one of "
+            "them in the data, or leave data.columns without it"
+        )
+    return kept | renamed
 
 
 def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
@@ -79,7 +94,7 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
     record = {name: present[name] for name in form}
     has_messages = "messages" in record or isinstance(record.get("completion"), list)
     if "conversations" in record:
-        record = {"messages": _from_sharegpt(record["conversations"])}
+        record = {"messages": _from_sharegpt(record["conversations"], present.get("system"))}
     elif "instruction" in record:
         record = {"messages": _from_alpaca(present)}
     else:
@@ -97,7 +112,7 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
     return record, unread, _FOREIGN_FORMS.get(form, "")
 
 
-def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
+def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
     remedy = "a list of turns, each with from and value"
     _require(turns and isinstance(turns, list), "conversations", turns, remedy)
     messages = []
@@ -116,7 +131,15 @@ def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
         _require(isinstance(content, str), f"{where}.value", content, "a string")
         messages.append({"role": role, "content": content, **fields})
     _check_messages("conversations", messages)
-    return messages
+    if not system:
+        return messages
+    _require(isinstance(system, str), "system", system, "a string")
+    if any(message["role"] == "system" for message in messages):
+        raise RecordError(
+            "has system and a system turn in conversations - keep one of them, or write "
+            "data.columns={system: null} to read the turn alone"
+        )
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _from_alpaca(fields: Mapping[str, Any]) -> list[dict[str, Any]]:

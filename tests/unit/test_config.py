@@ -194,6 +194,9 @@ def test_columns_have_our_names(tmp_path: Path) -> None:
         "one is messages",
         f"data.columns.text = 3 (command line) is not allowed - use {TEXT} or null",
     ]
+    assert problems(tmp_path, "data.columns={prompt: body, tools: null, text: body}") == [
+        "data.columns (command line) reads body as prompt and text - keep one of them"
+    ]
 
 
 @pytest.mark.parametrize("key", ["run.dir", "run.resume", "model.path", "data.train", "data.eval"])

@@ -419,22 +419,44 @@ def test_columns_that_match_nothing_are_refused(model: Path, tmp_path: Path) -> 
     columns = {"prompt": "question", "completion": "anwser", "text": None}
     problems = problems_of(model, train, columns=columns)
     assert (
-        f"data.columns.completion=anwser: no record of data.train={train} has anwser - it has "
+        "data.columns.completion=anwser: no record of any source has anwser - name one of "
         "answer, question, score, text"
     ) in problems
     assert problems[-1] == "data.train: 2 of 2 records broken - repair or remove them"
     write(train, records[:1])
     good = Run(model, train, columns=columns | {"completion": "answer"})
     assert good.texts() == [("qa<|im_end|>", "a<|im_end|>")]
-    # Valid records, but the evaluation data has no such field: a source is asked by itself.
-    train = write(tmp_path / "c.jsonl", [chat("q", functions=[{"name": "f"}])])
-    other = write(tmp_path / "d.jsonl", [chat("q")])
-    problems = problems_of(model, train, eval=str(other), columns={"tools": "functions"})
-    assert problems == [
-        f"data.columns.tools=functions: no record of data.eval={other} has functions - "
-        "it has messages"
-    ]
-    assert '"name": "f"' in Run(model, train, columns={"tools": "functions"}).texts()[0][0]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_apply_to_the_sources_that_have_them(
+    kind: str, model: Path, tmp_path: Path
+) -> None:
+    forms = {
+        "renamed": ({"question": "q1", "answer": "a1"}, {"prompt": "q1", "completion": "a1"}),
+        "ours": ({"prompt": "q2", "completion": "a2"}, {"prompt": "q2", "completion": "a2"}),
+        "tools": (chat("q3", functions='[{"name": "f"}]'), chat("q3", tools='[{"name": "f"}]')),
+        "chats": (chat("q4"), chat("q4")),
+        "turns": ({"conversations": chat("q5")["messages"]}, chat("q5")),
+    }
+    columns = {"prompt": "question", "completion": "answer"}
+    columns |= {"tools": "functions", "messages": "conversations"}
+    theirs, ours = [], []
+    for name, (record, plain) in forms.items():
+        for folder, sources, written in (("theirs", theirs, record), ("ours", ours, plain)):
+            file = write(tmp_path / folder / f"{name}.jsonl", [written])
+            if kind == "parquet":
+                file = file.with_suffix(".parquet")
+                pq.write_table(pa.Table.from_pylist([written]), file)
+            sources.append({"path": str(file)})
+    run, plain = Run(model, theirs, columns=columns), Run(model, ours)
+    assert run.texts() == plain.texts() and len(run.texts()) == 5
+    # Evaluation data may have our names where the training data has others.
+    evaluated = {"eval": theirs[3]["path"], "columns": {"tools": "functions"}}
+    assert '"name": "f"' in Run(model, [theirs[2]], **evaluated).texts()[0][0]
+    both = write(tmp_path / "both.jsonl", [chat("q"), {"question": "q", "prompt": "q"}])
+    problems = problems_of(model, [*theirs, {"path": str(both)}], columns=columns)
+    assert problems[0].startswith(f"{both}:2: has prompt and question, which data.columns reads")
 
 
 def test_template_options_reach_the_template(tmp_path: Path) -> None:

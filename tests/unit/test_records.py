@@ -90,6 +90,7 @@ def sharegpt(*turns: Any) -> dict[str, Any]:
         (sharegpt({"from": ["human"], "value": "a"}), "conversations[1].from is ['human']"),
         (sharegpt({"from": "gpt", "value": ["a"]}), "conversations[1].value is ['a']"),
         (sharegpt({"from": "gpt", "value": "a", "weight": 2}), "conversations[1] (assistant): "),
+        ({**sharegpt({"from": "gpt", "value": "b"}), "system": ["a"]}, "system is ['a']"),
         (message(weight=0.3), "messages[0] (assistant): weight is 0.3 - write true or 1"),
         (message(train="yes"), "messages[0] (assistant): train is 'yes'"),
         (message(train=True, weight=0), "(assistant): train and weight contradict each other"),
@@ -162,6 +163,21 @@ def test_sharegpt_is_read_as_messages(turns: list[tuple[tuple[str, str], str, di
     )
 
 
+@given(TURNS, st.none() | st.text())
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_a_system_field_of_sharegpt_is_a_turn(turns: list[Any], system: str | None) -> None:
+    """That of LLaMA-Factory's data."""
+    conversations = [{"from": name, "value": text} for (_, name), text, _ in turns]
+    record = {"conversations": conversations, "system": system}
+    if system and any(role == "system" for (role, _), _, _ in turns):
+        with pytest.raises(RecordError, match="has system and a system turn in conversations"):
+            check_record(record)
+        return
+    first = [{"from": "system", "value": system}] if system else []
+    expected = check_record({"conversations": [*first, *conversations]})
+    assert check_record(record) == expected
+
+
 @given(st.text(), st.none() | st.text(), st.text(), st.none() | st.text())
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_alpaca_is_read_as_messages(
@@ -177,9 +193,15 @@ def test_alpaca_is_read_as_messages(
 
 
 def test_fields_have_our_names_by_columns() -> None:
-    record = {"question": "a", "answer": "b", "text": "c", "prompt": "d", "id": 1}
+    record = {"question": "a", "answer": "b", "text": "c", "prompt": None, "id": 1}
     columns = {"prompt": "question", "completion": "answer", "text": None, "tools": "none"}
     assert rename_fields(record, columns) == {"id": 1, "prompt": "a", "completion": "b"}
+    assert rename_fields({"prompt": "d", "answer": "b"}, columns) == {
+        "prompt": "d",
+        "completion": "b",
+    }
+    with pytest.raises(RecordError, match="has prompt and question, which"):
+        rename_fields(record | {"prompt": "d"}, columns)
     swapped = rename_fields({"prompt": 1, "text": 2}, {"prompt": "text", "text": "prompt"})
     assert swapped == {"prompt": 2, "text": 1}
     assert rename_fields("text", columns) == "text"
