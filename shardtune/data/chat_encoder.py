@@ -26,9 +26,10 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from shardtune.data.chat_template import ChatError, ChatTemplate, Conversation, Tools, Turn
-from shardtune.data.messages import Message, train_flag, without_flags
+from shardtune.data.messages import Message, is_empty, train_flag, without_flags
 from shardtune.errors import UserError
 
+_EMPTY = "WARNING: answers without a text, trained to end at once"
 Text = str | list[Message]
 Offsets = list[tuple[int, int]]
 
@@ -198,9 +199,10 @@ class ChatEncoder:
             limit = min([end - 1, *cut])
             end = max((i + 1 for i in assistant if i < limit), default=0)
             encoded = encode(chat, trained, end)
-        if encoded is not whole:
-            encoded = replace(encoded, notes=whole.notes, too_long=whole.sequences)
-        return encoded
+        empty = sum(is_empty(messages[i]) for i in trained if i < end)
+        notes = (*whole.notes, *[_EMPTY] * empty)
+        too_long = [] if encoded is whole else whole.sequences
+        return replace(encoded, notes=notes, too_long=too_long)
 
     def _encode_turns(self, chat: Conversation, trained: list[int], end: int) -> EncodedRecord:
         """Encode messages[:end], in which these turns are trained."""
@@ -265,7 +267,8 @@ class ChatEncoder:
         ids, _, length = self._tokenize_apart(prompt + completion, len(prompt))
         prompt_ids = self._with_bos(ids[:length])
         trained = [self.loss_on == "all"] * len(prompt_ids) + [True] * (len(ids) - length)
-        return self._with_stop(prompt_ids + ids[length:], trained, len(prompt_ids))
+        encoded = self._with_stop(prompt_ids + ids[length:], trained, len(prompt_ids))
+        return encoded if completion.strip() else replace(encoded, notes=(_EMPTY,))
 
     def encode_text(self, text: str) -> EncodedRecord:
         """Encode a plain text, all trained, with the tokenizer's BOS and an eos, each once."""

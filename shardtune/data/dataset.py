@@ -25,7 +25,7 @@ from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.hub import hub_problem
 from shardtune.data.records import read_fields
 from shardtune.data.sources import Source, find_source, read_records
-from shardtune.data.tokenize import ChunkTokenizer, SetChunk, tokenize_chunks
+from shardtune.data.tokenize import EFFECT, ChunkTokenizer, SetChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.log import logger
 
@@ -90,12 +90,11 @@ class TokenDataset:
 class PreparedData:
     """The sets of a run by name: `train`, and perhaps `eval` or several `eval.NAME`.
 
-    `n_records`: in each set, those included that are dropped. `lines`: sentences for the user.
-    `key`: a digest of the tokens and trained flags, and nothing else.
+    `lines`: sentences for the user. `key`: a digest of the tokens and trained flags, and nothing
+    else.
     """
 
     sets: dict[str, TokenDataset]
-    n_records: dict[str, int]
     lines: list[str]
     key: str
 
@@ -218,7 +217,8 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
 def open_prepared(entry: Path) -> PreparedData:
     """Map an entry that `prepare_data` returned; any number of processes may."""
     meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-    return PreparedData({name: TokenDataset(entry, name) for name in meta["n_records"]}, **meta)
+    sets = {name: TokenDataset(entry, name) for name in meta.pop("sets")}
+    return PreparedData(sets, **meta)
 
 
 class _SetWriter:
@@ -276,8 +276,14 @@ def _nothing_to_train(key: str, counts: Counter[str]) -> str:
 
 
 def _other_counts(counts: Counter[str]) -> list[str]:
-    """Return each thing that happened, other than the totals, with its number."""
-    return [f"{what}: {count}" for what, count in counts.items() if count and what not in _TOTALS]
+    """Return each thing that happened, other than the totals, with its number and its effects."""
+    lines: dict[str, str] = {}
+    for what, count in counts.items():
+        cause, _, effect = what.partition(EFFECT)
+        if count and what not in _TOTALS:
+            line = f"{lines[cause]}{EFFECT}{effect}" if effect else what
+            lines[cause] = f"{line}: {count}"
+    return list(lines.values())
 
 
 def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenizer) -> None:
@@ -327,7 +333,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     unread = (f"the chat template does not read {option}" for option in template.unread_options)
     lines = [line for writer in writers.values() for line in writer.lines()]
     meta = {
-        "n_records": {name: writer.counts["records"] for name, writer in writers.items()},
+        "sets": names,
         "lines": [
             *(f"data.template_options: WARNING: {line}" for line in unread),
             *(line.replace(template.name, "the chat template") for line in lines),

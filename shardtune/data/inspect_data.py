@@ -9,15 +9,17 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardtune.config import DataConfig
 from shardtune.config_io import load_config
-from shardtune.data.dataset import build_encoder, open_prepared, prepare_data
+from shardtune.data.dataset import build_encoder, find_sources, open_prepared, prepare_data
+from shardtune.data.sources import read_records
 from shardtune.log import logger, quiet_libraries
 
 _RECORDS_IN_PICTURE = 3
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json",
         action="store_true",
         help="one object a line per sequence, before packing: "
-        '{"record": n, "input_ids": [...], "trained": [...]}',
+        '{"record": n, "input_ids": [...], "trained": [...], "place": "FILE:LINE"}',
     )
     parser.add_argument(
         "assignments", nargs="*", metavar="section.key=value", help="override the configuration"
@@ -64,22 +66,32 @@ def inspect_data(
     prepared = open_prepared(prepare_data(config.data, encoder))
     dataset = prepared.train
     sources = [key.removeprefix("data.train").lstrip(".") for key in config.data.train_sources]
+    places = _places(config.data)
     n_shown = n_records if n_records is not None or as_json else _RECORDS_IN_PICTURE
     stop = len(dataset) if n_shown is None else np.searchsorted(dataset.record, n_shown)
+    record, place = -1, ""
     for i in range(stop):
         tokens, trained = (column.tolist() for column in dataset[i])
-        record = int(dataset.record[i])
+        while record < dataset.record[i]:
+            record, place = next(places)
         source = sources[dataset.source[i]]
         if as_json:
-            shown = {"record": record, "input_ids": tokens, "trained": trained}
+            shown = {"record": record, "input_ids": tokens, "trained": trained, "place": place}
             print(json.dumps(shown | ({"source": source} if source else {})))
         else:
             of = f" ({source})" if source else ""
-            print(f"Record {record}{of}: {len(tokens)} tokens, {sum(trained)} trained")
+            print(f"Record {record}{of} of {place}: {len(tokens)} tokens, {sum(trained)} trained")
             print(_picture(encoder.tokenizer, tokens, trained) + "\n")
     lengths = {"tokens": dataset.lengths, "trained tokens": dataset.trained_counts}
     for line in [*prepared.lines, *(_spread(name, values) for name, values in lengths.items())]:
         print(line, file=sys.stderr if as_json else sys.stdout)
+
+
+def _places(data: DataConfig) -> Iterator[tuple[int, str]]:
+    """Yield each record of data.train, by its index, and where it stands: its file and line."""
+    for chunk in read_records({"train": find_sources(data)["train"]}):
+        for i in range(len(chunk.numbers)):
+            yield chunk.first_record + i, chunk.place(i)
 
 
 def _picture(tokenizer: Any, tokens: list[int], trained: list[bool]) -> str:

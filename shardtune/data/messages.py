@@ -54,6 +54,12 @@ def _keys_and_values(value: Any) -> list[Any]:
     return [value]
 
 
+def is_empty(message: Message) -> bool:
+    """Return whether a message has neither a text nor a tool call."""
+    has_text = any(value.strip() for what, value in message_texts(message) if what == "text")
+    return not has_text and not message.get("tool_calls")
+
+
 def stop_count(stop: re.Pattern[str], message: Message) -> int:
     """Count the stop tokens in the texts of a message."""
     texts = (value for _, value in message_texts(message) if isinstance(value, str))

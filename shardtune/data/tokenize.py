@@ -27,6 +27,7 @@ from shardtune.errors import UserError
 
 _SINGLE_PROCESS_S = 5.0  # starting the workers takes about as long
 _CHUNKS_PER_WORKER = 4
+EFFECT = " | "  # stands between a cause and each of its effects
 # What becomes of a record that is too long, by data.overflow.
 _OVERFLOWS = {
     "turns": "cut behind the last turn that fits",
@@ -58,16 +59,11 @@ class SetChunk:
             return
         counts["records to which the end token was appended"] += encoded.appended_stop
         if len(encoded.sequences) > 1:
-            counts["records whose earlier turns the template rewrites: a sequence per turn"] += 1
-            counts["tokens added by that"] += encoded.added_tokens
-        lost = Counter(
-            {
-                "trained turns lost": sum(len(sequence.turns) for sequence in whole),
-                "tokens lost": sum(len(sequence.input_ids) for sequence in whole),
-                "trained tokens lost": sum(sum(sequence.trained[1:]) for sequence in whole),
-            }
-        )
-        n_rows = 0
+            self._count(
+                "records whose earlier turns the template rewrites: a sequence per turn",
+                tokens_added=encoded.added_tokens,
+            )
+        n_rows = n_kept = n_trained = n_repeated = n_turns = n_cut = 0
         for sequence in encoded.sequences:
             tokens = np.asarray(sequence.input_ids, np.uint32)
             kept = np.zeros(len(tokens), np.bool_)
@@ -75,22 +71,33 @@ class SetChunk:
                 self.sequences.append((tokens[piece], trained, record))
                 n_rows += 1
                 counts["tokens"] += len(trained)
-                counts["trained tokens"] += int(trained.sum())
-                counts["tokens repeated as context"] += int(kept[piece].sum())
-                lost["trained tokens lost"] -= int(trained.sum())
+                n_trained += int(trained.sum())
+                n_repeated += int(kept[piece].sum())
                 kept[piece] = True
-            lost["tokens lost"] -= int(kept.sum())
+            n_kept += int(kept.sum())
             for turn in sequence.turns:
                 in_row = kept[turn.begin : turn.end]
-                lost["trained turns lost"] -= bool(in_row.any())
-                is_cut = in_row.any() and not in_row[-1]
-                counts["answers cut: trained without their end"] += bool(is_cut)
+                n_turns += bool(in_row.any())
+                n_cut += bool(in_row.any() and not in_row[-1])
+        counts["trained tokens"] += n_trained
         counts["sequences"] += n_rows
         if any(len(sequence.input_ids) > data.max_length for sequence in whole):
             overflow = "turns" if encoded.too_long else data.overflow.replace("turns", "split")
             outcome = _OVERFLOWS[overflow] if n_rows else "dropped"
-            counts[f"records longer than data.max_length={data.max_length}, {outcome}"] += 1
-            counts.update({f"{what}, records {outcome}": count for what, count in lost.items()})
+            self._count(
+                f"records longer than data.max_length={data.max_length}, {outcome}",
+                answers_trained_without_their_end=n_cut,
+                trained_turns_lost=sum(len(sequence.turns) for sequence in whole) - n_turns,
+                tokens_lost=sum(len(sequence.input_ids) for sequence in whole) - n_kept,
+                trained_tokens_lost=sum(sum(s.trained[1:]) for s in whole) - n_trained,
+                tokens_repeated_as_context=n_repeated,
+            )
+
+    def _count(self, cause: str, **effects: int) -> None:
+        """Count a record with this cause, and its effects, in one line of the log."""
+        self.counts[cause] += 1
+        for effect, count in effects.items():
+            self.counts[f"{cause}{EFFECT}{effect.replace('_', ' ')}"] += count
 
 
 @dataclass

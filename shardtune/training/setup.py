@@ -223,8 +223,8 @@ def _describe_plan(
     )
     yield (
         f"Steps per epoch: {schedule.steps_per_epoch} | Total steps: {total} | "
-        f"Records: {data.n_records['train']} | "
-        f"Trained tokens: {data.train.trained_counts.sum(dtype='int64')}"
+        f"Records: {schedule.sum_by_source(data.train.begins_record).sum()} | "
+        f"Trained tokens: {schedule.sum_by_source(data.train.trained_counts).sum()}"
     )
 
 

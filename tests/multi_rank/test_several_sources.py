@@ -77,10 +77,21 @@ def test_weights_are_exact_on_any_ranks_and_over_a_kill(
             assert sum(source == name for source, _ in taken) == after - before
             counts = [uses[name, n] for n in lengths]
             assert max(counts) - min(counts) <= 1
-    assert "Steps per epoch: 9 | Total steps: 29 | Records: 14 |" in said
+    trained = sum(step["trained_tokens"] for step in steps if step["epoch"] == 0)
+    plan = f"Steps per epoch: 9 | Total steps: 29 | Records: 9 | Trained tokens: {trained}"
+    assert plan in said.splitlines() and "Rows per epoch: 9 of up to 256 tokens" in said
     assert [line for line in said.splitlines() if line.startswith("Source ")] == source_lines(
         tokenizer, [record_of[step["tokens"]] for step in steps if step["epoch"] == 0]
     )
+
+    # The line about packing counts the records of the epoch, too.
+    packed = run(1, settings, "run.dir=packed", "data.packing=true", "train.epochs=1", cwd=tmp_path)
+    n_steps = len(steps_of(tmp_path / "packed"))
+    assert f"Rows per epoch: {n_steps} of" in packed
+    assert (
+        f"Packing: rows hold {9 / n_steps:.1f} records, so a step trains as many as "
+        f"{9 / n_steps:.1f} steps with data.packing=false: {n_steps} steps an epoch instead of 9"
+    ) in packed
 
     run(4, settings, "run.dir=four", cwd=tmp_path)
     together = steps_of(tmp_path / "four")

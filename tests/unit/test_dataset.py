@@ -125,14 +125,10 @@ LONG = "records longer than data.max_length=5,"
             ["01234", "abc<|im_end|>", "00123"],
             [
                 "4 records in 3 sequences, 14 tokens, 11 of them trained",
-                f"{LONG} truncated: 2",
-                "tokens lost, records truncated: 13",
-                "trained tokens lost, records truncated: 13",
-                "answers cut: trained without their end: 1",
-                f"{LONG} dropped: 1",
-                "trained turns lost, records dropped: 1",
-                "tokens lost, records dropped: 12",
-                "trained tokens lost, records dropped: 2",
+                f"{LONG} truncated: 2 | answers trained without their end: 1 | tokens lost: 13 | "
+                "trained tokens lost: 13",
+                f"{LONG} dropped: 1 | trained turns lost: 1 | tokens lost: 12 | "
+                "trained tokens lost: 2",
             ],
         ),
         (
@@ -140,10 +136,8 @@ LONG = "records longer than data.max_length=5,"
             ["abc<|im_end|>"],
             [
                 "4 records in 1 sequences, 4 tokens, 3 of them trained",
-                f"{LONG} dropped: 3",
-                "trained turns lost, records dropped: 2",
-                "tokens lost, records dropped: 35",
-                "trained tokens lost, records dropped: 23",
+                f"{LONG} dropped: 3 | trained turns lost: 2 | tokens lost: 35 | "
+                "trained tokens lost: 23",
             ],
         ),
         (
@@ -160,9 +154,7 @@ LONG = "records longer than data.max_length=5,"
             ],
             [
                 "4 records in 8 sequences, 35 tokens, 26 of them trained",
-                f"{LONG} split into rows: 3",
-                "tokens lost, records split into rows: 8",
-                "tokens repeated as context: 4",
+                f"{LONG} split into rows: 3 | tokens lost: 8 | tokens repeated as context: 4",
             ],
         ),
         (
@@ -170,12 +162,9 @@ LONG = "records longer than data.max_length=5,"
             ["01234", "45678", "89<|im_end|>", "abc<|im_end|>"],
             [
                 "4 records in 4 sequences, 17 tokens, 13 of them trained",
-                f"{LONG} split into rows: 1",
-                "tokens repeated as context: 2",
-                f"{LONG} dropped: 2",
-                "trained turns lost, records dropped: 2",
-                "tokens lost, records dropped: 24",
-                "trained tokens lost, records dropped: 13",
+                f"{LONG} split into rows: 1 | tokens repeated as context: 2",
+                f"{LONG} dropped: 2 | trained turns lost: 2 | tokens lost: 24 | "
+                "trained tokens lost: 13",
             ],
         ),
     ],
@@ -202,15 +191,32 @@ def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(
     assert text == one_round.format("0") + one_round.format("1")
     assert trained == "0<|im_end|>1<|im_end|>"
     tokens = len(run.encoder.tokenizer(one_round.format("23456"))["input_ids"])
-    lines = [
-        "records longer than data.max_length=30, cut behind the last turn that fits: 1",
-        "trained turns lost, records cut behind the last turn that fits: 1",
-        f"tokens lost, records cut behind the last turn that fits: {tokens}",
-        "trained tokens lost, records cut behind the last turn that fits: 6",
-        "records longer than data.max_length=30, dropped: 1",
-        "trained turns lost, records dropped: 2",
+    both = len(run.encoder.tokenizer(2 * one_round.format("0"))["input_ids"])
+    long = "data.train: records longer than data.max_length=30"
+    assert [line for line in run.prepared.lines if line.startswith(long)] == [
+        f"{long}, cut behind the last turn that fits: 1 | trained turns lost: 1 | "
+        f"tokens lost: {tokens} | trained tokens lost: 6",
+        f"{long}, dropped: 1 | trained turns lost: 2 | tokens lost: {both + tokens} | "
+        "trained tokens lost: 8",
     ]
-    assert set(run.prepared.lines) >= {f"data.train: {line}" for line in lines}
+
+
+def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
+    empty = [
+        chat("q", " "),
+        {"messages": [m for reply in ("", "", "x") for m in chat("q", reply)["messages"]]},
+        {"prompt": "q", "completion": ""},
+        {"instruction": "q", "output": ""},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]},
+    ]
+    silent = chat("q", "")
+    silent["messages"][1]["train"] = False
+    call = {"tool_calls": [{"function": {"name": "f"}}]}
+    calls = {"messages": [chat("q")["messages"][0], {"role": "assistant", "content": "", **call}]}
+    lines = Run(model, write(tmp_path / "a.jsonl", [*empty, silent, calls])).prepared.lines
+    assert "data.train: WARNING: answers without a text, trained to end at once: 6" in lines
+    last = Run(model, tmp_path / "a.jsonl", loss_on="last").prepared.lines
+    assert "data.train: WARNING: answers without a text, trained to end at once: 4" in last
 
 
 def test_overflow_may_be_refused(model: Path, tmp_path: Path) -> None:

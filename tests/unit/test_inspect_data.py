@@ -52,7 +52,8 @@ def test_the_picture_shows_what_is_trained(
 ) -> None:
     out, err = inspect(capsys, folder, "data.max_length=40")
     first, second, *rest = out.split("\nRecord ")
-    assert first.startswith("Record 0: ") and second.startswith("2: ") and rest == []
+    assert first.startswith(f"Record 0 of {folder}/train.jsonl:1: ")
+    assert second.startswith(f"2 of {folder}/train.jsonl:3: ") and rest == []
     assert first.count("⟦") == first.count("⟧") == 1
     trained = first.partition("⟦")[2].partition("⟧")[0].split("│")
     assert "".join(trained) == "fine\\x1b[31m Ã©<|im_end|>"  # two halves of a letter, two tokens
@@ -94,7 +95,7 @@ def test_json_holds_every_sequence_and_nothing_else(
     arguments = ("--json", "data.max_length=8", "data.overflow=split")
     out, err = inspect(capsys, folder, *arguments)
     rows = [json.loads(line) for line in out.splitlines()]
-    assert all(list(row) == ["record", "input_ids", "trained"] for row in rows)
+    assert all(list(row) == ["record", "input_ids", "trained", "place"] for row in rows)
     assert sorted({row["record"] for row in rows}) == [0, 2, 3]
     assert max(len(row["input_ids"]) for row in rows) == 8
     assert all(len(row["trained"]) == len(row["input_ids"]) for row in rows)
@@ -133,14 +134,15 @@ def test_a_wrong_command_is_refused_in_one_line(
 
 
 def test_the_source_of_a_record_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(folder / "more.jsonl", [chat("and you")])
-    sources = f"data.train=[{{path: {folder}/train.jsonl}}, {{path: {folder}/more.jsonl, name: b}}]"
+    more = folder / "more.jsonl"
+    more.write_text(f"\n\n{json.dumps(chat('and you'))}\n")
+    sources = f"data.train=[{{path: {folder}/train.jsonl}}, {{path: {more}, name: b}}]"
     out, _ = inspect(capsys, folder, "--records", "9", sources)
-    assert re.findall(r"^Record (\d \(\w+\)): ", out, re.MULTILINE) == [
-        "0 (train)",
-        "2 (train)",
-        "3 (train)",
-        "4 (b)",
+    assert re.findall(rf"^Record (\d \(\w+\) of) {folder}/(.*): \d+ tok", out, re.MULTILINE) == [
+        ("0 (train) of", "train.jsonl:1"),
+        ("2 (train) of", "train.jsonl:3"),
+        ("3 (train) of", "train.jsonl:4"),
+        ("4 (b) of", "more.jsonl:3"),
     ]
     out, _ = inspect(capsys, folder, "--json", sources)
     assert [json.loads(line)["source"] for line in out.splitlines()] == ["train"] * 3 + ["b"]
