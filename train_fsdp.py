@@ -98,6 +98,8 @@ def build_train_context(
     best = None
     if config.eval.keep_best and data.eval:
         best = Best(run.directory, config, model, assets, world)
+        if resumed and (kept := best.undone_by(resumed)):
+            metrics.write("best", **kept, seconds=0.0)  # as the line that the resume has dropped
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
     timeout_s = config.distributed.save_timeout_s

@@ -38,10 +38,12 @@ def main() -> None:
     after = arguments.run / "model"
     config = yaml.safe_load((arguments.run / "config.yaml").read_text(encoding="utf-8"))
     options = config["data"]["template_options"]  # the model learned to answer with these
-    print(f"\nQuestion (held out): {chat[0]['content']}")
-    print(f"\nBefore: {answer(arguments.before, chat[:1], options)}")
-    print(f"\nAfter:  {answer(after, chat[:1], options)}")
-    print(f"\nReference: {chat[1]['content']}\n")
+    first_answer = [message["role"] for message in chat].index("assistant")
+    prompt = chat[:first_answer]
+    print(f"\nQuestion (held out): {prompt[-1]['content']}")
+    print(f"\nBefore: {answer(arguments.before, prompt, options)}")
+    print(f"\nAfter:  {answer(after, prompt, options)}")
+    print(f"\nReference: {chat[first_answer]['content']}\n")
     for name, path in (
         ("Fine-tuned model", after),
         ("Checkpoints", arguments.run / "checkpoints"),

@@ -19,6 +19,7 @@ from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export import unfinished
 from shardtune.checkpoint.export_layout import Export
 from shardtune.checkpoint.exported import read_export
+from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.train_state import model_kinds, model_state
 from shardtune.config import Config
@@ -29,6 +30,7 @@ from shardtune.log import logger
 from shardtune.model.files import model_folder
 
 BEST = "best"
+_RESULT = ("step", "loss", "perplexity")
 
 
 class Best:
@@ -57,16 +59,27 @@ class Best:
     def _gigabytes(self) -> float:
         return self._export.bytes / 1e9
 
+    def undone_by(self, resumed: Checkpoint) -> dict[str, Any] | None:
+        """Return the evaluation of the model that is kept if its step comes after the checkpoint.
+
+        The run takes that step again, perhaps otherwise, and replaces the model by a better one
+        alone: this is logged.
+        """
+        if self._best.get("step", 0) <= resumed.step:
+            return None
+        logger.info(
+            f"Best model: kept from step {self._best['step']}, perplexity "
+            f"{self._best['perplexity']:.4f}, which comes after {resumed.name}"
+        )
+        return {key: self._best[key] for key in _RESULT}
+
     def offer(self, evaluation: Mapping[str, Any]) -> float | None:
         """Write the model if this evaluation's loss is the lowest so far; return the seconds.
 
-        Those are 0 for an evaluation that a resumed run repeats, whose model is there already.
         Return None for one that is not the best, or where the model cannot be written, which is
         logged: training goes on.
         """
-        result = {key: evaluation[key] for key in ("step", "loss", "perplexity")}
-        if result == {key: self._best.get(key) for key in result}:
-            return 0.0
+        result = {key: evaluation[key] for key in _RESULT}
         if result["step"] == 0 or not result["loss"] < self._best.get("loss", torch.inf):
             return None
         self._world.progress.enter(Phase.EXPORTING, result["step"])

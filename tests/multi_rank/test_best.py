@@ -97,13 +97,22 @@ def test_the_best_model_is_the_export_of_its_step(folder: Path, tmp_path: Path) 
         assert run(["verify", str(best)]) == 0
     assert not any(name.startswith(".best") for name in names(folder / "run"))
 
-    # Steps that are repeated leave the same record, and write nothing.
-    before = best.stat().st_ino
+    # Steps that are repeated leave the same record, and write nothing. Other numbers in them, as
+    # after a change of settings, leave the better model and the line that belongs to it.
+    before, older = best.stat().st_ino, checkpoint(folder / "run", 4)
     shutil.rmtree(checkpoint(folder / "run", 6))
     shutil.rmtree(checkpoint(folder / "run", 5))
-    done = on_ranks(2, train_with, losses, arguments, cwd=folder)
-    assert done.returncode == 0 and "Saved the best" not in done.stdout, done.stderr
-    assert best_steps(folder) == [1, 2, 5] and best.stat().st_ino == before
+    for repeated, more in ((losses, []), (losses | {5: 1.75}, [f"run.resume={older}"])):
+        done = on_ranks(2, train_with, repeated, [*arguments, *more], cwd=folder)
+        assert done.returncode == 0 and "Saved the best" not in done.stdout, done.stderr
+        assert (
+            "Best model: kept from step 5, perplexity 4.4817, which comes after checkpoint_0000004"
+        ) in done.stdout
+        assert best_steps(folder) == [1, 2, 5] and best.stat().st_ino == before
+    assert read_export(best)["loss"] == read_metrics(folder / "run", "best")[-1]["loss"] == 1.5
+    done = on_ranks(1, train_with, losses | {5: 1.75, 6: 1.25}, [*arguments, *more], cwd=folder)
+    assert done.returncode == 0 and best_steps(folder) == [1, 2, 5, 6], done.stderr
+    assert read_export(best)["step"] == 6
 
 
 @pytest.mark.parametrize(("kill", "step"), [("before", 1), ("between", 1), ("after", 2)])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 from helpers.data_run import calling, chat
+from helpers.documented import QUOTES, is_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,81 +57,98 @@ def sharegpt(*turns: Any) -> dict[str, Any]:
     return {"conversations": [{"from": "human", "value": "a"}, *turns]}
 
 
-@pytest.mark.parametrize(
-    ("record", "what"),
-    [
-        (["text"], "the record is ['text']"),
-        ({}, "has no field"),
-        ({"id": 1}, "has id"),
-        ({"completion": "a", "prompt": None}, "has completion"),
-        (
-            chat("q", text="a"),
-            "can be read as messages or as text - say which of these fields not to read, such as "
-            "data.columns={text: null}",
-        ),
-        ({"prompt": "a", "completion": "b", "text": "c"}, "as prompt and completion or as text"),
-        ({**ALPACA, "text": "c"}, "can be read as instruction and output or as text"),
-        ({**ALPACA, "input": 4}, "input is 4"),
-        ({**ALPACA, "output": ["a"]}, "output is ['a']"),
-        ({**ALPACA, "system": ["a"]}, "system is ['a']"),
-        ({"conversations": []}, "conversations is []"),
-        ({"conversations": ["a"]}, "conversations[0] is 'a'"),
-        (sharegpt({"from": "human"}), "conversations[1] has from - write from and value"),
-        (sharegpt({"from": "gpt", "value": None}), "conversations[1] has from - write from"),
-        (sharegpt({"value": "a"}), "conversations[1] has value - write from and value"),
-        (
-            sharegpt({"role": "user", "content": "a"}),
-            "conversations[1] has content, role - write from and value (of role and content: "
-            "data.columns={messages: conversations})",
-        ),
-        (
-            sharegpt({"from": "bot", "value": "a"}),
-            "conversations[1].from is 'bot' - write one of human, user, gpt, assistant, model, "
-            "system, tool, function, observation",
-        ),
-        (sharegpt({"from": ["human"], "value": "a"}), "conversations[1].from is ['human']"),
-        (sharegpt({"from": "gpt", "value": ["a"]}), "conversations[1].value is ['a']"),
-        (sharegpt({"from": "gpt", "value": "a", "weight": 2}), "conversations[1] (assistant): "),
-        ({**sharegpt({"from": "gpt", "value": "b"}), "system": ["a"]}, "system is ['a']"),
-        (message(weight=0.3), "messages[0] (assistant): weight is 0.3 - write true or 1"),
-        (message(train="yes"), "messages[0] (assistant): train is 'yes'"),
-        (message(train=True, weight=0), "(assistant): train and weight contradict each other"),
-        (message(role="user", weight=1), "messages[0] (user) is to be trained, by its weight"),
-        ({"prompt": "a", "completion": ["b"]}, "prompt is 'a'"),
-        ({"prompt": "a", "completion": 4}, "completion is 4"),
-        ({"text": [None, True]}, "text is [null, true]"),
-        ({"text": {"a": 1}}, "text is {'a': 1}"),
-        ({"messages": "hello"}, "messages is 'hello'"),
-        ({"messages": []}, "messages is []"),
-        ({"messages": ["hello"]}, "messages[0] is 'hello'"),
-        ({"messages": [{"content": "a"}]}, "messages[0].role is null"),
-        (message(role=""), "messages[0].role is ''"),
-        (message(role=5), "messages[0].role is 5"),
-        (message(content=None), "messages[0] (assistant) has neither content nor tool_calls"),
-        (message(content=4), "messages[0].content is 4"),
-        (message(content=[{"type": "image", "url": "x"}]), "messages[0].content is [{"),
-        (message(tool_calls=["f"]), "messages[0].tool_calls[0] is 'f'"),
-        (message(tool_calls=""), "messages[0].tool_calls is ''"),
-        (calling(5), "messages[0].tool_calls[0].function is 5"),
-        (calling({"name": ["x"]}), "messages[0].tool_calls[0]: the name is ['x']"),
-        (calling({"arguments": {}}), "tool_calls[0]: the name is null"),
-        (calling({"name": "f", "arguments": [1]}), "tool_calls[0]: arguments is [1]"),
-        (message(reasoning_content=["so"]), "messages[0].reasoning_content is ['so']"),
-        (message(thinking=2), "messages[0].thinking is 2"),
-        (
-            message(reasoning="a", thinking="b"),
-            "messages[0] has different texts as thinking and reasoning - keep one",
-        ),
-        (chat("q", tools={"name": "f"}), "tools is {'name': 'f'}"),
-        (chat("q", tools="f("), "tools is a string that is not JSON"),
-        (chat("q", tools=[{"function": "f"}]), "tools[0] is {'function': 'f'}"),
-    ],
-)
+BROKEN = [
+    (["text"], "the record is ['text']"),
+    ({}, "has no field"),
+    ({"id": 1}, "has id"),
+    ({"completion": "a", "prompt": None}, "has completion"),
+    (
+        chat("q", text="a"),
+        "can be read as messages or as text - say which of these fields not to read, such as "
+        "data.columns={text: null}",
+    ),
+    ({"prompt": "a", "completion": "b", "text": "c"}, "as prompt and completion or as text"),
+    ({**ALPACA, "text": "c"}, "can be read as instruction and output or as text"),
+    ({**ALPACA, "input": 4}, "input is 4"),
+    ({**ALPACA, "output": ["a"]}, "output is ['a']"),
+    ({**ALPACA, "system": ["a"]}, "system is ['a']"),
+    ({"conversations": []}, "conversations is []"),
+    ({"conversations": ["a"]}, "conversations[0] is 'a'"),
+    (sharegpt({"from": "human"}), "conversations[1] has from - write from and value"),
+    (sharegpt({"from": "gpt", "value": None}), "conversations[1] has from - write from"),
+    (sharegpt({"value": "a"}), "conversations[1] has value - write from and value"),
+    (
+        sharegpt({"role": "user", "content": "a"}),
+        "conversations[1] has content, role - write from and value (of role and content: "
+        "data.columns={messages: conversations})",
+    ),
+    (
+        sharegpt({"from": "bot", "value": "a"}),
+        "conversations[1].from is 'bot' - write one of human, user, gpt, assistant, model, "
+        "system, tool, function, observation",
+    ),
+    (sharegpt({"from": ["human"], "value": "a"}), "conversations[1].from is ['human']"),
+    (sharegpt({"from": "gpt", "value": ["a"]}), "conversations[1].value is ['a']"),
+    (sharegpt({"from": "gpt", "value": "a", "weight": 2}), "conversations[1] (assistant): "),
+    ({**sharegpt({"from": "gpt", "value": "b"}), "system": ["a"]}, "system is ['a']"),
+    (
+        {**sharegpt({"from": "system", "value": "b"}), "system": "b"},
+        "has system and a system turn in conversations - keep one of them",
+    ),
+    (message(weight=0.3), "messages[0] (assistant): weight is 0.3 - write true or 1"),
+    (message(train="yes"), "messages[0] (assistant): train is 'yes'"),
+    (message(train=True, weight=0), "(assistant): train and weight contradict each other"),
+    (message(role="user", weight=1), "messages[0] (user) is to be trained, by its weight"),
+    ({"prompt": "a", "completion": ["b"]}, "prompt is 'a'"),
+    ({"prompt": "a", "completion": 4}, "completion is 4"),
+    ({"text": [None, True]}, "text is [null, true]"),
+    ({"text": {"a": 1}}, "text is {'a': 1}"),
+    ({"messages": "hello"}, "messages is 'hello'"),
+    ({"messages": []}, "messages is []"),
+    ({"messages": ["hello"]}, "messages[0] is 'hello'"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role is null"),
+    (message(role=""), "messages[0].role is ''"),
+    (message(role=5), "messages[0].role is 5"),
+    (message(content=None), "messages[0] (assistant) has neither content nor tool_calls"),
+    (message(content=4), "messages[0].content is 4"),
+    (message(content=[{"type": "image", "url": "x"}]), "messages[0].content is [{"),
+    (message(tool_calls=["f"]), "messages[0].tool_calls[0] is 'f'"),
+    (message(tool_calls=""), "messages[0].tool_calls is ''"),
+    (calling(5), "messages[0].tool_calls[0].function is 5"),
+    (calling({"name": ["x"]}), "messages[0].tool_calls[0]: the name is ['x']"),
+    (calling({"arguments": {}}), "tool_calls[0]: the name is null"),
+    (calling({"name": "f", "arguments": [1]}), "tool_calls[0]: arguments is [1]"),
+    (message(reasoning_content=["so"]), "messages[0].reasoning_content is ['so']"),
+    (message(thinking=2), "messages[0].thinking is 2"),
+    (
+        message(reasoning="a", thinking="b"),
+        "messages[0] has different texts as thinking and reasoning - keep one",
+    ),
+    (chat("q", tools={"name": "f"}), "tools is {'name': 'f'}"),
+    (chat("q", tools="f("), "tools is a string that is not JSON"),
+    (chat("q", tools=[{"function": "f"}]), "tools[0] is {'function': 'f'}"),
+]
+
+
+@pytest.mark.parametrize(("record", "what"), BROKEN)
 def test_broken_records(record: Any, what: str) -> None:
     with pytest.raises(RecordError) as error:
         check_record(record)
     assert what in str(error.value)
     assert " - " in str(error.value)
+
+
+def test_the_documented_refusals_are_made() -> None:
+    messages = ["invalid JSON (column 1)"]
+    both = {"prompt": "a", "question": "b"}
+    calls = [partial(rename_fields, both, {"prompt": "question"})]
+    for call in [*calls, *(partial(check_record, record) for record, _ in BROKEN)]:
+        with pytest.raises(RecordError) as error:
+            call()
+        messages.append(str(error.value))
+    assert len(QUOTES["record"]) > 10
+    for quote in QUOTES["record"]:
+        assert any(is_in(quote, message) for message in messages), quote
 
 
 SPEAKERS = {
