@@ -1,18 +1,172 @@
-"""Load a model's files sharded: transformers reads and converts, and each rank keeps its slices."""
+"""Load a model's files sharded: each rank reads the bytes of its own slices, and no others.
+
+transformers decides which stored tensors make which parameter, and which slices of them are this
+rank's; `StoredTensor` reads those. Parameters are read one after the other, so that a rank holds
+its share of the model and the pieces of one parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+import ctypes
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import EllipsisType
+from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 from transformers.distributed import DistributedConfig
 
-from shardtune.distributed.tensors import to_local
+from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
+
+_PIECE_BYTES = 8 << 20  # what one thread reads at a time
+_READERS = 4  # threads per rank
+_FIRST_REPORT_S, _REPORT_EVERY_S = 5, 10
+_libc = ctypes.CDLL(None)
+
+
+class StoredTensor:
+    """A tensor in a safetensors file, of which only the bytes of a slice are read.
+
+    It stands in for a slice of `safe_open`. That is mapped: a rank that needs columns reads all of
+    the rows, and an error of the disk kills the process.
+    https://github.com/huggingface/safetensors#format
+    """
+
+    def __init__(
+        self, file: IO[bytes], begin: int, dtype: str, shape: Sequence[int], reader: _Reader
+    ) -> None:
+        self._file, self._begin, self._dtype, self._shape = file, begin, dtype, shape
+        self._reader = reader
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+    def __getitem__(self, index: tuple[slice, ...] | EllipsisType) -> torch.Tensor:
+        """Read a box of the tensor. Raises OSError."""
+        given = () if index is Ellipsis else index
+        box = [
+            range(size)[given[dim]] if dim < len(given) else range(size)
+            for dim, size in enumerate(self._shape)
+        ]
+        content = torch.empty([len(edge) for edge in box], dtype=DTYPES_IN_SAFETENSORS[self._dtype])
+        if content.numel():
+            starts, size = self._runs(box, content.itemsize)
+            target = content.reshape(-1).view(torch.uint8).numpy().data
+            self._reader.read(self._file, starts, size, target)
+        return content
+
+    def _runs(self, box: Sequence[range], itemsize: int) -> tuple[list[int], int]:
+        """Return where in the file each run of adjacent bytes of a box begins, and their size."""
+        starts, run, stride, is_adjacent = np.array([self._begin]), itemsize, itemsize, True
+        for size, edge in zip(reversed(self._shape), reversed(box), strict=True):
+            if is_adjacent:  # all inner dimensions are whole
+                starts += edge.start * stride
+                run, is_adjacent = len(edge) * stride, len(edge) == size
+            else:
+                starts = np.add.outer(np.array(edge) * stride, starts).ravel()
+            stride *= size
+        return starts.tolist(), run
+
+
+@contextmanager
+def _open_tensors(paths: Sequence[str], share: float) -> Iterator[dict[str, StoredTensor]]:
+    """Open a model's files and yield their tensors by name. `share` is this rank's part of them."""
+    with ExitStack() as opened:
+        reader = _Reader(opened.enter_context(ThreadPoolExecutor(_READERS)), share)
+        tensors: dict[str, StoredTensor] = {}
+        for path in paths:
+            file = opened.enter_context(Path(path).open("rb", buffering=0))
+            header_bytes = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+            header = json.loads(os.pread(file.fileno(), header_bytes, 8))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                reader.total_bytes += end - begin
+                begin += 8 + header_bytes
+                tensors[name] = StoredTensor(file, begin, entry["dtype"], entry["shape"], reader)
+        yield tensors
+        reader.report_end()
+
+
+class _Reader:
+    """Reads with several threads, and logs how far the reading is.
+
+    That is as this rank sees it: all ranks read their shares at the same time.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, share: float) -> None:
+        self.total_bytes = 0  # of the files
+        self._threads, self._share, self._read_bytes = threads, share, 0
+        self._began, self._reported = time.monotonic(), 0.0
+
+    def read(self, file: IO[bytes], starts: Sequence[int], run: int, target: memoryview) -> None:
+        """Fill `target` with the runs of `run` bytes that begin at `starts`. Raises OSError."""
+        pieces = [
+            (start + first, target[number * run :][first : min(run, first + _PIECE_BYTES)])
+            for number, start in enumerate(starts)
+            for first in range(0, run, _PIECE_BYTES)
+        ]
+        at_once = max(1, _PIECE_BYTES // run)
+        groups = [pieces[first : first + at_once] for first in range(0, len(pieces), at_once)]
+        for _ in self._threads.map(partial(_read_pieces, file), groups):
+            pass
+        self._read_bytes += len(target)
+        self._report()
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        seconds = now - self._began
+        if seconds < _FIRST_REPORT_S or now < self._reported + _REPORT_EVERY_S:
+            return
+        done = min(1.0, self._read_bytes / max(1.0, self._share * self.total_bytes))
+        rate = f"{done * self.total_bytes / seconds / 1e9:.2f} GB/s"
+        total, estimate = _gigabytes(self.total_bytes), seconds / done
+        if not self._reported:
+            logger.info(f"Reading weights: about {_duration(estimate)} for {total}, at {rate}")
+        else:
+            logger.info(
+                f"Reading weights: {_gigabytes(done * self.total_bytes)} of {total} | {rate} | "
+                f"about {_duration(estimate - seconds)} left"
+            )
+        self._reported = now
+
+    def report_end(self) -> None:
+        if self._reported:
+            seconds = time.monotonic() - self._began
+            rate = f"{self.total_bytes / seconds / 1e9:.2f} GB/s"
+            total = _gigabytes(self.total_bytes)
+            logger.info(f"Read weights: {total} in {_duration(seconds)}, {rate}")
+
+
+def _read_pieces(file: IO[bytes], pieces: Sequence[tuple[int, memoryview]]) -> None:
+    for start, target in pieces:
+        while target:
+            count = os.preadv(file.fileno(), [target], start)
+            if not count:
+                raise OSError(f"{file.name}: ends at byte {start}, before its last tensor")
+            start, target = start + count, target[count:]
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 class SliceConverter(WeightConverter):
@@ -27,6 +181,9 @@ class SliceConverter(WeightConverter):
     def convert(self, layer_name: str, model: Any = None, *more: Any, **options: Any) -> Any:
         target = to_local(model.get_parameter_or_buffer(layer_name))
         if target.numel():
+            # Give the pieces of the last parameter back: among the many that glibc keeps, half as
+            # much again as a rank's share stayed in its process.
+            _libc.malloc_trim(0)
             return super().convert(layer_name, model, *more, **options)
         self.collected_tensors.clear()
         return {layer_name: torch.empty(target.shape, dtype=target.dtype)}
@@ -69,7 +226,8 @@ def load_sharded(
             for conversion in load.weight_mapping:
                 if type(conversion) is WeightConverter:
                     conversion.__class__ = SliceConverter
-            return model_class._load_pretrained_model(model, states, files, load)
+            with _one_parameter_at_a_time(), _open_tensors(files, _share(model)) as tensors:
+                return model_class._load_pretrained_model(model, tensors, None, load)
 
     # transformers finds its conversions by the class's name.
     Sharded.__name__ = Sharded.__qualname__ = model_class.__name__
@@ -85,6 +243,27 @@ def load_sharded(
     del model.config.distributed_config
     _require_all_weights(path, info)
     return cast(PreTrainedModel, model)
+
+
+@contextmanager
+def _one_parameter_at_a_time() -> Iterator[None]:
+    """Keep transformers' threads from reading ahead without a bound. Ours read in parallel."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _share(model: PreTrainedModel) -> float:
+    """Return this rank's part of the parameters."""
+    parameters = list(model.parameters())
+    return sum(to_local(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
 
 
 def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:

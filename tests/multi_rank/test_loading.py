@@ -1,0 +1,150 @@
+"""Loading reads each byte once per copy of the model, into little more memory than it keeps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import config_for, on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
+
+from shardtune.config import Config
+from shardtune.distributed.join import join_world
+from shardtune.model.build import build_model, local_bytes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A mixture of experts; `layers` include a dense one."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    experts: int
+
+
+def save_glm(folder: Path, shape: Shape) -> Path:
+    """Save random weights in files of bfloat16, one tensor for each expert."""
+    config = Glm4MoeConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        intermediate_size=shape.hidden,
+        moe_intermediate_size=shape.hidden // 2,
+        n_routed_experts=shape.experts,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=shape.hidden // 8,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu").tie_weights()
+    pattern = torch.randn(1 << 20)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        values = pattern[torch.randint(len(pattern) - 1, ()) :]
+        nn.init.zeros_(tensor)
+        flat = tensor.detach().view(-1)
+        for begin in range(0, len(flat), len(values)):
+            part = flat[begin : begin + len(values)]
+            part.copy_(values[: len(part)])
+    model.save_pretrained(folder, max_shard_size="200MB")
+    return folder
+
+
+class Usage:
+    """The bytes that this process has read, and the most anonymous memory that it has held."""
+
+    def __init__(self) -> None:
+        self._of_samples, self._ended = 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self.first_memory = self.most_memory = self._memory()
+        self._first_read = self._read()
+
+    def __enter__(self) -> Usage:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.bytes_read = self._read() - self._first_read
+        self.growth = max(self.most_memory, self._memory()) - self.first_memory
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.005):
+            self.most_memory = max(self.most_memory, self._memory())
+
+    def _lines(self, file: str) -> dict[str, str]:
+        content = Path("/proc/self", file).read_text(encoding="ascii")
+        self._of_samples += len(content)
+        return dict(line.split(":", 1) for line in content.splitlines())
+
+    def _memory(self) -> int:
+        return int(self._lines("status")["RssAnon"].split()[0]) * 1024
+
+    def _read(self) -> int:
+        of_samples = self._of_samples
+        return int(self._lines("io")["rchar"]) - of_samples
+
+
+def load(config: Config, tiny: Config, out: Path, is_compared: bool) -> None:
+    """On a rank: build the model, and report what that took.
+
+    A tiny one before it imports the modules that both need.
+    """
+    world = join_world(config.distributed, config.parallel.replicate)
+    build_model(tiny, AutoConfig.from_pretrained(tiny.model.path), world)
+    model_config = AutoConfig.from_pretrained(config.model.path)
+    torch.distributed.barrier()
+    with Usage() as usage:
+        model = build_model(config, model_config, world)
+    report = {"read": usage.bytes_read, "growth": usage.growth, "share": local_bytes(model)}
+    (out / f"{world.rank}.json").write_text(json.dumps(report), encoding="utf-8")
+    torch.distributed.barrier()
+    if is_compared:
+        plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+        expected = dict(plain.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(parameter.full_tensor(), expected[name]), name
+
+
+SMALL, LARGE = Shape(40_000, 512, 2, 6), Shape(32_000, 2048, 5, 32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "replicate"),
+    [
+        (SMALL, 4, 1),  # each rank holds columns of every expert
+        (SMALL, 4, 2),
+        pytest.param(LARGE, 8, 1, marks=pytest.mark.full),
+        pytest.param(LARGE, 8, 2, marks=pytest.mark.full),
+    ],
+)
+def test_each_byte_is_read_once_per_copy_into_memory_that_is_kept(
+    shape: Shape, ranks: int, replicate: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = save_glm(tmp_path / "model", shape)
+    stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    config = config_for(model, tmp_path, f"parallel.replicate={replicate}")
+    tiny = config_for(models["glm"], tmp_path, f"parallel.replicate={replicate}")
+    finished = on_ranks(ranks, load, config, tiny, tmp_path, shape is SMALL, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert sum(report["read"] for report in reports) < 1.05 * replicate * stored
+    allowed = 40e6 if shape is SMALL else 300e6
+    for report in reports:
+        assert report["growth"] < report["share"] + allowed

@@ -1,0 +1,66 @@
+"""Boxes of stored tensors, read in pieces, against plain slicing."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardtune.model import load
+
+
+def edges(size: int) -> list[slice]:
+    return [slice(0, size), slice(1, size - 1), slice(size - 1, size), slice(1, 1)]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 8 << 20])
+def test_a_box_is_what_slicing_gives(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_PIECE_BYTES", piece)
+    tensors = {
+        "matrices": torch.randn(3, 5, 4),
+        "half": torch.randn(6, 3).to(torch.bfloat16),
+        "scalar": torch.tensor(7),
+        "none": torch.empty(0, 4),
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    with load._open_tensors([str(tmp_path / "a.safetensors")], 1.0) as stored:
+        assert stored.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert stored[name].get_shape() == list(tensor.shape)
+            assert torch.equal(stored[name][...], tensor)
+            for count in range(tensor.dim() + 1) if tensor.numel() else ():
+                for box in itertools.product(*map(edges, tensor.shape[:count])):
+                    assert torch.equal(stored[name][box], tensor[box]), (name, box)
+
+
+def test_the_time_is_said_after_the_first_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(load, "_FIRST_REPORT_S", 0)
+    monkeypatch.setattr(load, "_REPORT_EVERY_S", 0)
+    monkeypatch.setattr(load.logger, "propagate", True)
+    save_file({"a": torch.ones(8)}, tmp_path / "a.safetensors")
+    path = tmp_path / "a.safetensors"
+    with caplog.at_level(logging.INFO), load._open_tensors([str(path)], 0.5) as stored:
+        for first in (0, 2):
+            stored["a"][(slice(first, first + 2),)]
+    first, second, last = caplog.messages
+    assert first.startswith("Reading weights: about 0 s for 0.0 GB, at ")
+    assert second.endswith("| about 0 s left")
+    assert last.startswith("Read weights: 0.0 GB in 0 s, ")
+
+
+def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(8)}, path)
+    with load._open_tensors([str(path)], 1.0) as stored:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 4)
+        with pytest.raises(OSError, match=r"a\.safetensors: ends at byte"):
+            stored["a"][...]
