@@ -81,7 +81,7 @@ def build_train_context(
     with weights_fit():
         model = world.run_on_all_ranks(lambda: build_model(config, model_config, world))
     optimizer = optim.build_optimizer(model, config.optimizer)
-    logger.info(setup.describe_state(model))
+    setup.log_model(model, config)
     reshard = choose_reshard_policy(model, config, setup.saved_reshard_policy(run), world)
     set_seed((config.run.seed + world.rank) % 2**32)
     with step_fits(config):

@@ -224,14 +224,21 @@ class OptimizerConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters in place of full fine-tuning."""
 
-    rank: Count | None = _partly_built(None)
+    rank: Count | None = None
     """Rank of the adapters. `null`: full fine-tuning."""
     alpha: Positive | None = None
     """The adapters' output is scaled by `alpha` / `rank`. `null`: 2 x `rank`."""
     dropout: FractionBelowOne = 0.0
     """Dropout of the adapters' input."""
-    targets: Literal["all-linear", "attention", "experts"] | Names = "all-linear"
-    """Modules with adapters. `all-linear`: attention, MLPs and experts; no router, no head."""
+    targets: Literal["all-linear", "attention", "experts"] | Text | Names = "all-linear"
+    """Modules with adapters, by group or name. `all-linear`: attention, MLPs and experts; no
+    router, no head."""
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the adapters' output, `alpha` / `rank`."""
+        assert self.rank
+        return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
 class SchedulerConfig(Section, json_schema_extra=MAY_CHANGE):

@@ -140,11 +140,16 @@ def remarks(config: Config) -> list[str]:
     data = config.data
     has_eval_data = data.eval is not None or data.eval_fraction > 0
     no_lora = config.lora.rank is None and "lora.rank is null, so every weight is trained"
+    with_lora = config.lora.rank is not None and (
+        "lora.rank is given, so the weights are frozen in model.compute_dtype, and AdamW updates "
+        "float32 factors"
+    )
     is_constant = config.scheduler.name == "constant"
     reasons = {
         "run.ignore_plan": "no plan refuses a run yet",
         "data.eval_fraction": data.eval is not None and "data.eval is given",
         **dict.fromkeys(("lora.alpha", "lora.dropout", "lora.targets", "export.merge"), no_lora),
+        **dict.fromkeys(("model.master_dtype", "optimizer.name"), with_lora),
         "scheduler.min_lr_ratio": is_constant and "scheduler.name is constant",
         "eval.every_steps": not has_eval_data and "no evaluation data is given",
         "eval.keep_best": not has_eval_data and "no evaluation data is given",

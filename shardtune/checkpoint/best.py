@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.adapter import AdapterExport
 from shardtune.checkpoint.export import unfinished
-from shardtune.checkpoint.export_layout import Export
+from shardtune.checkpoint.export_layout import Export, ExportFiles
 from shardtune.checkpoint.exported import read_export
 from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.checkpoint.run_dir import RunDir
@@ -47,7 +48,11 @@ class Best:
         self._out, self._model, self._world = run_dir.path / BEST, model, world
         source = model_folder(config.model.path)
         kinds, tied = model_kinds(model), model.all_tied_weights_keys
-        self._export = Export(kinds, tied, config.export.dtype, assets, source)
+        self._export: ExportFiles
+        if config.lora.rank is None:
+            self._export = Export(kinds, tied, config.export.dtype, assets, source)
+        else:
+            self._export = AdapterExport(kinds, config.lora, assets)
         self._best = world.on_rank0(lambda: read_export(self._out) or {})
         self._is_first_write = True
         logger.info(

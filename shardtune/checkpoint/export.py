@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.adapter import AdapterExport, MergedExport, why_not_merged
 from shardtune.checkpoint.assets import SOURCE
-from shardtune.checkpoint.export_layout import Export
+from shardtune.checkpoint.export_layout import Export, ExportFiles, Kind
 from shardtune.checkpoint.exported import Entries
 from shardtune.checkpoint.load import read_tensor, transfer
 from shardtune.checkpoint.manifest import (
@@ -26,24 +27,39 @@ from shardtune.checkpoint.manifest import (
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.train_state import MODEL
 from shardtune.checkpoint.verify import check_files
-from shardtune.config import Config
+from shardtune.config import Config, LoraConfig
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
 from shardtune.model.files import model_folder
 
+ADAPTER = "adapter"
 
-def checkpoint_export(
-    checkpoint: Checkpoint, dtype: str, assets: Mapping[str, bytes], folder: Path | None
-) -> Export:
-    """Return the export of a checkpoint."""
-    stored = {
+
+def _stored(checkpoint: Checkpoint) -> dict[str, Kind]:
+    return {
         name: (checkpoint.dtype(name), list(checkpoint.shape(name)))
         for name in checkpoint.chunks
         if name.startswith(MODEL)
     }
-    return Export(stored, checkpoint.manifest["tied_weights"], dtype, assets, folder)
+
+
+def _lora(checkpoint: Checkpoint) -> LoraConfig | None:
+    """Return the adapters' settings, or None where every weight was trained."""
+    lora = LoraConfig.model_validate(checkpoint.state["config"].get("lora", {}))
+    return lora if lora.rank else None
+
+
+def checkpoint_export(
+    checkpoint: Checkpoint, dtype: str, assets: Mapping[str, bytes], folder: Path | None
+) -> ExportFiles:
+    """Return the export of a checkpoint's whole model; with adapters they are merged."""
+    if lora := _lora(checkpoint):
+        assert folder
+        return MergedExport(lora, dtype, assets, folder)
+    tied = checkpoint.manifest["tied_weights"]
+    return Export(_stored(checkpoint), tied, dtype, assets, folder)
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -54,7 +70,8 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
 def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> None:
     """Write the model of a checkpoint to `out`, which appears when it is whole.
 
-    `directories` are all parts of the checkpoint, one on each disk.
+    `directories` are all parts of the checkpoint, one on each disk. Adapters go to `out/adapter`
+    in peft's format, and to `out` merged with the weights that they were trained on.
 
     Raises:
         UserError: `out` exists or cannot be created, or there is no checkpoint or one that lacks a
@@ -70,12 +87,26 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
             raise UserError(f"{problem} - name all parts of the checkpoint")
         assets = _read_assets(checkpoint)
         source = json.loads(assets[SOURCE])["path"] if SOURCE in assets else ""
-        export = checkpoint_export(checkpoint, dtype, assets, model_folder(source))
+        exports: dict[str, ExportFiles] = {}
+        lora, problem = _lora(checkpoint), ""
+        if lora:
+            exports[ADAPTER] = AdapterExport(_stored(checkpoint), lora, assets)
+            problem = why_not_merged(assets)
+        if not problem:
+            exports["."] = checkpoint_export(checkpoint, dtype, assets, model_folder(source))
         with new_folder(out) as folder:
-            entries = export.write_files(folder, partial(read_tensor, checkpoint))
-            export.write_rest(folder, entries, _about(checkpoint))
-        if export.remark:
-            print(export.remark)
+            for name, export in exports.items():
+                if name != ".":
+                    durable_fs.make_directory(folder / name)
+                entries = export.write_files(folder / name, partial(read_tensor, checkpoint))
+                export.write_rest(folder / name, entries, _about(checkpoint))
+        for export in exports.values():
+            if export.remark:
+                print(export.remark)
+        if lora:
+            print(f"Saved the adapter in {out / ADAPTER}, which peft opens")
+        if problem:
+            print(f"Left out, the merged model: {problem}")
     except DamagedCheckpoint as error:
         raise RunFailed(f"{error} - {RESTORE}") from error
     except OSError as error:
@@ -93,6 +124,8 @@ def write_final_model(
 ) -> None:
     """Write `model/` of the run unless it is there; an earlier model is moved aside. Collective.
 
+    With adapters `adapter/`, and `model/` where they are to be merged and every node can do so.
+
     Ranks that share the disk write in parallel. Otherwise rank 0 writes, and the others send it the
     tensors that its disk does not have.
 
@@ -102,11 +135,23 @@ def write_final_model(
     if not config.export.final:
         return
     world.progress.enter(Phase.EXPORTING, last.step)
+    problem = ""
+    if lora := _lora(last):
+        adapter = AdapterExport(_stored(last), lora, assets)
+        _write(adapter, last, run_dir.path / ADAPTER, run_dir, world)
+        if not config.export.merge:
+            return
+        # One rank may write, or all of them.
+        problem = max(world.all_gather_json(why_not_merged(assets)))
+    if problem:
+        logger.info(f"Left out, the merged model: {problem}")
+        return
     source = model_folder(config.model.path)
-    export, out = (
-        checkpoint_export(last, config.export.dtype, assets, source),
-        run_dir.path / "model",
-    )
+    export = checkpoint_export(last, config.export.dtype, assets, source)
+    _write(export, last, run_dir.path / "model", run_dir, world)
+
+
+def _write(export: ExportFiles, last: Checkpoint, out: Path, run_dir: RunDir, world: World) -> None:
     if world.on_rank0(lambda: export.is_in(out, _about(last))):
         return
     hidden = contextlib.nullcontext(unfinished(out))
@@ -122,11 +167,11 @@ def write_final_model(
             export.write_rest(folder, all_entries, _about(last))
     if export.remark:
         logger.info(export.remark)
-    logger.info(f"Saved the final model in {out}")
+    logger.info(f"Saved the final {out.name} in {out}")
 
 
 def _write_on_rank0(
-    export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World
+    export: ExportFiles, last: Checkpoint, out: Path, run_dir: RunDir, world: World
 ) -> Entries:
     chunks = [chunk for name in export.stored for chunk in last.chunks[name]]
     received = transfer(last, [(0, chunk, chunk.whole) for chunk in chunks], run_dir, world)

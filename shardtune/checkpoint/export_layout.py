@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ Kind = tuple[torch.dtype, list[int]]
 
 
 @dataclass(frozen=True)
-class _ExportUnit:
+class ExportUnit:
     """Tensors that are converted together; mostly one, or the experts of a layer.
 
     `stored` are their names in a checkpoint; none for a tensor that is copied from the source.
@@ -51,39 +52,19 @@ def _bytes(kind: Kind) -> int:
     return kind[0].itemsize * torch.Size(kind[1]).numel()
 
 
-class Export:
-    """The exported files and what each holds, the same on every rank.
+class ExportFiles(ABC):
+    """The files of an export and what each holds, the same on every rank."""
 
-    `stored` has dtype and shape of each stored tensor, `tied` the stored name of each weight that
-    is not stored itself. `folder` is the source's, for the tensors that training does not load;
-    where it lacks them, they are left out. `remark` says which these are.
+    remark = ""
+    _dtype: str
+    _assets: dict[str, bytes]  # the other files
+    _files: dict[str, list[ExportUnit]]
 
-    Raises:
-        UserError: transformers does not know the configuration, or the source's names are not those
-            of the trained tensors.
-    """
-
-    def __init__(
-        self,
-        stored: Mapping[str, Kind],
-        tied: Mapping[str, str],
-        dtype: str,
-        assets: Mapping[str, bytes],
-        folder: Path | None,
-    ) -> None:
-        self._dtype, self._folder = dtype, folder
-        self._assets = {name: content for name, content in assets.items() if name != SOURCE}
-        if dtype != "source":
-            self._assets["config.json"] = with_dtype(assets["config.json"], dtype)
-        self._model = _on_meta(self._assets["config.json"])
-        source = json.loads(assets[SOURCE]) if SOURCE in assets else None
-        units = _units(self._model, stored)
-        self.remark, self._source_files, copied = "", dict[str, str](), list[_ExportUnit]()
-        if source is not None:
-            units = _named_as(source, units, tied, self._model.base_model_prefix)
-            trained = {name for unit in units for name in unit.exported}
-            copied = self._untrained(source, trained)
-        self._files = _into_files([self._with_dtypes(unit, source) for unit in units + copied])
+    @abstractmethod
+    def _convert(
+        self, unit: ExportUnit, read: Callable[[str], torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """Yield the exported tensors of a unit from the stored tensors that `read` returns."""
 
     @property
     def stored(self) -> list[str]:
@@ -105,19 +86,6 @@ class Export:
             written, _ = write_safetensors(out / file_name, layout, exported, {"format": "pt"})
             entries[file_name] = written.entry
         return entries
-
-    def _convert(
-        self, unit: _ExportUnit, read: Callable[[str], torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        dtypes = [dtype for dtype, _ in unit.exported.values()]
-        if unit.stored:
-            widest = functools.reduce(torch.promote_types, dtypes)
-            stored = {name.removeprefix("model."): read(name).to(widest) for name in unit.stored}
-            converted = revert_weight_conversion(self._model, stored)
-        else:
-            converted = self._read_source(next(iter(unit.exported)))
-        for name, dtype in zip(unit.exported, dtypes, strict=True):
-            yield converted[unit.converted[name]].to(dtype)
 
     def write_rest(self, out: Path, entries: Entries, about: Mapping[str, Any]) -> None:
         """Write everything but the weights, once all weights are written, and check those.
@@ -172,13 +140,61 @@ class Export:
                     f"({len(differing)} tensors) - {AGAIN}"
                 )
 
-    def _untrained(self, source: Mapping[str, Any], trained: set[str]) -> list[_ExportUnit]:
+
+class Export(ExportFiles):
+    """A whole model of trained tensors.
+
+    `stored` has dtype and shape of each stored tensor, `tied` the stored name of each weight that
+    is not stored itself. `folder` is the source's, for the tensors that training does not load;
+    where it lacks them, they are left out. `remark` says which these are.
+
+    Raises:
+        UserError: transformers does not know the configuration, or the source's names are not those
+            of the trained tensors.
+    """
+
+    def __init__(
+        self,
+        stored: Mapping[str, Kind],
+        tied: Mapping[str, str],
+        dtype: str,
+        assets: Mapping[str, bytes],
+        folder: Path | None,
+    ) -> None:
+        self._dtype, self._folder = dtype, folder
+        self._assets = {name: content for name, content in assets.items() if name != SOURCE}
+        if dtype != "source":
+            self._assets["config.json"] = with_dtype(assets["config.json"], dtype)
+        self._model = on_meta(self._assets["config.json"])
+        source = json.loads(assets[SOURCE]) if SOURCE in assets else None
+        units = _units(self._model, stored)
+        self._source_files, copied = dict[str, str](), list[ExportUnit]()
+        if source is not None:
+            units = _named_as(source, units, tied, self._model.base_model_prefix)
+            trained = {name for unit in units for name in unit.exported}
+            copied = self._untrained(source, trained)
+        self._files = _into_files([self._with_dtypes(unit, source) for unit in units + copied])
+
+    def _convert(
+        self, unit: ExportUnit, read: Callable[[str], torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        dtypes = [dtype for dtype, _ in unit.exported.values()]
+        if unit.stored:
+            widest = functools.reduce(torch.promote_types, dtypes)
+            stored = {name.removeprefix("model."): read(name).to(widest) for name in unit.stored}
+            converted = revert_weight_conversion(self._model, stored)
+        else:
+            converted = self._read_source(next(iter(unit.exported)))
+        for name, dtype in zip(unit.exported, dtypes, strict=True):
+            yield converted[unit.converted[name]].to(dtype)
+
+    def _untrained(self, source: Mapping[str, Any], trained: set[str]) -> list[ExportUnit]:
         """Return the source's other tensors, to be copied; none where its folder lacks them."""
         kinds = {name: kind for name, kind in source["tensors"].items() if name not in trained}
         if not kinds:
             return []
         units = [
-            _ExportUnit([], {name: (_source_dtype(dtype), shape)}, {name: name})
+            ExportUnit([], {name: (_source_dtype(dtype), shape)}, {name: name})
             for name, (dtype, shape, _) in kinds.items()
         ]
         size = sum(unit.bytes for unit in units) / 1e9
@@ -189,7 +205,7 @@ class Export:
         )
         path = source["path"]
         self._source_files = {name: kind[2] for name, kind in kinds.items()}
-        if self._has(kinds):
+        if holds(self._folder, kinds):
             self.remark = f"Copied from {path}: {what}"
             return units
         config, changed = without_announcements(self._assets["config.json"])
@@ -198,22 +214,12 @@ class Export:
         self.remark = f"Left out, since they are not in {path} now: {what}{announced}"
         return []
 
-    def _has(self, kinds: Mapping[str, list[Any]]) -> bool:
-        """Whether the source's folder has these tensors."""
-        if self._folder is None:
-            return False
-        try:
-            found = list_tensors(self._folder)
-        except (OSError, SafetensorError, UserError):
-            return False
-        return found.items() >= kinds.items()
-
     def _read_source(self, name: str) -> dict[str, torch.Tensor]:
         assert self._folder
         with safe_open(self._folder / self._source_files[name], framework="pt") as file:
             return {name: file.get_tensor(name)}
 
-    def _with_dtypes(self, unit: _ExportUnit, source: Mapping[str, Any] | None) -> _ExportUnit:
+    def _with_dtypes(self, unit: ExportUnit, source: Mapping[str, Any] | None) -> ExportUnit:
         """Give each tensor the dtype of the source, or the one that is asked for."""
         exact = self._model._keep_in_fp32_modules_strict or ()
         dtype_of_config = cast(torch.dtype | None, self._model.config.dtype)
@@ -234,13 +240,24 @@ class Export:
         return replace(unit, exported={name: kinds[name] for name in wide_first})
 
 
+def holds(folder: Path | None, kinds: Mapping[str, list[Any]]) -> bool:
+    """Whether a model's folder has these tensors: dtype, shape and file of each, by name."""
+    if folder is None:
+        return False
+    try:
+        found = list_tensors(folder)
+    except (OSError, SafetensorError, UserError):
+        return False
+    return found.items() >= kinds.items()
+
+
 def require_exportable(assets: Mapping[str, bytes]) -> None:
     """Raises UserError where an export could not have the names of the source's tensors."""
-    model = _on_meta(assets["config.json"])
+    model = on_meta(assets["config.json"])
     Export(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
 
 
-def _on_meta(config: bytes) -> PreTrainedModel:
+def on_meta(config: bytes) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(config)
         try:
@@ -254,7 +271,7 @@ def _on_meta(config: bytes) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(values)
 
 
-def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[_ExportUnit]:
+def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[ExportUnit]:
     """Group the stored tensors: each by itself where that converts alone, else by module."""
     ignored = model._keys_to_ignore_on_save or ()
     tensors = {
@@ -263,11 +280,11 @@ def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[_ExportUn
         if name.removeprefix(MODEL) not in ignored
     }
 
-    def unit(names: Sequence[str]) -> _ExportUnit:
+    def unit(names: Sequence[str]) -> ExportUnit:
         own = {name.removeprefix(MODEL): tensors[name] for name in names}
         converted = revert_weight_conversion(model, own)
         kinds = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in converted.items()}
-        return _ExportUnit(list(names), kinds, {name: name for name in kinds})
+        return ExportUnit(list(names), kinds, {name: name for name in kinds})
 
     together = unit(list(tensors)).exported
     units, by_module = [], dict[str, list[str]]()
@@ -281,8 +298,8 @@ def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[_ExportUn
 
 
 def _named_as(
-    source: Mapping[str, Any], units: list[_ExportUnit], tied: Mapping[str, str], prefix: str
-) -> list[_ExportUnit]:
+    source: Mapping[str, Any], units: list[ExportUnit], tied: Mapping[str, str], prefix: str
+) -> list[ExportUnit]:
     """Give each tensor the names that the source has for it; tied weights may have several.
 
     Some sources leave out the prefix of the model without its head.
@@ -331,15 +348,15 @@ def _source_dtype(name: str) -> torch.dtype:
     return DTYPES_IN_SAFETENSORS[name]
 
 
-def _into_files(units: list[_ExportUnit]) -> dict[str, list[_ExportUnit]]:
+def _into_files(units: list[ExportUnit]) -> dict[str, list[ExportUnit]]:
     """Divide the units into files of at most _FILE_BYTES, each with its wide dtypes first."""
-    files: list[list[_ExportUnit]] = [[]]
+    files: list[list[ExportUnit]] = [[]]
     for unit in units:
         if files[-1] and sum(other.bytes for other in files[-1]) + unit.bytes > _FILE_BYTES:
             files.append([])
         files[-1].append(unit)
 
-    def width(unit: _ExportUnit) -> int:
+    def width(unit: ExportUnit) -> int:
         return -max(dtype.itemsize for dtype, _ in unit.exported.values())
 
     count = len(files)

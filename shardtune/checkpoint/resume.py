@@ -11,6 +11,7 @@ from typing import Any
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.best import BEST, recover_best
+from shardtune.checkpoint.export import ADAPTER
 from shardtune.checkpoint.manifest import (
     Checkpoint,
     DamagedCheckpoint,
@@ -179,7 +180,7 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
             yield from (durable_fs.move_aside(path) for path in newer if not is_part(path))
             return
         earlier = [run_dir.checkpoints] if checkpoints else []
-        earlier += [run_dir.path / name for name in ("metrics.jsonl", "model", BEST)]
+        earlier += [run_dir.path / name for name in ("metrics.jsonl", "model", ADAPTER, BEST)]
         yield from (durable_fs.move_aside(path) for path in earlier if path.exists())
 
     for path in _on_disk_leaders(lambda: list(map(str, clear())), run_dir, world):

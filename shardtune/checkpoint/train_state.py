@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardtune.distributed.tensors import to_local
+from shardtune.model.lora import is_factor
 
 MODEL, RANDOM = "model.", "random."
 
@@ -19,6 +20,7 @@ def training_state(
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the training state by a lasting name; tied weights appear once.
 
+    With adapters that is their factors alone: the frozen weights are in the files of `model.path`.
     Adam's state is created here as its first step would. Taking that step changes the weights.
     """
     tied = model.all_tied_weights_keys
@@ -33,10 +35,8 @@ def training_state(
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
     for name, parameter in model.named_parameters():
-        name = tied.get(name, name)
-        tensors[f"{MODEL}{name}"] = parameter
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{key}.{name}"] = value
+            tensors[f"optimizer.{key}.{tied.get(name, name)}"] = value
     return tensors | model_state(model)
 
 
@@ -44,6 +44,8 @@ def model_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the parameters and the buffers that are saved, by the same names."""
     tied, persistent = model.all_tied_weights_keys, model.state_dict().keys()
     parameters = {tied.get(name, name): tensor for name, tensor in model.named_parameters()}
+    if factors := {name: tensor for name, tensor in parameters.items() if is_factor(name)}:
+        return {f"{MODEL}{name}": tensor for name, tensor in factors.items()}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {f"{MODEL}{name}": tensor for name, tensor in (parameters | buffers).items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # https://github.com/huggingface/safetensors#format
 SAFETENSORS_NAMES = {
@@ -32,3 +33,14 @@ DTYPES_IN_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items(
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, and any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copy_slice(whole: torch.Tensor, sharded: torch.Tensor) -> None:
+    """Copy a whole tensor into another tensor, or this rank's part of it into a DTensor."""
+    if isinstance(sharded, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            sharded.shape, sharded.device_mesh, sharded.placements
+        )
+        ends = (start + size for start, size in zip(offset, shape, strict=True))
+        whole = whole[tuple(map(slice, offset, ends))]
+    to_local(sharded).copy_(whole)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,16 +22,16 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.distributed.tensors import DTYPES
+from shardtune.distributed.tensors import DTYPES, copy_slice
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError, first_line
 from shardtune.model.experts import always_give_expert_gradients, shard_placement
 from shardtune.model.load import load_sharded
+from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.support import decoder_layers, unsupported
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
@@ -70,24 +70,37 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
 
     Raises:
         UserError: the architecture lacks the attention implementation or cannot be trained exactly
-            as configured, or the files lack tensors of the model.
+            as configured, adapters have no such targets, or the files lack tensors of the model.
     """
-    master = DTYPES[config.model.master_dtype]
-    skeleton = _on_meta(model_config, config.model.attention, master)
-    if problems := list(unsupported(skeleton, config)):
+    compute = compute_dtype(config.model.compute_dtype, world.device)
+    # More than the compute dtype's digits of a frozen weight would be cast away in each forward.
+    dtype = DTYPES[config.model.master_dtype] if config.lora.rank is None else compute
+    skeleton = _on_meta(model_config, config.model.attention, dtype)
+    problems = list(unsupported(skeleton, config))
+    try:
+        if config.lora.rank is not None:
+            choose_targets(skeleton, config.lora)
+    except UserError as error:
+        problems += error.problems
+    if problems:
         raise UserError(*problems)
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype(config.model.compute_dtype, world.device),
-        reduce_dtype=DTYPES[config.model.reduce_dtype],
+        param_dtype=compute, reduce_dtype=DTYPES[config.model.reduce_dtype]
     )
+
+    def adapt_and_shard(model: PreTrainedModel) -> None:
+        if config.lora.rank is not None:
+            add_adapters(model, config.lora)
+        shard(model, world, policy)
+
     if config.model.init == "random":
         model = skeleton
-        shard(model, world, policy)
+        adapt_and_shard(model)
         draw_weights(model, config.run.seed, world.device)
     else:
-        model = load_sharded(
-            skeleton, config.model.path, world.device, partial(shard, world=world, policy=policy)
-        )
+        model = load_sharded(skeleton, config.model.path, world.device, adapt_and_shard)
+    if config.lora.rank is not None:
+        draw_factors(model, config.run.seed)
     if config.model.activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False}
         if config.model.activation_checkpointing == "selective":
@@ -99,10 +112,17 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
 
 def local_bytes(model: PreTrainedModel) -> int:
     """Return the size of this rank's slices of the master weights."""
+    return _local_bytes(model.parameters())
+
+
+def local_trained_bytes(model: PreTrainedModel) -> int:
+    """Return the size of this rank's slices of the weights that have gradients."""
+    return _local_bytes(p for p in model.parameters() if p.requires_grad)
+
+
+def _local_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(
-        p.to_local().numel() * p.element_size()
-        for p in model.parameters()
-        if isinstance(p, DTensor)
+        p.to_local().numel() * p.element_size() for p in parameters if isinstance(p, DTensor)
     )
 
 
@@ -216,9 +236,4 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
         for key, parameter in sharded.items():
             whole = module.get_parameter(key)
             module.register_parameter(key, parameter)
-            assert isinstance(parameter, DTensor)
-            shape, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            ends = (start + size for start, size in zip(offset, shape, strict=True))
-            parameter.to_local().copy_(whole[tuple(map(slice, offset, ends))])
+            copy_slice(whole, parameter)

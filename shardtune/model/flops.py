@@ -2,11 +2,12 @@
 
 The forward costs 2 FLOPs for every parameter that a token is multiplied by, and in each layer 2
 FLOPs for every (query, key) pair, head and dimension, once for the scores and once for the values.
-The backward costs twice the forward. This is the MFU of PaLM (arXiv 2204.02311, appendix B), with
-three corrections: a document of L tokens has the L (L + 1) / 2 pairs of causal attention, or those
-of its window, not L x L; only positions whose next token is trained reach the head; a token is
-multiplied only by the experts that it is routed to. Embedding lookups, norms, activations, softmax,
-the optimizer, padding and recomputation count nothing.
+The backward costs twice the forward, and for a frozen parameter as much as the forward. This is the
+MFU of PaLM (arXiv 2204.02311, appendix B), with three corrections: a document of L tokens has the
+L (L + 1) / 2 pairs of causal attention, or those of its window, not L x L; only positions whose
+next token is trained reach the head; a token is multiplied only by the experts that it is routed
+to. Embedding lookups, norms, activations, softmax, the optimizer, padding and recomputation count
+nothing.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ class ModelFlops:
 
     per_token: float
     per_trained_token: float  # the head
+    # Of these, the FLOPs of frozen parameters, whose gradients no backward computes.
+    frozen_per_token: float
+    frozen_per_trained_token: float
     # The number of layers of each kind: FLOPs of a pair, span in tokens, whether it is chunked.
     layers: Counter[tuple[float, int, bool]]
 
@@ -74,7 +78,8 @@ class ModelFlops:
         forward = self.per_token * tokens + self.per_trained_token * trained_tokens
         for (per_pair, span, is_chunked), count in self.layers.items():
             forward += count * per_pair * attended_pairs(lengths, span, is_chunked)
-        return 3 * forward
+        frozen = self.frozen_per_token * tokens + self.frozen_per_trained_token * trained_tokens
+        return 3 * forward - frozen
 
 
 def attended_pairs(lengths: np.ndarray, span: int, is_chunked: bool) -> int:
@@ -106,13 +111,20 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
     # Of a model that sees or hears too, only the decoder runs on text.
     decoder = model if config is model.config else model.get_decoder()
     skipped = _embeddings_and_head(model)
-    per_token = sum(
-        2.0 * parameter.numel() * _used_share(name, parameter, config)
+    per_token = [
+        (parameter, 2.0 * parameter.numel() * _used_share(name, parameter, config))
         for name, parameter in decoder.named_parameters()
         if id(parameter) not in skipped
-    )
+    ]
     layers = Counter(_attention(layer, i) for i, layer in enumerate(config.per_layer_config))
-    return ModelFlops(per_token, 2.0 * head.weight.numel(), layers)
+    per_trained_token = 2.0 * head.weight.numel()
+    return ModelFlops(
+        sum(flops for _, flops in per_token),
+        per_trained_token,
+        sum(flops for parameter, flops in per_token if not parameter.requires_grad),
+        0.0 if head.weight.requires_grad else per_trained_token,
+        layers,
+    )
 
 
 def cost_of(model: PreTrainedModel) -> Cost:

@@ -28,6 +28,7 @@ from transformers.distributed import DistributedConfig
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
+from shardtune.model.lora import is_factor
 
 _PIECE_BYTES = 8 << 20  # what one thread reads at a time
 _READERS = 4  # threads per rank
@@ -272,6 +273,7 @@ def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
     Raises:
         UserError: the files lack tensors of the model, or have them in another shape.
     """
+    missing = {name for name in info["missing_keys"] if not is_factor(name)}
     misshapen = [
         f"{name}, {list(stored)}, not {list(built)}"
         for name, stored, built in info["mismatched_keys"]
@@ -280,7 +282,7 @@ def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
         f"{path}: {problem} {min(names)} ({len(names)} in all) - fetch the model again, or correct "
         "its config.json"
         for problem, names in (
-            ("the files lack the model's tensor", info["missing_keys"]),
+            ("the files lack the model's tensor", missing),
             ("another shape than the model's has", misshapen),
         )
         if names

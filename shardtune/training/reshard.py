@@ -22,7 +22,7 @@ from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.model.build import compute_dtype, local_bytes
+from shardtune.model.build import compute_dtype, local_trained_bytes
 
 _SHARE = 0.5  # of the free memory that may be taken; the rest is for activations
 
@@ -51,14 +51,15 @@ def choose_reshard_policy(
     change the order of a sum.
     """
     numel = sum(parameter.numel() for parameter in model.parameters())
-    gradients = numel * DTYPES[config.model.reduce_dtype].itemsize
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    gradients = trained * DTYPES[config.model.reduce_dtype].itemsize
     parameters = numel * compute_dtype(config.model.compute_dtype, world.device).itemsize
     micro_batches = config.train.gradient_accumulation_steps
     if world.mesh["shard"].size() == 1:
         logger.info(f"Parameters: whole on each rank ({_gb(parameters)})")
         return ReshardPolicy(keep_parameters=False, keep_gradients=world.size > 1)
     # The sharded gradients and the two moments are not allocated yet.
-    free = _free_bytes(world) - 3 * local_bytes(model)
+    free = _free_bytes(world) - 3 * local_trained_bytes(model)
     room = max(0.0, _SHARE * min(world.all_gather_json(free)))
     keep_gradients = saved.keep_gradients if saved else gradients <= room
     kept = gradients if keep_gradients and micro_batches > 1 else 0

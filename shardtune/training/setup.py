@@ -31,13 +31,14 @@ from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
-from shardtune.model.build import compute_dtype, local_bytes
+from shardtune.model.build import compute_dtype, local_bytes, local_trained_bytes
 from shardtune.model.files import (
     fetch_weights,
     list_tensors,
     model_folder,
     read_model_config,
 )
+from shardtune.model.lora import describe_adapters
 from shardtune.training.context import Run
 from shardtune.training.memory import weights_fit
 from shardtune.training.metrics import read_entries
@@ -196,9 +197,10 @@ def _describe_plan(
     if not data.eval:
         yield "Evaluation is skipped: neither data.eval nor data.eval_fraction names any data"
     dtype = dtype_name(compute_dtype(model.compute_dtype, world.device))
+    master = model.master_dtype if config.lora.rank is None else "float32"  # of adapters
     yield (
         f"Precision: {dtype} in forward and backward (model.compute_dtype={model.compute_dtype}), "
-        f"{model.master_dtype} weights and updates, gradients reduced in {model.reduce_dtype}"
+        f"{master} weights and updates, gradients reduced in {model.reduce_dtype}"
     )
     tokens = schedule.sum_by_source(data.train.lengths).sum()
     fill = tokens / (rows * config.data.max_length)
@@ -287,11 +289,18 @@ def state_of_run(
     }
 
 
+def log_model(model: PreTrainedModel, config: Config) -> None:
+    """Log which weights are trained, and the memory that they need."""
+    for line in describe_adapters(model, config.lora) if config.lora.rank else ():
+        logger.info(line)
+    logger.info(describe_state(model))
+
+
 def describe_state(model: PreTrainedModel) -> str:
     """Say how many parameters there are, and the memory that a rank needs to train them."""
     total = sum(p.numel() for p in model.parameters())
-    local = local_bytes(model) / 1e9
+    weights, trained = local_bytes(model) / 1e9, local_trained_bytes(model) / 1e9
     return (
-        f"Parameters: {total:,} | Per rank: {4 * local:.2f} GB = {local:.2f} GB weights + "
-        f"{local:.2f} GB gradients + {2 * local:.2f} GB optimizer"
+        f"Parameters: {total:,} | Per rank: {weights + 3 * trained:.2f} GB = {weights:.2f} GB "
+        f"weights + {trained:.2f} GB gradients + {2 * trained:.2f} GB optimizer"
     )

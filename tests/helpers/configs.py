@@ -34,7 +34,6 @@ NOT_BUILT = {
     "model.master_dtype": ("bfloat16", "float32"),
     "parallel.expert": ("2", "1"),
     "optimizer.name": ("adamw8bit", "adamw"),
-    "lora.rank": ("16", "null"),
     "logging.tensorboard": ("true", "false"),
     "logging.wandb": ("project", "null"),
     "logging.profile_steps": ("[10, 12]", "null"),

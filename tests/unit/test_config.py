@@ -98,6 +98,7 @@ ACCEPTED = [
     ("optimizer.betas", "[0, 0.5]", [0.0, 0.5]),
     ("lora.targets", "[q_proj, v_proj]", ["q_proj", "v_proj"]),
     ("lora.targets", "experts", "experts"),
+    ("lora.targets", "q_proj", "q_proj"),
 ]
 
 
@@ -133,8 +134,8 @@ NOT_ALLOWED = {
     "data.columns": ("a mapping or null", "3 [a] text"),
     "data.packing": ("true or false", "yes off 1 null"),
     "lora.targets": (
-        f"all-linear or attention or experts or a list of values, each {TEXT}",
-        "q_proj [] [1] ['']",
+        f"all-linear or attention or experts or {TEXT} or a list of values, each {TEXT}",
+        "[] [1] [''] null",
     ),
     "data.train": (
         f"{TEXT} or a list of values, each a mapping with path, weight, name, loss_on, max_records",

@@ -1,0 +1,168 @@
+"""Export adapters: in peft's format, and merged with the source's weights.
+
+peft 0.21 changes `target_modules` of models with stacked experts: it also takes the router, and no
+dense MLP. What is named in `target_parameters` it takes as it is.
+https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from shardtune.checkpoint.assets import SOURCE
+from shardtune.checkpoint.export_layout import Export, ExportFiles, ExportUnit, Kind, holds, on_meta
+from shardtune.checkpoint.train_state import MODEL, model_kinds
+from shardtune.config import LoraConfig
+from shardtune.model.files import model_folder
+from shardtune.model.lora import Target, choose_targets, delta, weights_of_layers
+
+
+class AdapterExport(ExportFiles):
+    """The factors, in float32, as `PeftModel.from_pretrained` opens them.
+
+    `stored` has dtype and shape of each stored factor.
+    """
+
+    def __init__(
+        self, stored: Mapping[str, Kind], lora: LoraConfig, assets: Mapping[str, bytes]
+    ) -> None:
+        self._dtype = "float32"
+        model = on_meta(assets["config.json"])
+        targets = choose_targets(model, lora)
+        source = json.loads(assets[SOURCE])["path"] if SOURCE in assets else None
+        config = _peft_config(model, targets, lora, source)
+        self._assets = {"adapter_config.json": (json.dumps(config, indent=2) + "\n").encode()}
+        stacks: dict[str, list[str]] = {}
+        for target in targets:
+            stacks.setdefault(target.module, []).append(target.parameter)
+        units = []
+        for target in targets:
+            of_module = stacks[target.module]
+            # peft wraps a module once for each of its stacks; the first one is the innermost.
+            depth = len(of_module) - 1 - of_module.index(target.parameter)
+            path = f"base_model.model.{target.module}{'.base_layer' * depth}"
+            for factor, name in zip("AB", target.factors, strict=True):
+                dtype, shape = stored[f"{MODEL}{name}"]
+                exported = f"{path}.lora_{factor}.weight"
+                kind = (dtype, list(_to_peft(torch.empty(shape, device="meta"), name).shape))
+                units.append(ExportUnit([f"{MODEL}{name}"], {exported: kind}, {exported: exported}))
+        self._files = {"adapter_model.safetensors": units}
+
+    def _convert(
+        self, unit: ExportUnit, read: Callable[[str], torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        yield from (_to_peft(read(name), name) for name in unit.stored)
+
+
+def _to_peft(factor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a factor in peft's layout: of stacked experts A is (E rank, in), B (out, rank E)."""
+    if factor.dim() == 2:
+        return factor
+    return factor.flatten(0, 1) if name.endswith("A") else factor.permute(1, 2, 0).flatten(1)
+
+
+def _peft_config(
+    model: PreTrainedModel, targets: list[Target], lora: LoraConfig, source: str | None
+) -> dict[str, Any]:
+    has_stacks = any(target.is_stack for target in weights_of_layers(model))
+    as_modules = [t for t in targets if t.group == "attention" or not has_stacks]
+    as_parameters = [t for t in targets if t not in as_modules]
+    modules = _shortest({t.module for t in as_modules}, [name for name, _ in model.named_modules()])
+    parameters = _shortest(
+        {target.weight for target in as_parameters}, [name for name, _ in model.named_parameters()]
+    )
+    assert lora.rank
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.scaling * lora.rank,
+        # peft has no dropout for parameters, and inference has none at all.
+        "lora_dropout": 0.0 if parameters else lora.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": modules,
+        "target_parameters": parameters or None,
+        "modules_to_save": None,
+    }
+
+
+def _shortest(chosen: Collection[str], names: Collection[str]) -> list[str]:
+    """Return the shortest ends of dotted names that, of all names, match the chosen ones alone."""
+    others = [f".{name}" for name in names if name not in chosen]
+    ends: dict[str, bool] = {}
+
+    def is_exact(end: str) -> bool:
+        if end not in ends:
+            ends[end] = not any(other.endswith(f".{end}") for other in others)
+        return ends[end]
+
+    shortest = set()
+    for name in chosen:
+        parts = name.split(".")
+        all_ends = (".".join(parts[i:]) for i in reversed(range(len(parts))))
+        shortest.add(next(filter(is_exact, all_ends), name))
+    return sorted(shortest)
+
+
+class MergedExport(Export):
+    """The source's model with the factors added to its weights, in float32, one unit at a time."""
+
+    def __init__(
+        self, lora: LoraConfig, dtype: str, assets: Mapping[str, bytes], folder: Path
+    ) -> None:
+        model = on_meta(assets["config.json"])
+        tied = model.all_tied_weights_keys
+        super().__init__(model_kinds(model), tied, dtype, assets, folder)
+        self._source_files = {
+            name: file for name, (_, _, file) in json.loads(assets[SOURCE])["tensors"].items()
+        }
+        self._scaling = lora.scaling
+        self._targets = {f"{MODEL}{t.weight}": t for t in choose_targets(model, lora)}
+
+    @property
+    def stored(self) -> list[str]:
+        targets = (self._targets.get(name) for name in super().stored)
+        return [f"{MODEL}{factor}" for target in targets if target for factor in target.factors]
+
+    def _convert(
+        self, unit: ExportUnit, read: Callable[[str], torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        added: dict[str, torch.Tensor] = {}
+        if any(name in self._targets for name in unit.stored):
+            deltas = {name.removeprefix(MODEL): self._delta(name, read) for name in unit.stored}
+            added = revert_weight_conversion(self._model, deltas)
+        for name, (dtype, _) in unit.exported.items():
+            weight = self._read_source(name)[name]
+            if added:
+                weight = weight.float() + added.pop(unit.converted[name])
+            yield weight.to(dtype)
+
+    def _delta(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return what the factors add to a weight of the model."""
+        target = self._targets.get(name)
+        if target is None:
+            weight = self._model.get_parameter_or_buffer(name.removeprefix(MODEL))
+            return torch.zeros(weight.shape)
+        a, b = (read(f"{MODEL}{factor}") for factor in target.factors)
+        module: Any = self._model.get_submodule(target.module)
+        return delta(a, b, self._scaling, target.is_stack and module.is_transposed)
+
+
+def why_not_merged(assets: Mapping[str, bytes]) -> str:
+    """Return why factors cannot be merged on this node, or ""."""
+    if SOURCE not in assets:
+        return "the frozen weights were drawn at random (model.init=random) and are in no file"
+    source = json.loads(assets[SOURCE])
+    if holds(model_folder(source["path"]), source["tensors"]):
+        return ""
+    return f"the files of {source['path']} are not there now, or have other tensors"

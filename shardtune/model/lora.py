@@ -1,0 +1,310 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): frozen weights with trained factors beside them.
+
+    y = W x + alpha / rank * B A dropout(x)      A (rank, in), B (out, rank)
+
+The factors are parameters of the module that has the weight. So the weight keeps its name, and FSDP
+gathers both in one group. Stacked experts have a pair of factors for each expert, and no merged
+copy of a stack ever exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import _grouped_linear
+
+from shardtune.config import LoraConfig
+from shardtune.distributed.tensors import copy_slice, dtype_name
+from shardtune.errors import UserError
+from shardtune.model.support import decoder_layers
+
+FACTORS = ("lora_A", "lora_B")
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with the factors `lora_A` (rank, in) and `lora_B` (out, rank)."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_dropout: float
+    lora_scaling: float
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        dropped = F.dropout(hidden, self.lora_dropout, self.training)
+        adapted = F.linear(F.linear(dropped, self.lora_A), self.lora_B)
+        return super().forward(hidden) + adapted * self.lora_scaling
+
+
+class LoraExperts(nn.Module):
+    """Stacked experts of transformers, with factors for each stack: mixed into the stacks' class.
+
+    A stack `down_proj` has `down_proj_lora_A` (experts, rank, in) and `down_proj_lora_B`
+    (experts, out, rank). The forward is transformers' `grouped_mm_experts_forward` with them.
+    """
+
+    lora_dropout: float
+    lora_scaling: float
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts: (tokens, width).
+
+        `hidden_states`: (tokens, width). `top_k_index`, `top_k_weights`: (tokens, k).
+        """
+        this: Any = self  # the attributes of transformers' experts
+        tokens, k = top_k_index.shape
+        expert_ids, order = top_k_index.reshape(-1).sort()
+        # Of each expert, the end of its (token, expert) pairs.
+        experts = torch.arange(this.down_proj.shape[0], device=expert_ids.device)
+        ends = torch.searchsorted(expert_ids, experts, right=True).to(torch.int32)
+        hidden = self._project(_up(this), hidden_states[order // k], expert_ids, ends)
+        hidden = this._apply_gate(hidden) if this.has_gate else this.act_fn(hidden)
+        hidden = self._project("down_proj", hidden, expert_ids, ends)
+        if this.has_post_expert_norm:
+            hidden = this.post_expert_norm(hidden)
+        weighted = hidden * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        by_token = torch.empty_like(weighted).index_copy(0, order, weighted)
+        return by_token.view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)
+
+    def _project(
+        self, name: str, hidden: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiply rows (pairs, in), sorted by expert, by one stack: (pairs, out)."""
+        this: Any = self
+        bias = getattr(this, f"{name}_bias")[expert_ids] if this.has_bias else None
+        output = _grouped_linear(hidden, getattr(this, name), ends, bias, this.is_transposed)
+        if not hasattr(this, f"{name}_lora_A"):
+            return output
+        a, b = (getattr(this, f"{name}_{factor}") for factor in FACTORS)
+        # Grouped products need rows of a multiple of 16 bytes.
+        padding = -a.shape[1] % (16 // a.itemsize)
+        a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
+        dropped = F.dropout(hidden, self.lora_dropout, self.training)
+        adapted = _grouped_linear(_grouped_linear(dropped, a, ends), b, ends)
+        return output + adapted * self.lora_scaling
+
+
+def _up(experts: Any) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight of a decoder layer that adapters, by their names, may mean."""
+
+    module: str  # its full name
+    parameter: str  # `weight`, or the name of a stack of experts
+    group: str  # attention, experts, router or other
+    in_layer: str  # the name in each layer, without `.weight`
+    kind: type[nn.Module]
+
+    @property
+    def weight(self) -> str:
+        return f"{self.module}.{self.parameter}"
+
+    @property
+    def is_stack(self) -> bool:
+        return self.parameter != "weight"
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        """The full names of A and B."""
+        prefix = f"{self.weight}_" if self.is_stack else f"{self.module}."
+        return f"{prefix}lora_A", f"{prefix}lora_B"
+
+    @property
+    def name(self) -> str:
+        return self.weight.removesuffix(".weight")
+
+    def is_meant(self, name: str) -> bool:
+        """Whether a name of `lora.targets` means this weight."""
+        if name == "all-linear":
+            return self.group != "router"
+        return name == self.group or f".{self.name}".endswith(f".{name}")
+
+
+def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
+    layers = set(decoder_layers(model))
+    for layer_name, layer in model.named_modules():
+        if layer not in layers:
+            continue
+        modules = dict(layer.named_modules())
+        for name, module in modules.items():
+            above = [modules[path] for path in _paths(name)]
+            in_layer = re.sub(r"\.\d+\.", ".N.", f".{name}")[1:]
+            parts, full_name = set(name.split(".")), f"{layer_name}.{name}"
+            if re.search(r"attn|attention", name):
+                group = "attention"
+            elif parts & _ROUTERS or any("Router" in type(each).__name__ for each in above):
+                group = "router"
+            else:
+                group = "experts" if re.search(r"(^|\.)experts\.\d+\.", name) else "other"
+            is_linear = type(module) in (nn.Linear, LoraLinear)
+            if is_linear or (group == "router" and hasattr(module, "weight")):
+                yield Target(full_name, "weight", group, in_layer, type(module))
+            elif "Experts" in type(module).__name__:
+                for stack, parameter in module.named_parameters(recurse=False):
+                    if parameter.dim() == 3 and not is_factor(stack):
+                        path = f"{in_layer}.{stack}"
+                        yield Target(full_name, stack, "experts", path, type(module))
+
+
+def _paths(name: str) -> Iterator[str]:
+    """Yield `a`, `a.b` and `a.b.c` for `a.b.c`."""
+    parts = name.split(".")
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
+    """Return the weights that get adapters.
+
+    Raises:
+        UserError: a name means no weight, or a router; or experts have another layout than those
+            that adapters support.
+    """
+    names = (config.targets,) if isinstance(config.targets, str) else config.targets
+    weights, kind = list(weights_of_layers(model)), model.config.model_type
+    problems, chosen = [], dict[str, Target]()
+    for name in names:
+        meant = [target for target in weights if target.is_meant(name)]
+        if routers := [target.name for target in meant if target.group == "router"]:
+            problems.append(
+                f"lora.targets: {name} means the router of the experts ({routers[0]}) of {kind} - "
+                "leave it out, or write the names of other layers in full"
+            )
+        elif unsupported := {t.kind.__name__ for t in meant if t.is_stack and not _is_known(t)}:
+            problems.append(
+                f"lora.targets: {name} means the experts of {kind}, and adapters do not support "
+                f"their layout ({min(unsupported)}) - use lora.targets=attention or other names"
+            )
+        elif not meant:
+            problems.append(
+                f"lora.targets: {name} means no layer of {kind} - {_nearest(name, weights)}"
+            )
+        chosen |= {target.weight: target for target in meant}
+    if problems:
+        raise UserError(*problems)
+    return list(chosen.values())
+
+
+def _is_known(target: Target) -> bool:
+    """Whether these experts follow transformers' `use_experts_implementation`."""
+    return hasattr(target.kind, "_apply_gate")
+
+
+def _nearest(name: str, weights: list[Target]) -> str:
+    """Return a remedy with the names that are nearest to one that means nothing."""
+    usable = [target for target in weights if target.group != "router"]
+    if not usable:
+        return "it has no linear layers; set lora.rank=null"
+    known = {path: None for target in usable for path in _suffixes(target.in_layer)}
+    groups = {target.group: None for target in usable if target.group != "other"}
+    known = dict.fromkeys(("all-linear", *groups)) | known
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"use {', '.join(near)}" if near else f"use one of {', '.join(list(known)[:12])}"
+
+
+def _suffixes(path: str) -> list[str]:
+    """Return `b.c` and `c`, in the other order, for `a.b.c`."""
+    parts = path.split(".")
+    return [".".join(parts[-n:]) for n in (1, 2)]
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Freeze a model on meta, and give the chosen weights their factors in float32.
+
+    Raises:
+        UserError: as `choose_targets`.
+    """
+    assert config.rank
+    model.requires_grad_(False)
+    for target in choose_targets(model, config):
+        module: Any = model.get_submodule(target.module)
+        weight = getattr(module, target.parameter)
+        if target.is_stack:
+            out, in_ = weight.shape[1:]
+            if module.is_transposed:
+                out, in_ = in_, out
+            prefix, stack = f"{target.parameter}_", weight.shape[:1]
+            if not isinstance(module, LoraExperts):
+                module.__class__ = _with_factors(target.kind)  # type: ignore[arg-type]
+        else:
+            (out, in_), prefix, stack = weight.shape, "", weight.shape[:0]
+            module.__class__ = LoraLinear
+        for factor, shape in zip(FACTORS, ((config.rank, in_), (out, config.rank)), strict=True):
+            empty = torch.empty(*stack, *shape, dtype=torch.float32, device=weight.device)
+            module.register_parameter(f"{prefix}{factor}", nn.Parameter(empty))
+        module.lora_dropout, module.lora_scaling = config.dropout, config.scaling
+
+
+@functools.cache
+def _with_factors(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Lora{kind.__name__}", (LoraExperts, kind), {})
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is a factor of an adapter, by its name."""
+    return name.endswith(FACTORS)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(is_factor(name) for name, _ in model.named_parameters())
+
+
+@torch.no_grad()
+def draw_factors(model: PreTrainedModel, seed: int) -> None:
+    """Draw A from U(-1, 1) / sqrt(in), as peft and `nn.Linear` do, and set B to zero.
+
+    Each is a function of (seed, its name), and so the same on any number of ranks.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_factor(name))  # reading may have replaced the parameter
+        if not parameter.requires_grad:
+            continue
+        whole = torch.zeros(parameter.shape)
+        if name.endswith(FACTORS[0]):
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            bound = 1 / math.sqrt(parameter.shape[-1])
+            whole.uniform_(-bound, bound, generator=generator)
+        copy_slice(whole, parameter)
+
+
+def delta(a: torch.Tensor, b: torch.Tensor, scaling: float, is_transposed: bool) -> torch.Tensor:
+    """Return what the factors add to their weight, in float32."""
+    product = torch.matmul(b.float(), a.float()).mul_(scaling)
+    return product.transpose(-2, -1) if is_transposed else product
+
+
+def describe_adapters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Return lines that say which weights have adapters, and what is trained and what frozen."""
+    parameters = list(model.named_parameters())
+    trained = sum(p.numel() for _, p in parameters if p.requires_grad)
+    frozen = Counter[str]()
+    for _, parameter in parameters:
+        if not parameter.requires_grad:
+            frozen[dtype_name(parameter.dtype)] += parameter.numel()
+    targets = choose_targets(model, config)
+    counts = Counter(target.in_layer for target in targets)
+    experts = "" if any(target.group == "experts" for target in targets) else "no "
+    alpha = config.scaling * (config.rank or 0)
+    return [
+        f"LoRA: rank {config.rank}, alpha {alpha:g}, {experts}experts among its modules: "
+        + ", ".join(f"{n} x {name}" for name, n in counts.items()),
+        f"LoRA: {trained:,} parameters are trained, in float32 with float32 AdamW; the others are "
+        f"frozen: {', '.join(f'{n:,} in {dtype}' for dtype, n in frozen.items())}",
+    ]
