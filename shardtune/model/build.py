@@ -47,6 +47,9 @@ _KEPT_OPERATORS = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
 ]
+# transformers adds the biases of stacked experts (GPT-OSS) into these, and PyTorch refuses to keep
+# an output that is changed afterwards.
+_BIASED_IN_PLACE = [torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default]
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -104,10 +107,18 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     if config.model.activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False}
         if config.model.activation_checkpointing == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS)
+            options["context_fn"] = partial(
+                create_selective_checkpoint_contexts, kept_operators(model)
+            )
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     model.config.use_cache = False
     return model.train()
+
+
+def kept_operators(model: PreTrainedModel) -> list[Any]:
+    """Return the operators whose outputs selective checkpointing keeps in this model."""
+    has_biases = any(getattr(module, "has_bias", False) for module in model.modules())
+    return [op for op in _KEPT_OPERATORS if not (has_biases and op in _BIASED_IN_PLACE)]
 
 
 def local_bytes(model: PreTrainedModel) -> int:

@@ -58,7 +58,7 @@ def gpt_oss() -> GptOssForCausalLM:
     ("family", "ranks", "replicate", "checkpointing"),
     [
         ("glm", 5, 1, "none"),
-        pytest.param("gpt_oss", 8, 1, "full", marks=pytest.mark.full),
+        pytest.param("gpt_oss", 8, 1, "selective", marks=pytest.mark.full),
         pytest.param("gpt_oss", 8, 2, "none", marks=pytest.mark.full),
         pytest.param("glm", 10, 2, "selective", marks=pytest.mark.full),
     ],
