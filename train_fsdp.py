@@ -44,7 +44,7 @@ from shardtune.training.stragglers import Stragglers
 
 def main() -> None:
     config = read_run_arguments(sys.argv[1:], Path(__file__).resolve().parent / "config.yaml")
-    world = join_world(config.distributed, config.parallel.replicate)
+    world = join_world(config.distributed, config.parallel)
     setup.start_logging(config, world)
     setup.require_same_config(config, world)
     run = setup.open_run(config, world)  # its directory, and the checkpoint that it resumes from

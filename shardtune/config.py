@@ -187,8 +187,10 @@ class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):
 
     replicate: Count = 1
     """Copies of the sharded model (HSDP). 2 keeps sharding traffic inside each of 2 nodes."""
-    expert: Count = _partly_built(1)
-    """Expert parallel degree. It divides world size / `replicate` and the number of experts."""
+    expert: Count = 1
+    """Ranks that share one set of experts, so that tokens travel to the experts instead of the
+    experts' weights to the tokens. It divides world size / `replicate` and the number of experts.
+    """
 
 
 class TrainConfig(Section, json_schema_extra=MAY_CHANGE):

@@ -83,6 +83,11 @@ def first_few(names: Sequence[object], limit: int) -> str:
     return ", ".join(map(str, names[:limit])) + more
 
 
+def divisors(number: int) -> str:
+    """Return the divisors of a number, as "1, 2, 3, 6"."""
+    return ", ".join(str(other) for other in range(1, number + 1) if number % other == 0)
+
+
 def require_packages() -> None:
     """End with code 2 and one line if this Python lacks a package that a run imports."""
     names = ("torch", "transformers", "datasets", "accelerate", "psutil", "pydantic", "yaml")

@@ -9,25 +9,27 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardtune.config import DistributedConfig
+from shardtune.config import DistributedConfig, ParallelConfig
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.rank_record import FIRST_STEP_TIMEOUT_S
 from shardtune.distributed.store import wait_for
 from shardtune.distributed.world import World, set_collective_timeout
-from shardtune.errors import UserError, first_few, first_line
+from shardtune.errors import UserError, divisors, first_few, first_line
 
 _LAUNCHER_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def join_world(config: DistributedConfig, replicate: int = 1) -> World:
+def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None) -> World:
     """Meet the other processes that the launcher started; without a launcher, a world of one.
 
-    Each of `replicate` groups of consecutive ranks shards a whole copy of the model.
+    Each of `parallel.replicate` groups of consecutive ranks shards a whole copy of the model.
 
     Raises:
-        UserError: too few GPUs, `replicate` does not divide the ranks, or not all came in time.
+        UserError: too few GPUs, `parallel` does not divide the ranks, or not all came in time.
     """
+    parallel = parallel or ParallelConfig()
     is_launched = any(name in os.environ for name in _LAUNCHER_NUMBERS)
     rank, size, local_rank, local_size, node_rank = 0, 1, 0, 1, 0
     if is_launched:
@@ -35,11 +37,8 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
         local_size = _variable("LOCAL_WORLD_SIZE", size)
         node_rank = _variable("GROUP_RANK", rank // local_size)
     device, backend = _device_and_backend(config.backend, local_rank)
-    if size % replicate:
-        raise UserError(
-            f"parallel.replicate={replicate} does not divide the world size, {size} - "
-            "use a number that does"
-        )
+    if problems := list(_mesh_problems(size, parallel)):
+        raise UserError(*problems)
     timeout = datetime.timedelta(seconds=config.join_timeout_s)
     progress = Progress(device)
     store: dist.Store = dist.HashStore()
@@ -62,13 +61,36 @@ def join_world(config: DistributedConfig, replicate: int = 1) -> World:
             f"{config.join_timeout_s} s ({first_line(error)}) - start every node within that time, "
             "with one MASTER_ADDR and MASTER_PORT that all of them reach"
         ) from error
-    shape = {"replicate": replicate, "shard": size // replicate}
-    if replicate == 1:
-        del shape["replicate"]
-    mesh = dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s), mesh)
+    replicas = {"replicate": parallel.replicate} if parallel.replicate > 1 else {}
+    ranks = size // parallel.replicate
+    mesh, expert_mesh = _mesh(device, replicas | {"shard": ranks}), None
+    if parallel.expert > 1:
+        spread = {"expert_shard": ranks // parallel.expert, "expert": parallel.expert}
+        expert_mesh = _mesh(device, replicas | spread)
+    set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s), mesh, expert_mesh)
     store = dist.PrefixStore("shardtune", store)
-    return World(rank, size, local_rank, local_size, node_rank, device, mesh, store, progress)
+    return World(
+        rank, size, local_rank, local_size, node_rank, device, mesh, store, progress, expert_mesh
+    )
+
+
+def _mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
+    replicate, expert = parallel.replicate, parallel.expert
+    if size % replicate:
+        yield (
+            f"parallel.replicate={replicate} does not divide the world size, {size} - "
+            f"use one of {divisors(size)}"
+        )
+    ranks = size if size % replicate else size // replicate
+    if ranks % expert:
+        yield (
+            f"parallel.expert={expert} does not divide world size / parallel.replicate, {ranks} - "
+            f"use one of {divisors(ranks)}"
+        )
+
+
+def _mesh(device: torch.device, shape: dict[str, int]) -> DeviceMesh:
+    return dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def _launcher_numbers() -> Iterator[int]:

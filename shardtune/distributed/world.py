@@ -31,6 +31,8 @@ class World:
     """One process's place in the run.
 
     `mesh` holds every rank in a dimension `shard`, behind `replicate` if there are several copies.
+    `expert_mesh`, with parallel.expert above 1, divides each `shard` into `expert_shard` groups of
+    `expert` consecutive ranks, which share one set of experts.
     """
 
     rank: int
@@ -42,6 +44,7 @@ class World:
     mesh: DeviceMesh
     store: dist.Store
     progress: Progress
+    expert_mesh: DeviceMesh | None = None
     _round: count[int] = field(default_factory=count)
 
     @property
@@ -82,7 +85,7 @@ class World:
         """Limit each step to this time from now on; the first one may set things up for longer."""
         if not self.progress.record.limits_steps:
             self.progress.record.limits_steps = True
-            set_collective_timeout(timeout_s, self.mesh)
+            set_collective_timeout(timeout_s, self.mesh, self.expert_mesh)
 
     def all_gather_scalars(self, *values: torch.Tensor | float) -> torch.Tensor:
         """Return every rank's scalars, float64 [ranks, values]: collective.
@@ -148,11 +151,12 @@ class World:
         return cast(T, dict(filter(None, reports))[self.node_rank])
 
 
-def set_collective_timeout(timeout_s: float, mesh: DeviceMesh) -> None:
-    """Set the timeout of every process group, past the agents' own limit.
+def set_collective_timeout(timeout_s: float, *meshes: DeviceMesh | None) -> None:
+    """Set the timeout of the meshes' groups and of the group of all ranks, past the agents' limit.
 
     PyTorch has no public name for it, and its trainers use this one.
     """
     timeout = datetime.timedelta(seconds=timeout_s + _AGENTS_END_FIRST_S)
-    for group in (None, *mesh.get_all_groups()):
+    groups = [group for mesh in meshes if mesh for group in mesh.get_all_groups()]
+    for group in (None, *groups):
         dist.distributed_c10d._set_pg_timeout(timeout, group)

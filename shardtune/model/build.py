@@ -12,6 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -29,7 +31,12 @@ from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, copy_slice
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError, first_line
-from shardtune.model.experts import always_give_expert_gradients, shard_placement
+from shardtune.model.experts import (
+    always_give_expert_gradients,
+    shard_placement,
+    spread_experts,
+    spread_problems,
+)
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.support import decoder_layers, unsupported
@@ -79,7 +86,10 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     # More than the compute dtype's digits of a frozen weight would be cast away in each forward.
     dtype = DTYPES[config.model.master_dtype] if config.lora.rank is None else compute
     skeleton = _on_meta(model_config, config.model.attention, dtype)
-    problems = list(unsupported(skeleton, config))
+    problems = [
+        *unsupported(skeleton, config),
+        *spread_problems(skeleton, config.parallel.expert),
+    ]
     try:
         if config.lora.rank is not None:
             choose_targets(skeleton, config.lora)
@@ -155,13 +165,42 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
 
 
 def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
-    """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters."""
+    """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters.
+
+    With parallel.expert above 1, the experts of each layer are spread, a group of their own.
+    """
+    if world.expert_mesh:
+        _shard_experts(model, world.expert_mesh, world, policy)
     placement = partial(shard_placement, shards=world.mesh["shard"].size())
     fully = partial(fully_shard, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
     for layer in reversed(decoder_layers(model)):  # inner layers before those around them
         fully(layer)
         always_give_expert_gradients(layer)
     fully(model)
+
+
+def _shard_experts(
+    model: PreTrainedModel, mesh: DeviceMesh, world: World, policy: MixedPrecisionPolicy
+) -> None:
+    """Spread the experts over `expert`, and apply FSDP2 to each rank's over the other dimensions.
+
+    No forward prefetch: an exchange of sizes stops the host before each layer's experts alone.
+    """
+    copies = mesh["expert_shard"].size()
+    *others, _ = mesh.mesh_dim_names or ()
+    for experts in spread_experts(model, mesh["expert"], world.progress):
+        fully_shard(
+            experts,
+            mesh=mesh[tuple(others)],
+            # As without a group of their own: the router's weights stay in float32.
+            mp_policy=replace(policy, cast_forward_inputs=False),
+            shard_placement_fn=partial(shard_placement, shards=copies),
+        )
+        # Tokens of all ranks have reached the experts, not only those of the FSDP group.
+        experts.set_gradient_divide_factor(world.size)
+        # FSDP2 scales within the collective, as gloo cannot. Groups of one rank divide by
+        # themselves, and would twice.
+        experts.set_force_sum_reduction_for_comms(copies > 1)
 
 
 def compile_layers(model: PreTrainedModel) -> None:

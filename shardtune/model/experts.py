@@ -1,12 +1,185 @@
-"""Stacked experts under FSDP: parameters of three dimensions, the experts first."""
+"""Stacked experts: parameters of three dimensions, the experts first. FSDP2 shards them, or
+`parallel.expert` spreads whole experts over ranks.
+
+Spread experts stay where they are, and tokens travel: each rank of an `expert` group sends its
+(token, expert) pairs to the ranks that hold these experts, and gets the outputs back. Ranks with
+the same experts, `expert_shard` and `replicate`, are an FSDP group of their own.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import (
+    EPImplementation,
+    EPImplementationInterface,
+    apply_expert_parallelism,
+)
+
+from shardtune.distributed.progress import Progress
+from shardtune.distributed.tensors import to_local
+from shardtune.errors import divisors
+from shardtune.model.lora import is_factor
+
+_MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
+
+
+def spread_problems(model: PreTrainedModel, degree: int) -> Iterator[str]:
+    """Yield why the experts of a model cannot be spread over `degree` ranks."""
+    if degree == 1:
+        return
+    kind, key = model.config.model_type, f"parallel.expert={degree}"
+    plan = model._expand_parallel_plan(model.ep_plan)
+    stacks = [model.get_parameter(name) for name, style in plan.items() if style == _STACK]
+    if _MODULE not in plan.values() or not stacks:
+        has_experts = any("expert" in name for name, _ in model.named_parameters())
+        lack = "has no plan to spread its experts over ranks" if has_experts else "has no experts"
+        yield f"{key}: {kind} {lack} - use parallel.expert=1"
+    for number in sorted({stack.shape[0] for stack in stacks if stack.shape[0] % degree}):
+        yield (
+            f"{key} does not divide the {number} experts of {kind} - "
+            f"use one of {divisors(number)} that divides world size / parallel.replicate too"
+        )
+
+
+def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress) -> list[Any]:
+    """Spread the stacked experts over `mesh` by the architecture's plan; return their modules.
+
+    The parameters become DTensors, and each module exchanges tokens around its own forward.
+    """
+    plan: dict[str, str] = {}
+    for name, style in model._expand_parallel_plan(model.ep_plan).items():
+        if style == _MODULE:  # no plan knows adapters
+            parameters = model.get_submodule(name).named_parameters(recurse=False)
+            plan |= {f"{name}.{key}": _STACK for key, _ in parameters if is_factor(key)}
+        plan[name] = style
+    EPImplementationInterface.register("shardtune", partial(ExpertExchange, progress))
+    # The ranks with the same batch, none here, would be the third argument.
+    apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="shardtune")
+    return [model.get_submodule(name) for name, style in plan.items() if style == _MODULE]
+
+
+def is_spread(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter, sharded or gathered, is a stack of spread experts."""
+    return isinstance(parameter, DTensor) and "expert" in (
+        parameter.device_mesh.mesh_dim_names or ()
+    )
+
+
+def gathered_numel(parameter: torch.Tensor) -> int:
+    """Return how many elements of a sharded parameter a rank has once FSDP2 has gathered it."""
+    if not is_spread(parameter):
+        return parameter.numel()
+    return parameter.numel() // cast(DTensor, parameter).device_mesh["expert"].size()
+
+
+class ExpertExchange(EPImplementation):
+    """Bring tokens to the ranks of their experts, and the experts' outputs back.
+
+    transformers' own does not tell the agents of this node that a rank waits for the others.
+    """
+
+    def __init__(
+        self, progress: Progress, experts: nn.Module, mesh: DeviceMesh, _: DeviceMesh
+    ) -> None:
+        self._experts_forward = experts.forward  # by the experts' numbers on this rank
+        self._local_experts = cast(int, experts.num_experts)
+        self._ranks, self._group, self._progress = mesh.size(), mesh.get_group(), progress
+
+    # Sizes go through the host.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the experts' outputs for each of this rank's tokens.
+
+        hidden_states: [tokens, width]. top_k_index, the experts' numbers in the layer, and
+        top_k_weights: [tokens, k].
+        """
+        top_k = top_k_index.shape[-1]
+        # Sorted by expert, the pairs of each rank are consecutive.
+        expert_of_pair = top_k_index.flatten()
+        order = expert_of_pair.argsort(stable=True)
+        sent_counts = expert_of_pair.new_zeros(self._ranks * self._local_experts)
+        sent_counts.scatter_add_(0, expert_of_pair, torch.ones_like(expert_of_pair))
+        sent_counts = sent_counts.view(self._ranks, self._local_experts)
+        received_counts = torch.empty_like(sent_counts)
+        with self._progress.waiting():
+            dist.all_to_all_single(received_counts, sent_counts, group=self._group)
+            # The layer's one host sync.
+            sizes = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)])
+            sent, received = sizes.tolist()
+
+        tokens = self._exchange(hidden_states[order // top_k], sent, received)
+        local_experts = torch.arange(self._local_experts, device=tokens.device).repeat(self._ranks)
+        expert_of_token = local_experts.repeat_interleave(
+            received_counts.flatten(), output_size=sum(received)
+        )
+        outputs = self._exchange(self._run_experts(tokens, expert_of_token), received, sent)
+
+        of_pairs = torch.empty_like(outputs)
+        of_pairs[order] = outputs
+        weighted = of_pairs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
+        return weighted.sum(dim=1)
+
+    def _run_experts(self, tokens: torch.Tensor, expert_of_token: torch.Tensor) -> torch.Tensor:
+        """Return each token's output of its own expert, without its weight."""
+        n_tokens = len(tokens)
+        if n_tokens == 0:
+            # A zero token, dropped again below, gives the experts a gradient and lets the backward
+            # reach the exchange, in which the other ranks wait for this one.
+            tokens, expert_of_token = tokens.sum(0, keepdim=True), expert_of_token.new_zeros(1)
+        weights = tokens.new_ones(len(tokens), 1)
+        outputs = self._experts_forward(tokens, expert_of_token.unsqueeze(-1), weights)
+        return cast(torch.Tensor, outputs)[:n_tokens]
+
+    def _exchange(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        output = _Exchange.apply(rows, sent, received, self._group, self._progress)
+        return cast(torch.Tensor, output)
+
+
+class _Exchange(torch.autograd.Function):
+    """Send `sent[r]` rows to rank r of the group and receive `received[r]`; the backward reverses
+    it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        group: dist.ProcessGroup,
+        progress: Progress,
+    ) -> torch.Tensor:
+        ctx.reverse = received, sent, group, progress
+        return _all_to_all(rows, sent, received, group, progress)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        return _all_to_all(gradients[0], *ctx.reverse), None, None, None, None
+
+
+def _all_to_all(
+    rows: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+    progress: Progress,
+) -> torch.Tensor:
+    output = rows.new_empty(sum(received), rows.shape[-1])
+    with progress.waiting():
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
 
 
 def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
@@ -16,7 +189,7 @@ def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
     experts. Then it is the last if it divides evenly, as FSDP2 demands of every other dimension,
     else the first again, and these ranks have empty slices.
     """
-    experts, width = parameter.shape[0], parameter.shape[-1]
+    experts, width = to_local(parameter).shape[0], parameter.shape[-1]
     is_some_slice_empty = -(-experts // shards) * (shards - 1) >= experts
     if parameter.dim() >= 3 and is_some_slice_empty and width % shards == 0:
         # The last dimension: the second is where the files' gate and up projections are joined.
@@ -31,12 +204,17 @@ def always_give_expert_gradients(layer: nn.Module) -> None:
     without parameters. A rank with fewer gradients than the others reduces less than they do, and
     the collective fails. FSDP2's `set_reduce_scatter_unused_params` would also make gradients for
     parameters that have none on any rank, such as DeepSeek's indexers, and weight decay would
-    shrink those.
+    shrink those. Spread experts always have one, and may be reduced before the layer.
     """
 
-    def fill(_: torch.Tensor) -> None:
+    def stacks() -> Iterator[nn.Parameter]:
         for parameter in layer.parameters():
-            if parameter.dim() >= 3 and parameter.requires_grad and parameter.grad is None:
+            if parameter.dim() >= 3 and not is_spread(parameter):
+                yield parameter
+
+    def fill(_: torch.Tensor) -> None:
+        for parameter in stacks():
+            if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -46,5 +224,5 @@ def always_give_expert_gradients(layer: nn.Module) -> None:
                 # layer's.
                 argument.register_hook(fill)
 
-    if any(parameter.dim() >= 3 for parameter in layer.parameters()):
+    if next(stacks(), None) is not None:
         layer.register_forward_pre_hook(watch)

@@ -12,6 +12,7 @@ from shardtune.config import OptimizerConfig, SchedulerConfig
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed
+from shardtune.model.experts import is_spread
 
 _NORM_PIECE = 1 << 24  # elements
 
@@ -77,7 +78,10 @@ def clip_gradients(model: PreTrainedModel, max_norm: float, norm: float) -> None
     parameters = [p for p in model.parameters() if p.grad is not None]
     # Filled on the device: the host would wait for a copy.
     on_device = torch.full((), norm, dtype=torch.float32, device=parameters[0].device)
-    clip_grads_with_norm_(parameters, max_norm, on_device)
+    # PyTorch scales no gradients of different meshes together.
+    spread = [p for p in parameters if is_spread(p)]
+    for group in (spread, [p for p in parameters if not is_spread(p)]):
+        clip_grads_with_norm_(group, max_norm, on_device)
 
 
 def require_finite(

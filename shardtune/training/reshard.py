@@ -23,6 +23,7 @@ from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.build import compute_dtype, local_trained_bytes
+from shardtune.model.experts import gathered_numel
 
 _SHARE = 0.5  # of the free memory that may be taken; the rest is for activations
 
@@ -50,8 +51,8 @@ def choose_reshard_policy(
     `saved` is the decision of the resumed run. It holds for gradients, because a resume must not
     change the order of a sum.
     """
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    numel = sum(gathered_numel(p) for p in model.parameters())
+    trained = sum(gathered_numel(p) for p in model.parameters() if p.requires_grad)
     gradients = trained * DTYPES[config.model.reduce_dtype].itemsize
     parameters = numel * compute_dtype(config.model.compute_dtype, world.device).itemsize
     micro_batches = config.train.gradient_accumulation_steps

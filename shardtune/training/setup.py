@@ -271,8 +271,7 @@ def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
     resumed = run.resumed
     if resumed is None or resumed.world_size != run.world.size:
         return None
-    replicas = resumed.state["config"]["parallel"]["replicate"]
-    is_alike = replicas == run.config.parallel.replicate
+    is_alike = resumed.state["config"]["parallel"] == to_dict(run.config)["parallel"]
     return ReshardPolicy(*resumed.state["residency"]) if is_alike else None
 
 

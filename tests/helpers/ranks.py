@@ -120,6 +120,31 @@ def train_until(step: int, after_s: float, ranks: int, *assignments: Any, cwd: P
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
 
+def train_each(runs: Sequence[tuple[int, Sequence[str]]], cwd: Path) -> None:
+    """Run train_fsdp.py once for each (ranks, assignments), in turn, in processes forked once.
+
+    The standard output of run i, its rank 0's, goes to `run<i>.out`.
+    """
+    (cwd / "config.yaml").touch()
+    done = on_ranks(max(ranks for ranks, _ in runs), _train_each, list(runs), cwd=cwd)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _train_each(runs: Sequence[tuple[int, Sequence[str]]]) -> None:
+    script = str(REPOSITORY / "train_fsdp.py")
+    rank = int(os.environ["RANK"])
+    for number, (ranks, assignments) in enumerate(runs):
+        if rank >= ranks:
+            continue
+        if rank == 0:
+            os.dup2(os.open(f"run{number}.out", os.O_WRONLY | os.O_CREAT), 1)
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # its own part of the store
+        sys.argv = [script, "--config", "config.yaml", *assignments]
+        runpy.run_path(script)["main"]()
+        dist.destroy_process_group()
+
+
 def type_command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `python -m shardtune` with these in a fork."""
     return on_ranks(1, _run_command, list(map(str, arguments)), cwd=cwd)

@@ -188,7 +188,11 @@ def test_problems_that_are_known_together_are_reported_together(folder: Path) ->
     assert len(problems) == 2 and "512 positions" in problems[0] and "truncated" in problems[1]
 
     problems = refusal(
-        folder, "train.epoch=2", "optimizer.lr=fast", "parallel.expert=2", "data.overflow=wrap"
+        folder,
+        "train.epoch=2",
+        "optimizer.lr=fast",
+        "logging.tensorboard=true",
+        "data.overflow=wrap",
     )
     assert len(problems) == 4
     for word in ("train.epochs", "optimizer.lr", "not built yet", "truncate"):

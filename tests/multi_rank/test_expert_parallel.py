@@ -1,0 +1,266 @@
+"""Experts spread over ranks train as plain PyTorch trains them, whatever the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers.chats import write_jsonl
+from helpers.documented import require_error_line
+from helpers.plain_training import (
+    assert_same_steps,
+    assert_same_weights,
+    encode,
+    plain_training,
+    save_new_model,
+    settings,
+    sharpen,
+    uneven_chats,
+)
+from helpers.ranks import train, train_each
+from helpers.small_runs import steps_of
+from helpers.tiny_models import VOCABULARY
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+RATES = [3e-3] * 4
+MAX_NORM = 0.5
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "num_experts_per_tok": 2,
+}
+SHARED = {
+    "n_routed_experts": 12,  # on two ranks with two copies: slices of three
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": SHARED,
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": SHARED | LATENT | {"n_routed_experts": 8},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+class Mesh(NamedTuple):
+    ranks: int
+    expert: int
+    replicate: int = 1
+
+    def assignments(self) -> list[str]:
+        return [
+            f"parallel.expert={self.expert}",
+            f"parallel.replicate={self.replicate}",
+            f"train.gradient_accumulation_steps={16 // self.ranks}",
+        ]
+
+
+# The mesh that saves after two steps, the mesh that resumes, and a setting.
+Case = tuple[str, Mesh, Mesh, str]
+CASES: list[Case] = [
+    ("glm4_moe", Mesh(4, 4), Mesh(4, 2, 2), "model.init=pretrained"),
+    ("qwen3_moe", Mesh(2, 2), Mesh(4, 4), "model.activation_checkpointing=full"),
+    ("mixtral", Mesh(4, 2), Mesh(2, 1), "model.activation_checkpointing=selective"),
+    ("deepseek_v3", Mesh(2, 1), Mesh(2, 2), "data.packing=true"),
+    ("gpt_oss", Mesh(4, 2), Mesh(2, 2), "data.packing=false"),
+]
+MESHES = [
+    Mesh(2, 2),
+    Mesh(4, 4),
+    Mesh(4, 2),
+    Mesh(4, 1, 2),
+    Mesh(4, 2, 2),
+    Mesh(8, 4, 2),
+    Mesh(8, 2, 2),
+    Mesh(16, 4, 2),
+    Mesh(16, 2),
+]
+
+
+def build(family: str) -> Any:
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **SMALL | FAMILIES[family])
+    )
+
+
+def move_biases(model: Any) -> None:
+    sharpen(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.1)
+
+
+@pytest.fixture(scope="module")
+def models(
+    tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("families")
+
+    def model(family: str) -> Path:
+        if not (root / family).exists():
+            save_new_model(lambda: build(family), tokenizer, root / family, move_biases)
+        return root / family
+
+    return model
+
+
+def check(
+    cases: Sequence[Case],
+    models: Callable[[str], Path],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    *more: str,
+) -> None:
+    """Two steps on the first mesh of each case and two on the second, clipped, are the four steps
+    of a plain loop, and so are the exported weights."""
+    records = uneven_chats()
+    data = write_jsonl(folder / "train.jsonl", records)
+    runs = []
+    for number, (family, saved, resumed, setting) in enumerate(cases):
+        given = settings(
+            models(family),
+            data,
+            folder / f"case{number}",
+            f"train.max_grad_norm={MAX_NORM}",
+            "train.epochs=4",
+            setting,
+            *more,
+        )
+        runs += [
+            (saved.ranks, [*given, *saved.assignments(), "train.max_steps=2"]),
+            (resumed.ranks, [*given, *resumed.assignments()]),
+        ]
+    train_each(runs, folder)
+    encoded = [encode(tokenizer, record) for record in records]
+    expected = {}
+    for number, (family, *_) in enumerate(cases):
+        if family not in expected:
+            expected[family] = plain_training(models(family), encoded, RATES, MAX_NORM)
+            assert max(expected[family].norms) > MAX_NORM
+        said = (folder / f"run{2 * number + 1}.out").read_text(encoding="utf-8")
+        assert "Resumed from checkpoint_0000002" in said
+        assert_same_steps(folder / f"case{number}", expected[family])
+        assert_same_weights(folder / f"case{number}", expected[family])
+
+
+def test_each_architecture_trains_on_one_mesh_and_resumes_on_another(
+    models: Callable[[str], Path], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    check(CASES, models, tokenizer, tmp_path)
+
+
+def test_a_resume_on_the_same_mesh_repeats_every_bit_and_random_weights_know_no_mesh(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The best weights, gathered from uneven slices, are the final ones."""
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    mesh = Mesh(4, 2)  # twelve experts in slices of three
+
+    def given(name: str, mesh: Mesh, *more: str) -> list[str]:
+        model, run_dir = models("glm4_moe"), tmp_path / name
+        return settings(model, data, run_dir, *mesh.assignments(), "train.epochs=4", *more)
+
+    evaluation = [f"data.eval={data}", "eval.baseline=false", "eval.keep_best=true"]
+    drawn = ["model.init=random", "optimizer.lr=0", "train.max_steps=1"]
+    train_each(
+        [
+            (4, given("whole", mesh, *evaluation)),
+            (4, given("run", mesh, "train.max_steps=2")),
+            (4, given("run", mesh)),
+            (4, given("spread", mesh, *drawn)),
+            (1, given("one", Mesh(1, 1), *drawn)),
+        ],
+        tmp_path,
+    )
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
+    for one, other in (("whole/model", "run/model"), ("whole/model", "whole/best")):
+        assert_same_tensors(tmp_path / one, tmp_path / other)
+    assert_same_tensors(tmp_path / "spread/model", tmp_path / "one/model")
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_degrees_that_cannot_be_are_refused_with_those_that_can(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+
+    def refusal(ranks: int, *more: str) -> list[str]:
+        given = settings(models("mixtral"), data, tmp_path / "run", *more)
+        refused = train(ranks, *given, cwd=tmp_path)
+        assert refused.returncode == 2, refused.stderr
+        lines = [line for line in refused.stderr.splitlines() if line.startswith("ERROR: ")]
+        for line in lines:
+            require_error_line(line)
+        return lines
+
+    assert refusal(2, "parallel.replicate=4", "parallel.expert=3") == [
+        "ERROR: parallel.replicate=4 does not divide the world size, 2 - use one of 1, 2",
+        "ERROR: parallel.expert=3 does not divide world size / parallel.replicate, 2 - "
+        "use one of 1, 2",
+    ]
+    assert refusal(3, "parallel.expert=3") == [
+        "ERROR: parallel.expert=3 does not divide the 4 experts of mixtral - "
+        "use one of 1, 2, 4 that divides world size / parallel.replicate too"
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_compiled_layers_exchange_tokens(
+    checkpointing: str,
+    models: Callable[[str], Path],
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    cases = [
+        ("glm4_moe", Mesh(2, 2), Mesh(4, 2), f"model.activation_checkpointing={checkpointing}")
+    ]
+    check(cases, models, tokenizer, tmp_path, "model.compile=true")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_mesh_is_exact(
+    family: str,
+    mesh: Mesh,
+    models: Callable[[str], Path],
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    """Each goes on where the mesh before it in the list has saved."""
+    before = MESHES[MESHES.index(mesh) - 1]
+    packing = f"data.packing={str(family != 'gpt_oss').lower()}"
+    check([(family, before, mesh, packing)], models, tokenizer, tmp_path)

@@ -1,0 +1,38 @@
+"""Which experts can be spread over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardtune.model.experts import spread_problems
+
+SMALL = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "degree", "problem"),
+    [
+        ("llama", {}, 1, None),
+        ("llama", {}, 2, "llama has no experts - use parallel.expert=1"),
+        ("mixtral", {"num_local_experts": 6}, 3, None),
+        ("mixtral", {"num_local_experts": 6}, 4, "does not divide the 6 experts of mixtral - "),
+        # It also sends tokens to experts without parameters.
+        (
+            "longcat_flash",
+            {"num_hidden_layers": 2, "n_routed_experts": 4, "expert_ffn_hidden_size": 16},
+            2,
+            "longcat_flash has no plan to spread its experts over ranks - use parallel.expert=1",
+        ),
+    ],
+)
+def test_what_cannot_be_spread_is_named(
+    family: str, settings: dict[str, int], degree: int, problem: str | None
+) -> None:
+    small = {**SMALL, **settings}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small))
+    problems = list(spread_problems(model, degree))
+    assert len(problems) == (problem is not None)
+    assert problem is None or problem in problems[0]
