@@ -55,16 +55,13 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
 
     The parameters become DTensors, and each module exchanges tokens around its own forward.
     """
-    plan: dict[str, str] = {}
-    for name, style in model._expand_parallel_plan(model.ep_plan).items():
-        if style == _MODULE:  # no plan knows adapters
-            parameters = model.get_submodule(name).named_parameters(recurse=False)
-            plan |= {f"{name}.{key}": _STACK for key, _ in parameters if is_factor(key)}
-        plan[name] = style
+    plan = model._expand_parallel_plan(model.ep_plan)
+    # No plan knows adapters, and these would have their module's style.
+    plan |= dict.fromkeys(filter(is_factor, plan), _STACK)
     EPImplementationInterface.register("shardtune", partial(ExpertExchange, progress))
     # The ranks with the same batch, none here, would be the third argument.
     apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="shardtune")
-    return [model.get_submodule(name) for name, style in plan.items() if style == _MODULE]
+    return [module for name, module in model.named_modules() if plan.get(name) == _MODULE]
 
 
 def is_spread(parameter: torch.Tensor) -> bool:

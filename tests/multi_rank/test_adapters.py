@@ -62,11 +62,27 @@ def assert_steps(run_dir: Path, expected: Any) -> None:
     assert [step["grad_norm"] for step in steps] == pytest.approx(norms, rel=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("glm", 1), ("glm", 2), ("llama", 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "more"),
+    [
+        ("glm", 1, []),
+        ("glm", 2, []),
+        ("llama", 2, []),
+        ("glm", 2, ["parallel.expert=2", "model.activation_checkpointing=full"]),
+        pytest.param(
+            "glm", 4, ["parallel.expert=2", "parallel.replicate=2"], marks=pytest.mark.full
+        ),
+    ],
+)
 def test_steps_equal_a_plain_loop_around_peft(
-    kind: str, ranks: int, sharp: dict[str, Path], expected: dict[str, Any], tmp_path: Path
+    kind: str,
+    ranks: int,
+    more: list[str],
+    sharp: dict[str, Path],
+    expected: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    _, run_dir = run(sharp[kind], tmp_path, ranks)
+    _, run_dir = run(sharp[kind], tmp_path, ranks, *more)
     assert_steps(run_dir, expected[kind])
     assert_exported(run_dir, sharp[kind], expected[kind])
 
