@@ -7,7 +7,6 @@ its share of the model and the pieces of one parameter.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import time
@@ -22,7 +21,7 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.distributed import DistributedConfig
 
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, to_local
@@ -33,7 +32,6 @@ from shardtune.model.lora import is_factor
 _PIECE_BYTES = 8 << 20  # what one thread reads at a time
 _READERS = 4  # threads per rank
 _FIRST_REPORT_S, _REPORT_EVERY_S = 5, 10
-_libc = ctypes.CDLL(None)
 
 
 class StoredTensor:
@@ -171,23 +169,56 @@ def _duration(seconds: float) -> str:
 
 
 class SliceConverter(WeightConverter):
-    """Convert stored tensors as transformers does, also where the slice of a rank is empty.
+    """Convert stored tensors as transformers does, in less memory, and where a slice is empty.
 
     Files hold one tensor per expert. Each rank reads the experts of its slice and stacks them;
-    transformers fails where there is none to stack.
+    transformers fails where there is none to stack, and holds every expert three times.
     """
 
     __slots__ = ()
 
     def convert(self, layer_name: str, model: Any = None, *more: Any, **options: Any) -> Any:
         target = to_local(model.get_parameter_or_buffer(layer_name))
-        if target.numel():
-            # Give the pieces of the last parameter back: among the many that glibc keeps, half as
-            # much again as a rank's share stayed in its process.
-            _libc.malloc_trim(0)
-            return super().convert(layer_name, model, *more, **options)
-        self.collected_tensors.clear()
-        return {layer_name: torch.empty(target.shape, dtype=target.dtype)}
+        if not target.numel():
+            self.collected_tensors.clear()
+            return {layer_name: torch.empty(target.shape, dtype=target.dtype)}
+        operations = [(type(each), getattr(each, "dim", None)) for each in self.operations]
+        if operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            return {layer_name: self._stack(target.shape)}
+        return super().convert(layer_name, model, *more, **options)
+
+    def _stack(self, shape: torch.Size) -> torch.Tensor:
+        """Read one expert after the other into its place in a stack of this shape.
+
+        Raises:
+            UserError: the stored experts do not fill it.
+        """
+        stack: torch.Tensor | None = None
+        end = 0
+        for pattern in self.source_patterns:
+            begin, count = end, 0
+            for read in self.collected_tensors.pop(pattern, ()):
+                part = cast(Callable[[], torch.Tensor | None], read)()
+                if part is None:  # an expert of another rank
+                    continue
+                stack = part.new_empty(shape) if stack is None else stack
+                end = end if count else begin + len(part)
+                place = stack[count : count + 1, begin:end]
+                if place.shape != (1, *part.shape):
+                    raise self._misfit(shape)
+                place.copy_(part)
+                count += 1
+            if count != shape[0]:
+                raise self._misfit(shape)
+        if stack is None or end != shape[1]:
+            raise self._misfit(shape)
+        return stack
+
+    def _misfit(self, shape: torch.Size) -> UserError:
+        return UserError(
+            f"the stored experts {', '.join(self.source_patterns)} do not fill a stack of "
+            f"{list(shape)} - fetch the model again, or correct its config.json"
+        )
 
 
 def load_sharded(

@@ -1,4 +1,4 @@
-"""Boxes of stored tensors, read in pieces, against plain slicing."""
+"""Boxes of stored tensors against plain slicing, and stacks of experts against torch.stack."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.core_model_loading import Concatenate, MergeModulelist
 
+from shardtune.errors import UserError
 from shardtune.model import load
 
 
@@ -64,3 +66,37 @@ def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
             file.truncate(path.stat().st_size - 4)
         with pytest.raises(OSError, match=r"a\.safetensors: ends at byte"):
             stored["a"][...]
+
+
+@pytest.mark.parametrize(
+    ("gate", "up"),
+    [
+        ([(2, 4)] * 3, [(2, 4)] * 3),
+        ([(2, 4)] * 2, [(2, 4)] * 2),
+        ([(2, 4)] * 4, [(2, 4)] * 4),
+        ([(2, 4)] * 3, [(2, 4)] * 2),
+        ([(2, 4)] * 3, []),
+        ([(2, 4)] * 3, [(1, 4)] * 3),
+        ([(2, 4)] * 3, [(3, 4)] * 3),
+        ([(2, 4)] * 3, [(2, 4), (1, 4), (2, 4)]),
+        ([(2, 1)] * 3, [(2, 1)] * 3),
+    ],
+)
+def test_stored_experts_are_stacked_where_they_fill_the_stack(
+    gate: list[tuple[int, int]], up: list[tuple[int, int]]
+) -> None:
+    """A stack has three experts of [2 + 2, 4]."""
+    parts = {"gate": list(map(torch.randn, gate)), "up": list(map(torch.randn, up))}
+    converter = load.SliceConverter(
+        ["gate", "up"], "gate_up", [MergeModulelist(dim=0), Concatenate(dim=1)]
+    )
+    for name, tensors in parts.items():
+        for tensor in tensors:
+            converter.add_tensor("gate_up", name, name, lambda tensor=tensor: tensor)
+            converter.add_tensor("gate_up", name, name, lambda: None)  # another rank's
+    if gate == up == [(2, 4)] * 3:
+        expected = torch.cat([torch.stack(tensors) for tensors in parts.values()], dim=1)
+        assert torch.equal(converter._stack(torch.Size([3, 4, 4])), expected)
+    else:
+        with pytest.raises(UserError, match="do not fill a stack of"):
+            converter._stack(torch.Size([3, 4, 4]))
