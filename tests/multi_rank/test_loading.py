@@ -105,7 +105,7 @@ def load(config: Config, tiny: Config, out: Path, is_compared: bool) -> None:
 
     A tiny one before it imports the modules that both need.
     """
-    world = join_world(config.distributed, config.parallel.replicate)
+    world = join_world(config.distributed, config.parallel)
     build_model(tiny, AutoConfig.from_pretrained(tiny.model.path), world)
     model_config = AutoConfig.from_pretrained(config.model.path)
     torch.distributed.barrier()
@@ -126,21 +126,23 @@ SMALL, LARGE = Shape(40_000, 512, 2, 6), Shape(32_000, 2048, 5, 32)
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks", "replicate"),
+    ("shape", "ranks", "replicate", "expert"),
     [
-        (SMALL, 4, 1),  # each rank holds columns of every expert
-        (SMALL, 4, 2),
-        pytest.param(LARGE, 8, 1, marks=pytest.mark.full),
-        pytest.param(LARGE, 8, 2, marks=pytest.mark.full),
+        (SMALL, 4, 1, 1),  # each rank holds columns of every expert
+        (SMALL, 4, 2, 2),
+        pytest.param(LARGE, 8, 1, 1, marks=pytest.mark.full),
+        pytest.param(LARGE, 8, 2, 1, marks=pytest.mark.full),
+        pytest.param(LARGE, 8, 1, 2, marks=pytest.mark.full),
     ],
 )
 def test_each_byte_is_read_once_per_copy_into_memory_that_is_kept(
-    shape: Shape, ranks: int, replicate: int, models: dict[str, Path], tmp_path: Path
+    shape: Shape, ranks: int, replicate: int, expert: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = save_glm(tmp_path / "model", shape)
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    config = config_for(model, tmp_path, f"parallel.replicate={replicate}")
-    tiny = config_for(models["glm"], tmp_path, f"parallel.replicate={replicate}")
+    parallel = [f"parallel.replicate={replicate}", f"parallel.expert={expert}"]
+    config = config_for(model, tmp_path, *parallel)
+    tiny = config_for(models["glm"], tmp_path, *parallel)
     finished = on_ranks(ranks, load, config, tiny, tmp_path, shape is SMALL, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
