@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +12,37 @@ import pytest
 import torch
 from helpers.chats import write_jsonl
 from helpers.commands import read_metrics
-from helpers.plain_lora import TARGETS, initial_factors, loss_of, peft_model, plain_lora_training
+from helpers.documented import require_error_line
+from helpers.plain_lora import (
+    TARGETS,
+    initial_factors,
+    loss_of,
+    peft_model,
+    plain_lora_training,
+)
 from helpers.plain_training import (
     encode,
     finish,
     settings,
     sharpen,
+    step_losses,
     uneven_chats,
     with_weights,
 )
-from helpers.ranks import train
+from helpers.ranks import on_ranks, run_script, train, train_on_nodes
+from helpers.small_runs import checkpoint, digests
 from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from shardtune.__main__ import run as run_command
+from shardtune.checkpoint import Saver
 from shardtune.config import LoraConfig
+from shardtune.distributed.tensors import to_local
+from shardtune.model.lora import is_factor
 
 RATES = [3e-3] * 4
-LORA = ("lora.rank=3", "lora.alpha=12")
+LORA = ("lora.rank=3", "lora.alpha=12", "train.max_grad_norm=9")
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +53,28 @@ def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def expected(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return the trained peft model of each kind with its losses and norms."""
+    """Return the trained peft model of each kind, the records, its losses and its norms."""
     records = [encode(tokenizer, record) for record in uneven_chats()]
     trained = {}
     for kind, path in sharp.items():
         factors = initial_factors(path, LoraConfig(rank=3, alpha=12))
         model = peft_model(path, factors, 3, 12, **TARGETS[kind])
-        trained[kind] = (model, records, *plain_lora_training(model, records, RATES))
+        trained[kind] = (model, records, *plain_lora_training(model, records, RATES, max_norm=9))
     return trained
 
 
-def run(model: Path, folder: Path, ranks: int, *more: str) -> tuple[str, Path]:
-    """Take four steps over all the data; return the output and the run's folder."""
+def arguments(model: Path, folder: Path, ranks: int, *more: str) -> list[str]:
+    """Return the assignments of four steps over all the data."""
     data, run_dir = write_jsonl(folder / "train.jsonl", uneven_chats()), folder / "run"
+    (folder / "config.yaml").touch()
     accumulation = f"train.gradient_accumulation_steps={8 // ranks}"
-    given = settings(model, data, run_dir, "train.epochs=4", accumulation, *LORA, *more)
-    return finish(train(ranks, *given, cwd=folder)), run_dir
+    return settings(model, data, run_dir, "train.epochs=4", accumulation, *LORA, *more)
+
+
+def run(model: Path, folder: Path, ranks: int, *more: str) -> tuple[str, Path]:
+    """Return the output of such a run, and its folder."""
+    given = arguments(model, folder, ranks, *more)
+    return finish(train(ranks, *given, cwd=folder)), folder / "run"
 
 
 def assert_steps(run_dir: Path, expected: Any) -> None:
@@ -60,31 +82,6 @@ def assert_steps(run_dir: Path, expected: Any) -> None:
     steps = read_metrics(run_dir, "step")
     assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-6)
     assert [step["grad_norm"] for step in steps] == pytest.approx(norms, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "more"),
-    [
-        ("glm", 1, []),
-        ("glm", 2, []),
-        ("llama", 2, []),
-        ("glm", 2, ["parallel.expert=2", "model.activation_checkpointing=full"]),
-        pytest.param(
-            "glm", 4, ["parallel.expert=2", "parallel.replicate=2"], marks=pytest.mark.full
-        ),
-    ],
-)
-def test_steps_equal_a_plain_loop_around_peft(
-    kind: str,
-    ranks: int,
-    more: list[str],
-    sharp: dict[str, Path],
-    expected: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    _, run_dir = run(sharp[kind], tmp_path, ranks, *more)
-    assert_steps(run_dir, expected[kind])
-    assert_exported(run_dir, sharp[kind], expected[kind])
 
 
 def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
@@ -100,3 +97,196 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
     for name, factor in get_peft_model_state_dict(adapted).items():
         torch.testing.assert_close(factor, trained.pop(name), rtol=1e-4, atol=1e-5)
     assert not trained
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "more"),
+    [
+        ("llama", 1, ()),
+        ("llama", 2, ("model.activation_checkpointing=full",)),
+        ("glm", 2, ("parallel.expert=2", "model.activation_checkpointing=full")),
+        *(
+            pytest.param("glm", ranks, more, marks=pytest.mark.full)
+            for ranks, more in (
+                (1, ()),
+                (2, ("model.activation_checkpointing=full",)),
+                (2, ("model.activation_checkpointing=selective",)),
+                (2, ("model.compile=true", "model.activation_checkpointing=full")),
+                (4, ("parallel.replicate=2",)),
+                (4, ("parallel.replicate=2", "parallel.expert=2")),
+                (8, ()),  # more ranks than experts
+            )
+        ),
+    ],
+)
+def test_steps_equal_a_plain_loop_around_peft(
+    kind: str,
+    ranks: int,
+    more: tuple[str, ...],
+    sharp: dict[str, Path],
+    expected: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    output, run_dir = run(sharp[kind], tmp_path, ranks, *more)
+    among = "experts among" if kind == "glm" else "no experts among"
+    assert re.search(rf"^LoRA: rank 3, alpha 12, {among} its modules: ", output, re.MULTILINE)
+    assert_steps(run_dir, expected[kind])
+    assert_exported(run_dir, sharp[kind], expected[kind])
+
+
+def test_checkpoints_hold_the_factors_alone_and_go_on_with_the_source(
+    sharp: dict[str, Path],
+    expected: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Attention, dense MLP, shared and routed experts, over a resume on another number of ranks."""
+    source = tmp_path / "source"
+    shutil.copytree(sharp["glm"], source)
+    run(source, tmp_path, 2, "train.max_steps=2", "export.final=false", "parallel.expert=2")
+    output, run_dir = run(source, tmp_path, 1, "run.resume=auto")
+    assert "Resumed from checkpoint_0000002" in output
+    assert_steps(run_dir, expected["glm"])
+    assert_exported(run_dir, source, expected["glm"])
+
+    last = checkpoint(run_dir, 4)
+    stored = {name for file in last.glob("rank_*") for name in load_file(file)}
+    assert all(is_factor(name) or name.startswith("random.") for name in stored)
+    assert run_command(["verify", *map(str, (last, run_dir / "adapter"))]) == 0
+    out, without = tmp_path / "out", tmp_path / "without"
+    assert run_command(["export", "--dtype", "float32", str(last), str(out)]) == 0
+    assert run_command(["verify", str(out), str(out / "adapter")]) == 0
+    for folder, made in (("adapter", out / "adapter"), ("model", out)):
+        assert digests(run_dir / folder).items() <= digests(made).items() | {
+            ("export.json", digests(run_dir / folder)["export.json"])
+        }
+    source.rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert run_command(["export", str(last), str(without)]) == 0
+    assert f"Left out, the merged model: the files of {source} are not there now" in (
+        capsys.readouterr().out
+    )
+    assert digests(without / "adapter") == digests(out / "adapter")
+    assert [path.name for path in without.iterdir()] == ["adapter"]
+
+
+def run_and_count_bytes(arguments: list[str]) -> None:
+    """On a rank: print the bytes of parameters and states when a checkpoint begins."""
+    start, save = Saver.__init__, Saver.save
+    held: list[Any] = []
+
+    def keep(saver: Any, *given: Any) -> None:
+        held.extend(given)
+        start(saver, *given)
+
+    def count(saver: Any, *given: Any) -> None:
+        model = next(each for each in held if isinstance(each, torch.nn.Module))
+        optimizer = next(each for each in held if isinstance(each, torch.optim.Optimizer))
+        for name, p in model.named_parameters():
+            local, state = to_local(p.data), optimizer.state.get(p, {})
+            dtypes = {to_local(t).dtype for t in state.values() if t.numel() > 1}
+            moments = sum(to_local(t).nbytes for t in state.values() if t.dim())
+            is_right = (
+                local.dtype == torch.float32
+                and dtypes <= {torch.float32}
+                and moments == 8 * local.numel()
+                if is_factor(name)
+                else local.dtype == torch.bfloat16 and not state
+            )
+            print("State:", is_right, name, flush=True)
+        save(saver, *given)
+
+    vars(Saver)
+    Saver.__init__, Saver.save = keep, count  # type: ignore[method-assign]
+    run_script(arguments)
+
+
+def test_frozen_weights_take_the_compute_dtype_and_factors_float32(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of a rank that bfloat16 grouped products do not take: 3 is no multiple of 8."""
+    more = ("model.compute_dtype=bfloat16", "train.max_steps=1")
+    given = arguments(models["glm"], tmp_path, 2, *more, "export.dtype=source")
+    output = finish(
+        on_ranks(2, run_and_count_bytes, ["--config", "config.yaml", *given], cwd=tmp_path)
+    )
+    assert "State: False" not in output and output.count("State: True") > 50
+    # 6 experts x 3 x (32 + 32 + 16 + 32) in 2 layers, and so on.
+    assert "LoRA: 7,776 parameters are trained, in float32" in output
+    assert "the others are frozen: 58,656 in bfloat16" in output
+    step = read_metrics(tmp_path / "run", "step")[0]
+    float32 = finish(train(2, *given, "model.compute_dtype=float32", "run.dir=other", cwd=tmp_path))
+    assert "58,656 in float32" in float32
+    other = read_metrics(tmp_path / "other", "step")[0]
+    assert step["loss"] == pytest.approx(other["loss"], rel=1e-2)
+    assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=5e-2)
+
+
+def test_targets_that_mean_nothing_or_a_router_are_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    given = arguments(models["glm"], tmp_path, 2, "lora.targets=[q_proj, q_prj, gate, lm_head]")
+    refused = train(2, *given, cwd=tmp_path)
+    problems = refused.stderr.splitlines()[-3:]
+    assert refused.returncode == 2 and "Parameters:" not in refused.stdout, refused.stderr
+    for line, expected in zip(
+        problems,
+        (
+            "lora.targets: q_prj means no layer of glm4_moe - use q_proj",
+            "lora.targets: gate means the router of the experts (model.layers.1.mlp.gate)",
+            "lora.targets: lm_head means no layer of glm4_moe - use ",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(f"ERROR: {expected}"), line
+        require_error_line(line)
+
+
+@pytest.mark.full
+def test_the_same_ranks_resume_to_the_bit_with_dropout(
+    sharp: dict[str, Path], tmp_path: Path
+) -> None:
+    dropout = ("lora.dropout=0.3", "checkpoint.every_steps=2", "export.final=false")
+    run(sharp["glm"], tmp_path, 2, *dropout)
+    whole, losses = tmp_path / "run", step_losses(tmp_path / "run")
+    files = digests(checkpoint(whole, 4), "rank_*")
+    shutil.rmtree(checkpoint(whole, 4))
+    run(sharp["glm"], tmp_path, 2, *dropout)
+    assert step_losses(whole) == losses and digests(checkpoint(whole, 4), "rank_*") == files
+    run(sharp["glm"], tmp_path, 2, *dropout, "lora.dropout=0", "run.resume=never")
+    assert step_losses(whole) != losses
+
+
+@pytest.mark.full
+def test_nodes_with_disks_of_their_own_merge_on_the_first(
+    sharp: dict[str, Path], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    nodes = [(tmp_path / name, 1) for name in ("a", "b")]
+    for folder, _ in nodes:
+        folder.mkdir()
+    given = arguments(sharp["glm"], tmp_path, 2, "run.dir=run")
+    finish(train_on_nodes(nodes, *given))
+    assert_steps(tmp_path / "a/run", expected["glm"])
+    assert_exported(tmp_path / "a/run", sharp["glm"], expected["glm"])
+
+
+@pytest.mark.full
+def test_the_best_adapter_is_kept_and_nothing_merged_where_nobody_asks(
+    sharp: dict[str, Path], tmp_path: Path
+) -> None:
+    data = f"data.eval={write_jsonl(tmp_path / 'eval.jsonl', uneven_chats()[:4])}"
+    more = ("eval.keep_best=true", "export.merge=false", "eval.every_steps=1")
+    _, run_dir = run(sharp["glm"], tmp_path, 2, data, *more)
+    best = read_metrics(run_dir, "best")[-1]["step"]
+    assert best == 4 and not (run_dir / "model").exists()
+    assert run_command(["verify", str(run_dir / "best")]) == 0
+    name = "adapter_model.safetensors"
+    assert digests(run_dir / "best")[name] == digests(run_dir / "adapter")[name]
+
+
+@pytest.mark.full
+def test_random_weights_are_not_merged(models: dict[str, Path], tmp_path: Path) -> None:
+    output, run_dir = run(models["glm"], tmp_path, 2, "model.init=random", "train.max_steps=1")
+    assert "Left out, the merged model: the frozen weights were drawn at random" in output
+    assert (run_dir / "adapter/adapter_model.safetensors").exists()
+    assert not (run_dir / "model").exists()
