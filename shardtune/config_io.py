@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -27,15 +27,24 @@ _DEFAULTS: dict[str, Any] = to_jsonable_python(
     {key: field.default for key, field in KEYS.items() if not field.is_required()}
 )
 _TEXT = "text that is not empty (in quotes where YAML would read a number)"
+_IS_LIKE = 0.75  # of two names
 _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above"}
 _BOUNDS |= {"exclusiveMaximum": "below", "maximum": "at most"}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values, and no key twice.
+    """YAML 1.2's plain values, no tags, and no key twice.
 
     In PyYAML's 1.1 `1e-5` is text, `no` false, `1:30` 90 and `010` 8.
     """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if tag := getattr(event, "tag", None):
+            shown = re.sub("^tag:yaml.org,2002:", "!!", tag)
+            problem = f"{shown} is a tag, and a value has none here: write the value alone"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_number(self, node: yaml.Node) -> int | float:
         """Return an integer for `1e3` too; it may stand for a float."""
@@ -101,7 +110,11 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
     for origin, given in {
         "file": _read_file(path),
         "environment": {"distributed.join_timeout_s": _parse(join_timeout)} if join_timeout else {},
-        "command line": dict(map(_read_assignment, assignments)),
+        "command line": {
+            name: _parse(text)
+            for name, equals, text in (argument.partition("=") for argument in assignments)
+            if equals
+        },
     }.items():
         values |= given
         origins |= dict.fromkeys(given, origin)
@@ -116,7 +129,8 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
         config = Config.model_validate({**sections, "origins": origins})
     except ValidationError as error:
         refused = {".".join(map(str, each["loc"][:2])) for each in error.errors()}
-    problems = [_unknown(name, origins[name]) for name in values if name not in KEYS]
+    problems = [_no_assignment(argument) for argument in assignments if "=" not in argument]
+    problems += [_unknown(name, origins[name]) for name in values if name not in KEYS]
     for key in KEYS:
         said = f"{key} = {_to_yaml(values.get(key))} ({origins[key]})"
         if key == "data.train" and isinstance(values.get(key), list) and values[key]:
@@ -310,11 +324,10 @@ def _read_file(path: Path) -> dict[str, Any]:
     return _flat(content)
 
 
-def _read_assignment(assignment: str) -> tuple[str, Any]:
-    name, equals, text = assignment.partition("=")
-    if not equals:
-        raise UserError(f"{assignment} is not an assignment - write section.key=value")
-    return name, _parse(text)
+def _no_assignment(argument: str) -> str:
+    nearest, likeness = _nearest(argument, KEYS)
+    form = nearest if likeness > _IS_LIKE else "section.key"
+    return f"{argument} is not an assignment - write {form}=value"
 
 
 def _parse(text: str) -> Any:
@@ -327,13 +340,19 @@ def _parse(text: str) -> Any:
 
 def _unknown(name: str, origin: str) -> str:
     """Name the nearest section or key: `train.lr` is near `optimizer.lr`."""
+    if name in SECTIONS:
+        return f"{name} ({origin}) is a section - give values to its keys"
+    nearest, _ = _nearest(name, [*SECTIONS, *KEYS])
+    return f"{name} ({origin}) is not known - the nearest known one is {nearest}"
+
+
+def _nearest(name: str, known_names: Iterable[str]) -> tuple[str, float]:
+    """Return the name that is most like this one, as a whole or behind the dot, and how much."""
 
     def likeness(known: str) -> tuple[float, float]:
         pairs = (name.lower(), known), (name.lower().rpartition(".")[2], known.rpartition(".")[2])
         whole, last = (SequenceMatcher(None, *pair).ratio() for pair in pairs)
         return max(whole, last), whole
 
-    if name in SECTIONS:
-        return f"{name} ({origin}) is a section - give values to its keys"
-    nearest = max([*SECTIONS, *KEYS], key=likeness)
-    return f"{name} ({origin}) is not known - the nearest known one is {nearest}"
+    nearest = max(known_names, key=likeness)
+    return nearest, likeness(nearest)[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 # The remedy of most failures.
@@ -75,6 +77,13 @@ def all_of(*checks: Callable[[], Any]) -> list[Any]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, or the name of its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def missing_directory(path: str) -> str:
+    """Return the first directory of a path that is not there, in words, or an empty text."""
+    directories = reversed(Path(path).absolute().parents)
+    missing = next((str(d) for d in directories if not os.access(d, os.F_OK)), "")
+    return missing and f" (there is no directory {missing})"
 
 
 def first_few(names: Sequence[object], limit: int) -> str:

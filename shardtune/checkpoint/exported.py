@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,27 @@ import xxhash
 EXPORT = "export.json"
 Entries = Mapping[str, Mapping[str, int | str]]  # size and digest of each file
 _FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """The files of an exported model, as `Checkpoint` has those of a checkpoint."""
+
+    folder: Path
+    files: Entries
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    def find_all(self, file: str) -> list[Path]:
+        """Return the path of a file, if it is there."""
+        path = self.folder / file
+        return [path] if path.is_file() else []
+
+    def why_missing(self, file: str) -> str:
+        """Describe a missing file."""
+        return f"{self.folder / file}: is missing"
 
 
 def export_json(values: Mapping[str, Any]) -> bytes:

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import xxhash
 from tqdm import tqdm
 
-from shardtune.checkpoint.exported import EXPORT, read_export
+from shardtune.checkpoint.exported import EXPORT, ExportedModel, read_export
 from shardtune.checkpoint.manifest import RESTORE, Checkpoint, DamagedCheckpoint, open_checkpoint
 
 _READ_BYTES = 1 << 22
@@ -41,17 +41,10 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
         checkpoint = open_checkpoint(*directories)
     except DamagedCheckpoint as error:
         return [f"{error} - {RESTORE}"]
-    names = sorted(checkpoint.files)
-    total = sum(checkpoint.files[name]["bytes"] * len(checkpoint.find_all(name)) for name in names)
-    with _progress_bar(checkpoint.name, total) as bar:
-        problems = check_files(checkpoint, names, os.cpu_count() or 1, bar.update)
-    if not any(problems.values()):
-        print(_intact(checkpoint.name, len(names), total))
     name_all = "name all parts of the checkpoint, or restore it from a copy"
     return [
         f"{problem} - {RESTORE if checkpoint.find(name) else name_all}"
-        for name, problem in problems.items()
-        if problem
+        for name, problem in _check_all(checkpoint).items()
     ]
 
 
@@ -59,32 +52,26 @@ def _verify_model(folder: Path) -> list[str]:
     exported = read_export(folder)
     if exported is None:
         return [f"{folder / EXPORT}: is damaged - {_EXPORT_AGAIN}"]
-    files = exported["files"]
-    total = sum(entry["bytes"] for entry in files.values())
-    with (
-        _progress_bar(folder.name, total) as bar,
-        ThreadPoolExecutor(os.cpu_count() or 1) as pool,
-    ):
-        checked = pool.map(
-            lambda name: _check_file(files[name], folder / name, bar.update), sorted(files)
-        )
-        problems = [problem for problem in checked if problem]
-    if not problems:
-        print(_intact(folder, len(files), total))
-    return [f"{problem} - {_EXPORT_AGAIN}" for problem in problems]
+    problems = _check_all(ExportedModel(folder, exported["files"]))
+    return [f"{problem} - {_EXPORT_AGAIN}" for problem in problems.values()]
 
 
-def _progress_bar(name: str, total: int) -> tqdm[NoReturn]:
+def _check_all(written: Checkpoint | ExportedModel) -> dict[str, str]:
+    """Return the problem of each bad file, under a progress bar; say if there is none."""
+    names = sorted(written.files)
+    total = sum(int(written.files[n]["bytes"]) * len(written.find_all(n)) for n in names)
     hidden = not sys.stderr.isatty()
-    return tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=hidden)
-
-
-def _intact(name: str | Path, files: int, total: int) -> str:
-    return f"{name}: intact, {files} files, {total / 1e9:.2f} GB"
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=written.name, disable=hidden)
+    with bar:
+        checked = check_files(written, names, os.cpu_count() or 1, bar.update)
+    problems = {name: problem for name, problem in checked.items() if problem}
+    if not problems:
+        print(f"{written.name}: intact, {len(names)} files, {total / 1e9:.2f} GB")
+    return problems
 
 
 def check_files(
-    checkpoint: Checkpoint,
+    written: Checkpoint | ExportedModel,
     names: Sequence[str],
     threads: int = 1,
     on_read: Callable[[int], object] = lambda count: None,
@@ -95,9 +82,9 @@ def check_files(
     """
 
     def check(name: str) -> str | None:
-        paths = checkpoint.find_all(name)
-        problems = (_check_file(checkpoint.files[name], path, on_read) for path in paths)
-        return next(filter(None, problems), None) if paths else checkpoint.why_missing(name)
+        paths = written.find_all(name)
+        problems = (_check_file(written.files[name], path, on_read) for path in paths)
+        return next(filter(None, problems), None) if paths else written.why_missing(name)
 
     with ThreadPoolExecutor(threads) as pool:
         return dict(zip(names, pool.map(check, names), strict=True))

@@ -164,7 +164,7 @@ class Agent:
             work.cancel()
         elif self._ranks.run_now:
             self._ranks.signal(number)
-        else:  # they start, or start again
+        else:  # they start
             loop = asyncio.get_running_loop()
             loop.call_later(_POLL_S, self._on_signal, number, work)
 
@@ -194,7 +194,8 @@ class Agent:
             # Of node 0: the last status of each node's ranks, and the nodes whose ranks have ended.
             self._statuses: dict[int, list[RankStatus]] = {}
             self._finished: set[int] = set()
-            self._ranks.start()
+            if self._signalled is None or attempt == 0:
+                self._ranks.start()
             end = await self._watch(self._ranks, attempt, sum(sizes))
             await self._end_ranks(self._ranks, end)
             if not end.restart:
@@ -217,6 +218,8 @@ class Agent:
         next_tick = 0.0
         while True:
             failure = self._local_failure(ranks)
+            if failure is not None and self._signalled:
+                failure.may_restart = False  # whoever sent the signal wants the launch to end
             if failure is not None and failure != reported:
                 reported = failure
                 control.report({"attempt": attempt, "failure": asdict(failure)})
@@ -280,6 +283,9 @@ class Agent:
     def _local_failure(self, ranks: NodeRanks) -> Failure | None:
         """The first failure of this node's ranks, a cause before a symptom."""
         symptom: Failure | None = None
+        if not ranks.were_started:
+            line = f"ended by {self._signalled} before a restart"
+            return Failure(1, [f"{line} - run the same command again"], may_restart=False)
         for index in [*ranks.exit_codes, *range(len(ranks.records))]:
             outcome = ranks.records[index].outcome
             if outcome is not None and outcome["code"] != 0:

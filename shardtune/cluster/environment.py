@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import psutil
 from shardtune.cluster import network
 from shardtune.config import Config, DistributedConfig
 from shardtune.config_io import read_run_arguments
-from shardtune.errors import UserError, first_line
+from shardtune.errors import UserError, first_line, missing_directory
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 DEFAULTS = {
@@ -111,6 +112,10 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
         problems += _path_problems(config)
     except UserError as error:
         problems += error.problems
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        problems.append(f"{error.strerror} - make room in one of them, or set TMPDIR to another")
     interface, master = values["NCCL_SOCKET_IFNAME"], values["MASTER_ADDR"]
     local_ip = _local_ip(interface, problems)
     master_ip = _master_ip(master, local_ip, problems)
@@ -142,7 +147,8 @@ def _path_problems(config: Config) -> list[str]:
     """Name the paths that do not exist and cannot be names of the hub."""
     specs = config.data.paths | {"model.path": config.model.path}
     problems = [
-        f"{key}={spec}: no such file or directory that this user can read - correct the path"
+        f"{key}={spec}: no such file or directory that this user can read"
+        f"{missing_directory(spec)} - correct the path"
         for key, spec in specs.items()
         if not os.access(spec, os.R_OK)
         # A name of the hub has at most one slash.

@@ -114,6 +114,11 @@ class NodeRanks(threading.Thread):
             self.problem = f"{type(error).__name__}: {first_line(error)}"
 
     @property
+    def were_started(self) -> bool:
+        """Whether `start` was called."""
+        return self.ident is not None
+
+    @property
     def run_now(self) -> bool:
         """Whether there is a process to send a signal to."""
         return len(self._agent.pids) > len(self.exit_codes)

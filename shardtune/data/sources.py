@@ -18,7 +18,7 @@ import xxhash
 
 from shardtune.data.hub import hub_problem
 from shardtune.data.records import RecordError, read_fields
-from shardtune.errors import UserError, first_line
+from shardtune.errors import UserError, first_line, missing_directory
 
 _FILE_KINDS = (".json", ".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[^:/]+){0,2}")
@@ -151,7 +151,9 @@ def find_source(key: str, spec: str) -> Source:
         ignored = tuple(entry.name for entry in entries if entry not in files)
         return Source(key, spec, files, ignored)
     if path.suffix in _FILE_KINDS or not _HUB_NAME.fullmatch(spec):
-        raise UserError(f"{name}: no such file or directory - correct the path")
+        raise UserError(
+            f"{name}: no such file or directory{missing_directory(spec)} - correct the path"
+        )
     return _hub_source(key, spec)
 
 

@@ -289,6 +289,40 @@ def test_the_agents_start_the_ranks_again(ranks_per_node: str, folder: Path) -> 
     assert steps == list(range(1, 13))
 
 
+BETWEEN_ATTEMPTS = """
+import asyncio, os, signal, sys
+if "shardtune.cluster" in sys.orig_argv and os.environ["NODE_RANK"] == "1":
+    from shardtune.cluster.agent import Agent
+    original = Agent._end_ranks
+    async def _end_ranks(self, ranks, end):
+        await original(self, ranks, end)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.1)  # until its handler has run
+    Agent._end_ranks = _end_ranks
+"""
+
+
+@FULL
+@pytest.mark.parametrize("when", ["before the failure", "between the attempts"])
+def test_a_signal_ends_a_launch_that_would_start_its_ranks_again(when: str, folder: Path) -> None:
+    """Sent to the node that does not decide."""
+    line = "ended by SIGTERM before a restart - run the same command again"
+    effect = KILL
+    if when == "before the failure":
+        effect = f"os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5); {KILL}"
+        line = KILLED.format(rank=1, host=HOST)
+    settings = break_rank(folder, 1, DATA, effect) | {"GPUS_PER_NODE": "1"}
+    if when == "between the attempts":
+        with (folder / "fault/sitecustomize.py").open("a") as file:
+            file.write(BETWEEN_ATTEMPTS)
+    with two_nodes(folder, MAX_RESTARTS="3", **settings) as nodes:
+        nodes.wait_for_step(4)
+        for code, last in nodes.end():
+            assert code == 1 and re.fullmatch(f"ERROR: {line}", last), nodes.texts()
+        restarts = [text.count("Restart ") for text in nodes.texts()]
+        assert restarts == [1, 1] if when == "between the attempts" else restarts == [0, 0]
+
+
 @FULL
 def test_restarts_are_given_up_when_no_step_is_gained(folder: Path) -> None:
     fault = break_rank(folder, 1, FORWARD, KILL, nth=1)

@@ -261,7 +261,11 @@ def test_a_problem_of_the_file(tmp_path: Path, text: str, problem: str) -> None:
         ("data:\n  eval: e", 'data is given twice in "FILE", line 3'),
         ("train: {epochs: 1", "expected ',' or '}', but got '<stream end>'"),
         ("a: b: c", 'mapping values are not allowed here in "FILE", line 3'),
-        ("a: !mine 3", "could not determine a constructor for the tag '!mine'"),
+        ("a: !mine 3", "!mine is a tag, and a value has none here: write the value alone"),
+        ("a: !!binary aGk=", "!!binary is a tag, and a value has none here"),
+        ("run: !!float seed", "!!float is a tag, and a value has none here"),
+        ("run: {seed: &s !!python/name:os.system }", "!!python/name:os.system is a tag"),
+        ("run: !!set {seed}", "!!set is a tag, and a value has none here"),
         ("- a", "it is not a mapping"),
         ("text", "it is not a mapping"),
         ("é".encode("latin-1"), "can't decode byte"),
@@ -291,8 +295,17 @@ def test_required_keys(tmp_path: Path) -> None:
 
 
 def test_assignments_must_be_of_the_form_key_equals_value(tmp_path: Path) -> None:
-    refusal = "other.yaml is not an assignment - write section.key=value"
-    assert problems(tmp_path, "other.yaml", "lr=1") == [refusal]
+    assert problems(tmp_path, "other.yaml", "train.epochs", "3", "train.warmup_ratio", "lr=1") == [
+        "other.yaml is not an assignment - write section.key=value",
+        "train.epochs is not an assignment - write train.epochs=value",
+        "3 is not an assignment - write section.key=value",
+        "train.warmup_ratio is not an assignment - write scheduler.warmup_ratio=value",
+        "lr (command line) is not known - the nearest known one is optimizer.lr",
+    ]
+    for tagged in ("!!float fast", "!!binary aGk=", "!!bool maybe"):
+        assert problems(tmp_path, f"optimizer.lr={tagged}") == [
+            f'optimizer.lr = "{tagged}" (command line) is not allowed - use a number of at least 0'
+        ]
     assert load(tmp_path, "run.dir=@here").run.dir == "@here"  # which YAML rejects
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -41,10 +42,23 @@ def test_a_wrong_variable_is_named(changed: dict[str, str], start: str) -> None:
     problem(read_environment(LOOPBACK | changed, []), start)
 
 
+def test_disks_without_room_for_temporary_files_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/full", "/proc"])
+    start = "No usable temporary directory found in ['/dev/full', '/proc'] - make room in one of"
+    problem(read_environment(LOOPBACK, []), start)
+
+
 @pytest.mark.parametrize(
     ("argument", "start"),
     [
-        ("data.train=/no/train.jsonl", "data.train=/no/train.jsonl: no such file or directory"),
+        (
+            "data.train=/no/such/train.jsonl",
+            "data.train=/no/such/train.jsonl: no such file or directory that this user can read "
+            "(there is no directory /no) - correct",
+        ),
         ("data.train=train.jsonl", "data.train=train.jsonl: no such file or directory"),
         ("model.path=/nowhere/model", "model.path=/nowhere/model: no such file or directory"),
         ("run.dir=/dev/null/run", "run.dir=/dev/null/run: /dev/null cannot be written - "),

@@ -162,6 +162,16 @@ def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path: Path) -> Non
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_the_first_directory_that_is_missing_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "sft/v2/a.jsonl"
+    for there, words in ((tmp_path, f" (there is no directory {tmp_path}/sft)"), (file.parent, "")):
+        there.mkdir(parents=True, exist_ok=True)
+        with pytest.raises(UserError) as refused:
+            find_source("data.train", str(file))
+        what = f"data.train={file}: no such file or directory{words} - correct the path"
+        assert refused.value.problems == [what]
+
+
 def test_every_missing_source_is_named_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.csv").touch()
