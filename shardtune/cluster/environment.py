@@ -115,7 +115,10 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
     try:
         tempfile.gettempdir()
     except OSError as error:
-        problems.append(f"{error.strerror} - make room in one of them, or set TMPDIR to another")
+        problems.append(
+            f"no temporary directory can be written ({error.strerror}) - make room in one of them, "
+            "or set TMPDIR to another"
+        )
     interface, master = values["NCCL_SOCKET_IFNAME"], values["MASTER_ADDR"]
     local_ip = _local_ip(interface, problems)
     master_ip = _master_ip(master, local_ip, problems)

@@ -47,7 +47,10 @@ def test_disks_without_room_for_temporary_files_are_refused(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/full", "/proc"])
-    start = "No usable temporary directory found in ['/dev/full', '/proc'] - make room in one of"
+    start = (
+        "no temporary directory can be written (No usable temporary directory found in "
+        "['/dev/full', '/proc']) - make room in one of them, or set TMPDIR"
+    )
     problem(read_environment(LOOPBACK, []), start)
 
 
