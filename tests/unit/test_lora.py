@@ -1,0 +1,183 @@
+"""Adapters of every layout compute what peft computes, in training and from both exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardtune.checkpoint.adapter import AdapterExport, MergedExport, why_not_merged
+from shardtune.checkpoint.assets import SOURCE, model_assets
+from shardtune.checkpoint.train_state import model_state
+from shardtune.config import LoraConfig
+from shardtune.errors import UserError
+from shardtune.model.files import list_tensors
+from shardtune.model.lora import (
+    LoraExperts,
+    add_adapters,
+    choose_targets,
+    describe_adapters,
+    draw_factors,
+)
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "num_experts_per_tok": 2,
+}
+SHARED = {
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},  # biases
+    "glm4_moe": SHARED,
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 16},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": SHARED | LATENT,
+    "gpt_oss": {  # transposed, with biases
+        "num_local_experts": 4,
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+def build(family: str, **settings: Any) -> Any:
+    config = AutoConfig.for_model(family, **SMALL | FAMILIES[family] | settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "experts", ("down_proj", "o_proj")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_equal_pefts_and_merge(
+    family: str, targets: str | tuple[str, ...], tmp_path: Path
+) -> None:
+    lora = LoraConfig(rank=3, alpha=12, targets=targets)
+    model, source = build(family), tmp_path / "source"
+    model.save_pretrained(source)
+    if targets == "experts" and family in ("llama", "qwen2"):
+        with pytest.raises(UserError, match=f"experts means no layer of {family} - use "):
+            choose_targets(model, lora)
+        return
+    add_adapters(model, lora)
+    draw_factors(model, seed=1)
+    factors = model_state(model)
+    with torch.no_grad():
+        for name, factor in factors.items():
+            assert torch.count_nonzero(factor) == (0 if name.endswith("B") else factor.numel())
+            if name.endswith("B"):
+                factor.copy_(torch.randn_like(factor) * 0.1)
+    ids = torch.arange(40).view(2, 20)
+    expected = model(input_ids=ids, labels=ids)
+    expected.loss.backward()
+    squared_norm = sum(p.grad.square().sum() for p in model.parameters() if p.requires_grad)
+
+    listed = json.dumps({"path": str(source), "tensors": list_tensors(source)})
+    assets = model_assets(source) | {SOURCE: listed.encode()}
+    kinds = {name: (p.dtype, list(p.shape)) for name, p in factors.items()}
+    out, merged = tmp_path / "adapter", tmp_path / "merged"
+    assert why_not_merged(assets) == ""
+    for export, folder in (
+        (AdapterExport(kinds, lora, assets), out),
+        (MergedExport(lora, "source", assets, source), merged),
+    ):
+        folder.mkdir()
+        taken = iter(export.stored)
+
+        def read(name: str, taken: Any = taken) -> torch.Tensor:
+            assert name == next(taken)
+            return factors[name].detach()
+
+        export.write_rest(folder, export.write_files(folder, read), {})
+        assert not list(taken)
+
+    base = AutoModelForCausalLM.from_pretrained(source)
+    adapted = peft.PeftModel.from_pretrained(base, out, is_trainable=True)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == sum(f.numel() for f in factors.values())
+    output = adapted(input_ids=ids, labels=ids)
+    output.loss.backward()
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sum(p.grad.square().sum() for p in trained), squared_norm)
+    whole = AutoModelForCausalLM.from_pretrained(merged)(input_ids=ids)
+    torch.testing.assert_close(whole.logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_that_grouped_products_do_not_take_are_padded() -> None:
+    """In bfloat16, where rows of 3 numbers are no multiple of 16 bytes."""
+    model = build("glm4_moe")
+    add_adapters(model, LoraConfig(rank=3, targets="experts"))
+    draw_factors(model, seed=1)
+    experts = next(module for module in model.modules() if isinstance(module, LoraExperts))
+    inputs = (torch.randn(9, 32), torch.randint(6, (9, 2)), torch.rand(9, 2))
+    with torch.no_grad():
+        for name, factor in experts.named_parameters():
+            if name.endswith("B"):
+                factor.normal_()
+        expected = experts(*inputs)
+        experts.to(torch.bfloat16)
+        rounded = experts(inputs[0].bfloat16(), inputs[1], inputs[2].bfloat16())
+    assert (rounded.float() - expected).norm() < 2e-2 * expected.norm()
+
+
+def test_all_linear_takes_neither_router_nor_head() -> None:
+    model = build("qwen2_moe")
+    lora = LoraConfig(rank=2)
+    add_adapters(model, lora)
+    draw_factors(model, seed=1)
+    modules, trained = describe_adapters(model, lora)
+    names = [item.split(" x ")[1] for item in modules.partition("modules: ")[2].split(", ")]
+    assert sorted(names) == [
+        "mlp.experts.down_proj",
+        "mlp.experts.gate_up_proj",
+        *(f"mlp.shared_expert.{name}_proj" for name in ("down", "gate", "up")),
+        *(f"self_attn.{name}_proj" for name in "koqv"),
+    ]
+    assert "experts among its modules" in modules and "no experts" not in modules
+    assert trained.startswith(f"LoRA: {sum(p.numel() for p in model_state(model).values()):,} ")
+
+
+def test_experts_of_another_layout_are_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("llama4_text", **SMALL, num_local_experts=2)
+        )
+    with pytest.raises(UserError, match=r"all-linear means the experts .*Llama4TextExperts"):
+        choose_targets(model, LoraConfig(rank=2))
+    assert choose_targets(model, LoraConfig(rank=2, targets="attention"))
