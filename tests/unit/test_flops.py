@@ -10,7 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shardtune.config import LoraConfig
 from shardtune.model.flops import NotCounted, attended_pairs, count_flops, published_peak
+from shardtune.model.lora import add_adapters, draw_factors
 
 SMALL = {
     "vocab_size": 101,
@@ -106,6 +108,22 @@ def test_forward_of_documents(kind: str) -> None:
 def test_forward_and_backward_with_the_head_on_trained_positions(kind: str, experts: str) -> None:
     """Documents of one token, for which the square of a length is the number of its pairs."""
     model = build(kind, experts)
+    rows, trained = 5, [0]
+
+    def step() -> None:
+        ids = torch.arange(rows).view(-1, 1)
+        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
+        model.get_output_embeddings()(hidden[trained]).sum().backward()
+
+    assert counted(step) == count_flops(model).per_step(np.ones(rows, np.int32), len(trained))
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts", "latent"])
+def test_frozen_weights_have_no_gradients_to_count(kind: str) -> None:
+    model = build(kind, "grouped_mm")
+    add_adapters(model, LoraConfig(rank=4))
+    draw_factors(model, seed=1)
+    model.enable_input_require_grads()  # as in all layers but the first
     rows, trained = 5, [0]
 
     def step() -> None:
