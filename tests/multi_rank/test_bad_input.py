@@ -199,6 +199,36 @@ def test_problems_that_are_known_together_are_reported_together(folder: Path) ->
         assert word in " ".join(problems)
 
 
+def test_every_broken_record_and_set_is_named_with_what_to_do(folder: Path) -> None:
+    question = {"from": "human", "value": "q"}
+    weighed = {"role": "assistant", "content": "a", "weight": 0.3}
+    broken = [
+        {"conversations": [question, {"from": "narrator", "value": "a"}]},
+        {"conversations": []},
+        {"conversations": [question, {"from": "gpt"}]},
+        {"messages": [{"role": "user", "content": "q"}, weighed]},
+    ]
+    write_jsonl(folder / "bad.jsonl", [*chats(2), *broken])
+    write_jsonl(folder / "long.jsonl", [{"prompt": "q" * 999, "completion": "a"}] * 2)
+    settings = [
+        "data.train=[{path: train.jsonl}, {path: bad.jsonl, weight: 0.5}]",
+        "data.eval={held: train.jsonl, long: long.jsonl}",
+        "data.columns={tools: functions}",
+    ]
+    lines = [
+        "bad.jsonl:3: conversations[1].from is 'narrator' - write one of human, user, gpt, ",
+        "bad.jsonl:4: conversations is [] - write a list of turns, each with from and value",
+        "bad.jsonl:5: conversations[1] has from - write from and value",
+        "bad.jsonl:6: messages[1] (assistant): weight is 0.3 - write true or 1 to train this turn",
+        "data.columns.tools=functions: no record of any source has functions - name one of ",
+        "data.train.bad: 4 of 6 records broken - repair or remove them",
+        "data.eval.long: no token to train in 2 records (records longer than data.max_length=128, "
+        "dropped: 2 | trained turns lost: 2 | ",
+    ]
+    for problem, line in zip(refusal(folder, *settings), lines, strict=True):
+        assert problem.startswith(f"ERROR: {line}")
+
+
 def test_data_needs_a_row_per_rank(folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", chats(1, longest_answer=3))
     (problem,) = refusal(folder, ranks=2)

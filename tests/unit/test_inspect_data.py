@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.data_run import chat, save_model, write
+from helpers.data_run import TEMPLATE, chat, save_model, write
 
 from shardtune.__main__ import run
 from shardtune.log import logger
@@ -77,6 +77,20 @@ def test_the_picture_shows_which_turns_train(
     ]
     assert "a│1" in out
     assert "records in the form of ShareGPT: conversations of from and value: 1" in out
+
+
+def test_the_picture_has_the_options_of_the_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "model", "{% if style %}style: {{ style }}{% endif %}" + TEMPLATE)
+    write(tmp_path / "train.jsonl", [chat("how are you")])
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {tmp_path}/model}}\ndata: {{train: {tmp_path}/train.jsonl}}\n"
+    )
+    plain, _ = inspect(capsys, tmp_path)
+    with_style, _ = inspect(capsys, tmp_path, "data.template_options={style: kind}")
+    assert "style" not in plain.replace("│", "")
+    assert "style: kind" in with_style.replace("│", "")
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])
