@@ -35,7 +35,7 @@ from shardtune.training import optim, setup
 from shardtune.training.context import Run, TrainContext
 from shardtune.training.evaluate import evaluate
 from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
-from shardtune.training.memory import step_fits, weights_fit
+from shardtune.training.memory import state_bytes, step_fits, weights_fit
 from shardtune.training.metrics import Metrics, StepLog, StepStats, all_gather_step_stats
 from shardtune.training.prefetch import prefetch
 from shardtune.training.reshard import choose_reshard_policy
@@ -80,9 +80,10 @@ def build_train_context(
     world.progress.enter(Phase.LOADING)
     with weights_fit():
         model = world.run_on_all_ranks(lambda: build_model(config, model_config, world))
-    optimizer = optim.build_optimizer(model, config.optimizer)
-    setup.log_model(model, config)
-    reshard = choose_reshard_policy(model, config, setup.saved_reshard_policy(run), world)
+    optimizer = optim.build_optimizer(model, config)
+    state = state_bytes(model, optimizer, config)
+    setup.log_model(model, config, state)
+    reshard = choose_reshard_policy(model, config, state, setup.saved_reshard_policy(run), world)
     set_seed((config.run.seed + world.rank) % 2**32)
     with step_fits(config):
         is_flat = choose_attention(model, config, data.longest, world)

@@ -178,7 +178,7 @@ def _save(begin: Callable[[], Any], end: Callable[[], Any]) -> dict[str, float]:
 def build_subject(config: Any, world: World, scratch: Path) -> Subject:
     """A model and its moments, none of them zero."""
     model = build_model(config, read_model_config(config.model, config.data.max_length), world)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config)
     tensors = training_state(model, optimizer)
     for tensor in tensors.values():
         if tensor.is_floating_point():

@@ -80,7 +80,7 @@ class ModelConfig(Section):
     """Hub id or local directory of a causal language model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random`: draw the weights from the model's config alone, for rehearsals and benchmarks."""
-    master_dtype: Literal["float32", "bfloat16"] = _partly_built("float32")
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of stored parameters. `bfloat16`: stochastic rounding, bfloat16 moments."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward. `auto`: bfloat16 where the device has it, else float32."""
@@ -211,7 +211,7 @@ class TrainConfig(Section, json_schema_extra=MAY_CHANGE):
 class OptimizerConfig(Section):
     """The optimizer. Norms and biases have no weight decay."""
 
-    name: Literal["adamw", "adamw8bit"] = _partly_built("adamw")
+    name: Literal["adamw", "adamw8bit"] = "adamw"
     """The optimizer's name. `adamw8bit`: moments of 8 bits."""
     lr: NotNegative = _changeable(1e-5)
     """Learning rate at the end of the warmup. 0 trains nothing."""

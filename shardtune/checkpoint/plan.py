@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardtune.checkpoint.manifest import Checkpoint, StoredChunk
-from shardtune.distributed.tensors import dtype_name, to_local
+from shardtune.distributed.tensors import dtype_name, first_indices, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_few
 
@@ -19,7 +17,7 @@ def plan_save(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, Se
 
     Of a part that several ranks hold, the one that has the least to write so far writes it.
     """
-    local = [[name, _offsets(tensor)] for name, tensor in tensors.items()]
+    local = [[name, first_indices(tensor)] for name, tensor in tensors.items()]
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, parts in enumerate(world.all_gather_json(local)):
         for name, offsets in parts:
@@ -52,7 +50,7 @@ def plan_load(
         )
     requests = []
     for name, tensor in tensors.items():
-        start, local = _offsets(tensor), to_local(tensor).detach()
+        start, local = first_indices(tensor), to_local(tensor).detach()
         for chunk in checkpoint.chunks[name]:
             # The part that both hold, by its edges in each dimension of the whole tensor.
             edges = [
@@ -70,10 +68,3 @@ def plan_load(
 def _slices(edges: Sequence[tuple[int, int]], start: Sequence[int]) -> list[slice]:
     """Return the slices of a tensor that begins at `start` of the whole one."""
     return [slice(b - first, e - first) for (b, e), first in zip(edges, start, strict=True)]
-
-
-def _offsets(tensor: torch.Tensor) -> Sequence[int]:
-    """Return the first index of this rank's part in each dimension."""
-    if isinstance(tensor, DTensor):
-        return cast(Any, tensor).__create_chunk_list__()[0].offsets
-    return [0] * tensor.dim()

@@ -21,23 +21,29 @@ def training_state(
     """Return every tensor of the training state by a lasting name; tied weights appear once.
 
     With adapters that is their factors alone: the frozen weights are in the files of `model.path`.
-    Adam's state is created here as its first step would. Taking that step changes the weights.
+    The optimizer's state is created here as its first step would. Taking that step changes the
+    weights.
     """
     tied = model.all_tied_weights_keys
     tensors: dict[str, torch.Tensor] = {}
+    new_state = getattr(optimizer, "new_state", _new_adam_state)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in optimizer.state:
-                device = to_local(parameter).device
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                optimizer.state[parameter] = new_state(parameter)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{key}.{tied.get(name, name)}"] = value
     return tensors | model_state(model)
+
+
+def _new_adam_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the state that torch.optim.AdamW(fused=True) creates."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=to_local(parameter).device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
 
 
 def model_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -44,3 +47,10 @@ def copy_slice(whole: torch.Tensor, sharded: torch.Tensor) -> None:
         ends = (start + size for start, size in zip(offset, shape, strict=True))
         whole = whole[tuple(map(slice, offset, ends))]
     to_local(sharded).copy_(whole)
+
+
+def first_indices(tensor: torch.Tensor) -> Sequence[int]:
+    """Return the first index, in each dimension of the whole tensor, of this rank's part."""
+    if isinstance(tensor, DTensor):
+        return cast(Any, tensor).__create_chunk_list__()[0].offsets
+    return [0] * tensor.dim()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.attention.varlen  # registers its operator
@@ -23,7 +23,6 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -33,6 +32,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError, first_line
 from shardtune.model.experts import (
     always_give_expert_gradients,
+    require_whole_blocks,
     shard_placement,
     spread_experts,
     spread_problems,
@@ -105,6 +105,8 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         if config.lora.rank is not None:
             add_adapters(model, config.lora)
         shard(model, world, policy)
+        if config.optimizer.name == "adamw8bit" and config.lora.rank is None:
+            require_whole_blocks(model)
 
     if config.model.init == "random":
         model = skeleton
@@ -114,6 +116,7 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         model = load_sharded(skeleton, config.model.path, world.device, adapt_and_shard)
     if config.lora.rank is not None:
         draw_factors(model, config.run.seed)
+    _accumulate_in(DTYPES[config.model.reduce_dtype], model)
     if config.model.activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False}
         if config.model.activation_checkpointing == "selective":
@@ -129,22 +132,6 @@ def kept_operators(model: PreTrainedModel) -> list[Any]:
     """Return the operators whose outputs selective checkpointing keeps in this model."""
     has_biases = any(getattr(module, "has_bias", False) for module in model.modules())
     return [op for op in _KEPT_OPERATORS if not (has_biases and op in _BIASED_IN_PLACE)]
-
-
-def local_bytes(model: PreTrainedModel) -> int:
-    """Return the size of this rank's slices of the master weights."""
-    return _local_bytes(model.parameters())
-
-
-def local_trained_bytes(model: PreTrainedModel) -> int:
-    """Return the size of this rank's slices of the weights that have gradients."""
-    return _local_bytes(p for p in model.parameters() if p.requires_grad)
-
-
-def _local_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(
-        p.to_local().numel() * p.element_size() for p in parameters if isinstance(p, DTensor)
-    )
 
 
 def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -201,6 +188,34 @@ def _shard_experts(
         # FSDP2 scales within the collective, as gloo cannot. Groups of one rank divide by
         # themselves, and would twice.
         experts.set_force_sum_reduction_for_comms(copies > 1)
+
+
+def _accumulate_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
+    """Let FSDP2 add up the reduced gradients of micro-batches in this dtype, or in the weight's.
+
+    The wider one is taken. FSDP2 takes the weight's: a small bfloat16 gradient that is added to a
+    large sum is lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+                group._init_mp_dtypes = partial(_init_dtypes, group, dtype)
+
+
+def _init_dtypes(group: Any, reduce_dtype: torch.dtype) -> None:
+    """Replace the method `_init_mp_dtypes` of FSDP2's groups, which their first forward calls."""
+    type(group)._init_mp_dtypes(group)
+    for parameter in group.fsdp_params:
+        weight = parameter.sharded_param
+        if weight.requires_grad:  # their dtype is the same
+            # That to which a reduced gradient is cast.
+            group._orig_dtype = gradient_dtype(weight, reduce_dtype)
+            weight.grad_dtype = group._orig_dtype
+
+
+def gradient_dtype(weight: torch.Tensor, reduce_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a sharded weight's gradient."""
+    return torch.promote_types(weight.dtype, reduce_dtype)
 
 
 def compile_layers(model: PreTrainedModel) -> None:

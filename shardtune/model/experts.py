@@ -26,7 +26,7 @@ from transformers.distributed.expert_parallel import (
 
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
-from shardtune.errors import divisors
+from shardtune.errors import UserError, divisors
 from shardtune.model.lora import is_factor
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
@@ -179,6 +179,9 @@ def _all_to_all(
     return output
 
 
+SCALE_BLOCK = 256  # elements of the last dimension that share a scale, with adamw8bit
+
+
 def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
     """Return the dimension of a parameter that FSDP2 splits into `shards`.
 
@@ -192,6 +195,23 @@ def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
         # The last dimension: the second is where the files' gate and up projections are joined.
         return Shard(parameter.dim() - 1)
     return Shard(0)
+
+
+def require_whole_blocks(model: PreTrainedModel) -> None:
+    """Check that no rank's part of a weight begins or ends within a block that shares a scale.
+
+    Raises:
+        UserError: with the name of a weight of which the last dimension is split so.
+    """
+    for name, parameter in model.named_parameters():
+        width = to_local(parameter).shape[-1]
+        if parameter.dim() >= 2 and width < parameter.shape[-1] and width % SCALE_BLOCK:
+            raise UserError(
+                f"optimizer.name=adamw8bit: {name} is divided into parts of {width} columns, which "
+                f"cut its blocks of {SCALE_BLOCK} with one scale - use parallel.expert, so that "
+                "whole experts are spread, parallel.replicate, so that fewer ranks share a copy, "
+                "or optimizer.name=adamw"
+            )
 
 
 def always_give_expert_gradients(layer: nn.Module) -> None:

@@ -8,28 +8,39 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 from transformers import PreTrainedModel
 
-from shardtune.config import OptimizerConfig, SchedulerConfig
+from shardtune.config import Config, SchedulerConfig
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed
 from shardtune.model.experts import is_spread
+from shardtune.training.low_precision_optim import LowPrecisionAdamW
 
 _NORM_PIECE = 1 << 24  # elements
 
 
-def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: PreTrainedModel, config: Config) -> torch.optim.Optimizer:
     """Build AdamW over the sharded master weights, with weight decay for matrices alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
+    settings, is_lora = config.optimizer, config.lora.rank is not None
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = {
+        "params": [(name, p) for name, p in named if p.dim() >= 2],
+        "weight_decay": settings.weight_decay,
+    }
+    others = {"params": [(name, p) for name, p in named if p.dim() < 2], "weight_decay": 0.0}
+    groups = [group for group in (decayed, others) if group["params"]]
+    # Adapters are float32, with float32 moments.
+    if is_lora or (settings.name == "adamw" and config.model.master_dtype == "float32"):
+        return torch.optim.AdamW(
+            groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
+        )
+    return LowPrecisionAdamW(
+        groups,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        seed=config.run.seed,
+        eight_bit=settings.name == "adamw8bit",
+        compiled=config.model.compile,
     )
 
 

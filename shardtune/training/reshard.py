@@ -22,8 +22,9 @@ from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.model.build import compute_dtype, local_trained_bytes
+from shardtune.model.build import compute_dtype
 from shardtune.model.experts import gathered_numel
+from shardtune.training.memory import StateBytes
 
 _SHARE = 0.5  # of the free memory that may be taken; the rest is for activations
 
@@ -44,7 +45,7 @@ class ReshardPolicy:
 
 
 def choose_reshard_policy(
-    model: Any, config: Config, saved: ReshardPolicy | None, world: World
+    model: Any, config: Config, state: StateBytes, saved: ReshardPolicy | None, world: World
 ) -> ReshardPolicy:
     """Decide by the free memory of the fullest rank, and log why. Collective.
 
@@ -59,8 +60,8 @@ def choose_reshard_policy(
     if world.mesh["shard"].size() == 1:
         logger.info(f"Parameters: whole on each rank ({_gb(parameters)})")
         return ReshardPolicy(keep_parameters=False, keep_gradients=world.size > 1)
-    # The sharded gradients and the two moments are not allocated yet.
-    free = _free_bytes(world) - 3 * local_trained_bytes(model)
+    # The sharded gradients and the optimizer's state are not allocated yet.
+    free = _free_bytes(world) - state.gradients - state.optimizer
     room = max(0.0, _SHARE * min(world.all_gather_json(free)))
     keep_gradients = saved.keep_gradients if saved else gradients <= room
     kept = gradients if keep_gradients and micro_batches > 1 else 0

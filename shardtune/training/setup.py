@@ -31,7 +31,7 @@ from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
-from shardtune.model.build import compute_dtype, local_bytes, local_trained_bytes
+from shardtune.model.build import compute_dtype
 from shardtune.model.files import (
     fetch_weights,
     list_tensors,
@@ -40,7 +40,7 @@ from shardtune.model.files import (
 )
 from shardtune.model.lora import describe_adapters
 from shardtune.training.context import Run
-from shardtune.training.memory import weights_fit
+from shardtune.training.memory import StateBytes, weights_fit
 from shardtune.training.metrics import read_entries
 from shardtune.training.optim import learning_rate, warmup_steps
 from shardtune.training.reshard import ReshardPolicy
@@ -288,18 +288,13 @@ def state_of_run(
     }
 
 
-def log_model(model: PreTrainedModel, config: Config) -> None:
-    """Log which weights are trained, and the memory that they need."""
+def log_model(model: PreTrainedModel, config: Config, state: StateBytes) -> None:
+    """Log which weights are trained, and the memory that a rank needs to train them."""
     for line in describe_adapters(model, config.lora) if config.lora.rank else ():
         logger.info(line)
-    logger.info(describe_state(model))
-
-
-def describe_state(model: PreTrainedModel) -> str:
-    """Say how many parameters there are, and the memory that a rank needs to train them."""
     total = sum(p.numel() for p in model.parameters())
-    weights, trained = local_bytes(model) / 1e9, local_trained_bytes(model) / 1e9
-    return (
-        f"Parameters: {total:,} | Per rank: {weights + 3 * trained:.2f} GB = {weights:.2f} GB "
-        f"weights + {trained:.2f} GB gradients + {2 * trained:.2f} GB optimizer"
+    logger.info(
+        f"Parameters: {total:,} | Per rank: {state.total / 1e9:.2f} GB = "
+        f"{state.parameters / 1e9:.2f} GB weights + {state.gradients / 1e9:.2f} GB gradients + "
+        f"{state.optimizer / 1e9:.2f} GB optimizer"
     )

@@ -31,8 +31,6 @@ distributed: {backend: auto, join_timeout_s: 300, step_timeout_s: 600, save_time
 """)
 # A value that is not built yet, and what to use instead.
 NOT_BUILT = {
-    "model.master_dtype": ("bfloat16", "float32"),
-    "optimizer.name": ("adamw8bit", "adamw"),
     "logging.tensorboard": ("true", "false"),
     "logging.wandb": ("project", "null"),
     "logging.profile_steps": ("[10, 12]", "null"),

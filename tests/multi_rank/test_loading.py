@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
 
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
-from shardtune.model.build import build_model, local_bytes
+from shardtune.distributed.tensors import to_local
+from shardtune.model.build import build_model
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def load(config: Config, tiny: Config, out: Path, is_compared: bool) -> None:
     torch.distributed.barrier()
     with Usage() as usage:
         model = build_model(config, model_config, world)
-    report = {"read": usage.bytes_read, "growth": usage.growth, "share": local_bytes(model)}
+    share = sum(to_local(p).nbytes for p in model.parameters())
+    report = {"read": usage.bytes_read, "growth": usage.growth, "share": share}
     (out / f"{world.rank}.json").write_text(json.dumps(report), encoding="utf-8")
     torch.distributed.barrier()
     if is_compared:

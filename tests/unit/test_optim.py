@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from helpers.configs import load
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from shardtune.config import OptimizerConfig, SchedulerConfig
+from shardtune.config import SchedulerConfig
 from shardtune.training.optim import (
     build_optimizer,
     learning_rate,
@@ -49,11 +50,11 @@ def test_runs_of_few_steps(name, warmup, total, first, last):
     assert learning_rate(total, total, 1.0, config) == pytest.approx(last)
 
 
-def test_decay_reaches_matrices_and_neither_norms_nor_biases(models):
+def test_decay_reaches_matrices_and_neither_norms_nor_biases(models, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
-    optimizer = build_optimizer(
-        model, OptimizerConfig(lr=1e-3, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.2)
-    )
+    given = ["lr=1e-3", "betas=[0.5,0.75]", "eps=1e-3", "weight_decay=0.2"]
+    config = load(tmp_path, *(f"optimizer.{each}" for each in given))
+    optimizer = build_optimizer(model, config)
     names = {p: name for name, p in model.named_parameters()}
     matrices, norms = (
         {names[p] for p in group["params"]}

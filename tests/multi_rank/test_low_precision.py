@@ -1,0 +1,252 @@
+"""Low-precision weights and moments over ranks: the same bits on every mesh, sums of gradients in
+`reduce_dtype`, exact sizes, and resumes to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import read_metrics
+from helpers.chats import write_jsonl
+from helpers.documented import require_error_line
+from helpers.plain_training import finish, uneven_chats
+from helpers.ranks import config_for, on_ranks, run_script, train, train_until
+from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, steps_of, write_inputs
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoConfig
+
+from shardtune.config import Config
+from shardtune.distributed.join import join_world
+from shardtune.distributed.tensors import copy_slice, to_local
+from shardtune.model.build import build_model
+from shardtune.training import reshard
+from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.training.memory import state_bytes
+from shardtune.training.optim import build_optimizer
+
+BFLOAT16, EIGHT_BITS = "model.master_dtype=bfloat16", "optimizer.name=adamw8bit"
+
+
+class Weights(nn.Module):
+    """A stack of experts, a matrix and a vector, in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stack = nn.Parameter(torch.randn(6, 10, 1024).bfloat16())
+        self.matrix = nn.Parameter(torch.randn(37, 300).bfloat16())
+        self.vector = nn.Parameter(torch.randn(301).bfloat16())
+
+
+def update_on_meshes(out: Path) -> None:
+    """Take three equal updates on several meshes, and compare what is stored, bit by bit."""
+    dist.init_process_group("gloo")
+    outcomes = {}
+    one = None
+    for mesh, dimension in (
+        (None, 0),
+        ((4,), 0),
+        ((4,), -1),
+        ((2, 2), 0),
+        ((2, 2), -1),
+        ("strided", 0),
+    ):
+        for eight_bit in (False, True):
+            outcomes[f"{mesh} {dimension} {eight_bit}"] = updated(mesh, dimension, eight_bit)
+    if dist.get_rank() == 0:
+        one = {key: outcomes[f"None 0 {key}"] for key in (False, True)}
+        problems = [
+            (key, name)
+            for key, tensors in outcomes.items()
+            for name, tensor in one[key.endswith("True")].items()
+            if not torch.equal(tensors[name], tensor)
+        ]
+        out.write_text(json.dumps([problems, len(outcomes), sorted(one[True])]), encoding="utf-8")
+
+
+def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tensor]:
+    model = Weights()
+    if mesh == "strided":  # whole experts spread over one dimension, and sharded over the other
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+        model.stack = nn.Parameter(
+            distribute_tensor(model.stack.detach(), grid["expert"], [Shard(0)])
+        )
+        fully_shard(model, mesh=grid["shard"], mp_policy=MixedPrecisionPolicy())
+    elif mesh is not None:
+        names = ("replicate", "shard")[-len(mesh) :]
+        fully_shard(
+            model,
+            mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names),
+            # FSDP2 divides dimensions but the first evenly; 300 columns are cut by any rank.
+            shard_placement_fn=lambda p: (
+                Shard(p.dim() - 1) if p is model.stack and dimension else None
+            ),
+        )
+    optimizer = LowPrecisionAdamW(
+        [{"params": list(model.named_parameters()), "weight_decay": 0.1}],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        seed=5,
+        eight_bit=eight_bit,
+    )
+    torch.manual_seed(1)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+            copy_slice(torch.randn(parameter.shape), parameter.grad)
+        optimizer.step()
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def test_equal_gradients_give_the_same_bits_on_every_mesh(tmp_path: Path) -> None:
+    finished = on_ranks(4, update_on_meshes, tmp_path / "seen", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    problems, n_outcomes, names = json.loads((tmp_path / "seen").read_text(encoding="utf-8"))
+    assert problems == [] and n_outcomes == 12
+    assert "matrix exp_avg_sq_scale" in names and "vector exp_avg_sq_scale" not in names
+
+
+def run_without_room(arguments: list[str]) -> None:
+    """On a rank: as if no memory were free."""
+    reshard._SHARE = 0.0
+    run_script(arguments)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_micro_batches_are_added_up_in_float32(
+    room: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The norm of 8 micro-batches is that of float32 masters with the same bfloat16 weights.
+
+    Sums in bfloat16 are off by 1e-3.
+    """
+    write_inputs(tmp_path, models["llama"])
+    norms = []
+    for dtype in ("float32", "bfloat16"):
+        source = tmp_path / "model" / "model.safetensors"
+        rounded = {k: t.bfloat16().float() for k, t in load_file(source).items()}
+        save_file(rounded, source, {"format": "pt"})
+        given = [*SETTINGS, f"run.dir={dtype}", f"model.master_dtype={dtype}"]
+        given += ["train.gradient_accumulation_steps=8", "train.max_steps=1", "export.final=false"]
+        arguments = ["--config", "config.yaml", *given]
+        said = finish(
+            on_ranks(2, run_script if room else run_without_room, arguments, cwd=tmp_path)
+        )
+        assert f"Gradients: reduced {'once a step' if room else 'in each micro-batch'}" in said
+        (step,) = read_metrics(tmp_path / dtype, "step")
+        norms.append((step["loss"], step["grad_norm"]))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("more", [(BFLOAT16,), (BFLOAT16, EIGHT_BITS)])
+def test_a_killed_run_resumes_to_the_bit(
+    more: tuple[str, ...], models: dict[str, Path], tmp_path: Path
+) -> None:
+    given = (*SETTINGS, *CONSTANT, *more, "train.max_steps=4", "checkpoint.every_steps=2")
+    for folder in ("whole", "killed"):
+        write_inputs(tmp_path / folder, models["glm"])
+    finish(train(2, *given, cwd=tmp_path / "whole"))
+    train_until(3, 0, 2, *given, cwd=tmp_path / "killed")
+    said = finish(train(2, *given, cwd=tmp_path / "killed"))
+    assert "Resumed from checkpoint_0000002" in said
+    whole, killed = tmp_path / "whole/run", tmp_path / "killed/run"
+    assert steps_of(killed) == steps_of(whole)
+    assert digests(checkpoint(killed, 4), "rank_*") == digests(checkpoint(whole, 4), "rank_*")
+
+
+def test_a_checkpoint_resumes_on_another_mesh(models: dict[str, Path], tmp_path: Path) -> None:
+    """The codes and scales are cut anew: from 2 ranks to 3, with the losses of one that stayed."""
+    given = (*SETTINGS, *CONSTANT, BFLOAT16, EIGHT_BITS, "train.gradient_accumulation_steps=6")
+    write_inputs(tmp_path, models["glm"])
+    finish(train(1, *given, "train.max_steps=2", "checkpoint.keep=9", cwd=tmp_path))
+    said = finish(
+        train(3, *given, "train.gradient_accumulation_steps=2", "train.max_steps=3", cwd=tmp_path)
+    )
+    assert "Resumed from checkpoint_0000002" in said
+    moved = steps_of(tmp_path / "run")
+    (tmp_path / "stayed").mkdir()
+    finish(train(1, *given, "train.max_steps=3", "run.dir=stayed", cwd=tmp_path))
+    for ours, theirs in zip(moved, steps_of(tmp_path / "stayed"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    changed = train(1, *SETTINGS, *CONSTANT, "train.max_steps=4", cwd=tmp_path)
+    assert changed.returncode == 2
+    for key in ("model.master_dtype", "optimizer.name"):
+        assert key in changed.stderr
+
+
+def measure_bytes(config: Config, out: Path) -> None:
+    """Count the bytes of all tensors of a rank after a step, and those that were said before it."""
+    world = join_world(config.distributed)
+    model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
+    optimizer = build_optimizer(model, config)
+    said = state_bytes(model, optimizer, config)
+    ids = torch.arange(12)[None]
+    model(input_ids=ids, position_ids=ids).logits.sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    held = {
+        "parameters": sum(to_local(p).nbytes for p in model.parameters()),
+        "gradients": sum(to_local(gradient).nbytes for gradient in gradients),
+        "optimizer": sum(
+            to_local(value).nbytes for state in optimizer.state.values() for value in state.values()
+        ),
+    }
+    elements = sum(to_local(p).numel() for p in model.parameters())
+    moments = sum(
+        to_local(state[key]).nbytes
+        for state in optimizer.state.values()
+        for key in ("exp_avg", "exp_avg_sq")
+    )
+    out.with_suffix(f".{world.rank}").write_text(
+        json.dumps([vars(said), held, elements, moments]), encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "weight", "moments"),
+    [((), 4, 8), ((BFLOAT16,), 2, 4), ((BFLOAT16, EIGHT_BITS), 2, 2)],
+)
+def test_the_bytes_of_each_rank_are_those_said(
+    more: tuple[str, ...], weight: int, moments: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = config_for(models["qwen3"], tmp_path, "model.compute_dtype=float32", *more)
+    finished = on_ranks(2, measure_bytes, config, tmp_path / "seen", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    for rank in range(2):
+        said, held, elements, moment_bytes = json.loads(
+            (tmp_path / f"seen.{rank}").read_text(encoding="utf-8")
+        )
+        assert said == held
+        assert held["parameters"] == weight * elements
+        assert held["gradients"] == 4 * elements
+        # With 8 bits the moments of norms are bfloat16.
+        assert moment_bytes == pytest.approx(moments * elements, rel=0.02 if moments == 2 else 0)
+
+
+def test_shards_that_cut_blocks_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    """6 experts on 4 ranks are divided by their 32 columns."""
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    given = (f"model.path={models['glm']}", f"data.train={data}", f"run.dir={tmp_path / 'run'}")
+    more = ("data.max_length=128",)
+    refused = train(4, *given, BFLOAT16, EIGHT_BITS, *more, cwd=tmp_path)
+    assert refused.returncode == 2
+    line = refused.stderr.splitlines()[-1]
+    assert "optimizer.name=adamw8bit: model.layers.1.mlp.experts." in line
+    assert "parts of 8 columns" in line
+    require_error_line(line)

@@ -1,0 +1,275 @@
+"""Stochastic rounding, moments of 8 bits, and the update against PyTorch's AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardtune.training import low_precision_optim
+from shardtune.training.low_precision_optim import LowPrecisionAdamW, code_tables, magnitudes
+
+CPU = torch.device("cpu")
+
+
+def optimizer_of(
+    *weights: torch.Tensor, eight_bit: bool = False, seed: int = 1, **given: Any
+) -> LowPrecisionAdamW:
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8} | given
+    named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
+    for weight in weights:
+        weight.grad_dtype = torch.float32  # as the model's are
+    decay = settings.pop("weight_decay", 0.0)
+    return LowPrecisionAdamW(
+        [{"params": named, "weight_decay": decay}], seed=seed, eight_bit=eight_bit, **settings
+    )
+
+
+def noise(rows: int, columns: int, step: int = 1, name: str = "w", seed: int = 0) -> torch.Tensor:
+    """Return the upper 16 bits of each element's noise."""
+    key, _, _ = low_precision_optim._noise_keys(seed, step, name, CPU)
+    return (noise_bits(rows, columns, key).long() >> 16) & 0xFFFF
+
+
+def noise_bits(rows: int, columns: int, key: torch.Tensor) -> torch.Tensor:
+    numbers = torch.arange(columns, dtype=torch.int32)[None]
+    return low_precision_optim._noise(torch.arange(rows), numbers, key)[:, 0]
+
+
+def test_rounding_is_right_on_average_and_only_to_a_neighbour():
+    """The mean of 32 million roundings; nearest rounding would give 1 or 1 + 1/128."""
+    for value in (1 + 1e-3, -1 - 3e-3, 1e-30, -0.2):
+        exact = torch.full((1000, 1000), value)
+        total, seen = torch.zeros((), dtype=torch.float64), set()
+        for step in range(8):
+            key, _, _ = low_precision_optim._noise_keys(3, step, "w", CPU)
+            target = torch.empty_like(exact, dtype=torch.bfloat16)
+            low_precision_optim._store(target, exact, noise_bits(1000, 1000, key))
+            total += target.double().mean()
+            seen |= set(target.unique().tolist())
+        low, high = min(seen), max(seen)
+        assert len(seen) == 2 and low < value < high
+        # Five standard deviations of a mean of 8 million.
+        assert abs(total / 8 - exact[0, 0].double()) < 5 * (high - low) / 2 / 8e6**0.5
+    exact_in_bfloat16 = torch.randn(64, 64).bfloat16()
+    target = torch.empty_like(exact_in_bfloat16)
+    low_precision_optim._store(target, exact_in_bfloat16.float(), noise(64, 64).int() << 16)
+    assert torch.equal(target, exact_in_bfloat16)
+
+
+def test_noise_differs_by_element_step_tensor_and_seed_and_is_even():
+    first = noise(512, 512)
+    others = [noise(512, 512, step=2), noise(512, 512, name="v"), noise(512, 512, seed=1)]
+    others += [first.roll(1, 0), first.roll(1, 1), first.T]
+    centred = first.double() - 32767.5
+    for other in others:
+        correlation = (centred * (other.double() - 32767.5)).mean() / (65536**2 / 12)
+        assert abs(correlation) < 5 / 512
+    for bit in range(16):
+        assert abs(((first >> bit) & 1).double().mean() - 0.5) < 5 / 1024
+    counts = torch.bincount((first >> 8).flatten(), minlength=256).double()
+    assert ((counts - 1024).square() / 1024).sum() < 255 + 6 * (2 * 255) ** 0.5
+
+
+def test_elements_beyond_32_bits_have_noise_of_their_own():
+    """A stack of experts may have more than 2 ** 32 elements, and rows."""
+    key, _, _ = low_precision_optim._noise_keys(0, 1, "w", CPU)
+    columns = torch.arange(64, dtype=torch.int32)[None]
+    near, far = torch.arange(64), torch.arange(64) + 2**32
+    assert not torch.equal(
+        low_precision_optim._noise(near, columns, key),
+        low_precision_optim._noise(far, columns, key),
+    )
+    box = low_precision_optim._row_numbers((2, 3), (5, 1), (9, 4), CPU)
+    assert box.tolist() == [21, 22, 23, 25, 26, 27]
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_300_updates_of_a_millionth_move_a_weight_of_one(eight_bit):
+    """Each is a thousandth of the spacing of bfloat16 there."""
+    weight = torch.ones(128, 512, dtype=torch.bfloat16)
+    optimizer = optimizer_of(weight, lr=1e-6, eight_bit=eight_bit)
+    for _ in range(300):
+        weight.grad = torch.ones_like(weight, dtype=torch.float32)
+        optimizer.step()
+    # The mean's standard deviation: a share of 0.04 of the weights is 1/128 or 1/256 lower.
+    assert weight.double().mean() - 1 == pytest.approx(-3e-4, abs=5 * 0.2 * 2**-8 / 65536**0.5)
+
+
+def test_second_moments_do_not_stall_where_an_update_is_below_their_spacing():
+    """With beta2 = 0.999 nearest rounding ends at a quarter."""
+    weight = torch.zeros(16, 512, dtype=torch.bfloat16)
+    optimizer = optimizer_of(weight, betas=(0.9, 0.999))
+    for _ in range(1500):
+        weight.grad = torch.ones(16, 512)
+        optimizer.step()
+    expected = 1 - 0.999**1500
+    assert optimizer.state[weight]["exp_avg_sq"].double().mean() == pytest.approx(
+        expected, rel=5e-3
+    )
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_codes_are_a_dynamic_map_and_their_lookup_is_a_search(bits):
+    values = magnitudes(bits)
+    assert len(values) == 2**bits and values[0] == 0 and values[-1] == 1
+    assert (values.diff() > 0).all()
+    decades = [
+        ((values > 10.0**k * 0.9999) & (values < 10.0 ** (k + 1) * 0.9999)).sum().item()
+        for k in range(-3, 0)
+    ]
+    assert decades == [2 ** (bits - 3), 2 ** (bits - 2), 2 ** (bits - 1)]
+    shares = torch.cat([torch.rand(100_000), 10 ** (-10 * torch.rand(100_000)), values])
+    lower = low_precision_optim._lower_codes(values)[shares.view(torch.int32) >> 16]
+    lower = lower.clamp(max=len(values) - 2)
+    lower = lower + (shares >= values[lower + 1]).int()
+    assert torch.equal(lower, torch.bucketize(shares, values, right=True, out_int32=True) - 1)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("width", [256, 5])
+def test_moments_of_8_bits_are_right_on_average_and_within_a_code(signed, width):
+    table = code_tables(CPU)[0 if signed else 1]
+    value = torch.randn(4, 3, width) * torch.logspace(-6, 3, 12).view(4, 3, 1)
+    value[0, 1, 3] = 0
+    value = value if signed else value.square()
+    columns = torch.arange(3 * width, dtype=torch.int32).view(3, width)
+    codes, scale = torch.empty(value.shape, dtype=torch.uint8), torch.empty(4, 3, 1)
+    total = torch.zeros(value.shape, dtype=torch.float64)
+    for step in range(1000):
+        key, _, _ = low_precision_optim._noise_keys(0, step, "w", CPU)
+        bits = low_precision_optim._noise(torch.arange(4), columns, key)
+        low_precision_optim._quantize(codes, scale, value, bits, table)
+        back = low_precision_optim._dequantize(codes, scale, table)
+        total += back.double()
+    assert torch.equal(scale, value.abs().amax(-1, keepdim=True))
+    # The widest spacing of codes: of the uppermost decade, by the number of its codes.
+    spacing = 0.9 / (64 if signed else 128) * scale
+    assert ((back - value).abs() <= spacing).all() and back[0, 1, 3] == 0
+    assert ((total / 1000 - value).abs() <= 6 * spacing / 2 / 1000**0.5 + 1e-12).all()
+
+
+def test_a_second_moment_above_0_does_not_become_0():
+    """The update would be as large as 1 / eps."""
+    weight = torch.zeros(2, 256)
+    optimizer = optimizer_of(weight, eight_bit=True)
+    weight.grad = torch.full((2, 256), 1e-5)
+    weight.grad[:, 0] = 1.0
+    for _ in range(20):
+        optimizer.step()
+    assert weight.abs().max() <= 20 * 1.01e-3
+    weight.grad = torch.zeros(2, 256)
+    fresh = optimizer_of(weight.clone(), eight_bit=True)
+    fresh.step()
+    weight.grad[0, 0] = 1e-30  # its square is 0
+    optimizer.step()
+    assert weight.isfinite().all()
+
+
+def losses_of(optimizer: torch.optim.Optimizer, weights: list[torch.Tensor]) -> list[float]:
+    """Fit a matrix and a vector to a target, by gradients with the same noise each time."""
+    source = torch.Generator().manual_seed(3)
+    target = torch.randn(48, 300, generator=source)
+    losses = []
+    for _ in range(200):
+        matrix, vector = weights
+        error = matrix.float() + vector.float() - target
+        losses.append(error.square().mean().item())
+        gradient = error + 0.1 * torch.randn(error.shape, generator=source)
+        matrix.grad, vector.grad = gradient, gradient.sum(0)
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eight_bit"),
+    [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)],
+)
+def test_it_learns_as_pytorchs_adamw_in_float32(dtype, eight_bit):
+    given: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
+
+    def run(dtype: torch.dtype, make: Any) -> list[float]:
+        weights = [torch.zeros(48, 300, dtype=dtype), torch.zeros(300, dtype=dtype)]
+        return losses_of(make(weights), weights)
+
+    exact = run(torch.float32, lambda w: torch.optim.AdamW(w, betas=(0.9, 0.95), eps=1e-8, **given))
+    ours = run(dtype, lambda w: optimizer_of(*w, eight_bit=eight_bit, **given))
+    assert exact[-1] < 0.75 * exact[0]
+    assert ours == pytest.approx(exact, rel=3e-3)
+
+
+def test_the_update_in_float32_is_pytorchs():
+    """Moments of the vector are float32, so nothing is rounded."""
+    ours, plain = torch.ones(300), torch.ones(300)
+    given: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = optimizer_of(ours, eight_bit=True, **given)
+    oracle = torch.optim.AdamW([plain], betas=(0.9, 0.95), eps=1e-8, **given)
+    for step in range(20):
+        torch.manual_seed(step)
+        ours.grad = plain.grad = torch.randn(300)
+        optimizer.step()
+        oracle.step()
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
+
+
+def stepped(sizes: tuple[int, ...], dtype: torch.dtype, **given: Any) -> list[torch.Tensor]:
+    """Return a weight and its state after three steps."""
+    torch.manual_seed(0)
+    weight = torch.randn(sizes).to(dtype)
+    optimizer = optimizer_of(weight, weight_decay=0.1, **given)
+    for step in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (step + 1)
+        weight.grad = torch.randn(sizes)
+        optimizer.step()
+    return [weight, *optimizer.state[weight].values()]
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_pieces_of_a_tensor_change_nothing(eight_bit, monkeypatch):
+    whole = stepped((3, 50, 300), torch.bfloat16, eight_bit=eight_bit)
+    monkeypatch.setattr(low_precision_optim, "_PIECE", 4000)
+    pieces = stepped((3, 50, 300), torch.bfloat16, eight_bit=eight_bit)
+    assert all(map(torch.equal, whole, pieces))
+    assert not torch.equal(
+        whole[0], stepped((3, 50, 300), torch.bfloat16, eight_bit=eight_bit, seed=2)[0]
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_the_compiled_update_is_the_eager_one_to_the_last_bit(dtype, eight_bit, monkeypatch):
+    monkeypatch.setattr(low_precision_optim, "_PIECE", 9000)
+    torch._dynamo.reset()
+
+    def compare(*shapes: tuple[int, ...]) -> int:
+        """Return the number of graphs so far."""
+        for sizes in shapes:
+            eager = stepped(sizes, dtype, eight_bit=eight_bit)
+            compiled = stepped(sizes, dtype, eight_bit=eight_bit, compiled=True)
+            assert all(map(torch.equal, eager, compiled)), sizes
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    graphs = compare((37, 600), (3, 50, 512), (700,))
+    # For other sizes and rates it is not compiled again.
+    assert compare((41, 856), (64, 768), (900,)) == graphs
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eight_bit", "moments"),
+    [(torch.bfloat16, False, 4), (torch.bfloat16, True, 2), (torch.float32, True, 2)],
+)
+def test_the_bytes_of_the_state_are_those_said(dtype, eight_bit, moments):
+    matrix, vector = torch.zeros(3, 4, 700, dtype=dtype), torch.zeros(700, dtype=dtype)
+    optimizer = optimizer_of(matrix, vector, eight_bit=eight_bit)
+    for weight in (matrix, vector):
+        weight.grad = torch.ones_like(weight, dtype=torch.float32)
+    optimizer.step()
+    scales = 2 * 4 * 12 * 3 if eight_bit else 0  # 700 elements are three blocks
+    expected = {matrix: moments * 8400 + scales, vector: 2 * dtype.itemsize * 700}
+    for weight, size in expected.items():
+        state = optimizer.state[weight]
+        assert sum(t.numel() * t.itemsize for t in state.values()) == size + 4
+        assert optimizer.state_bytes(weight) == size
