@@ -18,6 +18,7 @@ from shardtune.checkpoint.train_state import RANDOM, restore_random_state, train
 from shardtune.distributed.world import World
 from shardtune.log import logger
 
+_PIECE_BYTES = 16 << 20  # read at once, in whole rows
 # A slow link is not an error, and a dead rank closes its connection.
 _TRANSFER_TIMEOUT = datetime.timedelta(days=2)
 
@@ -48,7 +49,7 @@ def load_checkpoint(
     remote = []
     for chunk, box, target in world.run_on_all_ranks(lambda: plan_load(tensors, checkpoint)):
         if run_dir.leader_of[world.rank] in checkpoint.holders[chunk.file]:
-            target.copy_(read_chunk(checkpoint, chunk, box))
+            read_chunk(checkpoint, chunk, box, target)
         else:
             remote.append((chunk, box, target))
     edges = [
@@ -124,28 +125,52 @@ def read_tensor(
 
 
 def read_chunk(
-    checkpoint: Checkpoint, chunk: StoredChunk, box: Sequence[slice] | None = None
+    checkpoint: Checkpoint,
+    chunk: StoredChunk,
+    box: Sequence[slice] | None = None,
+    target: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Read a chunk, or a box within it, from the first directory that has its file.
 
-    All of the chunk is read and compared with its digest: a file may be damaged after its check.
+    Copies it to `target` piece by piece, or to a new tensor, and returns that. All of the chunk is
+    read and compared with its digest: a file may be damaged after its check.
 
     Raises:
         OSError: it cannot be read; FileNotFoundError: no directory has it.
-        DamagedCheckpoint: it does not match its digest.
+        DamagedCheckpoint: it does not match its digest; `target` may have been written by then.
     """
     path = checkpoint.find(chunk.file)
     if path is None:
         places = ", ".join(map(str, checkpoint.directories))
         raise FileNotFoundError(f"{chunk.file} is in none of {places}")
-    content = torch.empty(chunk.end - chunk.begin, dtype=torch.uint8)
-    left = whole = tensor_bytes(content)
+    box = chunk.whole if box is None else box
+    if target is None:
+        shape = [edge.stop - edge.start for edge in box]
+        target = torch.empty(shape, dtype=checkpoint.dtype(chunk.tensor))
+    # A scalar is read as one row.
+    wanted, *columns = box or [slice(0, 1)]
+    n_rows, *row_shape = chunk.sizes or [1]
+    rows = target if chunk.sizes else target.view(1)
+    row_bytes = (chunk.end - chunk.begin) // n_rows
+    rows_at_once = max(1, _PIECE_BYTES // row_bytes)
+    content = torch.empty(min(n_rows, rows_at_once) * row_bytes, dtype=torch.uint8)
+    digest = xxhash.xxh3_128()
     # Not memory-mapped: an error of the disk would then kill the process.
     with path.open("rb", buffering=0) as file:
         file.seek(chunk.begin)
-        while left and (count := file.readinto(left)):
-            left = left[count:]
-    if left or xxhash.xxh3_128(whole).hexdigest() != chunk.xxh3_128:
+        for first in range(0, n_rows, rows_at_once):
+            last = min(n_rows, first + rows_at_once)
+            piece = content[: (last - first) * row_bytes]
+            left = tensor_bytes(piece)
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+            digest.update(tensor_bytes(piece[: len(piece) - len(left)]))
+            begin, end = max(first, wanted.start), min(last, wanted.stop)
+            if begin < end:
+                read = piece.view(target.dtype).view(last - first, *row_shape)
+                rows[begin - wanted.start : end - wanted.start].copy_(
+                    read[(slice(begin - first, end - first), *columns)]
+                )
+    if digest.hexdigest() != chunk.xxh3_128:
         raise DamagedCheckpoint(f"{path}: tensor {chunk.tensor} is damaged")
-    tensor = content.view(checkpoint.dtype(chunk.tensor)).reshape(list(chunk.sizes))
-    return tensor if box is None else tensor[tuple(box)]
+    return target

@@ -27,6 +27,7 @@ from shardtune.checkpoint.manifest import (
 from shardtune.checkpoint.plan import plan_save
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import write_safetensors
+from shardtune.checkpoint.staging import Staging, make_staging
 from shardtune.checkpoint.train_state import random_state, training_state
 from shardtune.config import CheckpointConfig
 from shardtune.distributed.tensors import dtype_name, to_local
@@ -59,6 +60,12 @@ class Saver:
         self._tensors = training_state(model, optimizer)
         self._tied_weights = dict(model.all_tied_weights_keys)
         self._offsets = plan_save(self._tensors, world)
+        # None: each save is written from the run's own tensors, while training waits.
+        self._staging: Staging | None = None
+        if config.mode == "async":
+            self._staging = make_staging(self._own_tensors(), world)
+        if self._staging:
+            optimizer.register_step_pre_hook(self._staging.before_update)
         host = {"node": world.node_rank, "host": socket.gethostname()}
         self._hosts = world.all_gather_json(host)
         self._run_id = world.on_rank0(lambda: secrets.token_hex(4))
@@ -92,11 +99,15 @@ class Saver:
             timeout_s=self._timeout_s,
         )
         self._attempts.append(attempt)
-        tensors = self._stage()
+        tensors, staging = self._own_tensors(), self._staging
+        random = random_state(self._world.rank, self._world.device)
+        if staging:
+            staging.copy(tensors)
 
         def write(directory: Path) -> dict[str, Any]:
             before_write()
-            return _write_rank_file(directory / rank_file(self._world.rank), tensors, self._offsets)
+            written = (staging.wait() if staging else tensors) | random
+            return _write_rank_file(directory / rank_file(self._world.rank), written, self._offsets)
 
         describe = partial(
             build_manifest,
@@ -107,12 +118,11 @@ class Saver:
             world=self._world,
         )
         self._outcome = None
-        # The arguments hold the copied tensors; Thread drops them when it ends.
         self._thread = threading.Thread(
             target=self._run, args=(attempt, write, describe), daemon=True
         )
         self._thread.start()
-        if self._config.mode == "sync":
+        if not staging:
             self._wait()
 
     def _run(self, attempt: SaveAttempt, *work: Any) -> None:
@@ -158,17 +168,9 @@ class Saver:
     def _fail(self, problem: str) -> None:
         raise RunFailed(f"{self._attempts[-1].final.name} was not saved: {problem}; {AGAIN}")
 
-    def _stage(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors, wide dtypes first.
-
-        They are copies on the CPU, or with mode `sync` the run's own.
-        """
-        tensors = {name: to_local(self._tensors[name]).detach() for name in self._offsets}
-        if self._config.mode == "async":
-            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-        tensors |= random_state(self._world.rank, self._world.device)
-        names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-        return {name: tensors[name] for name in names}
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what this rank writes of each tensor."""
+        return {name: to_local(self._tensors[name]).detach() for name in self._offsets}
 
 
 def _write_rank_file(
@@ -178,6 +180,8 @@ def _write_rank_file(
 
     Its header lets torch.distributed.checkpoint's HuggingFaceStorageReader read it.
     """
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # wide dtypes first
+    tensors = {name: tensors[name] for name in names}
     of_all = {name: offsets.get(name, (0,)) for name in tensors}  # a random state is a vector
     sharding = {name: {"saved_offsets": first} for name, first in of_all.items()}
     written, ranges = write_safetensors(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardtune.__main__ import run
-from shardtune.checkpoint import durable_fs, open_checkpoint
+from shardtune.checkpoint import durable_fs, load, open_checkpoint
 from shardtune.checkpoint.assets import model_assets
 from shardtune.checkpoint.load import read_chunk
 from shardtune.checkpoint.manifest import DamagedCheckpoint, StoredChunk
@@ -90,6 +90,23 @@ def test_a_damaged_checkpoint_is_not_exported(
     remedy = "restore it from a copy, or use another checkpoint"
     assert code == 1 and error == f"ERROR: {copied / damaged}: {tensor} - {remedy}\n"
     assert names(tmp_path) == ["copied"]
+
+
+@pytest.mark.parametrize("piece", [1, 5000, 16 << 20])
+def test_a_box_of_a_chunk_is_read_in_pieces(
+    piece: int, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_PIECE_BYTES", piece)
+    saved, chunk = open_checkpoint(copied), chunk_of_experts(copied)
+    stored = load_file(copied / chunk.file)[chunk.tensor]
+    assert torch.equal(read_chunk(saved, chunk), stored)
+    for box in ([slice(1, 2), slice(3, 9), slice(0, 5)], [slice(0, 2), slice(0, 1), slice(4, 16)]):
+        target = torch.zeros(8, 40, 50)[1:7:3, :, ::2]
+        part = target[tuple(slice(0, edge.stop - edge.start) for edge in box)]
+        read_chunk(saved, chunk, box, part)
+        assert torch.equal(part, stored[tuple(box)])
+    (scalar,) = saved.chunks[chunk.tensor.replace("model.", "optimizer.step.", 1)]
+    assert read_chunk(saved, scalar) == load_file(copied / scalar.file)[scalar.tensor]
 
 
 def test_a_chunk_that_was_damaged_since_its_check_is_an_error(copied: Path) -> None:

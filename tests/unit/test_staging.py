@@ -1,0 +1,94 @@
+"""Saves that write from a copy which is allocated once, while training changes the tensors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.thread_ranks import Tiny, TinyConfig, on_threads, thread_worlds
+from safetensors.torch import load_file
+
+from shardtune.checkpoint import Saver, saver, staging
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.config import CheckpointConfig
+
+
+class Run:
+    """Two ranks that save a tiny model."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        model = Tiny(TinyConfig())
+        self.weight = model.linear.weight
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        saver.training_state(model, optimizer)
+        self.worlds = thread_worlds(2)
+        config = CheckpointConfig(mode="async")
+        self.savers = on_threads(
+            self.worlds,
+            lambda world: Saver(
+                RunDir(directory, [0, 0], None), config, 60, model, optimizer, {}, world
+            ),
+        )
+
+    def save(self, step: int) -> None:
+        """Save weights that are all `step`."""
+        self.weight.data.fill_(step)
+        state = {"step": step, "config": {}}
+        on_threads(self.worlds, lambda world: self.savers[world.rank].save(state))
+
+    def finish(self) -> None:
+        on_threads(self.worlds, lambda world: self.savers[world.rank].finish())
+
+    def saved(self, step: int) -> torch.Tensor:
+        files = (self.directory / f"checkpoints/checkpoint_{step:07d}").glob("rank_*")
+        return {k: v for file in files for k, v in load_file(file).items()}["model.linear.weight"]
+
+
+def test_a_save_writes_over_the_copy_only_after_the_save_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_answers, places = threading.Event(), []
+
+    def write_slowly(path: Path, tensors: Mapping[str, torch.Tensor], *more: Any) -> Any:
+        places.append({name: t.data_ptr() for name, t in tensors.items() if "random" not in name})
+        assert disk_answers.wait(60)
+        return write(path, tensors, *more)
+
+    write = saver._write_rank_file
+    monkeypatch.setattr(saver, "_write_rank_file", write_slowly)
+    run = Run(tmp_path)
+    run.save(1)
+    run.weight.data.fill_(9)  # training goes on
+    second = threading.Thread(target=run.save, args=(2,))
+    second.start()
+    second.join(0.5)
+    assert second.is_alive()
+    disk_answers.set()
+    second.join(60)
+    run.weight.data.fill_(9)
+    run.finish()
+    assert (run.saved(1) == 1).all()
+    assert (run.saved(2) == 2).all()
+    first, again = ({k: v for rank in places[i : i + 2] for k, v in rank.items()} for i in (0, 2))
+    assert first == again
+    assert len(first) == 8  # weight and bias with their states
+    assert all(place % 64 == 0 for place in first.values())
+
+
+def test_saves_are_synchronous_where_the_copy_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(staging, "available_memory", lambda: 100)
+    monkeypatch.setattr(staging.logger, "propagate", True)
+    with caplog.at_level(logging.INFO):
+        run = Run(tmp_path)
+    assert caplog.messages[0].startswith("Checkpoint staging: checkpoint.mode=async needs 0.0 GB")
+    run.save(1)
+    assert (run.saved(1) == 1).all()  # before `finish`
+    run.finish()
