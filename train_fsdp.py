@@ -34,6 +34,7 @@ from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.training import optim, setup
 from shardtune.training.context import Run, TrainContext
 from shardtune.training.evaluate import evaluate
+from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
 from shardtune.training.memory import state_bytes, step_fits, weights_fit
 from shardtune.training.metrics import Metrics, StepLog, StepStats, all_gather_step_stats
@@ -113,6 +114,7 @@ def build_train_context(
         reshard=reshard,
         metrics=metrics,
         stragglers=Stragglers(model, metrics, world),
+        expert_balance=ExpertBalance(model, metrics, world),
         saver=Saver(run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world),
         best=best,
         run_state=setup.state_of_run(run, model_config, data, reshard),
@@ -140,6 +142,8 @@ def train(context: TrainContext, schedule: Schedule, pending_evaluation: int | N
         context.stragglers.step_ended(step.number)
         world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
         step_log.step_ended(step, stats, lr)
+        is_due = schedule.is_due(step.number, config.logging.every_steps)
+        context.expert_balance.step_ended(step.number, stats.expert_tokens, is_due)
 
         # Before the save: a run that is killed between the two repeats the step and its evaluation.
         is_evaluated = True
@@ -172,6 +176,7 @@ def train_step(
         optim.squared_gradients(context.model),
         step.trained_tokens,
         stop.received is not None,
+        context.expert_balance.take_counts(),
         context.run.world,
     )
     optim.require_finite(step.number, stats.loss, stats.grad_norm, context.model, context.run.world)

@@ -87,19 +87,22 @@ class World:
             self.progress.record.limits_steps = True
             set_collective_timeout(timeout_s, self.mesh, self.expert_mesh)
 
-    def all_gather_scalars(self, *values: torch.Tensor | float) -> torch.Tensor:
-        """Return every rank's scalars, float64 [ranks, values]: collective.
+    def all_gather_scalars(
+        self, *values: torch.Tensor | float, vector: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return every rank's scalars, and its vector behind them: float64 [ranks, values].
 
-        A host with a GPU does not wait for it.
+        Collective. A host with a GPU does not wait for it.
         """
         # A tensor made from a number on the host would wait for the GPU; a filled one does not.
         mine = [
             torch.full((), 1.0, dtype=torch.float64, device=self.device) * value for value in values
         ]
-        gathered = mine[0].new_empty(self.size * len(mine))
+        sent = torch.stack(mine) if vector is None else torch.cat([torch.stack(mine), vector])
+        gathered = sent.new_empty(self.size * len(sent))
         with self.progress.waiting():
-            dist.all_gather_single(gathered, torch.stack(mine))
-        return gathered.view(self.size, len(mine))
+            dist.all_gather_single(gathered, sent)
+        return gathered.view(self.size, len(sent))
 
     def all_reduce_max(self, *values: float) -> list[float]:
         """Return the largest of each value over the ranks: collective."""

@@ -105,9 +105,9 @@ class ExpertExchange(EPImplementation):
         # Sorted by expert, the pairs of each rank are consecutive.
         expert_of_pair = top_k_index.flatten()
         order = expert_of_pair.argsort(stable=True)
-        sent_counts = expert_of_pair.new_zeros(self._ranks * self._local_experts)
-        sent_counts.scatter_add_(0, expert_of_pair, torch.ones_like(expert_of_pair))
-        sent_counts = sent_counts.view(self._ranks, self._local_experts)
+        counts = expert_of_pair.new_zeros(self._ranks * self._local_experts + 1)
+        _add_counts(counts, expert_of_pair)
+        sent_counts = counts[:-1].view(self._ranks, self._local_experts)
         received_counts = torch.empty_like(sent_counts)
         with self._progress.waiting():
             dist.all_to_all_single(received_counts, sent_counts, group=self._group)
@@ -115,6 +115,7 @@ class ExpertExchange(EPImplementation):
             sizes = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)])
             sent, received = sizes.tolist()
 
+        order = order[: sum(sent)]  # the others chose no expert
         tokens = self._exchange(hidden_states[order // top_k], sent, received)
         local_experts = torch.arange(self._local_experts, device=tokens.device).repeat(self._ranks)
         expert_of_token = local_experts.repeat_interleave(
@@ -122,7 +123,7 @@ class ExpertExchange(EPImplementation):
         )
         outputs = self._exchange(self._run_experts(tokens, expert_of_token), received, sent)
 
-        of_pairs = torch.empty_like(outputs)
+        of_pairs = outputs.new_zeros(len(expert_of_pair), outputs.shape[-1])
         of_pairs[order] = outputs
         weighted = of_pairs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(dim=1)
@@ -143,6 +144,23 @@ class ExpertExchange(EPImplementation):
     ) -> torch.Tensor:
         output = _Exchange.apply(rows, sent, received, self._group, self._progress)
         return cast(torch.Tensor, output)
+
+
+@torch.library.custom_op("shardtune::count_tokens", mutates_args=("counts",))
+def count_tokens(counts: torch.Tensor, top_k_index: torch.Tensor) -> None:
+    """Add the tokens of each expert to `counts`, unless this is a layer that is computed again.
+
+    `counts`: [experts + 1]. Its last element takes choices beyond the experts, which some routers
+    have for tokens that need none. An operator, because compiled layers cannot ask whether a
+    backward runs.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        _add_counts(counts, top_k_index.flatten())
+
+
+def _add_counts(counts: torch.Tensor, expert_of_pair: torch.Tensor) -> None:
+    expert_of_pair = expert_of_pair.clamp(max=len(counts) - 1)
+    counts.scatter_add_(0, expert_of_pair, torch.ones_like(expert_of_pair))
 
 
 class _Exchange(torch.autograd.Function):

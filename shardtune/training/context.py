@@ -15,6 +15,7 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config import Config
 from shardtune.data.dataset import PreparedData
 from shardtune.distributed.world import World
+from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.metrics import Metrics
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.stragglers import Stragglers
@@ -47,6 +48,7 @@ class TrainContext:
     reshard: ReshardPolicy
     metrics: Metrics
     stragglers: Stragglers
+    expert_balance: ExpertBalance
     saver: Saver
     best: Best | None  # with eval.keep_best
     run_state: dict[str, Any]  # goes into each checkpoint, beside the position in the data

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -35,6 +36,7 @@ class StepStats(NamedTuple):
     must_stop: bool  # a signal asked some rank to stop
     peak_memory_bytes: int  # of the rank with the most; step 1 lacks the optimizer's state
     data_seconds: float  # of the rank that waited longest for its batches
+    expert_tokens: np.ndarray  # [groups of ranks that share experts, experts of all layers]
 
 
 def all_gather_step_stats(
@@ -42,12 +44,14 @@ def all_gather_step_stats(
     squared_grad_norm: torch.Tensor,
     trained_tokens: int,
     must_stop: bool,
+    expert_tokens: torch.Tensor,
     world: World,
 ) -> StepStats:
     """Gather this rank's numbers of a step from all ranks. Collective.
 
     The host waits for the device here, and nowhere else in a step. `nll_sum`, `squared_grad_norm`:
-    float64 scalars on the device. `trained_tokens`: of the global batch.
+    float64 scalars on the device. `trained_tokens`: of the global batch. `expert_tokens`: of each
+    expert of all layers, float64.
     """
     per_rank = world.all_gather_scalars(
         nll_sum,
@@ -55,13 +59,25 @@ def all_gather_step_stats(
         must_stop,
         peak_memory_bytes(world.device),
         world.progress.seconds_in(Phase.DATA),
+        vector=expert_tokens,
     )
-    nll_sums, squared_norms, stops, memory, data = per_rank.unbind(dim=1)
+    nll_sums, squared_norms, stops, memory, data = per_rank[:, :5].unbind(dim=1)
+    group_size = world.expert_mesh["expert"].size() if world.expert_mesh else world.size
+    per_group = per_rank[:, 5:].unflatten(0, (-1, group_size)).sum(dim=1)
     loss = nll_sums.sum() / max(1, trained_tokens)
     grad_norm = (squared_norms.sum() / world.replicas).sqrt()  # each replica has all gradients
     numbers = torch.stack([loss, grad_norm, stops.amax(), memory.amax(), data.amax()])
-    loss, grad_norm, any_stop, peak, waited = numbers.tolist()
-    return StepStats(loss, grad_norm, any_stop > 0, int(peak), waited)
+    loss, grad_norm, any_stop, peak, waited, *tokens = torch.cat(
+        [numbers, per_group.flatten()]
+    ).tolist()
+    return StepStats(
+        loss,
+        grad_norm,
+        any_stop > 0,
+        int(peak),
+        waited,
+        np.array(tokens).reshape(len(per_group), -1),
+    )
 
 
 class Metrics:

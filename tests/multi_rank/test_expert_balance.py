@@ -1,0 +1,135 @@
+"""Tokens per expert are those that plain transformers routes, whatever the mesh."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.chats import write_jsonl
+from helpers.commands import read_metrics
+from helpers.plain_training import encode, settings, sharpen, uneven_chats, with_weights
+from helpers.ranks import train_each, world_of
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from shardtune.log import setup_logging
+from shardtune.training.expert_balance import ExpertBalance, balance
+
+# One rank; spread experts, layers computed again; sharded experts, layers computed again in part.
+VARIANTS: list[tuple[int, list[str]]] = [
+    (1, ["train.gradient_accumulation_steps=8"]),
+    (
+        2,
+        [
+            "train.gradient_accumulation_steps=4",
+            "parallel.expert=2",
+            "model.activation_checkpointing=full",
+        ],
+    ),
+    (
+        2,
+        [
+            "train.gradient_accumulation_steps=8",
+            "data.packing=false",
+            "model.activation_checkpointing=selective",
+        ],
+    ),
+]
+EVERY_OTHER = ["logging.every_steps=2", "export.final=false"]
+LAYERS = ("model.layers.1.mlp.experts", "model.layers.2.mlp.experts")
+
+
+@torch.no_grad()
+def routed(path: Path, records: list[Any]) -> dict[str, list[int]]:
+    """Count the tokens that plain transformers sends to each of six experts."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    counts = {name: [0] * 6 for name in LAYERS}
+
+    def count(name: str) -> Any:
+        def hook(module: Any, inputs: Any) -> None:
+            for expert in inputs[1].flatten().tolist():
+                counts[name][expert] += 1
+
+        return hook
+
+    for name in LAYERS:
+        model.get_submodule(name).register_forward_pre_hook(count(name))
+    for ids, _ in records:
+        model(input_ids=torch.tensor([ids]))
+    return counts
+
+
+def test_counts_are_those_of_plain_routing_with_and_without_spread_experts(
+    models: dict[str, Path], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Layers that are computed again and evaluations count nothing; a line is logged and metrics
+    are written every second step."""
+
+    def never_choose_the_first(model: Any) -> None:
+        sharpen(model)
+        for layer in model.model.layers[1:]:
+            layer.mlp.gate.e_score_correction_bias[0] = -9
+
+    path = with_weights(models["glm"], tmp_path / "model", never_choose_the_first)
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    given = [f"data.eval={data}", "eval.every_steps=1", "train.epochs=4", "optimizer.lr=0"]
+    runs = [
+        (ranks, settings(path, data, tmp_path / f"run{number}", *given, *EVERY_OTHER, *more))
+        for number, (ranks, more) in enumerate(VARIANTS)
+    ]
+    train_each(runs, tmp_path)
+    counts = routed(path, [encode(tokenizer, record) for record in uneven_chats()])
+    assert all(tokens[0] == 0 for tokens in counts.values())
+    for number, (_, more) in enumerate(VARIANTS):
+        steps = read_metrics(tmp_path / f"run{number}", "experts")
+        assert [step["step"] for step in steps] == [2, 4]
+        for step in steps:
+            assert [layer["layer"] for layer in step["layers"]] == list(LAYERS)
+            for layer in step["layers"]:
+                tokens = counts[layer["layer"]]
+                # A score on the edge may fall to another expert in other arithmetic.
+                assert np.abs(np.subtract(layer["tokens"], tokens)).sum() <= 0.002 * sum(tokens)
+                share = [n / sum(layer["tokens"]) for n in layer["tokens"] if n]
+                entropy = -sum(p * math.log(p) for p in share) / math.log(6)
+                assert layer["entropy"] == pytest.approx(entropy)
+                assert layer["without_tokens"] == layer["tokens"].count(0) == 1
+                assert ("rank_imbalance" in layer) == ("parallel.expert=2" in more)
+                if "rank_imbalance" in layer:
+                    ranks = sum(layer["tokens"][:3]), sum(layer["tokens"][3:])
+                    assert layer["rank_imbalance"] == pytest.approx(2 * max(ranks) / sum(ranks))
+        said = (tmp_path / f"run{number}.out").read_text(encoding="utf-8")
+        lines = [line for line in said.splitlines() if line.startswith("Router entropy ")]
+        assert len(lines) == 2
+        assert all(" | 2 of 12 experts without tokens" in line for line in lines)
+        assert not any(re.search("Step.*Loss", line) for line in lines)
+
+
+def test_imbalance_is_that_of_the_worst_group() -> None:
+    """Two groups of two ranks with two experts each."""
+    values = balance(np.array([[1, 1, 1, 1], [4, 2, 0, 2]]), degree=2)
+    assert values["tokens"] == [5, 3, 1, 3]
+    assert values["rank_imbalance"] == pytest.approx(6 / 4)
+
+
+def test_an_expert_that_starves_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = torch.nn.Parameter(torch.zeros(3, 1, 1))
+
+        def forward(self, tokens: Any, top_k_index: Any, top_k_weights: Any) -> Any: ...
+
+    world = world_of(0, 1, dist.HashStore())
+    experts = ExpertBalance(torch.nn.ModuleDict({"experts": Layer()}), cast(Any, None), world)
+    setup_logging(True, True)
+    for step in range(1, 301):
+        tokens = [3, 0, int(step in (50, 250))]
+        experts.step_ended(step, np.array([tokens]), is_due=False)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("Warning: 1 experts have had no tokens for 100 steps, first expert 1 ")
+    assert "expert 2 of experts" in second
