@@ -109,7 +109,7 @@ def run_and_count(arguments: list[str]) -> None:
 
 def test_a_step_asks_the_device_for_numbers_once(tmp_path, models):
     each = ("train.gradient_accumulation_steps=2", "train.max_steps=13", "train.epochs=99")
-    on_two_ranks(run_and_count, tmp_path, models["llama"], *each)
+    on_two_ranks(run_and_count, tmp_path, models["glm"], *each)
     steps = read_metrics(tmp_path / "run", "step")
     assert [step["asked"] for step in steps[1:]] == [{"all_gather_step_stats": 1}] * 12, (
         "also where the slowest rank is looked for"
