@@ -37,9 +37,8 @@ class RecordError(ValueError):
 
 def read_fields(columns: Mapping[str, str | None]) -> frozenset[str]:
     """Return the data's names of all fields that are read; `columns`: `data.columns`."""
-    named = (name for field in RECORD_FIELDS if (name := columns.get(field, field)))
-    kept = (field for field in RECORD_FIELDS if columns.get(field, field))
-    return frozenset([*named, *kept])
+    named = {field: columns.get(field, field) for field in RECORD_FIELDS}
+    return frozenset(name for pair in named.items() if pair[1] for name in pair if name)
 
 
 def rename_fields(value: Any, columns: Mapping[str, str | None]) -> Any:
@@ -56,11 +55,12 @@ def rename_fields(value: Any, columns: Mapping[str, str | None]) -> Any:
     renamed = {ours: present[name] for ours, name in columns.items() if name in present}
     read = {*columns.values(), *(ours for ours, name in columns.items() if name is None)}
     kept = {name: field for name, field in present.items() if name not in read}
-    for ours in renamed.keys() & kept.keys():
-        raise RecordError(
-            f"has {ours} and {columns[ours]}, which data.columns reads as {ours} - rename one of "
-            "them in the data, or leave data.columns without it"
-        )
+    for ours in kept:
+        if ours in renamed:
+            raise RecordError(
+                f"has {ours} and {columns[ours]}, which data.columns reads as {ours} - rename one "
+                "of them in the data, or leave data.columns without it"
+            )
     return kept | renamed
 
 
