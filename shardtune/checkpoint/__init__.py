@@ -3,11 +3,13 @@
 checkpoint_0001000/
   manifest.json            how the shards fit together, all digests, and all state but the tensors
   rank_00000.safetensors   one per rank, valid on its own
-  huggingface/             configuration and tokenizer: with the tensors, a complete model
+  huggingface/             configuration and tokenizer: with the tensors, a complete model (or
+                           adapters alone, for the model that they were trained on)
   COMPLETE                 written last; holds the manifest's digest
 
 A save, in this order: train_state, plan, saver, safetensors_writer, commit, manifest.
-A resume: run_dir, resume, resume_rules, verify, load. Models: assets, export, exported, best.
+A resume: run_dir, resume, resume_rules, verify, load. Models: assets, export, exported, adapter,
+best.
 System calls: durable_fs.
 """
 

@@ -139,8 +139,10 @@ class MergedExport(Export):
     ) -> Iterator[torch.Tensor]:
         added: dict[str, torch.Tensor] = {}
         if any(name in self._targets for name in unit.stored):
-            deltas = {name.removeprefix(MODEL): self._delta(name, read) for name in unit.stored}
-            added = revert_weight_conversion(self._model, deltas)
+            added = revert_weight_conversion(
+                self._model,
+                {name.removeprefix(MODEL): self._delta(name, read) for name in unit.stored},
+            )
         for name, (dtype, _) in unit.exported.items():
             weight = self._read_source(name)[name]
             if added:

@@ -28,6 +28,11 @@ TARGETS: dict[str, dict[str, list[str]]] = {
             "experts.down_proj",
         ],
     },
+    # Layers without a trained weight come before those with one.
+    "experts": {
+        "target_modules": [],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
 }
 
 

@@ -48,7 +48,8 @@ LORA = ("lora.rank=3", "lora.alpha=12", "train.max_grad_norm=9")
 @pytest.fixture(scope="module")
 def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("sharp")
-    return {name: with_weights(models[name], root / name, sharpen) for name in ("llama", "glm")}
+    made = {name: with_weights(models[name], root / name, sharpen) for name in ("llama", "glm")}
+    return made | {"experts": made["glm"]}
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,10 @@ def expected(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> dict
     """Return the trained peft model of each kind, the records, its losses and its norms."""
     records = [encode(tokenizer, record) for record in uneven_chats()]
     trained = {}
-    for kind, path in sharp.items():
-        factors = initial_factors(path, LoraConfig(rank=3, alpha=12))
+    for kind in TARGETS:
+        path = sharp[kind]
+        targets = "experts" if kind == "experts" else "all-linear"
+        factors = initial_factors(path, LoraConfig(rank=3, alpha=12, targets=targets))
         model = peft_model(path, factors, 3, 12, **TARGETS[kind])
         trained[kind] = (model, records, *plain_lora_training(model, records, RATES, max_norm=9))
     return trained
@@ -117,6 +120,10 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
                 (8, ()),  # more ranks than experts
             )
         ),
+        *(
+            pytest.param("experts", 2, ("lora.targets=experts", *more), marks=pytest.mark.full)
+            for more in ((), ("model.activation_checkpointing=full", "parallel.expert=2"))
+        ),
     ],
 )
 def test_steps_equal_a_plain_loop_around_peft(
@@ -128,7 +135,7 @@ def test_steps_equal_a_plain_loop_around_peft(
     tmp_path: Path,
 ) -> None:
     output, run_dir = run(sharp[kind], tmp_path, ranks, *more)
-    among = "experts among" if kind == "glm" else "no experts among"
+    among = "no experts among" if kind == "llama" else "experts among"
     assert re.search(rf"^LoRA: rank 3, alpha 12, {among} its modules: ", output, re.MULTILINE)
     assert_steps(run_dir, expected[kind])
     assert_exported(run_dir, sharp[kind], expected[kind])
