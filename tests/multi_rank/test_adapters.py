@@ -211,12 +211,15 @@ def test_frozen_weights_take_the_compute_dtype_and_factors_float32(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Of a rank that bfloat16 grouped products do not take: 3 is no multiple of 8."""
-    more = ("model.compute_dtype=bfloat16", "train.max_steps=1")
+    lower = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit")
+    more = ("model.compute_dtype=bfloat16", "train.max_steps=1", *lower)
     given = arguments(models["glm"], tmp_path, 2, *more, "export.dtype=source")
     output = finish(
         on_ranks(2, run_and_count_bytes, ["--config", "config.yaml", *given], cwd=tmp_path)
     )
     assert "State: False" not in output and output.count("State: True") > 50
+    for key in ("model.master_dtype", "optimizer.name"):
+        assert re.search(rf"^{key} = .+ has no effect: lora\.rank is given", output, re.MULTILINE)
     # 6 experts x 3 x (32 + 32 + 16 + 32) in 2 layers, and so on.
     assert "LoRA: 7,776 parameters are trained, in float32" in output
     assert "the others are frozen: 58,656 in bfloat16" in output
