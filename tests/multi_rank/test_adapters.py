@@ -105,8 +105,6 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "ranks", "more"),
     [
-        pytest.param("llama", 1, (), marks=pytest.mark.full),
-        ("llama", 2, ("model.activation_checkpointing=full",)),
         ("glm", 2, ("parallel.expert=2", "model.activation_checkpointing=full")),
         *(
             pytest.param("glm", ranks, more, marks=pytest.mark.full)
@@ -120,6 +118,8 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
                 (8, ()),  # more ranks than experts
             )
         ),
+        pytest.param("llama", 1, (), marks=pytest.mark.full),
+        pytest.param("llama", 2, ("model.compile=true",), marks=pytest.mark.full),
         *(
             pytest.param("experts", 2, ("lora.targets=experts", *more), marks=pytest.mark.full)
             for more in ((), ("model.activation_checkpointing=full", "parallel.expert=2"))
@@ -223,12 +223,6 @@ def test_frozen_weights_take_the_compute_dtype_and_factors_float32(
     # 6 experts x 3 x (32 + 32 + 16 + 32) in 2 layers, and so on.
     assert "LoRA: 7,776 parameters are trained, in float32" in output
     assert "the others are frozen: 58,656 in bfloat16" in output
-    step = read_metrics(tmp_path / "run", "step")[0]
-    float32 = finish(train(2, *given, "model.compute_dtype=float32", "run.dir=other", cwd=tmp_path))
-    assert "58,656 in float32" in float32
-    other = read_metrics(tmp_path / "other", "step")[0]
-    assert step["loss"] == pytest.approx(other["loss"], rel=1e-2)
-    assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=5e-2)
 
 
 def test_targets_that_mean_nothing_or_a_router_are_refused(

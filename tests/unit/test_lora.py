@@ -83,18 +83,20 @@ def build(family: str, **settings: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "experts", ("down_proj", "o_proj")])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *((family, "all-linear") for family in FAMILIES),
+        ("glm4_moe", ("down_proj", "o_proj")),
+        ("gpt_oss", "experts"),
+    ],
+)
 def test_adapters_equal_pefts_and_merge(
     family: str, targets: str | tuple[str, ...], tmp_path: Path
 ) -> None:
     lora = LoraConfig(rank=3, alpha=12, targets=targets)
     model, source = build(family), tmp_path / "source"
     model.save_pretrained(source)
-    if targets == "experts" and family in ("llama", "qwen2"):
-        with pytest.raises(UserError, match=f"experts means no layer of {family} - use "):
-            choose_targets(model, lora)
-        return
     add_adapters(model, lora)
     draw_factors(model, seed=1)
     factors = model_state(model)
@@ -173,7 +175,9 @@ def test_all_linear_takes_neither_router_nor_head() -> None:
     assert trained.startswith(f"LoRA: {sum(p.numel() for p in model_state(model).values()):,} ")
 
 
-def test_experts_of_another_layout_are_refused() -> None:
+def test_experts_of_another_layout_or_none_are_refused() -> None:
+    with pytest.raises(UserError, match="experts means no layer of llama - use "):
+        choose_targets(build("llama"), LoraConfig(rank=2, targets="experts"))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model("llama4_text", **SMALL, num_local_experts=2)
