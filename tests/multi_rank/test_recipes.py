@@ -1,0 +1,104 @@
+"""The shipped recipes train tiny models of their architectures with every key as shipped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY, read_metrics
+from helpers.plain_training import encode, finish, save_new_model, sharpen, summed_nll
+from helpers.ranks import on_ranks, run_script
+from helpers.tiny_models import VOCABULARY
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "dtype": torch.bfloat16,
+}
+GLM = ("glm4_moe", {"n_routed_experts": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1})
+QWEN = ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 16})
+# The architecture, and the ranks that the meshes need.
+RECIPES: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {
+    "glm-4.5-air-full": (GLM, 8),
+    "glm-4.5-air-full-141gb": (GLM, 8),
+    "glm-4.5-air-lora": (GLM, 16),
+    "qwen3-30b-a3b": (QWEN, 8),
+    "llama-3-8b": (("llama", {}), 2),
+}
+BY_DEFAULT = "glm-4.5-air-full"
+
+
+def test_every_recipe_is_rehearsed_and_names_its_command() -> None:
+    recipes = {path.stem for path in (REPOSITORY / "examples").glob("*.yaml")} - {"demo"}
+    assert recipes == RECIPES.keys()
+    for name in recipes:
+        text = (REPOSITORY / f"examples/{name}.yaml").read_text(encoding="utf-8")
+        assert re.search(rf"^#   \S.* --config examples/{name}\.yaml", text, re.MULTILINE)
+        assert text.startswith("# yaml-language-server: $schema=../docs/config.schema.json\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == BY_DEFAULT else pytest.param(name, marks=pytest.mark.full)
+        for name in RECIPES
+    ],
+)
+def test_a_recipe_trains(name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (kind, more), ranks = RECIPES[name]
+    recipe = REPOSITORY / f"examples/{name}.yaml"
+    config = AutoConfig.for_model(kind, **SMALL, **more)
+    model = save_new_model(
+        lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
+        tokenizer,
+        tmp_path / "model",
+        sharpen,
+    )
+    records = [record for record in chats(64) if len(encode(tokenizer, record)[0]) <= 128]
+    arguments = [
+        f"--config={recipe}",
+        f"model.path={model}",
+        f"data.train={write_jsonl(tmp_path / 'train.jsonl', records)}",
+        f"data.eval={write_jsonl(tmp_path / 'eval.jsonl', records[:8])}",
+        f"run.dir={tmp_path / 'run'}",
+        "train.max_steps=2",
+        "data.max_length=128",
+    ]
+    said = finish(on_ranks(ranks, run_script, arguments, cwd=tmp_path))
+
+    baseline, last = read_metrics(tmp_path / "run", "eval")
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    encoded = [encode(tokenizer, record) for record in records[:8]]
+    with torch.no_grad():
+        total = sum(float(summed_nll(plain, *each)) for each in encoded)
+    tokens = sum(sum(trained[1:]) for _, trained in encoded)
+    assert baseline["tokens"] == tokens
+    assert baseline["loss"] == pytest.approx(total / tokens, rel=2e-2)  # in bfloat16 on some CPUs
+    assert [step["step"] for step in read_metrics(tmp_path / "run", "step")] == [1, 2]
+
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype=torch.float32)
+    with torch.no_grad():
+        total = sum(float(summed_nll(trained, *each)) for each in encoded)
+    assert last["loss"] == pytest.approx(total / tokens, rel=2e-2)
+    weights = dict(plain.named_parameters())
+    assert any(not torch.equal(p, weights[key]) for key, p in trained.named_parameters())
+    given = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    assert (tmp_path / "run/adapter").is_dir() == ("lora" in given)
+    assert "Checkpoint staging" in said or given["checkpoint"].get("mode") == "sync"
