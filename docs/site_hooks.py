@@ -19,6 +19,10 @@ PLACES = {
     "benchmarks/RESULTS.md": "benchmarks.md",
     "benchmarks/RESULTS.png": "benchmarks.png",
     "config.yaml": "config.yaml",
+    **{
+        (name := f"examples/{path.name}"): name
+        for path in sorted((REPOSITORY / "examples").glob("*.yaml"))
+    },
 }
 FENCE = re.compile(r"^(```\w+) \w+$", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)#:]+)")
