@@ -176,8 +176,15 @@ def test_each_architecture_trains_on_one_mesh_and_resumes_on_another(
     check(CASES, models, tokenizer, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit"),
+        pytest.param(("model.master_dtype=float32",), marks=pytest.mark.full),
+    ],
+)
 def test_a_resume_on_the_same_mesh_repeats_every_bit_and_random_weights_know_no_mesh(
-    models: Callable[[str], Path], tmp_path: Path
+    stored: tuple[str, ...], models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The best weights, gathered from uneven slices, are the final ones."""
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
@@ -185,7 +192,7 @@ def test_a_resume_on_the_same_mesh_repeats_every_bit_and_random_weights_know_no_
 
     def given(name: str, mesh: Mesh, *more: str) -> list[str]:
         model, run_dir = models("glm4_moe"), tmp_path / name
-        return settings(model, data, run_dir, *mesh.assignments(), "train.epochs=4", *more)
+        return settings(model, data, run_dir, *mesh.assignments(), "train.epochs=4", *stored, *more)
 
     evaluation = [f"data.eval={data}", "eval.baseline=false", "eval.keep_best=true"]
     drawn = ["model.init=random", "optimizer.lr=0", "train.max_steps=1"]
