@@ -63,7 +63,7 @@ PEERS: dict[str, dict[str, Any]] = {
     "hf_trainer": {},
 }
 REFERENCE = "hf_trainer"
-SECTIONS = ("traffic", "one", "profile", "two", "head", "scaling", "records")
+SECTIONS = ("traffic", "one", "profile", "two", "head", "scaling", "records", "experts")
 SMALL_MODEL = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -132,6 +132,7 @@ def parts(
         "head": loss_memory,
         "scaling": scaling,
         "records": many_records,
+        "experts": spread_experts,
     }
     per_dtype = {"one": one_thread, "profile": profile}
     for name in options.sections:
@@ -176,6 +177,9 @@ def read_options() -> argparse.Namespace:
         "--records", type=int, nargs="+", default=[1_000, 1_000_000], help="of the start-up figure"
     )
     parser.add_argument(
+        "--expert-tokens", type=int, nargs="+", default=[128, 512, 2048], help="of each rank"
+    )
+    parser.add_argument(
         "--short",
         action="store_true",
         help="one round of two short steps: shows that all of it runs",
@@ -184,6 +188,7 @@ def read_options() -> argparse.Namespace:
     if options.short:
         options.rounds, options.steps, options.tokens, options.max_length = 1, 2, 1024, 512
         options.ranks, options.head_tokens, options.records = [1, 2], 256, [1_000]
+        options.expert_tokens = [64]
     return options
 
 
@@ -545,6 +550,25 @@ def many_records(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
                 "outside_s": outside_s,
                 "tokens_per_s": [step["tokens_per_second"] for step in steps[1:]],
             }
+    return figures
+
+
+def spread_experts(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
+    """CPU seconds of a micro-batch whose experts' weights travel, and of one whose tokens do.
+
+    Raises:
+        Unequal: their losses differ.
+    """
+    out = options.work / "experts.json"
+    script = [REPOSITORY / "benchmarks/expert_speed.py", out, 3 * options.rounds]
+    command = launch([*script, *options.expert_tokens], sys.executable, 2)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if not run_pinned(command, cores, options.work / "experts.log", 1800):
+        return {}
+    figures: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    for row in figures["by_tokens"].values():
+        losses = row["losses"]
+        require_equal_losses([losses["expert"]], [losses["fsdp"]], TOLERANCE["float32"])
     return figures
 
 

@@ -126,7 +126,8 @@ def train_each(runs: Sequence[tuple[int, Sequence[str]]], cwd: Path) -> None:
     The standard output of run i, its rank 0's, goes to `run<i>.out`.
     """
     (cwd / "config.yaml").touch()
-    done = on_ranks(max(ranks for ranks, _ in runs), _train_each, list(runs), cwd=cwd)
+    most = max(ranks for ranks, _ in runs)
+    done = on_ranks(most, _train_each, list(runs), cwd=cwd, timeout_s=900)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
