@@ -228,7 +228,7 @@ def machine(options: argparse.Namespace) -> dict[str, str]:
         + ("-dirty" if changed else ""),
         "CPU": f"{cpu}, {os.cpu_count()} cores, {', '.join(native) or 'no AVX-512'}",
         "ours": f"Python {platform.python_version()}, torch {version('torch')}, transformers "
-        "{version('transformers')}",
+        f"{version('transformers')}",
         "peers": peer_versions,
         "command": shlex.join(["python", *sys.argv]),
     }

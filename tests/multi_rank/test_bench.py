@@ -193,7 +193,7 @@ def test_the_sections_without_peers_are_measured(
         tiny=True, lengths=[512], layers=None, work=tmp_path, tokenizer=tokenizer
     )
     model, _ = gpu.write_model(options, "llama3-8b")
-    more = ["--short", "--sections", "traffic", "profile", "records", "scaling"]
+    more = ["--short", "--sections", "traffic", "profile", "records", "scaling", "experts"]
     with pytest.raises(
         SystemExit, match="ERROR: plot ended with 1"
     ):  # without matplotlib in this environment
@@ -202,6 +202,7 @@ def test_the_sections_without_peers_are_measured(
     traffic, scaling, records = (
         results[name]["figures"] for name in ("traffic", "scaling", "records")
     )
+    assert set(results["experts"]["figures"]["by_tokens"]) == {"64"}
     assert traffic["head"]["rows"] and set(records) == {"1000"} and set(scaling) == {"1", "2"}
     assert all(0 <= row["data_share"] < 0.5 for row in scaling.values())
     profiles = [part["figures"] for name, part in results.items() if name.startswith("profile")]

@@ -269,5 +269,6 @@ def test_every_mesh_is_exact(
 ) -> None:
     """Each goes on where the mesh before it in the list has saved."""
     before = MESHES[MESHES.index(mesh) - 1]
-    packing = f"data.packing={str(family != 'gpt_oss').lower()}"
-    check([(family, before, mesh, packing)], models, tokenizer, tmp_path)
+    is_packed = family != "gpt_oss" and max(mesh.ranks, before.ranks) < 16  # eight rows
+    case = (family, before, mesh, f"data.packing={str(is_packed).lower()}")
+    check([case], models, tokenizer, tmp_path)
