@@ -99,7 +99,6 @@ def _export(parser: Parser, arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     quiet_libraries(is_main=True)
     export_checkpoint(options.directories, options.out, options.dtype)
-    print(f"Saved the model in {options.out}")
 
 
 def _add_directories(parser: Parser, metavar: str, help_: str) -> None:

@@ -105,8 +105,7 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
                 print(export.remark)
         if lora:
             print(f"Saved the adapter in {out / ADAPTER}, which peft opens")
-        if problem:
-            print(f"Left out, the merged model: {problem}")
+        print(f"Left out, the merged model: {problem}" if problem else f"Saved the model in {out}")
     except DamagedCheckpoint as error:
         raise RunFailed(f"{error} - {RESTORE}") from error
     except OSError as error:
@@ -142,7 +141,8 @@ def write_final_model(
         if not config.export.merge:
             return
         # One rank may write, or all of them.
-        problem = max(world.all_gather_json(why_not_merged(assets)))
+        reports = world.all_gather_json([why_not_merged(assets), world.node_name])
+        problem = next((f"{problem} ({node})" for problem, node in reports if problem), "")
     if problem:
         logger.info(f"Left out, the merged model: {problem}")
         return
