@@ -10,7 +10,8 @@ import torch
 from torch.cuda import _pin_memory_utils
 
 from shardtune.distributed.world import World
-from shardtune.log import logger, node_logger
+from shardtune.errors import RunFailed, first_line
+from shardtune.log import logger
 
 
 class Staging:
@@ -60,7 +61,11 @@ class Staging:
 
 
 def make_staging(tensors: Mapping[str, torch.Tensor], world: World) -> Staging | None:
-    """Allocate memory for a rank's tensors, or return None where a node lacks it. Collective."""
+    """Allocate memory for a rank's tensors, or return None where a node lacks it. Collective.
+
+    Raises:
+        RunFailed: the memory cannot be pinned.
+    """
     size, available = staged_bytes(tensors), available_memory()
     per_rank = world.all_gather_json([world.node_rank, size, available])
     for node in sorted({node for node, _, _ in per_rank}):
@@ -95,10 +100,16 @@ def _aligned(size: int) -> int:
 
 
 def _pin(memory: torch.Tensor) -> None:
-    """Pin memory in place: PyTorch's own pinned memory comes in powers of two."""
-    if not memory.nbytes:
-        return
+    """Pin memory in place: PyTorch's own pinned memory comes in powers of two.
+
+    Raises:
+        RunFailed: the node cannot pin it.
+    """
     try:
-        _pin_memory_utils.pin_memory(memory.data_ptr(), memory.nbytes)
+        if memory.nbytes:
+            _pin_memory_utils.pin_memory(memory.data_ptr(), memory.nbytes)
     except RuntimeError as error:
-        node_logger.info(f"Checkpoint staging: not pinned, copies take longer ({error})")
+        raise RunFailed(
+            f"{memory.nbytes / 1e9:.1f} GB of host memory for checkpoints cannot be pinned "
+            f"({first_line(error)}) - use checkpoint.mode=sync"
+        ) from error
