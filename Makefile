@@ -97,6 +97,8 @@ bench: $(MODEL)/config.json $(PEERS)/.installed
 	$(BIN)/python benchmarks/bench.py --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/checkpoint.py \
 	    --model $(MODEL) --results benchmarks/checkpoint.md
+	$(BIN)/python benchmarks/rounding.py --model $(MODEL) --results benchmarks/rounding
+	$(PEERS)/bin/python benchmarks/rounding.py --plot --results benchmarks/rounding
 
 clean:
 	rm -rf .venv runs models site

@@ -267,7 +267,9 @@ def hide_huge_head(model: Any) -> None:
 def stopped(model: Path, records: list[Any], folder: Path, *more: str) -> tuple[str, list[int]]:
     """The last line of a run that failed, and its steps, each of which is saved."""
     data, run_dir = write_jsonl(folder / "train.jsonl", records), folder / "run"
-    given = settings(model, data, run_dir, "checkpoint.every_steps=1", *more)
+    given = settings(
+        model, data, run_dir, "checkpoint.every_steps=1", "checkpoint.mode=sync", *more
+    )
     failed = train(2, *given, cwd=folder)
     assert failed.returncode == 1, failed.stderr
     steps = [step["step"] for step in read_metrics(run_dir, "step")]
