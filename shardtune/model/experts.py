@@ -61,7 +61,10 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
     EPImplementationInterface.register("shardtune", partial(ExpertExchange, progress))
     # The ranks with the same batch, none here, would be the third argument.
     apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="shardtune")
-    return [module for name, module in model.named_modules() if plan.get(name) == _MODULE]
+    modules: list[Any] = [m for name, m in model.named_modules() if plan.get(name) == _MODULE]
+    for module in modules:  # the sizes of an exchange go through the host
+        module.forward = torch.compiler.disable(module.forward)
+    return modules
 
 
 def is_spread(parameter: torch.Tensor) -> bool:
@@ -91,8 +94,6 @@ class ExpertExchange(EPImplementation):
         self._local_experts = cast(int, experts.num_experts)
         self._ranks, self._group, self._progress = mesh.size(), mesh.get_group(), progress
 
-    # Sizes go through the host.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
