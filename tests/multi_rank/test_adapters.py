@@ -201,6 +201,8 @@ def run_and_count_bytes(arguments: list[str]) -> None:
                 else local.dtype == torch.bfloat16 and not state
             )
             print("State:", is_right, name, flush=True)
+        for name, buffer in model.named_buffers():
+            print("State:", buffer.dtype in (torch.float32, torch.int64), name, flush=True)
         save(saver, *given)
 
     Saver.__init__, Saver.save = keep, count  # type: ignore[method-assign]
