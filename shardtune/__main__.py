@@ -105,6 +105,13 @@ def _add_directories(parser: Parser, metavar: str, help_: str) -> None:
     parser.add_argument("directories", type=Path, nargs="+", metavar=metavar, help=help_)
 
 
+def _plan(parser: Parser, arguments: Sequence[str]) -> None:
+    from shardtune.planner.command import add_arguments, plan_run
+
+    add_arguments(parser)
+    plan_run(parser.parse_intermixed_args(arguments))
+
+
 def _config_schema(parser: Parser, arguments: Sequence[str]) -> None:
     from shardtune.config_schema import json_schema, markdown
 
@@ -124,6 +131,10 @@ COMMANDS = {
     "export": (
         _export,
         "write the model of a checkpoint as from_pretrained opens it, one tensor at a time",
+    ),
+    "plan": (
+        _plan,
+        "say what a run would take of each GPU, and whether it fits; needs config.json alone",
     ),
     "config-schema": (_config_schema, "print the JSON schema of the configuration"),
 }

@@ -38,6 +38,12 @@ class Preempted(Ending, Exception):
     code = 75
 
 
+class DoesNotFit(UserError):
+    """The plan says that the memory cannot hold the run."""
+
+    code = 3
+
+
 class RunFailed(Ending, Exception):
     """All ranks end the run for a cause that they share."""
 

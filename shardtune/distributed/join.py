@@ -37,7 +37,7 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
         local_size = _variable("LOCAL_WORLD_SIZE", size)
         node_rank = _variable("GROUP_RANK", rank // local_size)
     device, backend = _device_and_backend(config.backend, local_rank)
-    if problems := list(_mesh_problems(size, parallel)):
+    if problems := list(mesh_problems(size, parallel)):
         raise UserError(*problems)
     timeout = datetime.timedelta(seconds=config.join_timeout_s)
     progress = Progress(device)
@@ -61,12 +61,7 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
             f"{config.join_timeout_s} s ({first_line(error)}) - start every node within that time, "
             "with one MASTER_ADDR and MASTER_PORT that all of them reach"
         ) from error
-    replicas = {"replicate": parallel.replicate} if parallel.replicate > 1 else {}
-    ranks = size // parallel.replicate
-    mesh, expert_mesh = _mesh(device, replicas | {"shard": ranks}), None
-    if parallel.expert > 1:
-        spread = {"expert_shard": ranks // parallel.expert, "expert": parallel.expert}
-        expert_mesh = _mesh(device, replicas | spread)
+    mesh, expert_mesh = build_meshes(device, size, parallel)
     set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s), mesh, expert_mesh)
     store = dist.PrefixStore("shardtune", store)
     return World(
@@ -74,7 +69,8 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
     )
 
 
-def _mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
+def mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield why so many ranks cannot be divided as configured."""
     replicate, expert = parallel.replicate, parallel.expert
     if size % replicate:
         yield (
@@ -87,6 +83,19 @@ def _mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
             f"parallel.expert={expert} does not divide world size / parallel.replicate, {ranks} - "
             f"use one of {divisors(ranks)}"
         )
+
+
+def build_meshes(
+    device: torch.device, size: int, parallel: ParallelConfig
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh of all ranks, and that of the experts, as in `World`."""
+    replicas = {"replicate": parallel.replicate} if parallel.replicate > 1 else {}
+    ranks = size // parallel.replicate
+    mesh = _mesh(device, replicas | {"shard": ranks})
+    if parallel.expert == 1:
+        return mesh, None
+    spread = {"expert_shard": ranks // parallel.expert, "expert": parallel.expert}
+    return mesh, _mesh(device, replicas | spread)
 
 
 def _mesh(device: torch.device, shape: dict[str, int]) -> DeviceMesh:

@@ -82,6 +82,29 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         UserError: the architecture lacks the attention implementation or cannot be trained exactly
             as configured, adapters have no such targets, or the files lack tensors of the model.
     """
+    skeleton, distribute = _sharding(config, model_config, world)
+    if config.model.init == "random":
+        model = skeleton
+        distribute(model)
+        draw_weights(model, config.run.seed, world.device)
+    else:
+        model = load_sharded(skeleton, config.model.path, world.device, distribute)
+    if config.lora.rank is not None:
+        draw_factors(model, config.run.seed)
+    return _for_training(model, config)
+
+
+def build_on_meta(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
+    """Build the model as `build_model` does, but without storage."""
+    model, distribute = _sharding(config, model_config, world)
+    distribute(model)
+    return _for_training(model, config)
+
+
+def _sharding(
+    config: Config, model_config: PreTrainedConfig, world: World
+) -> tuple[PreTrainedModel, Callable[[PreTrainedModel], None]]:
+    """Return the model on meta, and the function that shards it. Raises UserError."""
     compute = compute_dtype(config.model.compute_dtype, world.device)
     # More than the compute dtype's digits of a frozen weight would be cast away in each forward.
     dtype = DTYPES[config.model.master_dtype] if config.lora.rank is None else compute
@@ -108,14 +131,10 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         if config.optimizer.name == "adamw8bit" and config.lora.rank is None:
             require_whole_blocks(model)
 
-    if config.model.init == "random":
-        model = skeleton
-        adapt_and_shard(model)
-        draw_weights(model, config.run.seed, world.device)
-    else:
-        model = load_sharded(skeleton, config.model.path, world.device, adapt_and_shard)
-    if config.lora.rank is not None:
-        draw_factors(model, config.run.seed)
+    return skeleton, adapt_and_shard
+
+
+def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     _accumulate_in(DTYPES[config.model.reduce_dtype], model)
     if config.model.activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False}

@@ -44,6 +44,14 @@ class ReshardPolicy:
         model.set_reshard_after_backward(is_last_micro_batch or not self.keep_parameters)
 
 
+def unsharded_bytes(model: Any, config: Config, world: World) -> tuple[int, int]:
+    """Return the bytes of all parameters that a rank gathers, and those of their gradients."""
+    numel = sum(gathered_numel(p) for p in model.parameters())
+    trained = sum(gathered_numel(p) for p in model.parameters() if p.requires_grad)
+    compute = compute_dtype(config.model.compute_dtype, world.device)
+    return numel * compute.itemsize, trained * DTYPES[config.model.reduce_dtype].itemsize
+
+
 def choose_reshard_policy(
     model: Any, config: Config, state: StateBytes, saved: ReshardPolicy | None, world: World
 ) -> ReshardPolicy:
@@ -52,33 +60,52 @@ def choose_reshard_policy(
     `saved` is the decision of the resumed run. It holds for gradients, because a resume must not
     change the order of a sum.
     """
-    numel = sum(gathered_numel(p) for p in model.parameters())
-    trained = sum(gathered_numel(p) for p in model.parameters() if p.requires_grad)
-    gradients = trained * DTYPES[config.model.reduce_dtype].itemsize
-    parameters = numel * compute_dtype(config.model.compute_dtype, world.device).itemsize
+    parameters, gradients = unsharded_bytes(model, config, world)
     micro_batches = config.train.gradient_accumulation_steps
     if world.mesh["shard"].size() == 1:
         logger.info(f"Parameters: whole on each rank ({_gb(parameters)})")
         return ReshardPolicy(keep_parameters=False, keep_gradients=world.size > 1)
     # The sharded gradients and the optimizer's state are not allocated yet.
     free = _free_bytes(world) - state.gradients - state.optimizer
-    room = max(0.0, _SHARE * min(world.all_gather_json(free)))
-    keep_gradients = saved.keep_gradients if saved else gradients <= room
-    kept = gradients if keep_gradients and micro_batches > 1 else 0
-    room_for_parameters = max(0.0, room - kept)
-    keep_parameters = parameters <= room_for_parameters
-    if keep_parameters:
+    policy, room, room_for_parameters = decide(
+        parameters,
+        gradients,
+        min(world.all_gather_json(free)),
+        micro_batches,
+        saved.keep_gradients if saved else None,
+    )
+    if policy.keep_parameters:
         model.set_reshard_after_forward(False)
-    gathered = "once a step" if keep_parameters else "in each forward and each backward"
+    gathered = "once a step" if policy.keep_parameters else "in each forward and each backward"
     logger.info(
         f"Parameters: gathered {gathered} "
         f"({_gb(parameters)} unsharded, room for {_gb(room_for_parameters)})"
     )
     if micro_batches > 1:
-        reduced = "once a step" if keep_gradients else "in each micro-batch"
+        reduced = "once a step" if policy.keep_gradients else "in each micro-batch"
         reason = "as before the resume" if saved else f"room for {_gb(room)}"
         logger.info(f"Gradients: reduced {reduced} ({_gb(gradients)} unsharded, {reason})")
-    return ReshardPolicy(keep_parameters, keep_gradients)
+    return policy
+
+
+def decide(
+    parameters: float,
+    gradients: float,
+    free: float,
+    micro_batches: int,
+    keep_gradients: bool | None = None,
+) -> tuple[ReshardPolicy, float, float]:
+    """Decide by the bytes of all parameters, of all gradients, and of the free memory.
+
+    Returns the decision, the room for both, and that for the parameters, in bytes.
+    """
+    room = max(0.0, _SHARE * free)
+    if keep_gradients is None:
+        keep_gradients = gradients <= room
+    kept = gradients if keep_gradients and micro_batches > 1 else 0
+    room_for_parameters = max(0.0, room - kept)
+    policy = ReshardPolicy(parameters <= room_for_parameters, keep_gradients)
+    return policy, room, room_for_parameters
 
 
 def _free_bytes(world: World) -> float:

@@ -1,0 +1,167 @@
+"""The planner: what a cut model shows of a whole one, and what a plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, PreTrainedConfig
+
+from shardtune.__main__ import run
+from shardtune.config import Config
+from shardtune.config_io import load_config
+from shardtune.planner.plan import Machine, extrapolate, link_bytes
+from shardtune.planner.simulate import cuts, fake_world, simulate, with_layers
+from shardtune.planner.tracker import Collective
+from shardtune.training.reshard import ReshardPolicy
+
+CONFIG = Path(__file__).parents[2] / "config.yaml"
+GLM = Glm4MoeConfig(
+    vocab_size=1000,
+    hidden_size=256,
+    intermediate_size=512,
+    moe_intermediate_size=128,
+    num_hidden_layers=7,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    n_routed_experts=16,
+    num_experts_per_tok=4,
+    first_k_dense_replace=1,
+)
+LLAMA = LlamaConfig(
+    vocab_size=1000,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=8192,
+)
+
+
+def configured(*assignments: str) -> Config:
+    given = ["model.path=unread", "model.init=random", "model.compute_dtype=bfloat16"]
+    return load_config(CONFIG, [*given, "data.max_length=256", *assignments], {})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("d" + "m" * 45, (4, 5)),
+        ("m" * 32, (4, 5)),
+        ("sssssf" * 5, (6, 12)),
+        ("sssssf" * 4 + "ss", (8, 14)),
+        ("abcdefgh", None),
+        ("mmmm", None),
+    ],
+)
+def test_a_cut_model_ends_as_the_whole_one_does(
+    kinds: str, expected: tuple[int, int] | None
+) -> None:
+    assert cuts(kinds) == expected
+    if expected:
+        short, long = expected
+        assert (len(kinds) - long) % (long - short) == 0
+        assert kinds[short:long] == kinds[-(long - short) :]
+
+
+@pytest.mark.parametrize(
+    ("model_config", "assignments"),
+    [
+        (GLM, ["parallel.expert=4", "parallel.replicate=2"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (GLM, ["model.activation_checkpointing=none"]),
+                (GLM, ["train.gradient_accumulation_steps=4"]),
+                (GLM, ["lora.rank=8", "model.activation_checkpointing=selective"]),
+                (LLAMA, ["model.master_dtype=bfloat16", "train.gradient_accumulation_steps=1"]),
+            )
+        ),
+    ],
+)
+def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
+    model_config: PreTrainedConfig, assignments: list[str]
+) -> None:
+    config, policy = configured(*assignments), ReshardPolicy(False, False)
+    with fake_world(2, 4, config) as world:
+        short, long, whole = (
+            simulate(config, with_layers(model_config, layers), policy, world)
+            for layers in (4, 5, model_config.num_hidden_layers)
+        )
+    extrapolated = extrapolate(short, long, model_config.num_hidden_layers)
+    assert extrapolated.traffic == whole.traffic
+    for phase in ("evaluate", "forward", "backward"):
+        highest = [
+            max(peak.n_bytes for (name, _), peak in measured.peaks.items() if name == phase)
+            for measured in (extrapolated, whole)
+        ]
+        assert highest[0] == highest[1], phase
+
+
+def test_links_carry_what_leaves_a_node_and_what_passes_through_a_rank() -> None:
+    machine = Machine(2, 8, 1, 1, 1, 1)
+    everyone, node, pair = tuple(range(16)), tuple(range(8)), (0, 8)
+    traffic = {
+        Collective("all-gather", everyone): 16,
+        Collective("reduce-scatter", node): 8,
+        Collective("all-reduce", pair): 10,
+        Collective("all-to-all", everyone): 32,
+    }
+    between, inside = link_bytes(traffic, machine)
+    assert between == {
+        "all-gather": 8,  # half of it is on the other node
+        "reduce-scatter": 0,
+        "all-reduce": 80,  # each rank of a node sends its own, and gets the sum
+        "all-to-all": 128,  # of each rank's 32, 16 go to the other node
+    }
+    assert inside == {"all-gather": 15, "reduce-scatter": 7, "all-reduce": 0, "all-to-all": 14}
+
+
+def test_the_command_needs_config_json_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    machine = ["--nodes", "1", "--gpus-per-node", "2"]
+    assert run(["plan", "--config", str(CONFIG), *machine, f"model.path={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    numel = AutoModelForCausalLM.from_config(LLAMA).num_parameters()
+    assert f"Parameters: {numel:,} |" in said
+    per_rank = numel / 2 / 1e9
+    assert f"States: {16 * per_rank:.1f} GB = " in said
+    assert "The run fits" in said
+
+
+@pytest.mark.full
+def test_a_run_that_does_not_fit_gets_changes_that_would_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    memory = ["--gpu-memory", "4.001"]
+    assert run(["plan", "--config", str(CONFIG), *memory, f"model.path={tmp_path}"]) == 3
+    captured = capsys.readouterr()
+    assert "What would help:" in captured.out
+    assert captured.err.startswith("ERROR: The run does not fit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--gpu-memory", "0"], "--gpu-memory 0 is not above 0"),
+        (["parallel.replicate=3"], "parallel.replicate=3 does not divide the world size, 16"),
+        (["parallel.expert=8"], "has no experts"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(
+    arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    assert run(["plan", "--config", str(CONFIG), f"model.path={tmp_path}", *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_directory_without_a_configuration_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "--config", str(CONFIG), f"model.path={tmp_path}"]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
