@@ -27,7 +27,7 @@ from transformers.distributed import DistributedConfig
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
-from shardtune.model.lora import is_factor
+from shardtune.model.lora import FACTORS
 
 _PIECE_BYTES = 8 << 20  # what one thread reads at a time
 _READERS = 4  # threads per rank
@@ -237,6 +237,11 @@ def load_sharded(
 
     class Sharded(model_class):  # type: ignore[misc, valid-type]
         __module__ = model_class.__module__
+        # No file has the factors of adapters, which are drawn.
+        _keys_to_ignore_on_load_missing = (
+            *(model_class._keys_to_ignore_on_load_missing or ()),
+            *(f"{factor}$" for factor in FACTORS),
+        )
 
         @classmethod
         def prepare_distribute_model(
@@ -304,7 +309,6 @@ def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
     Raises:
         UserError: the files lack tensors of the model, or have them in another shape.
     """
-    missing = {name for name in info["missing_keys"] if not is_factor(name)}
     misshapen = [
         f"{name}, {list(stored)}, not {list(built)}"
         for name, stored, built in info["mismatched_keys"]
@@ -313,7 +317,7 @@ def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:
         f"{path}: {problem} {min(names)} ({len(names)} in all) - fetch the model again, or correct "
         "its config.json"
         for problem, names in (
-            ("the files lack the model's tensor", missing),
+            ("the files lack the model's tensor", info["missing_keys"]),
             ("another shape than the model's has", misshapen),
         )
         if names
