@@ -109,9 +109,10 @@ def _sharding(
     # More than the compute dtype's digits of a frozen weight would be cast away in each forward.
     dtype = DTYPES[config.model.master_dtype] if config.lora.rank is None else compute
     skeleton = _on_meta(model_config, config.model.attention, dtype)
+    copies = world.expert_mesh["expert_shard"].size() if world.expert_mesh else 1
     problems = [
         *unsupported(skeleton, config),
-        *spread_problems(skeleton, config.parallel.expert),
+        *spread_problems(skeleton, config.parallel.expert, copies),
     ]
     try:
         if config.lora.rank is not None:

@@ -32,8 +32,11 @@ from shardtune.model.lora import is_factor
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
 
 
-def spread_problems(model: PreTrainedModel, degree: int) -> Iterator[str]:
-    """Yield why the experts of a model cannot be spread over `degree` ranks."""
+def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterator[str]:
+    """Yield why the experts of a model cannot be spread over `degree` ranks.
+
+    FSDP2 then shards those of each rank over `copies`.
+    """
     if degree == 1:
         return
     kind, key = model.config.model_type, f"parallel.expert={degree}"
@@ -48,6 +51,14 @@ def spread_problems(model: PreTrainedModel, degree: int) -> Iterator[str]:
             f"{key} does not divide the {number} experts of {kind} - "
             f"use one of {divisors(number)} that divides world size / parallel.replicate too"
         )
+    # transformers cannot read the empty slices of files that hold stacks.
+    local = {(s.shape[0] // degree, s.shape[-1]) for s in stacks if s.shape[0] % degree == 0}
+    for experts, width in sorted(local):
+        if _leaves_empty_slices(experts, copies) and width % copies:
+            yield (
+                f"{key}: {copies} ranks share {experts} experts of {kind}, and neither these nor "
+                f"their width, {width}, can be cut into {copies} - use a larger parallel.replicate"
+            )
 
 
 def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress) -> list[Any]:
@@ -205,15 +216,19 @@ def shard_placement(parameter: nn.Parameter, shards: int) -> Shard:
     """Return the dimension of a parameter that FSDP2 splits into `shards`.
 
     It is the first, FSDP2's own choice, unless that leaves ranks without any of the stacked
-    experts. Then it is the last if it divides evenly, as FSDP2 demands of every other dimension,
-    else the first again, and these ranks have empty slices.
+    experts, or of the biases of spread ones. Then it is the last if it divides evenly, as FSDP2
+    demands of every other dimension, else the first again, and these ranks have empty slices.
     """
     experts, width = to_local(parameter).shape[0], parameter.shape[-1]
-    is_some_slice_empty = -(-experts // shards) * (shards - 1) >= experts
-    if parameter.dim() >= 3 and is_some_slice_empty and width % shards == 0:
+    is_stack = parameter.dim() >= 3 or is_spread(parameter)
+    if is_stack and _leaves_empty_slices(experts, shards) and width % shards == 0:
         # The last dimension: the second is where the files' gate and up projections are joined.
         return Shard(parameter.dim() - 1)
     return Shard(0)
+
+
+def _leaves_empty_slices(length: int, shards: int) -> bool:
+    return -(-length // shards) * (shards - 1) >= length
 
 
 def require_whole_blocks(model: PreTrainedModel) -> None:

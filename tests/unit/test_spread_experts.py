@@ -17,6 +17,13 @@ SMALL = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "num_hid
         ("llama", {}, 1, None),
         ("llama", {}, 2, "llama has no experts - use parallel.expert=1"),
         ("mixtral", {"num_local_experts": 6}, 3, None),
+        (
+            "mixtral",
+            {"num_local_experts": 6, "intermediate_size": 10},
+            3,
+            "4 ranks share 2 experts of mixtral, and neither these nor their width, 10, can be cut "
+            "into 4 - use a larger parallel.replicate",
+        ),
         ("mixtral", {"num_local_experts": 6}, 4, "does not divide the 6 experts of mixtral - "),
         # It also sends tokens to experts without parameters.
         (
@@ -33,6 +40,6 @@ def test_what_cannot_be_spread_is_named(
     small = {**SMALL, **settings}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small))
-    problems = list(spread_problems(model, degree))
+    problems = list(spread_problems(model, degree, copies=4))
     assert len(problems) == (problem is not None)
     assert problem is None or problem in problems[0]
