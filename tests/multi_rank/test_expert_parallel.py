@@ -14,17 +14,22 @@ from helpers.plain_training import (
     assert_same_steps,
     assert_same_weights,
     encode,
+    finish,
     plain_training,
     save_new_model,
     settings,
     sharpen,
     uneven_chats,
 )
-from helpers.ranks import train, train_each
+from helpers.ranks import on_ranks, train, train_each
 from helpers.small_runs import steps_of
 from helpers.tiny_models import VOCABULARY
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from shardtune.config import DistributedConfig, ParallelConfig
+from shardtune.distributed.join import join_world
+from shardtune.model.experts import ExpertExchange
 
 RATES = [3e-3] * 4
 MAX_NORM = 0.5
@@ -272,3 +277,58 @@ def test_every_mesh_is_exact(
     is_packed = family != "gpt_oss" and max(mesh.ranks, before.ranks) < 16  # eight rows
     case = (family, before, mesh, f"data.packing={str(is_packed).lower()}")
     check([case], models, tokenizer, tmp_path)
+
+
+class Experts(torch.nn.Module):
+    """The experts `first` to `first` + 1 of four, which multiply by a matrix of their own."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        whole = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(9))
+        self.stack = torch.nn.Parameter(whole[first : first + 2].clone())
+        self.num_experts = 2
+
+    def forward(
+        self, tokens: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return (tokens[:, None] @ self.stack[top_k_index[:, 0]])[:, 0] * top_k_weights
+
+
+def routed_tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens of which none chooses the experts 2 and 3; 4 stands for none."""
+    source = torch.Generator().manual_seed(rank)
+    choices = torch.tensor([[0, 1], [1, 4], [4, 4], [0, 4]])
+    return torch.randn(4, 3, generator=source), choices, torch.rand(4, 2, generator=source)
+
+
+def exchange() -> None:
+    world = join_world(DistributedConfig(), ParallelConfig(expert=2))
+    assert world.expert_mesh
+    mesh, experts = world.expert_mesh["expert"], Experts(2 * world.rank)
+    tokens, choices, weights = routed_tokens(world.rank)
+    outputs = ExpertExchange(world.progress, experts, mesh, mesh)(
+        tokens.requires_grad_(), choices, weights.requires_grad_()
+    )
+    outputs.square().sum().backward()
+
+    oracle, expected = Experts(0), []
+    for rank in range(2):
+        x, _, w = (each.requires_grad_(each.is_floating_point()) for each in routed_tokens(rank))
+        chosen = [[0, 1], [1], [], [0]]
+        rows = [
+            sum((w[i, k] * (x[i] @ oracle.stack[e]) for k, e in enumerate(of_token)), 0 * x[i])
+            for i, of_token in enumerate(chosen)
+        ]
+        torch.stack(rows).square().sum().backward()
+        expected.append((torch.stack(rows), x.grad, w.grad))
+    for ours, theirs in zip(
+        (outputs, tokens.grad, weights.grad), expected[world.rank], strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    of_stack = oracle.stack.grad if world.rank == 0 else torch.zeros(2, 3, 3)
+    torch.testing.assert_close(experts.stack.grad, of_stack)
+
+
+def test_idle_ranks_and_choices_of_no_expert_are_exchanged(tmp_path: Path) -> None:
+    """A rank without tokens takes part, and its experts have gradients of zero."""
+    finish(on_ranks(2, exchange, cwd=tmp_path))
