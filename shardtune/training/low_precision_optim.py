@@ -243,8 +243,8 @@ def update(
         first, second = tensors["exp_avg"].float(), tensors["exp_avg_sq"].float()
     first = first + (gradient - first) * factors.new1
     second = second + (gradient * gradient - second) * factors.new2
-    # pow, because on a CPU PyTorch's sqrt differs in the last bit from the compiled one.
-    change = first / (second.pow(0.5) / factors.root + factors.eps)
+    # Not sqrt, whose last bit on a CPU depends on the library and on the place in memory.
+    change = first / (1 / (second.rsqrt() * factors.root) + factors.eps)
     _store(weight, weight.float() * factors.shrink - change * factors.rate, noise[0])
     if "exp_avg_scale" in tensors:
         _quantize(tensors["exp_avg"], tensors["exp_avg_scale"], first, noise[1], tables[0])
