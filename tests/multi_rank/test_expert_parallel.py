@@ -158,8 +158,9 @@ def check(
             setting,
             *more,
         )
+        first = [*given, *saved.assignments(), "train.max_steps=2", "export.final=false"]
         runs += [
-            (saved.ranks, [*given, *saved.assignments(), "train.max_steps=2"]),
+            (saved.ranks, first),
             (resumed.ranks, [*given, *resumed.assignments()]),
         ]
     train_each(runs, folder)
