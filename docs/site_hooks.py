@@ -18,6 +18,7 @@ PLACES = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
     "benchmarks/RESULTS.png": "benchmarks.png",
+    "benchmarks/rounding.png": "rounding.png",
     "config.yaml": "config.yaml",
     **{
         (name := f"examples/{path.name}"): name
