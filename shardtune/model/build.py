@@ -23,7 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
@@ -57,6 +57,15 @@ _KEPT_OPERATORS = [
 # transformers adds the biases of stacked experts (GPT-OSS) into these, and PyTorch refuses to keep
 # an output that is changed afterwards.
 _BIASED_IN_PLACE = [torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default]
+# Spread experts have FSDP2's hooks within their layer, and the hooks label what they do for the
+# profiler, more often in recomputation than in the forward. Selective checkpointing takes each
+# operator for part of the layer, unless it is one of these, and ends such a run.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

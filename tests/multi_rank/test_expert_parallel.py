@@ -90,7 +90,8 @@ class Mesh(NamedTuple):
 # The mesh that saves after two steps, the mesh that resumes, and a setting.
 Case = tuple[str, Mesh, Mesh, str]
 CASES: list[Case] = [
-    ("glm4_moe", Mesh(4, 4), Mesh(4, 2, 2), "model.init=pretrained"),
+    # One rank has each expert, so FSDP2 gathers none, in the forward alone nor computed again.
+    ("glm4_moe", Mesh(4, 4), Mesh(4, 2, 2), "model.activation_checkpointing=selective"),
     ("qwen3_moe", Mesh(2, 2), Mesh(4, 4), "model.activation_checkpointing=full"),
     ("mixtral", Mesh(4, 2), Mesh(2, 1), "model.activation_checkpointing=selective"),
     ("deepseek_v3", Mesh(2, 1), Mesh(2, 2), "data.packing=true"),
