@@ -83,13 +83,36 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def build_model(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
-    """Build the model sharded over `world.mesh`, in training mode, its master weights on
-    `world.device`.
+def require_trainable(config: Config, model_config: PreTrainedConfig, world: World) -> None:
+    """Check that the architecture can be trained as configured; its config.json is enough.
 
     Raises:
-        UserError: the architecture lacks the attention implementation or cannot be trained exactly
-            as configured, adapters have no such targets, or the files lack tensors of the model.
+        UserError: the architecture lacks the attention implementation, or, all at once: it cannot
+            be trained exactly or its experts not be spread, adapters have no such targets, or
+            shards cut the optimizer's blocks.
+    """
+    model, distribute = _sharding(config, model_config, world)
+    copies = world.expert_mesh["expert_shard"].size() if world.expert_mesh else 1
+    not_spread = list(spread_problems(model, config.parallel.expert, copies))
+    problems = [*unsupported(model, config), *not_spread]
+    try:
+        if config.lora.rank is not None:
+            choose_targets(model, config.lora)
+        elif config.optimizer.name == "adamw8bit" and not not_spread:
+            distribute(model)
+            require_whole_blocks(model)
+    except UserError as error:
+        problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def build_model(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
+    """Build the model sharded over `world.mesh`, in training mode, its master weights on
+    `world.device`. `require_trainable` has accepted it.
+
+    Raises:
+        UserError: the files lack tensors of the model.
     """
     skeleton, distribute = _sharding(config, model_config, world)
     if config.model.init == "random":
@@ -113,23 +136,15 @@ def build_on_meta(config: Config, model_config: PreTrainedConfig, world: World) 
 def _sharding(
     config: Config, model_config: PreTrainedConfig, world: World
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel], None]]:
-    """Return the model on meta, and the function that shards it. Raises UserError."""
+    """Return the model on meta, and the function that shards it.
+
+    Raises:
+        UserError: the architecture lacks the attention implementation.
+    """
     compute = compute_dtype(config.model.compute_dtype, world.device)
     # More than the compute dtype's digits of a frozen weight would be cast away in each forward.
     dtype = DTYPES[config.model.master_dtype] if config.lora.rank is None else compute
     skeleton = _on_meta(model_config, config.model.attention, dtype)
-    copies = world.expert_mesh["expert_shard"].size() if world.expert_mesh else 1
-    problems = [
-        *unsupported(skeleton, config),
-        *spread_problems(skeleton, config.parallel.expert, copies),
-    ]
-    try:
-        if config.lora.rank is not None:
-            choose_targets(skeleton, config.lora)
-    except UserError as error:
-        problems += error.problems
-    if problems:
-        raise UserError(*problems)
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=DTYPES[config.model.reduce_dtype]
     )
@@ -138,8 +153,6 @@ def _sharding(
         if config.lora.rank is not None:
             add_adapters(model, config.lora)
         shard(model, world, policy)
-        if config.optimizer.name == "adamw8bit" and config.lora.rank is None:
-            require_whole_blocks(model)
 
     return skeleton, adapt_and_shard
 

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.model.build import build_on_meta
+from shardtune.model.build import build_on_meta, require_trainable
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.planner.simulate import (
     Measured,
@@ -94,6 +94,7 @@ def make_plan(config: Config, model_config: PreTrainedConfig, machine: Machine) 
         UserError: the run would be refused for its model, its mesh or its keys.
     """
     with fake_world(machine.nodes, machine.ranks_per_node, config) as world:
+        require_trainable(config, model_config, world)
         whole = build_on_meta(config, model_config, world)
         states = state_bytes(whole, build_optimizer(whole, config), config)
         free = machine.memory_bytes - ALLOWANCE_BYTES - states.total

@@ -31,7 +31,7 @@ from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
-from shardtune.model.build import compute_dtype
+from shardtune.model.build import compute_dtype, require_trainable
 from shardtune.model.files import (
     fetch_weights,
     list_tensors,
@@ -101,15 +101,15 @@ def open_run(config: Config, world: World) -> Run:
 def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     """Read the model's configuration, fetch its weights, and read the files beside them.
 
-    No weight is read. Refuses a model that cannot be trained or exported, data that is missing, and
-    two revisions of the model.
+    No weight is read. Refuses a model that cannot be trained as configured, before its weights are
+    fetched, or exported, data that is missing, and two revisions of the model.
     """
     config, world = run.config, run.world
     world.progress.enter(Phase.PREPARING_DATA)
     with weights_fit():
         model_config, _ = world.run_on_all_ranks(
             lambda: all_of(
-                lambda: read_model_config(config.model, config.data.max_length),
+                lambda: _read_trainable(config, world),
                 lambda: dataset.find_sources(config.data) if world.is_node_main else None,
             )
         )
@@ -122,6 +122,12 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
         assets[SOURCE] = world.on_rank0(lambda: _list_source(config.model.path)).encode()
         world.on_rank0(lambda: require_exportable(assets))
     return model_config, assets
+
+
+def _read_trainable(config: Config, world: World) -> PretrainedConfig:
+    model_config = read_model_config(config.model, config.data.max_length)
+    require_trainable(config, model_config, world)
+    return model_config
 
 
 def _read_assets(model: ModelConfig) -> dict[str, bytes]:

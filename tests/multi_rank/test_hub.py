@@ -36,6 +36,13 @@ A, B = "a" * 40, "b" * 40
     ("revision", "without", "options", "message"),
     [
         (A, "", [], ""),
+        # Before the weights are fetched, which one node does not have.
+        (
+            A,
+            "model.safetensors",
+            ["lora.rank=4", "lora.targets=[q_prj]"],
+            "lora.targets: q_prj means no layer of llama - use q_proj",
+        ),
         (B, "", [], f'the hub\'s revision of \\S+ is "{A}" on {{0}} and "{B}" on {{1}} - '),
         (
             A,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from conftest import read_metrics
 from helpers.chats import write_jsonl
 from helpers.documented import require_error_line
-from helpers.plain_training import finish, uneven_chats
+from helpers.plain_training import finish
 from helpers.ranks import config_for, on_ranks, run_script, train, train_until
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, steps_of, write_inputs
 from safetensors.torch import load_file, save_file
@@ -240,13 +240,14 @@ def test_the_bytes_of_each_rank_are_those_said(
 
 
 def test_shards_that_cut_blocks_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    """6 experts on 4 ranks are divided by their 32 columns."""
-    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    """6 experts on 4 ranks are divided by their 32 columns. No record is read before."""
+    data = write_jsonl(tmp_path / "train.jsonl", [{"broken": True}])
     given = (f"model.path={models['glm']}", f"data.train={data}", f"run.dir={tmp_path / 'run'}")
-    more = ("data.max_length=128",)
+    more = ("data.max_length=128", "data.eval=nothing.jsonl")
     refused = train(4, *given, BFLOAT16, EIGHT_BITS, *more, cwd=tmp_path)
     assert refused.returncode == 2
-    line = refused.stderr.splitlines()[-1]
+    line, missing = refused.stderr.splitlines()[-2:]
+    assert missing.startswith("ERROR: data.eval=nothing.jsonl")
     assert "optimizer.name=adamw8bit: model.layers.1.mlp.experts." in line
     assert "parts of 8 columns" in line
     require_error_line(line)
