@@ -17,6 +17,7 @@ from helpers.documented import QUOTES, is_in
 from helpers.ranks import on_ranks, run_script, train, train_until
 
 from shardtune.distributed.rank_record import Phase
+from shardtune.model.experts import ExpertExchange
 from shardtune.training import optim, prefetch
 
 ARGUMENTS = (
@@ -32,16 +33,18 @@ SLOW_DATA_S = 0.2  # made while the loop trains, so it takes more than a step un
 
 
 SLOWED = {
-    Phase.DATA: (prefetch, "build_batch", SLOW_DATA_S),
+    "data": (Phase.DATA, prefetch, "build_batch", SLOW_DATA_S),
     # Within a layer, between its collectives.
-    Phase.FORWARD_BACKWARD: (torch.nn.functional, "silu", SLOW_S),
-    Phase.OPTIMIZER: (optim, "clip_gradients", SLOW_S),
+    "layers": (Phase.FORWARD_BACKWARD, torch.nn.functional, "silu", SLOW_S),
+    # Between the two exchanges, for the second of which the other ranks wait.
+    "experts": (Phase.FORWARD_BACKWARD, ExpertExchange, "_run_experts", SLOW_S),
+    "optimizer": (Phase.OPTIMIZER, optim, "clip_gradients", SLOW_S),
 }
 
 
-def run_with_a_slow_rank(rank: int, phase: Phase, arguments: list[str]) -> None:
+def run_with_a_slow_rank(rank: int, work: str, arguments: list[str]) -> None:
     if int(os.environ["RANK"]) == rank:
-        module, name, slow_s = SLOWED[phase]
+        _, module, name, slow_s = SLOWED[work]
         original = getattr(module, name)
 
         def slow(*given: Any, **options: Any) -> Any:
@@ -53,24 +56,25 @@ def run_with_a_slow_rank(rank: int, phase: Phase, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "replicas", "rank", "phase"),
+    ("ranks", "mesh", "rank", "work"),
     [
-        (2, 1, 1, Phase.FORWARD_BACKWARD),
-        (2, 2, 1, Phase.FORWARD_BACKWARD),
-        pytest.param(4, 2, 2, Phase.FORWARD_BACKWARD, marks=pytest.mark.full),
-        pytest.param(2, 1, 0, Phase.DATA, marks=pytest.mark.full),
-        pytest.param(2, 1, 1, Phase.OPTIMIZER, marks=pytest.mark.full),
+        (2, "parallel.replicate=1", 1, "layers"),
+        (2, "parallel.replicate=2", 1, "layers"),
+        pytest.param(4, "parallel.replicate=2", 2, "layers", marks=pytest.mark.full),
+        pytest.param(2, "parallel.expert=2", 1, "experts", marks=pytest.mark.full),
+        pytest.param(2, "parallel.replicate=1", 0, "data", marks=pytest.mark.full),
+        pytest.param(2, "parallel.replicate=1", 1, "optimizer", marks=pytest.mark.full),
     ],
 )
 def test_a_slow_rank_is_named(
-    ranks: int, replicas: int, rank: int, phase: Phase, tmp_path: Path, models: dict[str, Path]
+    ranks: int, mesh: str, rank: int, work: str, tmp_path: Path, models: dict[str, Path]
 ) -> None:
+    phase, model = SLOWED[work][0], models["glm" if work == "experts" else "llama"]
     write_jsonl(tmp_path / "train.jsonl", chats(30))
     (tmp_path / "config.yaml").touch()
-    arguments = ["--config", "config.yaml", "run.dir=run", f"model.path={models['llama']}"]
+    arguments = ["--config", "config.yaml", "run.dir=run", f"model.path={model}", mesh]
     arguments += [*ARGUMENTS, "checkpoint.every_steps=0", "train.max_steps=22"]
-    arguments += [f"parallel.replicate={replicas}"]
-    done = on_ranks(ranks, run_with_a_slow_rank, rank, phase, arguments, cwd=tmp_path)
+    done = on_ranks(ranks, run_with_a_slow_rank, rank, work, arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = re.findall(
         r"^Slowest: rank (\d) on (\S+), (\d+\.\d\d) x the median, in (.+) "
