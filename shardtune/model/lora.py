@@ -31,6 +31,7 @@ from shardtune.errors import UserError
 from shardtune.model.support import decoder_layers
 
 FACTORS = ("lora_A", "lora_B")
+_GROUPS = ("attention", "experts")  # that `lora.targets` may name
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
@@ -134,7 +135,9 @@ class Target:
         """Whether a name of `lora.targets` means this weight."""
         if name == "all-linear":
             return self.group != "router"
-        return name == self.group or f".{self.name}".endswith(f".{name}")
+        if name in _GROUPS and name == self.group:
+            return True
+        return f".{self.name}".endswith(f".{name}")
 
 
 def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
@@ -212,7 +215,7 @@ def _nearest(name: str, weights: list[Target]) -> str:
     if not usable:
         return "it has no linear layers; set lora.rank=null"
     known = {path: None for target in usable for path in _suffixes(target.in_layer)}
-    groups = {target.group: None for target in usable if target.group != "other"}
+    groups = {target.group: None for target in usable if target.group in _GROUPS}
     known = dict.fromkeys(("all-linear", *groups)) | known
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"use {', '.join(near)}" if near else f"use one of {', '.join(list(known)[:12])}"

@@ -232,9 +232,11 @@ def test_frozen_weights_take_the_compute_dtype_and_factors_float32(
 def test_targets_that_mean_nothing_or_a_router_are_refused(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    given = arguments(models["glm"], tmp_path, 2, "lora.targets=[q_proj, q_prj, gate, lm_head]")
+    given = arguments(
+        models["glm"], tmp_path, 2, "lora.targets=[q_proj, q_prj, gate, lm_head, other]"
+    )
     refused = train(2, *given, cwd=tmp_path)
-    problems = refused.stderr.splitlines()[-3:]
+    problems = refused.stderr.splitlines()[-4:]
     assert refused.returncode == 2 and "Parameters:" not in refused.stdout, refused.stderr
     for line, expected in zip(
         problems,
@@ -242,6 +244,7 @@ def test_targets_that_mean_nothing_or_a_router_are_refused(
             "lora.targets: q_prj means no layer of glm4_moe - use q_proj",
             "lora.targets: gate means the router of the experts (model.layers.1.mlp.gate)",
             "lora.targets: lm_head means no layer of glm4_moe - use ",
+            "lora.targets: other means no layer of glm4_moe - use ",
         ),
         strict=True,
     ):
