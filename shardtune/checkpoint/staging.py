@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.cuda import _pin_memory_utils
 
+from shardtune.distributed.host_memory import available_memory
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, first_line
 from shardtune.log import logger
@@ -86,13 +86,6 @@ def make_staging(tensors: Mapping[str, torch.Tensor], world: World) -> Staging |
 def staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     """Return the size of the memory for these."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors.values())
-
-
-def available_memory() -> int:
-    """Return the bytes that this node can give without swapping."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    available = next(line for line in lines if line.startswith("MemAvailable:"))
-    return int(available.split()[1]) * 1024
 
 
 def _aligned(size: int) -> int:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from shardtune.config import Config
+from shardtune.distributed.host_memory import available_memory
 from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.log import logger
@@ -111,7 +111,7 @@ def decide(
 def _free_bytes(world: World) -> float:
     """Return the memory that this rank may still take: of its GPU, or its share of the host's."""
     if world.device.type == "cpu":
-        return psutil.virtual_memory().available / world.local_size
+        return available_memory() / world.local_size
     free, _ = torch.cuda.mem_get_info(world.device)
     cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
     return free + cached
