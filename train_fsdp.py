@@ -79,7 +79,7 @@ def build_train_context(
     """
     config, world, resumed = run.config, run.world, run.resumed
     world.progress.enter(Phase.LOADING)
-    with weights_fit():
+    with weights_fit(config):
         model = world.run_on_all_ranks(lambda: build_model(config, model_config, world))
     optimizer = optim.build_optimizer(model, config)
     state = state_bytes(model, optimizer, config)
@@ -208,7 +208,7 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
     max_grad_norm = context.run.config.train.max_grad_norm
     if max_grad_norm is not None:
         optim.clip_gradients(context.model, max_grad_norm, grad_norm)
-    with weights_fit():  # the first update allocates the optimizer's state
+    with weights_fit(context.run.config):  # the first update allocates the optimizer's state
         context.optimizer.step()
     context.optimizer.zero_grad()
 

@@ -60,15 +60,20 @@ def step_fits(config: Config) -> AbstractContextManager[None]:
         OutOfMemory: in place of the allocator's error.
     """
     rows, length = config.train.micro_batch_size, config.data.max_length
+    keys = ["set model.activation_checkpointing=full"]
+    if config.model.activation_checkpointing == "full":
+        keys.clear()
+    if config.parallel.expert == 1:
+        keys.append("set parallel.expert if the model has experts")
+    keys.append("lower train.micro_batch_size and raise train.gradient_accumulation_steps as much")
     return _explain_out_of_memory(
         f"a micro-batch of {rows} (train.micro_batch_size) x {length} (data.max_length) tokens",
-        "set model.activation_checkpointing=full, lower train.micro_batch_size and raise "
-        "train.gradient_accumulation_steps as much, use more GPUs, or start anew with another "
-        "run.dir and a lower data.max_length",
+        f"{', '.join(keys)}, use more GPUs, or start anew with another run.dir and "
+        f"{' or '.join(['a lower data.max_length', *_smaller_state(config)])}",
     )
 
 
-def weights_fit() -> AbstractContextManager[None]:
+def weights_fit(config: Config) -> AbstractContextManager[None]:
     """Name what helps if the weights, or the optimizer's state of them, run out of memory.
 
     Raises:
@@ -76,8 +81,22 @@ def weights_fit() -> AbstractContextManager[None]:
     """
     return _explain_out_of_memory(
         "the model with its gradients and its optimizer's state",
-        "share it among more GPUs or nodes, use some with more memory, or a smaller model",
+        "share it among more GPUs or nodes, use some with more memory, or start anew with another "
+        f"run.dir and {' or '.join([*_smaller_state(config), 'a smaller model'])}",
     )
+
+
+def _smaller_state(config: Config) -> list[str]:
+    """Return the settings, of those not made yet, with which the state takes less."""
+    if config.lora.rank is not None:
+        return []
+    is_set = {
+        "model.master_dtype=bfloat16": config.model.master_dtype == "bfloat16",
+        "optimizer.name=adamw8bit": config.optimizer.name == "adamw8bit",
+        "model.reduce_dtype=bfloat16": config.model.reduce_dtype == "bfloat16",
+        "lora.rank=16": False,
+    }
+    return [setting for setting in is_set if not is_set[setting]]
 
 
 @contextmanager

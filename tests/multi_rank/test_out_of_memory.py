@@ -67,7 +67,8 @@ def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
         r"ERROR: rank 1 on \S+: a micro-batch of 4 \(train\.micro_batch_size\) x 512 "
         r"\(data\.max_length\) tokens does not fit the memory "
         rf"\(.+can't allocate memory.+\), in {place} - set model\.activation_checkpointing=full, "
-        r"lower train\.micro_batch_size .*, or start anew .* a lower data\.max_length",
+        r"set parallel\.expert if the model has experts, lower train\.micro_batch_size .*, "
+        r"or start anew .* a lower data\.max_length or model\.master_dtype=bfloat16 or .+",
         line,
     ), failed.stderr
 
@@ -101,6 +102,7 @@ def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(
     assert re.match(
         r"ERROR: rank 0 on \S+: the model with its gradients and its optimizer's state does not "
         r"fit the memory \(.+\), in loading the model - share it among more GPUs or nodes, "
-        r"use some with more memory, or a smaller model$",
+        r"use some with more memory, or start anew with another run.dir and "
+        r"model\.master_dtype=bfloat16 or optimizer\.name=adamw8bit or .+ or a smaller model$",
         failed.stderr.splitlines()[-1],
     ), failed.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,28 @@ def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(
 ) -> None:
     said = r"^the model with its gradients and its optimizer's state does not fit the memory "
     said += r"\((?!the|\d+ \().+\) - share it"
-    with (
-        pytest.raises(OutOfMemory, match=said),
-        step_fits(config_for(models["llama"], tmp_path)),
-        weights_fit(),
-    ):
+    config = config_for(models["llama"], tmp_path)
+    with pytest.raises(OutOfMemory, match=said), step_fits(config), weights_fit(config):
         torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_only_what_is_not_set_yet_is_advised(models: dict[str, Path], tmp_path: Path) -> None:
+    def advice(fits: Any, *overrides: str) -> str:
+        with (
+            pytest.raises(OutOfMemory) as raised,
+            fits(config_for(models["llama"], tmp_path, *overrides)),
+        ):
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return str(raised.value)
+
+    small = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit")
+    state = (*small, "model.reduce_dtype=bfloat16", "lora.rank=16")
+    given = advice(weights_fit)
+    assert all(setting in given for setting in state)
+    given = advice(weights_fit, *small)
+    assert [setting in given for setting in state] == [False, False, True, True]
+    given = advice(weights_fit, "lora.rank=4")
+    assert not any(setting in given for setting in state)
+    spread = ("parallel.expert=2", "model.activation_checkpointing=full")
+    given = advice(step_fits, *spread)
+    assert "parallel.expert" not in given and "activation_checkpointing" not in given
