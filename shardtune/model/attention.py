@@ -25,6 +25,14 @@ _UNSUPPORTED_OPTIONS = {
 }
 
 
+class UnexpectedFeature(RuntimeError):
+    """Attention asks for something that it did not ask for in its trial."""
+
+    def __init__(self, feature: str) -> None:
+        super().__init__(f"attention asks for {feature}, which it did not in its trial")
+        self.feature = feature
+
+
 class _Documents:
     """The documents of the current batch, from its forward to the end of its backward.
 
@@ -43,7 +51,7 @@ class _Documents:
 
     def record_objection(self, feature: str) -> None:
         if self.objections is None:
-            raise RuntimeError(f"attention asks for {feature}, which it did not in its trial")
+            raise UnexpectedFeature(feature)
         self.objections.append(feature)
 
     def check_span(self, tokens: int | None) -> None:

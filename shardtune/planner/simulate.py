@@ -29,7 +29,7 @@ from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
-from shardtune.model.attention import DOCUMENT_ATTENTION
+from shardtune.model.attention import DOCUMENT_ATTENTION, UnexpectedFeature
 from shardtune.model.build import build_on_meta, forward_only
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.model.support import decoder_layers
@@ -123,6 +123,9 @@ def simulate(
     """Evaluate and take a step of up to three micro-batches as this rank. Rows are full.
 
     The second one finds the gradients of the first, and of all further ones only the last differs.
+
+    Raises:
+        UserError: the model's attention or experts cannot be run on fake tensors.
     """
     tracker, device = Tracker(), world.device
     model = build_on_meta(config, model_config, world)
@@ -173,9 +176,24 @@ def _full_batch(config: Config, device: torch.device) -> Batch:
 
 
 def _prepare(model: PreTrainedModel, config: Config, device: torch.device) -> None:
-    """Choose attention and head as a run does, but without a look at numbers."""
+    """Choose attention and head as a run does, but without a look at numbers.
+
+    Raises:
+        UserError: the run would attend under a mask, or multiply experts in float32.
+    """
+    has_stacks = any(parameter.dim() == 3 for parameter in model.parameters())
+    if has_stacks and config.model.compute_dtype == "float32":
+        raise UserError(
+            "the plan of a model with experts needs model.compute_dtype=bfloat16 - use that"
+        )
     model.set_attn_implementation(DOCUMENT_ATTENTION)
-    use_loss_head(model, device)
+    try:
+        use_loss_head(model, device)
+    except UnexpectedFeature as error:
+        raise UserError(
+            f"{model.config.model_type} has {error.feature}, whose memory is not planned yet - "
+            "start the run to see"
+        ) from error
 
 
 def _balanced_pairs(tokens: int, model: PreTrainedModel, config: Config) -> Iterator[int]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from shardtune.__main__ import run
 from shardtune.config import Config
@@ -27,6 +33,16 @@ GLM = Glm4MoeConfig(
     n_routed_experts=16,
     num_experts_per_tok=4,
     first_k_dense_replace=1,
+)
+GPT_OSS = GptOssConfig(
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_local_experts=4,
 )
 LLAMA = LlamaConfig(
     vocab_size=1000,
@@ -157,6 +173,26 @@ def test_what_cannot_be_planned_is_named(
 ) -> None:
     LLAMA.save_pretrained(tmp_path)
     assert run(["plan", "--config", str(CONFIG), f"model.path={tmp_path}", *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model_config", "assignment", "expected"),
+    [
+        (GPT_OSS, "model.compute_dtype=bfloat16", "gpt_oss has attention sinks"),
+        (GLM, "model.compute_dtype=float32", "needs model.compute_dtype=bfloat16"),
+    ],
+)
+def test_a_model_that_fake_tensors_cannot_run_is_named(
+    model_config: PreTrainedConfig,
+    assignment: str,
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model_config.save_pretrained(tmp_path)
+    given = [f"model.path={tmp_path}", assignment, "data.max_length=256"]
+    assert run(["plan", "--config", str(CONFIG), *given]) == 2
     assert expected in capsys.readouterr().err
 
 
