@@ -4,6 +4,7 @@ any figure.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -26,10 +27,36 @@ STEADY = 0.1
 # Of losses, relative. Float32 sides differ by 1e-6. Bfloat16 sides differ by 9e-4: some keep
 # float32 between layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
+# Moves the loss by 15% in two updates, in bfloat16 too, in which smaller updates round away.
+LR = 3e-4
 
 
 class Unequal(Exception):
     """Two sides did not do the same work; the message says what differs."""
+
+
+def settings(
+    options: argparse.Namespace, chats: Path, dtype: str, model: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the same run for either side: assignments of shardtune, and flags of peers.py."""
+    ours = {
+        "model.path": model.resolve(),
+        "model.compute_dtype": dtype,
+        "data.train": chats.resolve(),
+        "data.max_length": options.max_length,
+        "data.overflow": "error",
+        "train.epochs": options.steps,
+        "optimizer.lr": LR,
+    }
+    peer_flags = {
+        "model": model.resolve(),
+        "data": chats.resolve(),
+        "dtype": dtype,
+        "max-length": options.max_length,
+        "steps": options.steps,
+        "lr": LR,
+    }
+    return ours, peer_flags
 
 
 @dataclass

@@ -90,14 +90,12 @@ def train(name: str, arguments: list[str]) -> None:
 
     if name.endswith("nearest"):
         low_precision_optim._store = store_nearest
-    build: Any = low_precision_optim.LowPrecisionAdamW
+    build = optim.LowPrecisionAdamW
 
-    class Compiled(build):  # type: ignore[misc]
-        __init__ = lambda self, *given, **options: build.__init__(  # noqa: E731
-            self, *given, **options | {"compiled": True}
-        )
+    def build_compiled(*given: Any, **options: Any) -> torch.optim.Optimizer:
+        return build(*given, **options | {"compiled": True})
 
-    optim.LowPrecisionAdamW = Compiled  # type: ignore[misc]
+    optim.LowPrecisionAdamW = build_compiled
     sys.argv = [str(REPOSITORY / "train_fsdp.py"), "--config", os.devnull, *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -156,9 +154,9 @@ def plot(results: dict[str, Any], options: argparse.Namespace) -> None:
     right.axhspan(-0.2, 0.2, color="#eeeeee")
     for name, losses in results.items():
         curve = smoothed(losses["train"])
-        apart = [100 * (ours / theirs - 1) for ours, theirs in zip(curve, exact, strict=True)]
+        percent = [100 * (loss / base - 1) for loss, base in zip(curve, exact, strict=True)]
         left.plot(steps, curve, label=name, color=COLOURS[name], linewidth=1.3)
-        right.plot(steps, apart, color=COLOURS[name], linewidth=1.3)
+        right.plot(steps, percent, color=COLOURS[name], linewidth=1.3)
     left.set(title=f"Training loss, mean of the last {SMOOTHED_OVER} steps", xlabel="step")
     left.legend(frameon=False, fontsize=9)
     right.set(title="Against float32, %  (grey: within 0.2%)", xlabel="step")

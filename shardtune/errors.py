@@ -89,7 +89,7 @@ def missing_directory(path: str) -> str:
     """Return the first directory of a path that is not there, in words, or an empty text."""
     directories = reversed(Path(path).absolute().parents)
     missing = next((str(d) for d in directories if not os.access(d, os.F_OK)), "")
-    return missing and f" (there is no directory {missing})"
+    return missing and f" (the directory {missing} does not exist)"
 
 
 def first_few(names: Sequence[object], limit: int) -> str:

@@ -70,11 +70,11 @@ def make_staging(tensors: Mapping[str, torch.Tensor], world: World) -> Staging |
     per_rank = world.all_gather_json([world.node_rank, size, available])
     for node in sorted({node for node, _, _ in per_rank}):
         needed = sum(size for of_node, size, _ in per_rank if of_node == node)
-        left = min(available for of_node, _, available in per_rank if of_node == node)
-        if needed > left:
+        free = min(available for of_node, _, available in per_rank if of_node == node)
+        if needed > free:
             logger.info(
                 f"Checkpoint staging: checkpoint.mode=async needs {needed / 1e9:.1f} GB of host "
-                f"memory on node {node}, which has {left / 1e9:.1f} GB left. Saves are "
+                f"memory on node {node}, which has {free / 1e9:.1f} GB free. Saves are "
                 "synchronous: training waits for the disk"
             )
             return None

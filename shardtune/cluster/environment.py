@@ -112,13 +112,7 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
         problems += _path_problems(config)
     except UserError as error:
         problems += error.problems
-    try:
-        tempfile.gettempdir()
-    except OSError as error:
-        problems.append(
-            f"no temporary directory can be written ({error.strerror}) - make room in one of them, "
-            "or set TMPDIR to another"
-        )
+    problems += _temporary_directory_problems()
     interface, master = values["NCCL_SOCKET_IFNAME"], values["MASTER_ADDR"]
     local_ip = _local_ip(interface, problems)
     master_ip = _master_ip(master, local_ip, problems)
@@ -144,6 +138,17 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
         config=config,
         problems=tuple(problems),
     )
+
+
+def _temporary_directory_problems() -> list[str]:
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        return [
+            f"no temporary directory can be written ({error.strerror}) - make room in one of them, "
+            "or set TMPDIR to another"
+        ]
+    return []
 
 
 def _path_problems(config: Config) -> list[str]:

@@ -20,11 +20,11 @@ def available_memory(
         if line.startswith("0::/"):
             group = cgroups / line.removeprefix("0::/")
             folders = [each for each in (group, *group.parents) if each.is_relative_to(cgroups)]
-            available += [_left(each) for each in folders if (each / "memory.max").exists()]
+            available += [_available_in(each) for each in folders if (each / "memory.max").exists()]
     return max(0, min(available))
 
 
-def _left(cgroup: Path) -> int:
+def _available_in(cgroup: Path) -> int:
     """Return the limit, less what is used and cannot be dropped as cached files can."""
     limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
     if limit == "max":

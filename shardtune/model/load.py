@@ -237,7 +237,7 @@ def load_sharded(
 
     class Sharded(model_class):  # type: ignore[misc, valid-type]
         __module__ = model_class.__module__
-        # No file has the factors of adapters, which are drawn.
+        # The factors of adapters are drawn, so the files lack them.
         _keys_to_ignore_on_load_missing = (
             *(model_class._keys_to_ignore_on_load_missing or ()),
             *(f"{factor}$" for factor in FACTORS),

@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -244,7 +244,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
                 out, in_ = in_, out
             prefix, stack = f"{target.parameter}_", weight.shape[:1]
             if not isinstance(module, LoraExperts):
-                module.__class__ = _with_factors(target.kind)  # type: ignore[arg-type]
+                cast(Any, module).__class__ = _with_factors(cast(Any, target.kind))
         else:
             (out, in_), prefix, stack = weight.shape, "", weight.shape[:0]
             module.__class__ = LoraLinear

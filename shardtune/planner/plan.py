@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -198,8 +198,8 @@ def link_bytes(
     S (n - 1) / n into each node and S (g - 1) / g into each rank; an all-reduce twice as much. In
     an all-to-all a rank keeps 1 / g of S, and sends an equal part to each other rank.
     """
-    between: dict[str, float] = Counter()  # type: ignore[assignment]
-    inside: dict[str, float] = Counter()  # type: ignore[assignment]
+    between: defaultdict[str, float] = defaultdict(float)
+    inside: defaultdict[str, float] = defaultdict(float)
     for (kind, ranks), size in traffic.items():
         nodes = Counter(rank // machine.ranks_per_node for rank in ranks)
         group, here = len(ranks), nodes[0]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
     """Return two numbers of layers to measure, between which lies one period of the kinds.
 
     Both cut models begin as the whole one does and end as it does, at the end of a period. Returns
-    None if the whole model is no longer than they are, or has no period.
+    None if the whole model has as few layers as they have, or has no period.
     """
     n = len(kinds)
     for period in range(1, n // 2 + 1):
@@ -79,7 +79,7 @@ def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
         first = n - (n - start) // period * period
         while first < _FEWEST_LAYERS:
             first += period
-        # At least three periods are alike, else it is no period of the whole model.
+        # The layers must repeat three times: two alike may be chance.
         if (n - start) // period >= 3 and first + period < n:
             return first, first + period
     return None
@@ -139,7 +139,7 @@ def simulate(
             tracker.read_by_host = _balanced_pairs(8, model, config)
             _prepare(model, config, device)
             if policy.keep_parameters:
-                model.set_reshard_after_forward(False)  # type: ignore[operator]
+                cast(Any, model).set_reshard_after_forward(False)
             _watch_layers(model, tracker)
             tracker.read_by_host = _balanced_pairs(batch.input_ids.numel(), model, config)
             tracker.traffic = [Counter()]

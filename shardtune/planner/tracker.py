@@ -1,7 +1,8 @@
 """Follow the bytes that a rank holds and sends while a step runs on fake tensors.
 
 A fake tensor has a shape and a size and no contents, so a step of a large model takes seconds. FSDP
-frees parameters by resizing their storages, which is no operator; so resizing is followed too.
+frees parameters by resizing their storages. That does not run an operator, so the tracker follows
+it too.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     A weight of bfloat16 has moments of bfloat16. With `eight_bit` every weight of two or more
     dimensions has moments of 8 bits instead, and two float32 scales per block of SCALE_BLOCK
-    elements of its last dimension; norms and biases have so little that theirs keep the weight's
-    dtype. All of them are sharded as the weight is.
+    elements of its last dimension. The moments of norms and biases, which take little memory, keep
+    the weight's dtype. All of them are sharded as the weight is.
 
     `groups` hold named parameters. With `compiled` each update is one compiled function, whose
     result is that of the eager one.
@@ -82,7 +82,14 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Raises:
+            NotImplementedError: there is a closure, which would compute the gradients again.
+        """
+        if closure is not None:
+            raise NotImplementedError("LowPrecisionAdamW takes no closure")
         for group in self.param_groups:
             factors: dict[float, Factors] = {}  # mostly of one step: all parameters share them
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -362,7 +369,7 @@ class CodeTable(NamedTuple):
 
 @functools.cache
 def code_tables(device: torch.device) -> tuple[CodeTable, CodeTable]:
-    """Return the tables of the first moment, signed, and of the second, which has no sign."""
+    """Return the tables of the first moment, which is signed, and of the second, unsigned."""
     half, full = magnitudes(7), magnitudes(8)
     signed = CodeTable(torch.cat([half, -half]), half, _lower_codes(half))
     unsigned = CodeTable(full, full, _lower_codes(full))

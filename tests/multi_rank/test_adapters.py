@@ -207,14 +207,14 @@ def run_and_count_bytes(arguments: list[str]) -> None:
             print("State:", buffer.dtype in (torch.float32, torch.int64), name, flush=True)
         save(saver, *given)
 
-    Saver.__init__, Saver.save = keep, count  # type: ignore[method-assign]
+    Saver.__init__, Saver.save = keep, count
     run_script(arguments)
 
 
 def test_frozen_weights_take_the_compute_dtype_and_factors_float32(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of a rank that bfloat16 grouped products do not take: 3 is no multiple of 8."""
+    """The adapters have rank 3; bfloat16 grouped products need a multiple of 8."""
     lower = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit")
     more = ("model.compute_dtype=bfloat16", "train.max_steps=1", *lower)
     given = arguments(models["glm"], tmp_path, 2, *more, "export.dtype=source")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import alone
 import bench
 import gpu
 import older_torch
@@ -116,7 +117,7 @@ def test_ranks_with_another_loss_fail_their_section(
     def a_run(name: str, *_: Any, ranks: int) -> Side:
         return replace(PEER, losses=[3.0, 2.5 + 0.01 * (ranks == 4)], mfu=[0.5], data_share=0.001)
 
-    monkeypatch.setattr(bench, "run_ours", a_run)
+    monkeypatch.setattr(alone, "run_ours", a_run)
     monkeypatch.setattr(bench, "run_pinned", lambda *_: pytest.fail("there is nothing to plot"))
     text = "scaling: on 4 and 1 ranks the loss of step 2 is 2.510000 and 2.500000"
     with pytest.raises(SystemExit, match=f"ERROR: {text} - see the logs"):
@@ -132,7 +133,7 @@ def test_a_section_is_measured_and_the_others_are_kept(
     models: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bench, "VOCABULARY", 5000)
+    monkeypatch.setattr(alone, "VOCABULARY", 5000)
     traffic = {"collectives": {}, "head": {"rows": 3, "tokens": 9, "trained_tokens": 3}}
     earlier = {"measured_with": {"date": "before"}, "figures": traffic, "failed": []}
     (tmp_path / "RESULTS.json").write_text(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.chats import write_jsonl
 from helpers.documented import require_error_line
+from helpers.moe_families import FAMILIES, build
 from helpers.plain_training import (
     assert_same_steps,
     assert_same_weights,
@@ -23,9 +24,8 @@ from helpers.plain_training import (
 )
 from helpers.ranks import on_ranks, train, train_each
 from helpers.small_runs import steps_of
-from helpers.tiny_models import VOCABULARY
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from shardtune.config import DistributedConfig, ParallelConfig
 from shardtune.distributed.join import join_world
@@ -33,45 +33,6 @@ from shardtune.model.experts import ExpertExchange
 
 RATES = [3e-3] * 4
 MAX_NORM = 0.5
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "num_experts_per_tok": 2,
-}
-SHARED = {
-    "n_routed_experts": 12,  # on two ranks with two copies: slices of three
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "glm4_moe": SHARED,
-    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": 4},
-    "deepseek_v3": SHARED | LATENT | {"n_routed_experts": 8},
-    "gpt_oss": {
-        "num_local_experts": 4,
-        "layer_types": ["full_attention"] * 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
-}
 
 
 class Mesh(NamedTuple):
@@ -108,12 +69,6 @@ MESHES = [
     Mesh(16, 4, 2),
     Mesh(16, 2),
 ]
-
-
-def build(family: str) -> Any:
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **SMALL | FAMILIES[family])
-    )
 
 
 def move_biases(model: Any) -> None:

@@ -60,7 +60,7 @@ def test_disks_without_room_for_temporary_files_are_refused(
         (
             "data.train=/no/such/train.jsonl",
             "data.train=/no/such/train.jsonl: no such file or directory that this user can read "
-            "(there is no directory /no) - correct",
+            "(the directory /no does not exist) - correct",
         ),
         ("data.train=train.jsonl", "data.train=train.jsonl: no such file or directory"),
         ("model.path=/nowhere/model", "model.path=/nowhere/model: no such file or directory"),

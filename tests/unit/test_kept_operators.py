@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
+from helpers.moe_families import build
 from helpers.tiny_models import VOCABULARY
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.model.build import kept_operators
-
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-}
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
 def test_gradients_are_those_without_checkpointing(family: str, experts: str) -> None:
     torch.manual_seed(0)
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    config = AutoConfig.for_model(family, **SMALL, rope_parameters=rope)
-    model: Any = AutoModelForCausalLM.from_config(config).train()
+    model = build(family).train()
     model.set_experts_implementation(experts)
     ids = torch.randint(VOCABULARY, (1, 40))
     gradients = []

@@ -9,7 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from helpers.tiny_models import VOCABULARY
+from helpers import moe_families
+from helpers.moe_families import FAMILIES, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.checkpoint.adapter import AdapterExport, MergedExport, why_not_merged
@@ -26,57 +27,21 @@ from shardtune.model.lora import (
     draw_factors,
 )
 
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "num_experts_per_tok": 2,
-}
-SHARED = {
-    "n_routed_experts": 6,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
+ALL_FAMILIES: dict[str, dict[str, Any]] = {
+    **{family: {} for family in FAMILIES},
     "llama": {},
     "qwen2": {},  # biases
-    "glm4_moe": SHARED,
-    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 16},
     "qwen2_moe": {
         "num_experts": 4,
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 16,
     },
-    "mixtral": {"num_local_experts": 4},
-    "deepseek_v3": SHARED | LATENT,
-    "gpt_oss": {  # transposed, with biases
-        "num_local_experts": 4,
-        "layer_types": ["full_attention"] * 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
 }
 
 
-def build(family: str, **settings: Any) -> Any:
-    config = AutoConfig.for_model(family, **SMALL | FAMILIES[family] | settings)
+def build(family: str) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = moe_families.build(family, **ALL_FAMILIES[family])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
@@ -86,7 +51,7 @@ def build(family: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        *((family, "all-linear") for family in FAMILIES),
+        *((family, "all-linear") for family in ALL_FAMILIES),
         ("glm4_moe", ("down_proj", "o_proj")),
         ("gpt_oss", "experts"),
     ],

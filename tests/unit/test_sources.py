@@ -164,7 +164,8 @@ def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path: Path) -> Non
 
 def test_the_first_directory_that_is_missing_is_named(tmp_path: Path) -> None:
     file = tmp_path / "sft/v2/a.jsonl"
-    for there, words in ((tmp_path, f" (there is no directory {tmp_path}/sft)"), (file.parent, "")):
+    missing = f" (the directory {tmp_path}/sft does not exist)"
+    for there, words in ((tmp_path, missing), (file.parent, "")):
         there.mkdir(parents=True, exist_ok=True)
         with pytest.raises(UserError) as refused:
             find_source("data.train", str(file))
