@@ -32,6 +32,10 @@ _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above"}
 _BOUNDS |= {"exclusiveMaximum": "below", "maximum": "at most"}
 
 
+class _NotAllowed(yaml.MarkedYAMLError):
+    """YAML that could be read and is not allowed here."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's plain values, no tags, and no key twice.
 
@@ -42,8 +46,8 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         if tag := getattr(event, "tag", None):
             shown = re.sub("^tag:yaml.org,2002:", "!!", tag)
-            problem = f"{shown} is a tag, and a value has none here: write the value alone"
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+            problem = f"{shown} is a tag, and a value has none here - write the value alone"
+            raise _NotAllowed(None, None, problem, event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_number(self, node: yaml.Node) -> int | float:
@@ -55,8 +59,8 @@ class _Loader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value]
         for i, (key, _) in enumerate(node.value):
             if key.value in names[:i]:
-                problem = f"{key.value} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                problem = f"{key.value} is given twice - keep one of them"
+                raise _NotAllowed(None, None, problem, key.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -107,14 +111,12 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
     join_timeout = environ.get("JOIN_TIMEOUT")
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, "default")
+    texts = {name: text for name, equals, text in (a.partition("=") for a in assignments) if equals}
+    objections = {name: problem for name, text in texts.items() if (problem := _objection(text))}
     for origin, given in {
         "file": _read_file(path),
         "environment": {"distributed.join_timeout_s": _parse(join_timeout)} if join_timeout else {},
-        "command line": {
-            name: _parse(text)
-            for name, equals, text in (argument.partition("=") for argument in assignments)
-            if equals
-        },
+        "command line": {name: _parse(text) for name, text in texts.items()},
     }.items():
         values |= given
         origins |= dict.fromkeys(given, origin)
@@ -130,8 +132,9 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
     except ValidationError as error:
         refused = {".".join(map(str, each["loc"][:2])) for each in error.errors()}
     problems = [_no_assignment(argument) for argument in assignments if "=" not in argument]
+    problems += [f"{key}={texts[key]} (command line): {what}" for key, what in objections.items()]
     problems += [_unknown(name, origins[name]) for name in values if name not in KEYS]
-    for key in KEYS:
+    for key in (key for key in KEYS if key not in objections):
         said = f"{key} = {_to_yaml(values.get(key))} ({origins[key]})"
         if key == "data.train" and isinstance(values.get(key), list) and values[key]:
             problems += _source_problems(values[key], origins[key])
@@ -328,6 +331,17 @@ def _no_assignment(argument: str) -> str:
     nearest, likeness = _nearest(argument, KEYS)
     form = nearest if likeness > _IS_LIKE else "section.key"
     return f"{argument} is not an assignment - write {form}=value"
+
+
+def _objection(text: str) -> str | None:
+    """Return what is not allowed in a YAML text, with the remedy."""
+    try:
+        yaml.load(text, _Loader)
+    except _NotAllowed as error:
+        return str(error.problem)
+    except yaml.YAMLError:  # it is a text, as `*.jsonl` is
+        pass
+    return None
 
 
 def _parse(text: str) -> Any:

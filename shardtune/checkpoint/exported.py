@@ -43,13 +43,15 @@ def export_json(values: Mapping[str, Any]) -> bytes:
 
 
 def read_export(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a folder's file; None if it has none or a damaged one."""
+    """Return the content of a folder's file; None if it has none, or one that is damaged or of
+    another format."""
     try:
         values: dict[str, Any] = json.loads((folder / EXPORT).read_bytes())
         intact = values.pop("xxh3_128") == _digest(values)
-    except (OSError, ValueError, AttributeError, KeyError):
+        is_readable = values["format"] == _FORMAT and isinstance(values["files"], dict)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
-    return values if intact else None
+    return values if intact and is_readable else None
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -267,11 +267,13 @@ class _SetWriter:
         ]
 
 
-def _nothing_to_train(key: str, counts: Counter[str]) -> str:
+def _nothing_to_train(key: str, spec: str, counts: Counter[str]) -> str:
+    """Say so of the source that `spec`, the value of `key`, names, with what would help."""
     causes = "; ".join(_other_counts(counts)).replace("WARNING: ", "")
+    is_long = " or raise data.max_length" * ("longer than data.max_length" in causes)
     return (
         f"{key}: no token to train in {counts['records']} records{causes and f' ({causes})'} - "
-        "write records with assistant turns, or raise data.max_length"
+        f"write records with turns to train in {spec}{is_long}"
     )
 
 
@@ -324,7 +326,8 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
         problems += _source_problems(source, n_records[key], n_broken[key], counts[key], data)
     if holds_out and not problems and not writers["eval"].counts["sequences"]:
         problems = [
-            _nothing_to_train("data.eval", writers["eval"].counts) + " or data.eval_fraction"
+            _nothing_to_train("data.eval", sources["train", 0].spec, writers["eval"].counts)
+            + ", or raise data.eval_fraction"
         ]
     if problems:
         raise UserError(*problems)
@@ -370,5 +373,5 @@ def _source_problems(
     elif not counts["sequences"]:
         all_held_out = data.eval is None and data.eval_fraction > 0 and not counts["records"]
         lower = " or lower data.eval_fraction" * all_held_out
-        problems.append(_nothing_to_train(source.key, counts) + lower)
+        problems.append(_nothing_to_train(source.key, source.spec, counts) + lower)
     return problems

@@ -31,6 +31,11 @@ _SHAREGPT_ROLES = {
 }
 
 
+# Roles under other names are context that is never trained, so a misspelt one loses its turns.
+_ROLES = ("user", "assistant", "system", "tool")
+_MISNAMED_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+
+
 class RecordError(ValueError):
     """A record cannot be used: `<what> - <what to do>`. Whoever catches it adds file and line."""
 
@@ -105,7 +110,8 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
                 _require(isinstance(field, str), name, field, "a string")
     used = {*form, *_FORMS[form]}
     if "tools" in present and (has_messages or "conversations" in form):
-        record["tools"] = _parse_tools(present["tools"])
+        if present["tools"] != "":  # as some tables write that there are none
+            record["tools"] = _parse_tools(present["tools"])
     elif "tools" in used:
         used.remove("tools")
     unread = [name for name in present if name not in used]
@@ -131,9 +137,9 @@ def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
         _require(isinstance(content, str), f"{where}.value", content, "a string")
         messages.append({"role": role, "content": content, **fields})
     _check_messages("conversations", messages)
-    if not system:
+    _require(system is None or isinstance(system, str), "system", system, "a string")
+    if not (system and system.strip()):
         return messages
-    _require(isinstance(system, str), "system", system, "a string")
     if any(message["role"] == "system" for message in messages):
         raise RecordError(
             "has system and a system turn in conversations - keep one of them, or write "
@@ -176,8 +182,11 @@ def _check_messages(name: str, messages: Any) -> None:
 
 
 def _check_message(where: str, message: dict[str, Any]) -> None:
-    role = message.get("role")
+    role: Any = message.get("role")
     _require(role and isinstance(role, str), f"{where}.role", role, "user, assistant, ...")
+    plain = role.strip().lower()
+    meant = _MISNAMED_ROLES.get(plain, plain)
+    _require(role == meant or meant not in _ROLES, f"{where}.role", role, meant)
     calls, content = message.get("tool_calls", []), message.get("content", "")
     _require(isinstance(calls, list), f"{where}.tool_calls", calls, "a list of objects")
     for i, call in enumerate(calls):

@@ -257,11 +257,11 @@ def test_a_problem_of_the_file(tmp_path: Path, text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("run: {seed: 1, seed: 2}", 'seed is given twice in "FILE", line 3'),
-        ("data:\n  eval: e", 'data is given twice in "FILE", line 3'),
+        ("run: {seed: 1, seed: 2}", 'seed is given twice - keep one of them in "FILE", line 3'),
+        ("data:\n  eval: e", 'data is given twice - keep one of them in "FILE", line 3'),
         ("train: {epochs: 1", "expected ',' or '}', but got '<stream end>'"),
         ("a: b: c", 'mapping values are not allowed here in "FILE", line 3'),
-        ("a: !mine 3", "!mine is a tag, and a value has none here: write the value alone"),
+        ("a: !mine 3", "!mine is a tag, and a value has none here - write the value alone"),
         ("a: !!binary aGk=", "!!binary is a tag, and a value has none here"),
         ("run: !!float seed", "!!float is a tag, and a value has none here"),
         ("run: {seed: &s !!python/name:os.system }", "!!python/name:os.system is a tag"),
@@ -302,10 +302,14 @@ def test_assignments_must_be_of_the_form_key_equals_value(tmp_path: Path) -> Non
         "train.warmup_ratio is not an assignment - write scheduler.warmup_ratio=value",
         "lr (command line) is not known - the nearest known one is optimizer.lr",
     ]
-    for tagged in ("!!float fast", "!!binary aGk=", "!!bool maybe"):
-        assert problems(tmp_path, f"optimizer.lr={tagged}") == [
-            f'optimizer.lr = "{tagged}" (command line) is not allowed - use a number of at least 0'
-        ]
+    given = ("optimizer.lr=!!float fast", "data.eval={a: x, a: y}", "run.seed=-1")
+    assert problems(tmp_path, *given) == [
+        "optimizer.lr=!!float fast (command line): !!float is a tag, and a value has none here - "
+        "write the value alone",
+        "data.eval={a: x, a: y} (command line): a is given twice - keep one of them",
+        "run.seed = -1 (command line) is not allowed - use an integer of at least 0 and below "
+        "9223372036854775808",
+    ]
     assert load(tmp_path, "run.dir=@here").run.dir == "@here"  # which YAML rejects
 
 

@@ -74,7 +74,7 @@ def test_nothing_to_train_is_dropped_loudly_or_refused(model: Path, tmp_path: Pa
     cause = "records without a token to train, dropped: 1"
     assert problem.startswith(f"data.train: no token to train in 1 records ({cause}) - ")
     (problem,) = problems_of(model, tmp_path / "a.jsonl", eval=str(tmp_path / "b.jsonl"))
-    assert "data.eval: no token to train" in problem
+    assert "data.eval: no token to train" in problem and f"in {tmp_path}/b.jsonl" in problem
 
 
 def test_data_without_a_record_is_named_with_its_path(model: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from helpers.thread_ranks import save_steps
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import verify_checkpoint
+from shardtune.checkpoint.exported import EXPORT, export_json
 
 
 @pytest.fixture
@@ -88,3 +89,20 @@ def test_each_byte_is_read_once(saved: Path) -> None:
     read = bytes_read() - before - read_by_asking
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
     assert 0 <= read - size < 500
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[]",
+        b"[" * 100_000,
+        export_json({"checkpoint": {}}),
+        export_json({"format": 2, "files": {}}),
+    ],
+)
+def test_an_export_json_that_cannot_be_used_is_named(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / EXPORT).write_bytes(content)
+    assert run(["verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"ERROR: {tmp_path / EXPORT}: is damaged - ")
