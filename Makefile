@@ -7,7 +7,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-PYTEST := $(BIN)/pytest
+# Tests and benchmarks are of CPU ranks, on a machine with GPUs too.
+WITHOUT_GPUS := CUDA_VISIBLE_DEVICES=
+PYTEST := $(WITHOUT_GPUS) $(BIN)/pytest
 MODEL := models/SmolLM2-135M-Instruct
 # The demo writes here; more settings for it, such as train.max_steps=2.
 RUN ?= runs/demo
@@ -53,7 +55,7 @@ $(MODEL)/config.json: .venv/.weights
 setup: .venv/.installed
 
 demo: $(MODEL)/config.json
-	processes=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)'); \
+	processes=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 2)'); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$$processes \
 	    train_fsdp.py --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
 	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 17 --questions examples/chats/eval.jsonl
@@ -94,10 +96,10 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 	touch $@
 
 bench: $(MODEL)/config.json $(PEERS)/.installed
-	$(BIN)/python benchmarks/bench.py --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/checkpoint.py \
+	$(WITHOUT_GPUS) $(BIN)/python benchmarks/bench.py --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
+	$(WITHOUT_GPUS) OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/checkpoint.py \
 	    --model $(MODEL) --results benchmarks/checkpoint.md
-	$(BIN)/python benchmarks/rounding.py --model $(MODEL) --results benchmarks/rounding
+	$(WITHOUT_GPUS) $(BIN)/python benchmarks/rounding.py --model $(MODEL) --results benchmarks/rounding
 	$(PEERS)/bin/python benchmarks/rounding.py --plot --results benchmarks/rounding
 
 clean:
