@@ -29,7 +29,7 @@ _BLOCKS = 32
 _TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
 # Ranks with one of these do at the start, or before each collective, what the others would not.
 _RANKS_VARIABLES = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_DIST_INIT_BARRIER", "MAX_RESTARTS")
-_GPU_TIMEOUT_S = 60.0
+_GPU_TIMEOUT_S = 300.0  # without persistence mode the driver starts for each GPU
 _RDMA_PORTS = Path("/sys/class/infiniband")
 # Packages on which tokens or numbers depend.
 _PACKAGES = (
@@ -90,11 +90,18 @@ def _file_facts(config: Config) -> Message:
 
 def _machine_facts(environment: Environment, config: Config, model_bytes: int) -> Message:
     # In a process of its own: one that has used CUDA cannot fork the ranks that measure.
+    gpus: list[Message] = []
+    problems: list[str] = []
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        gpus: list[Message] = pool.apply_async(_gpus, [config.distributed.backend]).get(
-            _GPU_TIMEOUT_S
-        )
-    problems = []
+        look = pool.apply_async(_gpus, [config.distributed.backend])
+        try:
+            gpus, unseen = look.get(_GPU_TIMEOUT_S)
+            problems += [f"{environment.name}: {problem}" for problem in unseen]
+        except multiprocessing.TimeoutError:
+            problems.append(
+                f"{environment.name}: its GPUs did not answer within {_GPU_TIMEOUT_S:.0f} s - look "
+                "at `nvidia-smi` and `dmesg` there; `nvidia-smi -pm 1` keeps the driver loaded"
+            )
     if gpus and (environment.processes or 0) > len(gpus):
         problems.append(
             f"{environment.name}: GPUS_PER_NODE is {environment.processes} and {len(gpus)} GPUs "
@@ -117,14 +124,21 @@ def _machine_facts(environment: Environment, config: Config, model_bytes: int) -
     }
 
 
-def _gpus(backend: str) -> list[Message]:
+def _gpus(backend: str) -> tuple[list[Message], list[str]]:
+    """Return what is known of each GPU that the run would use, and why some are not seen."""
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() and backend != "gloo" else 0
-    return [
+    from shardtune.distributed.gpus import unseen_gpus
+
+    if backend == "gloo":
+        return [], []
+    if not torch.cuda.is_available():
+        return [], list(filter(None, [unseen_gpus()]))
+    gpus = [
         {"name": torch.cuda.get_device_name(number), "memory": torch.cuda.mem_get_info(number)}
-        for number in range(count)
+        for number in range(torch.cuda.device_count())
     ]
+    return gpus, []
 
 
 def _rdma_ports() -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardtune.config import DistributedConfig, ParallelConfig
+from shardtune.distributed.gpus import unseen_gpus, use_gpu
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.rank_record import FIRST_STEP_TIMEOUT_S
 from shardtune.distributed.store import wait_for
@@ -27,7 +28,8 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
     Each of `parallel.replicate` groups of consecutive ranks shards a whole copy of the model.
 
     Raises:
-        UserError: too few GPUs, `parallel` does not divide the ranks, or not all came in time.
+        UserError: GPUs that are too few, unseen by PyTorch or do not start, `parallel` does not
+            divide the ranks, or not all came in time.
     """
     parallel = parallel or ParallelConfig()
     is_launched = any(name in os.environ for name in _LAUNCHER_NUMBERS)
@@ -54,6 +56,12 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
+    except (dist.DistBackendError, torch.AcceleratorError) as error:
+        raise UserError(
+            f"rank {rank} of {size} on {socket.gethostname()}: {device} or NCCL did not start "
+            f"({first_line(error)}) - look at `nvidia-smi` there, and at the log with "
+            "NCCL_DEBUG=INFO set on every node"
+        ) from error
     except RuntimeError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
@@ -150,6 +158,8 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Sto
 def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, str]:
     """gloo always serves CPU tensors; nccl serves the GPUs' when there are any."""
     has_gpu = torch.cuda.is_available()
+    if backend != "gloo" and (problem := unseen_gpus()):
+        raise UserError(problem)
     if backend == "nccl" and not has_gpu:
         raise UserError(
             "distributed.backend is nccl and this node has no GPU - use distributed.backend=auto"
@@ -161,9 +171,7 @@ def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, st
             f"local rank {local_rank} has no GPU, this node has {torch.cuda.device_count()} - "
             "start at most one process per GPU (--nproc_per_node, GPUS_PER_NODE)"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device, "cpu:gloo,cuda:nccl"
+    return use_gpu(local_rank), "cpu:gloo,cuda:nccl"
 
 
 def describe(world: World) -> str:

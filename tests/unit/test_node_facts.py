@@ -223,8 +223,8 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     require_error_line(f"ERROR: {problem}")
 
 
-def one_gpu(backend: str) -> list[dict[str, Any]]:
-    return [GPU]
+def one_gpu(backend: str) -> tuple[list[dict[str, Any]], list[str]]:
+    return [GPU], []
 
 
 def test_only_files_that_are_read_are_compared(

@@ -1,0 +1,82 @@
+"""The GPUs of this node: those that PyTorch does not see, and what each of them is set to."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+_DEVICES = Path("/dev")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SMI_TIMEOUT_S = 120.0  # without persistence mode the driver starts for each question
+_NO_GPU_WANTED = ("", "-1")  # values of CUDA_VISIBLE_DEVICES
+# https://docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of a major version of CUDA.
+_OLDEST_DRIVER = {"12": "525", "13": "580"}
+
+
+def unseen_gpus() -> str | None:
+    """Return why PyTorch sees no GPU on a node that has some, as `<what> - <what to do>`, or None.
+
+    A driver that is too old, a wheel for CPUs or a container without devices looks to PyTorch like
+    a node without GPUs, and a run would train on CPUs.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.cuda.is_available() or hidden in _NO_GPU_WANTED:
+        return None
+    count = len(
+        [path for path in _DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    )
+    if not (count := count or _smi("-L").count("GPU ")):
+        return None
+    cuda, driver = torch.version.cuda, _driver_version()
+    torch_built = f"for CUDA {cuda}" if cuda else "for CPUs"
+    remedy = "install requirements.txt anew, without an index of wheels for CPUs"
+    if cuda:
+        oldest = _OLDEST_DRIVER.get(cuda.partition(".")[0])
+        needed = f"a driver of R{oldest} or newer" if oldest else "the driver that this CUDA needs"
+        remedy = f"install {needed}, look at what `nvidia-smi` says"
+        if hidden is not None:
+            remedy = f"look at CUDA_VISIBLE_DEVICES ({hidden!r}), {remedy}"
+    return (
+        f"this node has {count} GPUs with driver {driver}, and PyTorch {torch.__version__}, built "
+        f"{torch_built}, sees none of them - {remedy}, or train on CPUs with "
+        "distributed.backend=gloo"
+    )
+
+
+def _driver_version() -> str:
+    """Return the driver's version, such as `570.124.06`, or `unknown`."""
+    text = _DRIVER.read_text(encoding="utf-8") if _DRIVER.is_file() else ""
+    text = text.partition("\n")[0] or _smi("--query-gpu=driver_version", "--format=csv,noheader")
+    found = re.search(r"\d{3,}\.\d+(\.\d+)?", text)
+    return found[0] if found else "unknown"
+
+
+def _smi(*arguments: str) -> str:
+    """Return what `nvidia-smi` prints; nothing where there is none, or where it fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_SMI_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def use_gpu(local_rank: int) -> torch.device:
+    """Make this GPU the process's own, and set what this project wants of every GPU."""
+    # Loading and packed rows ask for blocks of many sizes; segments of fixed size leave holes.
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    # Else cuBLAS may add up parts of a matrix product in bfloat16.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
