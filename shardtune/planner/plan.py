@@ -40,6 +40,12 @@ class Machine:
     node_bytes_per_s: float  # between one node and all others
     rank_bytes_per_s: float  # between one rank and the others of its node
     flops_per_s: float  # of one rank, in the compute dtype
+    is_gpu: bool = True  # else ranks are processes that share their node's memory
+
+    @property
+    def allowance_bytes(self) -> int:
+        """What the device takes for itself, beside tensors."""
+        return ALLOWANCE_BYTES if self.is_gpu else 0
 
     @property
     def ranks(self) -> int:
@@ -65,7 +71,7 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """The most memory at once, the allowance included."""
-        return max(peak.n_bytes for peak in self.peaks.values()) + ALLOWANCE_BYTES
+        return max(peak.n_bytes for peak in self.peaks.values()) + self.machine.allowance_bytes
 
     @property
     def fits(self) -> bool:
@@ -97,7 +103,7 @@ def make_plan(config: Config, model_config: PreTrainedConfig, machine: Machine) 
         require_trainable(config, model_config, world)
         whole = build_on_meta(config, model_config, world)
         states = state_bytes(whole, build_optimizer(whole, config), config)
-        free = machine.memory_bytes - ALLOWANCE_BYTES - states.total
+        free = machine.memory_bytes - machine.allowance_bytes - states.total
         policy, *_ = decide(
             *unsharded_bytes(whole, config, world),
             free,

@@ -16,7 +16,9 @@ from transformers import (
 from shardtune.__main__ import run
 from shardtune.config import Config
 from shardtune.config_io import load_config
-from shardtune.planner.plan import Machine, extrapolate, link_bytes
+from shardtune.model.build import build_on_meta
+from shardtune.planner.bound import bound_bytes
+from shardtune.planner.plan import Machine, extrapolate, link_bytes, make_plan
 from shardtune.planner.simulate import cuts, fake_world, simulate, with_layers
 from shardtune.planner.tracker import Collective
 from shardtune.training.reshard import ReshardPolicy
@@ -201,3 +203,27 @@ def test_a_directory_without_a_configuration_is_named(
 ) -> None:
     assert run(["plan", "--config", str(CONFIG), f"model.path={tmp_path}"]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model_config", "assignments"),
+    [
+        (LLAMA, ["train.micro_batch_size=4", "data.max_length=1024"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (GLM, ["parallel.expert=4", "model.activation_checkpointing=none"]),
+                (GLM, ["model.activation_checkpointing=full", "model.master_dtype=bfloat16"]),
+                (LLAMA, ["model.activation_checkpointing=none", "lora.rank=8"]),
+            )
+        ),
+    ],
+)
+def test_the_bound_from_shapes_alone_is_above_a_simulated_step(
+    model_config: PreTrainedConfig, assignments: list[str]
+) -> None:
+    config = configured(*assignments)
+    plan = make_plan(config, model_config, Machine(1, 8, 8e9, 1, 1, 1, is_gpu=False))
+    with fake_world(1, 8, config) as world:
+        model = build_on_meta(config, model_config, world)
+        assert plan.peak_bytes < bound_bytes(model, config, plan.states, world)

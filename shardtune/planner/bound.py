@@ -1,0 +1,59 @@
+"""A bound of a rank's memory from the shapes of its parameters alone, without a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.distributed.world import World
+from shardtune.model.experts import gathered_numel
+from shardtune.model.support import decoder_layers
+from shardtune.training.memory import StateBytes
+from shardtune.training.reshard import unsharded_bytes
+
+# Generous, because a bound that is too low would let a run begin that cannot end. Tests hold it
+# against simulated steps.
+_COPIES_OF_GATHERED = 2  # FSDP's buffer, and the parameters that are copied out of it
+_COPIES_OF_ACTIVATIONS = 4  # what a product reads and writes, with norms, and gradients of both
+_WIDEST_BYTES = 4  # float32
+
+
+def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, world: World) -> int:
+    """Return more bytes than a run takes of this rank at any moment, beside the device's own.
+
+    `model` is as `build_on_meta` returns it. All parameters and gradients count as unsharded at
+    once, each parameter's product as kept for the backward, and attention as under a mask.
+    """
+    parameters, gradients = unsharded_bytes(model, config, world)
+    tokens = config.train.micro_batch_size * config.data.max_length
+    settings: Any = model.config.get_text_config()
+    head: Any = model.get_output_embeddings()
+    logits = head.weight.shape[0] if getattr(head, "weight", None) is not None else 0
+    # A layer that is computed again keeps its input alone, but one layer is whole in the backward.
+    layers = [_products(layer, settings) for layer in decoder_layers(model)]
+    scores = getattr(settings, "num_attention_heads", None) or 0
+    scores *= config.data.max_length
+    kept = [width + scores for width in layers]
+    if config.model.activation_checkpointing == "full":
+        kept = [max(kept, default=0), len(kept) * (getattr(settings, "hidden_size", None) or 0)]
+    activations = tokens * (sum(kept) + logits) * _WIDEST_BYTES * _COPIES_OF_ACTIVATIONS
+    largest = max(gathered_numel(p) for p in model.parameters()) * _WIDEST_BYTES
+    staging = 0
+    if world.device.type == "cpu" and config.checkpoint.mode == "async":
+        staging = states.parameters + states.optimizer
+    gathered = _COPIES_OF_GATHERED * (parameters + gradients)
+    # A parameter is loaded and updated in float32.
+    return states.total + gathered + activations + 2 * largest + staging
+
+
+def _products(layer: nn.Module, settings: Any) -> int:
+    """Return how many elements the products of a layer read and write for each token."""
+    top_k = getattr(settings, "num_experts_per_tok", None) or 1
+    elements = 0
+    for parameter in layer.parameters():
+        width, height = parameter.shape[-1], parameter.shape[-2] if parameter.dim() > 1 else 0
+        elements += (width + height) * (top_k if parameter.dim() > 2 else 1)
+    return elements
