@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -39,7 +40,11 @@ def measure(job: Message) -> Message:
     ]
 
     def late(number: int) -> str:
-        return f"{names[number]} did not finish within {_ALL_TIMEOUT_S:.0f} s - see the log above"
+        text = logs[number].read_text(encoding="utf-8", errors="replace")
+        begun = re.findall(rf"^rank {first + number} begins (.+)$", text, re.MULTILINE)
+        where = f" (last seen in {begun[-1]})" if begun else ""
+        within = f"within {_ALL_TIMEOUT_S:.0f} s"
+        return f"{names[number]} did not finish {within}{where} - see the log above"
 
     reports = results(children, _ALL_TIMEOUT_S, late)
     for report, log in zip(reports, logs, strict=True):
@@ -77,12 +82,21 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: Path) ->
     device = torch.device("cuda", local_rank) if is_gpu else torch.device("cpu")
     torch.set_num_threads(1)
     timeout = timedelta(seconds=_PART_TIMEOUT_S)
-    part = "the GEMM"
+    part = ""
+
+    def begin(name: str) -> None:
+        """Leave in the log what a rank does that may never return from it."""
+        nonlocal part
+        part = name
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"rank {rank} begins {part}\n")
+
     try:
+        begin("the GEMM")
         if is_gpu:
             torch.cuda.set_device(device)
         flops = _gemm_flops(device)
-        part = "the rendezvous of the ranks"
+        begin("the rendezvous of the ranks")
         store = dist.TCPStore(
             job["address"], job["port"], world_size, rank == 0, timeout, wait_for_workers=False
         )
@@ -94,17 +108,17 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: Path) ->
             timeout=timeout,
             device_id=device if is_gpu else None,
         )
-        part = "the all-reduce inside the node"
+        begin("the all-reduce inside the node")
         ends = list(accumulate(sizes))
         ranks = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
         own_node, _ = dist.new_subgroups_by_enumeration(ranks)
         inside = _bus_bytes_per_s(device, own_node)
-        part = "the all-reduce of all nodes"
+        begin("the all-reduce of all nodes")
         between = _bus_bytes_per_s(device, dist.group.WORLD)
-        part = "the small all-reduces of all nodes"
+        begin("the small all-reduces of all nodes")
         value = torch.ones(1, device=device)
         latency_s = _seconds(lambda: dist.all_reduce(value), 10, device)
-        part = "the end"
+        begin("the end")
         # Another rank may still need this one's connections, and rank 0's store.
         synchronize(store, b"", rank, world_size, "done/", _PART_TIMEOUT_S)
         pipe.send({"inside": inside, "between": between, "latency_s": latency_s, "flops": flops})

@@ -101,6 +101,11 @@ def document_attention(
     documents.way = "one call per document"
     options = {"dropout_p": dropout, "is_causal": True, "scale": scaling}
     options["enable_gqa"] = query.shape[1] != key.shape[1]
+    if options["enable_gqa"] and query.device.type == "cuda":
+        # There only flash attention takes groups, and it has no float32 and no wide heads: the
+        # others would be left with a matrix of tokens x tokens.
+        groups, options["enable_gqa"] = query.shape[1] // key.shape[1], False
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     # `split` and `cat`, since the backward of a slice fills a gradient of the whole row for each.
     documents_of = (x.split(documents.lengths, 2) for x in (query, key, value))
     outputs = [
@@ -123,7 +128,29 @@ def _varlen(
         query, key, value, *sizes, scale=scale, window_size=causal, enable_gqa=True
     )
     assert isinstance(output, torch.Tensor)
+    _make_backward_deterministic(output)
     return output
+
+
+def _make_backward_deterministic(output: torch.Tensor) -> None:
+    """Let flash attention's backward add up in one order, so that a run repeats to the bit.
+
+    It reads a flag of the whole process when it is launched. Other operators would refuse to run,
+    or take slower ways, under that flag, so that it is set for this node of the graph alone.
+    """
+    if output.grad_fn is None:
+        return
+    before: list[bool] = []
+
+    def set_flag(_: Any) -> None:
+        before.append(torch.are_deterministic_algorithms_enabled())
+        torch._C._set_deterministic_algorithms(True)
+
+    def reset_flag(*_: Any) -> None:
+        torch._C._set_deterministic_algorithms(before.pop())
+
+    output.grad_fn.register_prehook(set_flag)
+    output.grad_fn.register_hook(reset_flag)
 
 
 @functools.cache

@@ -278,6 +278,8 @@ def load_sharded(
         ignore_mismatched_sizes=True,
     )
     del model.config.distributed_config
+    # What reading has left in the allocator has other sizes than what training asks for.
+    torch.cuda.empty_cache()
     _require_all_weights(path, info)
     return cast(PreTrainedModel, model)
 

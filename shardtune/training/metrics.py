@@ -35,6 +35,7 @@ class StepStats(NamedTuple):
     grad_norm: float  # of the whole model, before clipping
     must_stop: bool  # a signal asked some rank to stop
     peak_memory_bytes: int  # of the rank with the most; step 1 lacks the optimizer's state
+    reserved_memory_bytes: int  # the most that a GPU's allocator has taken; 0 on CPUs
     data_seconds: float  # of the rank that waited longest for its batches
     expert_tokens: np.ndarray  # [groups of ranks that share experts, experts of all layers]
 
@@ -58,23 +59,24 @@ def all_gather_step_stats(
         squared_grad_norm,
         must_stop,
         peak_memory_bytes(world.device),
+        reserved_memory_bytes(world.device),
         world.progress.seconds_in(Phase.DATA),
         vector=expert_tokens,
     )
-    nll_sums, squared_norms, stops, memory, data = per_rank[:, :5].unbind(dim=1)
+    nll_sums, squared_norms, stops, memory, reserved, data = per_rank[:, :6].unbind(dim=1)
     group_size = world.expert_mesh["expert"].size() if world.expert_mesh else world.size
-    per_group = per_rank[:, 5:].unflatten(0, (-1, group_size)).sum(dim=1)
+    per_group = per_rank[:, 6:].unflatten(0, (-1, group_size)).sum(dim=1)
     loss = nll_sums.sum() / max(1, trained_tokens)
     grad_norm = (squared_norms.sum() / world.replicas).sqrt()  # each replica has all gradients
-    numbers = torch.stack([loss, grad_norm, stops.amax(), memory.amax(), data.amax()])
-    loss, grad_norm, any_stop, peak, waited, *tokens = torch.cat(
-        [numbers, per_group.flatten()]
-    ).tolist()
+    largest = [each.amax() for each in (stops, memory, reserved, data)]
+    numbers = torch.cat([torch.stack([loss, grad_norm, *largest]), per_group.flatten()])
+    loss, grad_norm, any_stop, peak, reserved, waited, *tokens = numbers.tolist()
     return StepStats(
         loss,
         grad_norm,
         any_stop > 0,
         int(peak),
+        int(reserved),
         waited,
         np.array(tokens).reshape(len(per_group), -1),
     )
@@ -165,6 +167,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
+def reserved_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that the allocator has taken from the GPU so far, or 0 on a CPU.
+
+    It is what other processes and NCCL lack: allocated memory, and what lies free between.
+    """
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 class StepLog:
     """Write each step to `metrics.jsonl`; log a line every `logging.every_steps` and at the end.
 
@@ -193,6 +203,7 @@ class StepLog:
     def step_ended(self, step: Step, stats: StepStats, lr: float) -> None:
         seconds = time.perf_counter() - self._started
         mfu = self._mfu.per_step(step.lengths, step.trained_tokens, seconds)
+        reserved = stats.reserved_memory_bytes or None
         self._metrics.write(
             "step",
             step=step.number,
@@ -207,6 +218,7 @@ class StepLog:
             mfu=mfu,
             memory_bytes=stats.peak_memory_bytes,
             data_seconds=stats.data_seconds,
+            reserved_memory_bytes=reserved,
         )
         self._unlogged.append((seconds, step.tokens, (mfu or 0.0) * seconds))
         if not self._schedule.is_due(step.number, self._every_steps):
@@ -224,6 +236,7 @@ class StepLog:
             f"{stats.peak_memory_bytes / 1e9:.1f} GB",
             f"ETA {_duration((total - step.number) * seconds / steps)}",
             time.strftime("%H:%M:%S"),
+            *([f"{reserved / 1e9:.1f} GB reserved"] if reserved else []),
         ]
         logger.info(" | ".join(fields))
         self._unlogged.clear()

@@ -20,7 +20,10 @@ SETTINGS = (
     "data.max_length=128",
     "optimizer.lr=1e-3",
 )
-MEASURED = {"time", "seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes"}
+MEASURED = {
+    *("time", "seconds", "data_seconds", "tokens_per_second", "mfu"),
+    *("memory_bytes", "reserved_memory_bytes"),
+}
 # The learning rate of a step then does not depend on how many there are.
 CONSTANT = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "train.epochs=9")
 

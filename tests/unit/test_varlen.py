@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -55,3 +55,36 @@ def test_varlen_attention_serves_without_dropout_and_wider_values(
     assert attention.documents.way == way
     assert found.shape == (1, 12, 4, value_width)
     assert dropout or torch.allclose(found, expected, atol=1e-6)
+
+
+class WatchedBackward(torch.autograd.Function):
+    """As the query, with a backward that notes the flag which flash attention's reads."""
+
+    flags: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor) -> torch.Tensor:
+        return query * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        WatchedBackward.flags.append(torch.are_deterministic_algorithms_enabled())
+        return gradient * 2
+
+
+def test_the_backward_of_varlen_attention_alone_is_deterministic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice over one graph, with watched operators before and behind it."""
+    monkeypatch.setattr(attention, "varlen_attn", lambda q, *_, **__: WatchedBackward.apply(q))
+    WatchedBackward.flags.clear()
+    x = torch.ones(3, 1, 8, requires_grad=True)
+    boundaries = torch.tensor([0, 3], dtype=torch.int32)
+    middle = attention._varlen(WatchedBackward.apply(x), x, x, boundaries, 3, None)
+    loss = WatchedBackward.apply(middle).sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    assert WatchedBackward.flags == [False, True, False] * 2
+    assert not torch.are_deterministic_algorithms_enabled()
+    with torch.no_grad():
+        attention._varlen(x, x, x, boundaries, 3, None)
