@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Run train_fsdp.py and print, for each step, its seconds by kind of operation as one line of JSON.
 
+On a GPU these are the seconds of its kernels.
+
 PYTHONPATH=. python benchmarks/step_profile.py [arguments of train_fsdp.py]
 """
 
@@ -11,6 +13,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 import train_fsdp
@@ -18,10 +21,12 @@ from shardtune.distributed.exit import run
 
 LABEL = "Seconds of a step by operation: "
 KINDS = {
-    "matrix products": ("mm", "addmm", "addmm_", "bmm"),
+    "matrix products": ("mm", "addmm", "addmm_", "bmm", "_grouped_mm"),
     "attention": (
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_flash_attention_forward",
+        "_flash_attention_backward",
     ),
     "copies, casts and fills": (
         "copy_",
@@ -35,6 +40,9 @@ KINDS = {
     ),
     "optimizer and gradient norm": ("_fused_adamw_", "linalg_vector_norm", "_foreach_mul_"),
 }
+ACTIVITIES = [ProfilerActivity.CPU]
+if torch.cuda.is_available():
+    ACTIVITIES.append(ProfilerActivity.CUDA)
 OTHERS = "normalisation, activations and other element-wise operations"
 HOST = "Python and dispatch"
 
@@ -44,7 +52,7 @@ def main() -> None:
 
     def profiled(job: Any, *arguments: Any) -> Any:
         started = time.perf_counter()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=ACTIVITIES) as profiler:
             done = train_step(job, *arguments)
         seconds = time.perf_counter() - started
         print(LABEL + json.dumps(by_kind(profiler, seconds)), flush=True)
@@ -60,7 +68,10 @@ def by_kind(profiler: profile, seconds: float) -> dict[str, float]:
     seconds_of_kind: Counter[str] = Counter()
     for event in profiler.key_averages():
         kind = kind_of.get(event.key, OTHERS if event.key.startswith("aten::") else HOST)
-        seconds_of_kind[kind] += event.self_cpu_time_total / 1e6
+        time_us = event.self_cpu_time_total
+        if len(ACTIVITIES) > 1:
+            time_us = event.self_device_time_total
+        seconds_of_kind[kind] += time_us / 1e6
     seconds_of_kind[HOST] = seconds - sum(
         value for kind, value in seconds_of_kind.items() if kind != HOST
     )

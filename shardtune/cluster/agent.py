@@ -353,7 +353,11 @@ class Agent:
                 if stack:  # a stopped process shows none
                     _print_error(f"{status.name} is here:\n{stack}")
         if end.stuck:
-            for path in await asyncio.to_thread(ranks.dump_flight_recorders):
+            dumps = await asyncio.to_thread(ranks.dump_flight_recorders)
+            for path in dumps:
                 _print_error(f"NCCL's flight recorder: {path}")
+            if dumps:  # the hosts run ahead of GPUs, so only these tell whose GPU is behind
+                prefix = Path(dumps[0]).name.rstrip("0123456789")
+                _print_error(f"`torchfrtrace -p {prefix} FOLDER` compares those of all nodes")
         by_themselves_s = 0.0 if end.code == 1 else _END_BY_THEMSELVES_S
         await asyncio.to_thread(ranks.end, by_themselves_s, _KILLED_WITHIN_S)

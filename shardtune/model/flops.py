@@ -46,13 +46,19 @@ _PUBLISHED_TFLOPS = {
     165.2: ("RTX 4090",),
     312: ("A100", "A800"),
     362: ("L40S",),
+    503.8: ("RTX PRO 6000 Workstation",),
     756: ("H100 PCIe",),
     835: ("H100 NVL", "H200 NVL"),
     989: ("H100", "H200", "H800", "GH200"),
-    2250: ("B200",),
-    2500: ("GB200",),
+    2250: ("B200", "B300"),
+    2500: ("GB200", "GB300"),
 }
-_OTHER_DEVICES = {"MIG", "Laptop", "D"}  # with one of these words in its name it is a smaller one
+_OTHER_DEVICES = {
+    "MIG",
+    "Laptop",
+    "Max",
+    "D",
+}  # with one of these words in its name it is a smaller one
 _GEMM_SIZE = 1024
 
 

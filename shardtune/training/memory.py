@@ -60,15 +60,22 @@ def step_fits(config: Config) -> AbstractContextManager[None]:
         OutOfMemory: in place of the allocator's error.
     """
     rows, length = config.train.micro_batch_size, config.data.max_length
-    keys = ["set model.activation_checkpointing=full"]
-    if config.model.activation_checkpointing == "full":
-        keys.clear()
+    keys = []
+    if config.model.activation_checkpointing != "full":
+        keys.append("set model.activation_checkpointing=full")
     if config.parallel.expert == 1:
         keys.append("set parallel.expert if the model has experts")
-    keys.append("lower train.micro_batch_size and raise train.gradient_accumulation_steps as much")
+    if rows > 1:
+        more = "raise train.gradient_accumulation_steps as much"
+        keys.append(f"lower train.micro_batch_size and {more}")
+    elif config.train.gradient_accumulation_steps > 1:
+        keys.append(
+            "set train.gradient_accumulation_steps=1 if the log says that gradients are reduced "
+            "once a step (each rank keeps them whole until then)"
+        )
     return _explain_out_of_memory(
         f"a micro-batch of {rows} (train.micro_batch_size) x {length} (data.max_length) tokens",
-        f"{', '.join(keys)}, use more GPUs, or start anew with another run.dir and "
+        f"{', '.join([*keys, 'use more GPUs'])}, or start anew with another run.dir and "
         f"{' or '.join(['a lower data.max_length', *_smaller_state(config)])}",
     )
 

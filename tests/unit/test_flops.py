@@ -189,6 +189,10 @@ def test_what_does_not_attend_as_others_do_has_no_count(model_type: str) -> None
         ("NVIDIA H100 80GB HBM3", torch.float32, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),
+        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250),
+        ("NVIDIA GB300", torch.bfloat16, 2500),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", torch.bfloat16, 503.8),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", torch.bfloat16, None),
         ("NVIDIA Tomorrow", torch.bfloat16, None),
     ],
 )

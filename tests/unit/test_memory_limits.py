@@ -51,3 +51,9 @@ def test_only_what_is_not_set_yet_is_advised(models: dict[str, Path], tmp_path: 
     spread = ("parallel.expert=2", "model.activation_checkpointing=full")
     given = advice(step_fits, *spread)
     assert "parallel.expert" not in given and "activation_checkpointing" not in given
+    assert "- use more GPUs, or start anew" in given
+    micro_batches = ("train.gradient_accumulation_steps=4", "train.micro_batch_size=2")
+    assert "lower train.micro_batch_size" in advice(step_fits, *micro_batches)
+    given = advice(step_fits, *micro_batches[:1])
+    assert "set train.gradient_accumulation_steps=1 if the log says" in given
+    assert "lower train.micro_batch_size" not in given
