@@ -131,6 +131,9 @@ def main() -> None:
         f"checkpointing "
         f"{options.checkpointing}; forward and backward in {options.dtype}",
         "",
+        "HF Trainer and TRL attend by flash-attn where it is installed, else by sdpa under a mask: "
+        "the last column says which.",
+        "",
         "| model | row | layers | side | tokens/s | MFU | peak memory | first and last loss "
         "| attention |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -270,7 +273,7 @@ def measure(
     for turn, name in in_turns(options.sides, options.rounds):
         run_name = f"{model.name}-{length}-{name}-{turn}"
         if name == "ours":
-            script = REPOSITORY / "benchmarks/older_torch.py"
+            script = REPOSITORY / "benchmarks/unsaved.py"
             done = run_ours(run_name, options.work, ours, script=script)
             shutil.rmtree(options.work / run_name, ignore_errors=True)
         else:

@@ -47,12 +47,17 @@ def with_grouped_keys(attend: Callable[..., torch.Tensor]) -> Callable[..., torc
     return attend_in_groups
 
 
-def main() -> None:
+def adapt() -> None:
+    """Give PyTorch 2.11 what this project uses of 2.13, before the project is imported."""
     for name, older in OLDER_NAMES.items():
         if not hasattr(dist, name):
             setattr(dist, name, getattr(dist, older))
     if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
         varlen.varlen_attn = with_grouped_keys(varlen.varlen_attn)
+
+
+def main() -> None:
+    adapt()
     sys.argv = [str(SCRIPT), *sys.argv[1:]]
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

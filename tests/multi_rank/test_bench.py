@@ -161,7 +161,9 @@ def test_a_section_is_measured_and_the_others_are_kept(
     )
 
 
-def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str, Path]) -> None:
+def test_a_shape_is_measured_without_a_checkpoint(
+    run_benchmark: Callable[..., str], tmp_path: Path, models: dict[str, Path]
+) -> None:
     more = ["--tiny", "--rounds", 1, "--sides", "ours", "--shapes", "qwen3-1.7b"]
     text = run_benchmark(gpu, "--tokenizer", models["llama"], *more)
     *_, line = text.splitlines()
@@ -171,6 +173,9 @@ def test_a_shape_is_measured(run_benchmark: Callable[..., str], models: dict[str
     ), text
     first, last = map(float, cells[7].split())
     assert last < 0.95 * first
+    (log,) = (tmp_path / "work").glob("*-ours-0.log")
+    said = log.read_text(encoding="utf-8")
+    assert "Finished: nothing is saved" in said and "Saved checkpoint" not in said
 
 
 def test_a_slice_without_experts_is_refused(

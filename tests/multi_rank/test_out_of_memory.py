@@ -68,7 +68,8 @@ def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
         r"\(data\.max_length\) tokens does not fit the memory "
         rf"\(.+can't allocate memory.+\), in {place} - set model\.activation_checkpointing=full, "
         r"set parallel\.expert if the model has experts, lower train\.micro_batch_size .*, "
-        r"use more GPUs, or start anew .* a lower data\.max_length or model\.master_dtype=bfloat16 or .+",
+        r"use more GPUs, or start anew .* a lower data\.max_length or "
+        r"model\.master_dtype=bfloat16 or .+",
         line,
     ), failed.stderr
 
