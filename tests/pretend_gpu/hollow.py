@@ -1,0 +1,233 @@
+"""The memory that one rank of a real model takes in two steps, without the model:
+
+python -m tests.pretend_gpu.hollow --config FILE --model DIR --nodes 2 --gpus-per-node 8 [k=v ...]
+
+Runs the project's own steps as rank 0 of a world whose other ranks do not exist, on a pretended GPU
+whose large tensors have no contents. `DIR` needs a config.json. GLM-4.5-Air takes half a minute on
+one core. `hollow_peaks` is the same in a process of its own.
+
+What is measured is what PyTorch allocates. A real GPU also holds the CUDA context and NCCL's
+buffers, and its allocator's blocks fit less tightly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+_REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+class Peaks(NamedTuple):
+    """Bytes of one rank.
+
+    `allocated`: the most in each phase: load (when the weights are there), evaluate, forward,
+    backward, norm, optimizer. `pools`: the most of each stream. One stream's blocks are not given
+    to another, so that their sum is what the GPU reserves.
+    """
+
+    allocated: dict[str, int]
+    pools: list[int]
+    parameters: int  # elements of the whole model
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.allocated.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(self.pools)
+
+
+def hollow_peaks(
+    config: Path,
+    model: Path,
+    nodes: int,
+    gpus_per_node: int,
+    *assignments: str,
+    gb: float = 80.0,
+    timeout_s: float = 580,
+) -> Peaks:
+    """Measure a rank of that many, with this configuration and `section.key=value`.
+
+    `gb` of a GPU, in 1e9 bytes, decides what is kept gathered, and limits nothing.
+    """
+    options = [f"--config={config}", f"--model={model}", f"--nodes={nodes}"]
+    options += [f"--gpus-per-node={gpus_per_node}", f"--gpu-memory={gb}", *assignments]
+    command = [sys.executable, "-m", "tests.pretend_gpu.hollow", *options]
+    done = subprocess.run(
+        command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    return Peaks(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB")
+    parser.add_argument("assignments", nargs="*", metavar="section.key=value")
+    options = parser.parse_args()
+    from . import install
+
+    install(gpus=options.gpus_per_node, gb=options.gpu_memory, hollow=True)
+    peaks = _measure(options)
+    print(json.dumps(peaks._asdict()))
+
+
+def _measure(options: argparse.Namespace) -> Peaks:
+    import torch
+    from torch.nn import Parameter
+
+    import train_fsdp
+    from shardtune.config_io import load_config
+    from shardtune.model.attention import DOCUMENT_ATTENTION
+    from shardtune.model.build import build_model, forward_only
+    from shardtune.model.files import read_model_config
+    from shardtune.model.loss import summed_loss, use_loss_head
+    from shardtune.training.expert_balance import ExpertBalance
+    from shardtune.training.memory import state_bytes
+    from shardtune.training.optim import build_optimizer
+    from shardtune.training.reshard import choose_reshard_policy
+
+    given = [f"model.path={options.model}", "model.init=random", *options.assignments]
+    config = load_config(options.config, given, {})
+    world = _fake_world(config, options.nodes, options.gpus_per_node)
+    clock = _Phases(torch.ops.pretend)
+    _leave_out_contents()
+    model = build_model(config, read_model_config(config.model, config.data.max_length), world)
+    clock.enter("load")
+    optimizer = build_optimizer(model, config)
+    state = state_bytes(model, optimizer, config)
+    reshard = choose_reshard_policy(model, config, state, None, world)
+    model.set_attn_implementation(DOCUMENT_ATTENTION)
+    use_loss_head(model, world.device)
+    batch = _full_batch(config, world.device)
+    clock.enter("evaluate")
+    with forward_only(model):
+        summed_loss(model, batch)
+    run = SimpleNamespace(config=config, world=world)
+    balance = ExpertBalance(model, SimpleNamespace(), world)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(
+        run=run, model=model, reshard=reshard, optimizer=optimizer, expert_balance=balance
+    )
+    for name, before, after in (
+        ("summed_loss", "forward", "backward"),
+        ("all_gather_step_stats", "norm", "norm"),
+        ("update_weights", "optimizer", "optimizer"),
+    ):
+        setattr(train_fsdp, name, clock.around(getattr(train_fsdp, name), before, after))
+    train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
+    step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
+    stop: Any = SimpleNamespace(received=None)
+    for _ in range(2):
+        micro_batches = [batch] * config.train.gradient_accumulation_steps
+        train_fsdp.train_step(context, step, micro_batches, stop)
+    clock.enter("end")
+    numel = sum(p.numel() for p in model.parameters() if isinstance(p, Parameter))
+    _, _, pools = torch.ops.pretend.memory(0)
+    return Peaks(clock.allocated, sorted(pools.values(), reverse=True), numel)
+
+
+class _Phases:
+    """The most bytes that were allocated in each phase."""
+
+    def __init__(self, ops: Any) -> None:
+        self.allocated: dict[str, int] = {}
+        self._ops, self._phase = ops, "load"
+
+    def enter(self, phase: str) -> None:
+        _, peak, _ = self._ops.memory(0)
+        self.allocated[self._phase] = max(self.allocated.get(self._phase, 0), peak)
+        self._ops.reset_peak(0)
+        self._phase = phase
+
+    def around(self, function: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.enter(before)
+            result = function(*arguments)
+            self.enter(after)
+            return result
+
+        return call
+
+
+def _fake_world(config: Any, nodes: int, ranks_per_node: int) -> Any:
+    """Return a world of which only rank 0 exists."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from shardtune.distributed.join import build_meshes
+    from shardtune.distributed.progress import Progress
+    from shardtune.distributed.world import World
+
+    class LonelyWorld(World):
+        def all_gather_json(self, value: Any, timeout_s: float = 0) -> list[Any]:
+            return [value] * self.size
+
+    size, device, store = nodes * ranks_per_node, torch.device("cuda", 0), FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=size)
+    mesh, expert_mesh = build_meshes(device, size, config.parallel)
+    progress = Progress(device)
+    return LonelyWorld(0, size, 0, ranks_per_node, 0, device, mesh, store, progress, expert_mesh)
+
+
+def _leave_out_contents() -> None:
+    """Draw no weights, and let each rank of the experts send this one as many tokens."""
+    import torch
+    import torch.distributed as dist
+
+    from shardtune.model import build
+    from shardtune.model.lora import is_factor
+
+    def without_contents(model: Any, seed: int, device: torch.device) -> None:
+        model.to_empty(device=device)
+        model.tie_weights()
+
+    def frozen(model: Any, seed: int) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_factor(name))
+
+    exchange = dist.all_to_all_single
+
+    def balanced(output: torch.Tensor, given: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        done = exchange(output, given, *rest, **options)
+        if not output.is_floating_point():  # counts of tokens
+            output.fill_(int(given.sum()) // output.numel())
+        return done
+
+    build.draw_weights, build.draw_factors = without_contents, frozen
+    dist.all_to_all_single = balanced
+
+
+def _full_batch(config: Any, device: Any) -> Any:
+    """Return rows of one document each, as long as the row, of which every token is trained."""
+    import torch
+
+    from shardtune.data.batch import Batch
+
+    rows, length = config.train.micro_batch_size, config.data.max_length
+    trained = torch.zeros(rows * (length - 1), dtype=torch.int64)
+    return Batch(
+        torch.zeros(1, rows * length, dtype=torch.int64),
+        torch.arange(length).repeat(rows)[None],
+        None,
+        trained,
+        trained,
+        [length] * rows,
+        torch.arange(rows + 1, dtype=torch.int32) * length,
+    ).to(device)
+
+
+if __name__ == "__main__":
+    main()

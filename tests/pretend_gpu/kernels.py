@@ -1,0 +1,205 @@
+"""CUDA's kernels that the CPU build has no word of, by definition.
+
+Each first makes the checks of the real one. Sources: torch 2.13, aten/src/ATen/native/
+transformers/cuda/flash_attn/flash_api.cpp (mha_varlen_fwd), native/GroupedMMUtils.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+_OPS = torch.ops.pretend
+_libraries: list[torch.library.Library] = []
+
+
+def register() -> None:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", _flash, "CUDA")
+    library.impl("_flash_attention_backward", _flash_backward, "CUDA")
+    library.impl("_grouped_mm", _grouped_mm, "CUDA")
+    library.impl("histc", _histc, "CUDA")
+    library.impl("_fused_sdp_choice", lambda *_, **__: 0, "CUDA")  # the definition, by operators
+    _libraries.append(library)
+
+
+def _require(condition: bool, message: str) -> None:
+    torch._check(condition, lambda: message)
+
+
+def _like(tensor: torch.Tensor, made: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
+    """Return a tensor of the CPU on the device of another, in its dtype or the named one."""
+    return _OPS.on_device(made.to(dtype or tensor.dtype), tensor.device.index)
+
+
+def _require_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: tuple[torch.Tensor | None, torch.Tensor | None],
+    longest: int,
+) -> None:
+    for x in (query, key, value):
+        _require(x.is_cuda and x.device == query.device, "query, key and value must be on one GPU")
+        _require(
+            x.dtype in (torch.bfloat16, torch.float16),
+            "FlashAttention only support fp16 and bf16 data type",
+        )
+        _require(x.dtype == query.dtype, "query, key and value must have the same dtype")
+        _require(x.stride(-1) == 1, "Input tensor must have contiguous last dimension")
+        _require(x.dim() == 3 and x.shape[-1] == query.shape[-1], "head dimensions must be equal")
+    width = query.shape[-1]
+    _require(width <= 256, "FlashAttention only supports head dimension at most 256")
+    _require(width % 8 == 0, "head_size should be a multiple of 8")
+    _require(query.shape[1] % key.shape[1] == 0, "key heads must divide query heads")
+    for end in ends:
+        _require(end is not None and end.is_cuda, "cu_seqlens must be on the GPU")
+        assert end is not None
+        _require(end.dtype == torch.int32, "cu_seqlens must have dtype int32")
+        _require(end.is_contiguous(), "cu_seqlens must be contiguous")
+        if not _OPS.hollow():
+            bounds = _OPS.on_host(end)
+            # The real kernel reads beyond its tensors, or leaves rows as they were.
+            _require(int(bounds[0]) == 0 and int(bounds[-1]) == len(query), "cu_seqlens are wrong")
+            _require(longest >= int(bounds.diff().max()), "max_seqlen is too small")
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    scores = q @ k.mT * scale
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores
+
+
+def _documents(ends: torch.Tensor) -> Iterator[slice]:
+    for begin, end in pairwise(_OPS.on_host(ends).tolist()):
+        yield slice(begin, end)
+
+
+def _is_causal(causal: bool, left: int | None, right: int | None) -> bool:
+    _require((left in (None, -1)) and right in (None, -1, 0), "windows are not pretended")
+    return causal or right == 0
+
+
+def _flash(
+    query: torch.Tensor,  # (tokens, heads, width)
+    key: torch.Tensor,  # (tokens, key heads, width)
+    value: torch.Tensor,
+    ends_q: torch.Tensor | None,
+    ends_k: torch.Tensor | None,
+    longest_q: int,
+    longest_k: int,
+    dropout: float,
+    causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, ...]:
+    _require_varlen(query, key, value, (ends_q, ends_k), longest_q)
+    _require(dropout == 0, "dropout is not pretended")
+    causal = _is_causal(causal, window_size_left, window_size_right)
+    tokens, heads, width = query.shape
+    unused = [query.new_empty(n, dtype=torch.uint8) for n in (16, 0, 0)]
+    if _OPS.hollow():
+        log_sums = query.new_empty(heads, tokens, dtype=torch.float32)
+        return torch.empty_like(query), log_sums, *unused
+    q, k, v = (_OPS.on_host(x).float().transpose(0, 1) for x in (query, key, value))
+    k, v = (x.repeat_interleave(heads // len(k), 0) for x in (k, v))
+    out, log_sums = torch.empty_like(q), torch.empty(heads, tokens)
+    for document in _documents(ends_q):
+        parts = (x[:, document] for x in (q, k))
+        scores = _scores(*parts, width**-0.5 if scale is None else scale, causal)
+        out[:, document] = scores.softmax(-1) @ v[:, document]
+        log_sums[:, document] = scores.logsumexp(-1)
+    return _like(query, out.transpose(0, 1)), _like(query, log_sums, torch.float32), *unused
+
+
+def _flash_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    dropout: float,
+    causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    _require_varlen(query, key, value, (ends_q, ends_k), longest_q)
+    causal = _is_causal(causal, window_size_left, window_size_right)
+    if _OPS.hollow():
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    tensors = (query, key, value, out, gradient)
+    q, k, v, o, do = (_OPS.on_host(x).float().transpose(0, 1) for x in tensors)
+    group, factor = len(q) // len(k), query.shape[-1] ** -0.5 if scale is None else scale
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    dq, dk, dv = (torch.empty_like(q) for _ in range(3))
+    sums = _OPS.on_host(log_sums)
+    for document in _documents(ends_q):
+        of_q, of_k, of_v, of_o, of_do = (x[:, document] for x in (q, k, v, o, do))
+        # Flash attention's own formula: probabilities from the saved sums.
+        p = (_scores(of_q, of_k, factor, causal) - sums[:, document, None]).exp()
+        row = (of_do * of_o).sum(-1, keepdim=True)
+        ds = p * (of_do @ of_v.mT - row) * factor
+        dq[:, document], dk[:, document] = ds @ of_k, ds.mT @ of_q
+        dv[:, document] = p.mT @ of_do
+    dk, dv = (x.unflatten(0, (-1, group)).sum(1) for x in (dk, dv))
+    return tuple(_like(query, x.transpose(0, 1)) for x in (dq, dk, dv))
+
+
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    for x in (a, b):
+        _require(x.is_cuda and x.device == a.device, "both matrices must be on one GPU")
+        _require(
+            x.dtype == a.dtype and x.dtype in (torch.bfloat16, torch.float32, torch.float16),
+            "Expected inputs of BF16, FP16 or FP32 type",
+        )
+        inner = [stride for stride in x.stride()[-2:] if stride != 1]
+        _require(len(inner) < 2, "Invalid strides/sizes: one of the last dimensions is contiguous")
+        if x.dtype == torch.float32:
+            continue  # a loop of plain products
+        _require(x.data_ptr() % 16 == 0, "expected data_ptr to be aligned to 16 bytes")
+        _require(
+            all(stride * x.itemsize % 16 == 0 for stride in inner),
+            "strides should be multiple of 16 bytes",
+        )
+    if a.dim() == 2 or b.dim() == 2:
+        _require(offs is not None, "Have to provide offsets if there is a 2d matrix")
+        assert offs is not None
+        _require(offs.is_cuda and offs.dtype == torch.int32, "Offsets have to be int32")
+    _require(bias is None, "Bias not supported yet")
+    if _OPS.hollow():
+        groups = [len(offs)] if offs is not None and a.dim() == b.dim() == 2 else []
+        batch = [len(a)] if a.dim() == b.dim() == 3 else groups
+        return a.new_empty(*batch, a.shape[-2], b.shape[-1], dtype=out_dtype)
+    host = [None if x is None else _OPS.on_host(x) for x in (a, b, offs)]
+    if a.dtype == torch.bfloat16:
+        return _like(a, torch._grouped_mm(*host), out_dtype)
+    return _like(a, torch._grouped_mm(*host, None, out_dtype))
+
+
+def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Unlike the CPU's it counts integers; without bounds it looks for them on the host."""
+    return _like(x, torch.histc(_OPS.on_host(x).float(), bins, min, max))

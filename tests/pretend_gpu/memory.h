@@ -1,0 +1,151 @@
+// Device memory that is the host's, counted per device and per stream, and pinned host memory.
+#pragma once
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/Stream.h>
+#include <sys/mman.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace pretend {
+
+using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::StreamId;
+
+constexpr int kMostGpus = 16;
+// Hollow tensors with more elements have no contents, and operators on them only make shapes.
+constexpr int64_t kHollowAbove = 1 << 20;
+constexpr size_t kBlock = 512;  // bytes; sizes are multiples of it, as the CUDA allocator's are
+
+struct Settings {
+  int gpus = 1;
+  double bytes_per_gpu = 80e9;
+  bool hollow = false;
+};
+inline Settings settings;
+
+// The current device and streams are each thread's own, as in CUDA.
+inline thread_local DeviceIndex current_device = 0;
+inline thread_local std::array<StreamId, kMostGpus> current_streams{};
+inline std::atomic<StreamId> last_stream{0};
+
+// Tell Python that the host waits for the device here.
+using WaitCallback = void (*)(const char*);
+inline std::atomic<WaitCallback> on_wait{nullptr};
+inline void wait_for_device(const char* what) {
+  if (auto callback = on_wait.load()) callback(what);
+}
+
+struct Pool {
+  int64_t held = 0, peak = 0;  // bytes
+};
+// Blocks of one stream are not given to another one: a GPU reserves the sum of the pools' peaks.
+struct Account {
+  Pool all;
+  std::map<StreamId, Pool> of_streams;
+};
+inline std::mutex accounts_lock;
+inline std::array<Account, kMostGpus> accounts;
+
+inline void add_bytes(DeviceIndex device, StreamId stream, int64_t bytes) {
+  auto& account = accounts[device];
+  for (Pool* pool : {&account.all, &account.of_streams[stream]}) {
+    pool->held += bytes;
+    pool->peak = std::max(pool->peak, pool->held);
+  }
+}
+
+struct DeviceBlock {
+  void* data;
+  size_t bytes;
+  DeviceIndex device;
+  StreamId stream;
+};
+
+inline void free_block(void* context) {
+  auto* block = static_cast<DeviceBlock*>(context);
+  {
+    std::lock_guard<std::mutex> guard(accounts_lock);
+    add_bytes(block->device, block->stream, -static_cast<int64_t>(block->bytes));
+  }
+  if (settings.hollow) {
+    munmap(block->data, block->bytes);
+  } else {
+    std::memset(block->data, 0xFF, block->bytes);
+    std::free(block->data);
+  }
+  delete block;
+}
+
+// Fresh and freed memory is NaN, or -1; hollow memory is 0 and takes none until it is written.
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    const Device device(DeviceType::CUDA, current_device);
+    if (bytes == 0) return {nullptr, device};
+    bytes = (bytes + kBlock - 1) / kBlock * kBlock;
+    const StreamId stream = current_streams[current_device];
+    {
+      std::lock_guard<std::mutex> guard(accounts_lock);
+      const int64_t held = accounts[current_device].all.held;
+      TORCH_CHECK_WITH(
+          OutOfMemoryError,
+          settings.hollow || static_cast<double>(held) + static_cast<double>(bytes) <= settings.bytes_per_gpu,
+          "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ",
+          static_cast<int>(current_device), " has a total capacity of ", settings.bytes_per_gpu,
+          " bytes of which ", settings.bytes_per_gpu - static_cast<double>(held), " are free.");
+      add_bytes(current_device, stream, static_cast<int64_t>(bytes));
+    }
+    void* data = settings.hollow
+        ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        : std::aligned_alloc(kBlock, bytes);
+    TORCH_CHECK(data && data != MAP_FAILED, "the host lacks ", bytes, " bytes for this tensor");
+    if (!settings.hollow) std::memset(data, 0xFF, bytes);
+    return {data, new DeviceBlock{data, bytes, current_device, stream}, &free_block, device};
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+inline DeviceAllocator device_allocator;
+
+// Ranges of pinned host memory: begin and end.
+inline std::mutex pinned_lock;
+inline std::map<uintptr_t, uintptr_t> pinned;
+
+inline void pin(uintptr_t begin, size_t bytes) {
+  std::lock_guard<std::mutex> guard(pinned_lock);
+  pinned[begin] = begin + bytes;
+}
+inline void unpin(uintptr_t begin) {
+  std::lock_guard<std::mutex> guard(pinned_lock);
+  pinned.erase(begin);
+}
+inline bool is_pinned(const void* data) {
+  std::lock_guard<std::mutex> guard(pinned_lock);
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  auto next = pinned.upper_bound(address);
+  return next != pinned.begin() && address < std::prev(next)->second;
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = bytes ? std::aligned_alloc(kBlock, (bytes + kBlock - 1) / kBlock * kBlock) : nullptr;
+    if (data) pin(reinterpret_cast<uintptr_t>(data), bytes);
+    auto free_pinned = [](void* p) {
+      if (p) unpin(reinterpret_cast<uintptr_t>(p));
+      std::free(p);
+    };
+    return {data, data, free_pinned, Device(DeviceType::CPU)};
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+inline PinnedAllocator pinned_allocator;
+
+}  // namespace pretend

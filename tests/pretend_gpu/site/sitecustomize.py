@@ -1,0 +1,37 @@
+"""Give this process its pretended GPUs when it imports torch. Python runs this at its start, since
+`python -m tests.pretend_gpu` has put the folder on PYTHONPATH."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec and spec.loader:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
+                import pretend_gpu
+
+                gb = float(os.environ.get("PRETEND_GB", pretend_gpu.DEFAULT_GB))
+                pretend_gpu.install(int(os.environ["PRETEND_GPUS"]), gb)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "PRETEND_GPUS" in os.environ:
+    sys.meta_path.insert(0, _AfterTorch())
