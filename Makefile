@@ -59,6 +59,7 @@ demo: $(MODEL)/config.json
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$$processes \
 	    train_fsdp.py --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
 	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 17 --questions examples/chats/eval.jsonl
+	$(BIN)/shardtune report $(RUN)
 
 rehearse: .venv/.installed
 	$(BIN)/python -m distTest.rehearse $(REHEARSE_ARGS)

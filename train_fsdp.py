@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -128,6 +129,7 @@ def train(context: TrainContext, schedule: Schedule, pending_evaluation: int | N
         Preempted: a signal has stopped the run, and its last step is saved.
     """
     config, world, saver = context.run.config, context.run.world, context.saver
+    context.metrics.write("start", **setup.describe_start(context.run, context.data, schedule))
     step_log = StepLog(context.metrics, context.model, schedule, config, world)
     if pending_evaluation is not None:
         evaluate(context, pending_evaluation)
@@ -216,7 +218,8 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
 def save(context: TrainContext, step: Step) -> None:
     """Start the checkpoint of this step."""
     context.run.world.progress.enter(Phase.SAVING)
-    context.saver.save(vars(step.end) | context.run_state, context.metrics.sync)
+    committed = partial(context.metrics.write, "save", step=step.number)
+    context.saver.save(vars(step.end) | context.run_state, context.metrics.sync, committed)
 
 
 def preempted(context: TrainContext, step: int, stop: StopRequest) -> Preempted:

@@ -112,6 +112,20 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
     plan_run(parser.parse_intermixed_args(arguments))
 
 
+def _report(parser: Parser, arguments: Sequence[str]) -> None:
+    from shardtune.report.command import add_arguments, report
+
+    add_arguments(parser)
+    report(parser.parse_args(arguments))
+
+
+def _watch(parser: Parser, arguments: Sequence[str]) -> None:
+    from shardtune.report.watch import add_arguments, watch
+
+    add_arguments(parser)
+    watch(parser.parse_args(arguments))
+
+
 def _config_schema(parser: Parser, arguments: Sequence[str]) -> None:
     from shardtune.config_schema import json_schema, markdown
 
@@ -136,6 +150,8 @@ COMMANDS = {
         _plan,
         "say what a run would take of each GPU, and whether it fits; needs config.json alone",
     ),
+    "report": (_report, "write a page of a run's curves, or of several runs to compare them"),
+    "watch": (_watch, "show a run in this terminal, from its directory or its log"),
     "config-schema": (_config_schema, "print the JSON schema of the configuration"),
 }
 

@@ -30,12 +30,17 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
     _require_equal(resumed, "set it back", forbidden)
 
 
-def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
-    """Log each setting that has changed since the checkpoint."""
+def changes_since(resumed: Checkpoint, config: Config, world: World) -> list[tuple[str, Any, Any]]:
+    """Return each setting that has changed since the checkpoint: its key, then and now."""
     changes = changed_keys(resumed.state["config"], config)
     if resumed.world_size != world.size:
         changes.append(("world size", resumed.world_size, world.size))
-    for key, old, new in changes:
+    return changes
+
+
+def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
+    """Log each setting that has changed since the checkpoint."""
+    for key, old, new in changes_since(resumed, config, world):
         logger.info(
             f"Changed since {resumed.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}"
         )

@@ -6,6 +6,7 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -77,12 +78,19 @@ class Saver:
         self._outcome: list[str | None] | None = None  # of the thread: its problem, or None
         self._problem: str | None = None
 
-    def save(self, state: dict[str, Any], before_write: Callable[[], None] = lambda: None) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        before_write: Callable[[], None] = lambda: None,
+        committed: Callable[..., None] = lambda **_: None,
+    ) -> None:
         """Start `checkpoint_<state["step"]>` after the previous save; with mode `sync`, finish it.
 
         `before_write` makes the files of this rank durable that must not lag behind the checkpoint.
-        A save that fails is logged, and training continues.
+        `committed` gets the `seconds` that the save took, and the `stall_seconds` of them in which
+        training waited. A save that fails is logged, and training continues.
         """
+        began = time.perf_counter()
         self._wait()
         if self._world.is_main and self._attempts:
             delete_messages(self._attempts[-1])
@@ -117,19 +125,26 @@ class Saver:
             hosts=self._hosts,
             world=self._world,
         )
+        stall = time.perf_counter() - began
+
+        def report() -> None:
+            seconds = time.perf_counter() - began
+            committed(seconds=seconds, stall_seconds=stall if staging else seconds)
+
         self._outcome = None
         self._thread = threading.Thread(
-            target=self._run, args=(attempt, write, describe), daemon=True
+            target=self._run, args=(attempt, report, write, describe), daemon=True
         )
         self._thread.start()
         if not staging:
             self._wait()
 
-    def _run(self, attempt: SaveAttempt, *work: Any) -> None:
+    def _run(self, attempt: SaveAttempt, committed: Callable[[], None], *work: Any) -> None:
         problem = None
         try:
             write_and_commit(attempt, *work)
             logger.info(f"Saved {attempt.final.name}")
+            committed()
         except Exception as error:
             problem = attempt.describe(error)
             node_logger.info(f"Not saved: {attempt.final.name}: {problem}")

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,21 @@ def state_of_run(
         "config": to_dict(run.config),
         "model": resume_rules.model_settings(model_config),
         "residency": list(vars(reshard).values()),  # the key that older checkpoints have, too
+    }
+
+
+def describe_start(run: Run, data: PreparedData, schedule: Schedule) -> dict[str, Any]:
+    """Return what `metrics.jsonl` says of a start: what it begins from, with what, and how far."""
+    config, world, resumed = run.config, run.world, run.resumed
+    changes = resume_rules.changes_since(resumed, config, world) if resumed else []
+    return {
+        "step": resumed.step if resumed else 0,
+        "total_steps": schedule.total_steps,
+        "world_size": world.size,
+        "device": world.device.type,
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "changes": [{"key": key, "old": old, "new": new} for key, old, new in changes],
+        "data": [*data.lines, *_describe_sources(config, data, schedule)],
     }
 
 

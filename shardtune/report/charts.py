@@ -1,0 +1,256 @@
+"""Which curves of runs are shown, and in which chart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardtune.report.read_run import FloatArray, RunRecord
+
+AXES = {"step": "step", "tokens": "million tokens", "time": "hours of training"}
+_SMOOTHED_FROM = 100  # steps
+_PHASE_NAMES = {"forward_backward": "forward and backward", "waiting": "waiting in collectives"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: `y` over each axis. `colour` and `dash` are numbers; equal ones look alike."""
+
+    label: str
+    x: dict[str, FloatArray]
+    y: FloatArray
+    colour: int = 0
+    dash: int = 0
+    is_faint: bool = False
+    has_markers: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure. `levels` are horizontal lines, by their label."""
+
+    name: str
+    title: str
+    unit: str
+    note: str
+    curves: list[Curve]
+    is_log: bool = False
+    levels: dict[str, float] = field(default_factory=dict)
+
+
+def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return the charts for which any of the runs has numbers."""
+    charts = [
+        _of_steps(runs, "loss", "Loss", "nats per token", "loss", "Mean over the trained tokens."),
+        _perplexity(runs),
+        _of_steps(
+            runs,
+            "gradient-norm",
+            "Gradient norm",
+            "norm",
+            "grad_norm",
+            "Of all gradients together, before clipping.",
+            is_log=True,
+        ),
+        _of_steps(runs, "learning-rate", "Learning rate", "lr", "lr", "", is_smoothed=False),
+        _of_steps(
+            runs,
+            "speed",
+            "Tokens per second",
+            "tok/s",
+            "tokens_per_second",
+            "All real tokens, over all ranks; evaluations and saves left out.",
+        ),
+        _of_steps(
+            runs,
+            "mfu",
+            "Model FLOPs utilisation",
+            "%",
+            "mfu",
+            "The model's arithmetic as a share of the devices' peak.",
+            scale=100,
+        ),
+        _memory(runs),
+        _waiting(runs),
+        _phases(runs),
+        _slowest(runs),
+        _saves(runs),
+        *_experts(runs),
+    ]
+    return [chart for chart in charts if any(len(curve.y) for curve in chart.curves)]
+
+
+def thin(x: FloatArray, y: FloatArray, points: int) -> tuple[FloatArray, FloatArray]:
+    """Return at most about `points` points: the lowest and the highest of each equal stretch.
+
+    So every spike is seen. Values that are not finite are left out.
+    """
+    is_finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[is_finite], y[is_finite]
+    if len(y) <= points:
+        return x, y
+    kept = [
+        stretch[0] + extreme
+        for stretch in np.array_split(np.arange(len(y)), points // 2)
+        for extreme in sorted({int(y[stretch].argmin()), int(y[stretch].argmax())})
+    ]
+    return x[kept], y[kept]
+
+
+def smooth(y: FloatArray, width: int) -> FloatArray:
+    """Return the mean of the last `width` values at each place; of fewer at the begin."""
+    sums = np.nancumsum(y)
+    sums[width:] -= sums[:-width].copy()
+    return sums / np.minimum(np.arange(1, len(y) + 1), width)
+
+
+def _label(run: RunRecord, runs: Sequence[RunRecord], what: str) -> str:
+    names = [each.name for each in runs]
+    name = run.name if names.count(run.name) == 1 else str(run.path)
+    return ", ".join(part for part in (name if len(runs) > 1 else "", what) if part)
+
+
+def _of_steps(
+    runs: Sequence[RunRecord],
+    name: str,
+    title: str,
+    unit: str,
+    column: str,
+    note: str,
+    *,
+    is_log: bool = False,
+    is_smoothed: bool = True,
+    scale: float = 1,
+) -> Chart:
+    """Return the chart of a field of the steps; with many steps, faint and with its mean."""
+    curves = []
+    for number, run in enumerate(runs):
+        x = run.positions(run.column("step", "step"))
+        y = run.column("step", column) * scale
+        if not np.isfinite(y).any():
+            continue
+        width = len(y) // 50
+        smoothed = is_smoothed and len(y) >= _SMOOTHED_FROM
+        label = _label(run, runs, "")
+        if smoothed:
+            curves.append(Curve(label, x, y, number, is_faint=True))
+            mean = f"mean of {width} steps"
+            curves.append(Curve(_label(run, runs, mean), x, smooth(y, width), number))
+        else:
+            curves.append(Curve(label, x, y, number, has_markers=len(y) <= 40))
+    return Chart(name, title, unit, note, curves, is_log)
+
+
+def _perplexity(runs: Sequence[RunRecord]) -> Chart:
+    curves = []
+    for number, run in enumerate(runs):
+        names = [None, *dict.fromkeys(e["set"] for e in run.of_kind("eval") if "set" in e)]
+        for i, name in enumerate(names):
+            chosen = np.array([entry.get("set") == name for entry in run.of_kind("eval")], bool)
+            steps = run.column("eval", "step")[chosen]
+            y = run.column("eval", "perplexity")[chosen]
+            label = _label(run, runs, name or ("all sets" if len(names) > 1 else ""))
+            colour, dash = (number, i) if len(runs) > 1 else (i, i)
+            curves.append(
+                Curve(label, run.positions(steps), y, colour, dash, has_markers=len(y) <= 40)
+            )
+    note = "exp of the mean loss over the evaluation data; step 0 is the baseline."
+    return Chart("perplexity", "Evaluation perplexity", "perplexity", note, curves)
+
+
+def _memory(runs: Sequence[RunRecord]) -> Chart:
+    note = "The most that any rank has held so far."
+    chart = _of_steps(
+        runs, "memory", "Memory per rank", "GB", "memory_bytes", note, is_smoothed=False, scale=1e-9
+    )
+    for run in runs:
+        for entry in run.of_kind("plan")[-1:]:
+            if predicted := entry.get("predicted_peak_bytes"):
+                chart.levels[_label(run, runs, "the plan")] = predicted / 1e9
+    return chart
+
+
+def _waiting(runs: Sequence[RunRecord]) -> Chart:
+    curves = []
+    for number, run in enumerate(runs):
+        share = 100 * run.column("step", "data_seconds") / run.column("step", "seconds")
+        x = run.positions(run.column("step", "step"))
+        if np.isfinite(share).any():
+            curves.append(Curve(_label(run, runs, ""), x, share, number))
+    note = "Of each step's time, on the rank that waited longest for its batches."
+    return Chart("waiting", "Waiting for data", "% of a step", note, curves)
+
+
+def _phases(runs: Sequence[RunRecord]) -> Chart:
+    curves = []
+    for number, run in enumerate(runs):
+        entries = run.of_kind("ranks")
+        x = run.positions(run.column("ranks", "step"))
+        rows = [entry["seconds"] for entry in entries]
+        names = dict.fromkeys(name for row in rows for name in row)
+        for i, name in enumerate(names):
+            y = np.array([100 * row.get(name, 0) / (sum(row.values()) or np.nan) for row in rows])
+            label = _label(run, runs, _PHASE_NAMES.get(name, name))
+            colour, dash = (number, i) if len(runs) > 1 else (i, i)
+            curves.append(Curve(label, x, y, colour, dash, has_markers=len(y) <= 40))
+    note = (
+        "Of the slowest rank, which waits for no other: what it waits is the network's. Above a "
+        "third, the run is bound by the network."
+    )
+    return Chart("phases", "How a step divides", "% of a step", note, curves)
+
+
+def network_share(run: RunRecord) -> float:
+    """Return the part of a step that the slowest rank waits in collectives; NaN if not known."""
+    rows = [entry["seconds"] for entry in run.of_kind("ranks")]
+    total = sum(sum(row.values()) for row in rows)
+    return sum(row.get("waiting", 0) for row in rows) / total if total else math.nan
+
+
+def _slowest(runs: Sequence[RunRecord]) -> Chart:
+    curves = []
+    for number, run in enumerate(runs):
+        x, y = run.positions(run.column("ranks", "step")), run.column("ranks", "ratio")
+        curves.append(Curve(_label(run, runs, ""), x, y, number, has_markers=len(y) <= 40))
+    note = "Its own time, without waiting, as a multiple of the median rank's, over ten steps each."
+    return Chart("ranks", "Slowest rank", "x the median", note, curves)
+
+
+def _saves(runs: Sequence[RunRecord]) -> Chart:
+    curves = []
+    for number, run in enumerate(runs):
+        x = run.positions(run.column("save", "step"))
+        for i, (column, what) in enumerate(
+            {"seconds": "until it was committed", "stall_seconds": "training waited"}.items()
+        ):
+            label = _label(run, runs, what)
+            colour, dash = (number, i) if len(runs) > 1 else (i, i)
+            curves.append(Curve(label, x, run.column("save", column), colour, dash, False, True))
+    return Chart("saves", "Checkpoints", "seconds", "How long each save took.", curves)
+
+
+def _experts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Yield the balance of a mixture of experts, over its layers."""
+
+    def over_layers(field_name: str, choose: Callable[[list[float]], float]) -> list[Curve]:
+        curves = []
+        for number, run in enumerate(runs):
+            rows = [
+                [layer[field_name] for layer in entry["layers"] if field_name in layer]
+                for entry in run.of_kind("experts")
+            ]
+            y = np.array([choose(row) if row else np.nan for row in rows])
+            x = run.positions(run.column("experts", "step"))
+            if np.isfinite(y).any():
+                curves.append(Curve(_label(run, runs, ""), x, y, number))
+        return curves
+
+    entropy = "Of the router's choices in the least even layer; 1 is even."
+    yield Chart("router", "Router entropy", "entropy", entropy, over_layers("entropy", min))
+    idle = "Experts that no token chose in the step, over all layers."
+    yield Chart("idle", "Idle experts", "experts", idle, over_layers("without_tokens", sum))
+    full = "Tokens of the fullest rank as a multiple of the mean, in the least even layer."
+    yield Chart("balance", "Fullest rank", "x the mean", full, over_layers("rank_imbalance", max))

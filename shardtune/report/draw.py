@@ -1,0 +1,119 @@
+"""Draw a chart: as SVG whose colours follow the page's theme, and as PNG."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, MaxNLocator
+
+from shardtune.report.charts import AXES, Chart, thin
+
+# Okabe and Ito, Color Universal Design (2008), without the black and the yellow: colours that
+# colour-blind people tell apart. The second of each is for a dark page.
+COLOURS = [
+    ("#0072b2", "#56b4e9"),
+    ("#d55e00", "#f0894a"),
+    ("#009e73", "#2fc99e"),
+    ("#b05a8c", "#e39cc6"),
+    ("#a87400", "#e69f00"),
+    ("#5b5b5b", "#bdbdbd"),
+]
+_MOST_POINTS = 1600  # of all curves of a chart: what a page can show
+_DASHES = ["-", "--", ":", "-."]
+# Stand for the colours of text and grid in the SVG; page.html.jinja gives both themes' values.
+TEXT, GRID = "#1a1a1e", "#dcdce1"
+_STYLE: Any = {  # matplotlib types its keys by name
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "axes.edgecolor": GRID,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "path.simplify": False,  # curves are thinned already, and keep their spikes
+}
+
+
+def svg(chart: Chart, axis: str) -> str:
+    """Return the chart over one axis, as an element for a page."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": f"{chart.name}/{axis}"}):
+        out = io.StringIO()
+        _figure(chart, axis).savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)
+    text = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", text, count=1)
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{chart.title}" ', 1)
+    names = {TEXT: "text", GRID: "grid"}
+    names |= {light: f"colour-{i}" for i, (light, _) in enumerate(COLOURS)}
+    return re.sub(
+        "|".join(names), lambda found: f"var(--{names[found[0]]})", text, flags=re.IGNORECASE
+    )
+
+
+def write_png(chart: Chart, path: Path) -> None:
+    """Write the chart over the steps.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with matplotlib.rc_context(_STYLE):
+        _figure(chart, "step").savefig(path, dpi=120, facecolor="white")
+
+
+def _figure(chart: Chart, axis: str) -> Figure:
+    figure = Figure(figsize=(7, 2.9))
+    axes = figure.add_axes((0.1, 0.17, 0.87, 0.78))
+    points = _MOST_POINTS // len(chart.curves)
+    has_legend = any(curve.label for curve in chart.curves)
+    for curve in chart.curves:
+        x, y = thin(curve.x[axis], curve.y, points)
+        axes.plot(
+            x,
+            y,
+            color=COLOURS[curve.colour % len(COLOURS)][0],
+            linestyle=_DASHES[(curve.dash + curve.colour // len(COLOURS)) % len(_DASHES)],
+            linewidth=0.8 if curve.is_faint else 1.6,
+            alpha=0.4 if curve.is_faint else 1,
+            marker="o" if curve.has_markers else None,
+            markersize=3.5,
+            label=curve.label if has_legend and not curve.is_faint else None,
+        )
+    for label, value in chart.levels.items():
+        axes.axhline(value, color=TEXT, linestyle="--", linewidth=1, label=label)
+    _finish(axes, chart, axis)
+    return figure
+
+
+def _finish(axes: Axes, chart: Chart, axis: str) -> None:
+    axes.set_xlabel(AXES[axis])
+    axes.set_ylabel(chart.unit)
+    if chart.is_log and all((curve.y[np.isfinite(curve.y)] > 0).all() for curve in chart.curves):
+        axes.set_yscale("log")
+        for formats in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formats(LogFormatter(minor_thresholds=(1.0, 0.4)))
+    if chart.name == "learning-rate":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    elif not chart.is_log:
+        axes.ticklabel_format(axis="y", useOffset=False)
+    if axis == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best")

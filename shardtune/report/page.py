@@ -1,0 +1,185 @@
+"""The page of one or several runs: one HTML file that needs no network and no script."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from shardtune.report.charts import AXES, make_charts, network_share
+from shardtune.report.draw import COLOURS, svg, write_png
+from shardtune.report.read_run import Entry, RunRecord
+
+
+def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
+    """Write the page to `out`, and a PNG of each chart into the folder beside it.
+
+    Returns:
+        A sentence for each thing that the reader should know of: lines that could not be read,
+        models that differ, no step yet.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder = out.with_name(f"{out.stem}_figures")
+    folder.mkdir(parents=True, exist_ok=True)
+    charts = []
+    for chart in make_charts(runs):
+        file = folder / f"{chart.name}.png"
+        write_png(chart, file)
+        svgs = {axis: svg(chart, axis) for axis in AXES}
+        png = f"{folder.name}/{file.name}"
+        charts.append(
+            {"name": chart.name, "title": chart.title, "note": chart.note, "svgs": svgs, "png": png}
+        )
+    notes = list(_notes(runs))
+    tables = {
+        "starts": [row for run in runs for row in _starts(run, len(runs) > 1)],
+        "evaluations": [row for run in runs for row in _evaluations(run, len(runs) > 1)],
+        "slow_ranks": [row for run in runs for row in _slow_ranks(run, len(runs) > 1)],
+        "data_lines": [line for run in runs for line in _data_lines(run, len(runs) > 1)],
+        "settings": _settings(runs),
+    }
+    headings = {
+        "evaluations": ("evaluations", "Evaluations"),
+        "slow_ranks": ("ranks-table", "Slow ranks"),
+        "starts": ("starts", "Starts and what changed"),
+        "data_lines": ("data", "Data"),
+        "settings": ("configuration", "Configuration"),
+    }
+    environment = jinja2.Environment(autoescape=True, trim_blocks=False)
+    template = files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
+    html = environment.from_string(template).render(
+        title=" against ".join(run.name for run in runs),
+        made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        sources=[str(run.path / "metrics.jsonl") for run in runs],
+        notes=notes,
+        colours=COLOURS,
+        axes=AXES,
+        heads=[run.name for run in runs],
+        overview=_overview(runs),
+        charts=charts,
+        sections=[heading for name, heading in headings.items() if tables[name]],
+        **tables,
+    )
+    temporary = out.with_name(f".{out.name}.tmp")
+    temporary.write_text(html, encoding="utf-8")
+    temporary.replace(out)
+    return notes
+
+
+def _row(name: str, values: Sequence[str], differs: bool = False) -> dict[str, Any]:
+    return {"name": name, "values": values, "differs": differs}
+
+
+def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
+    for run in runs:
+        if run.unread:
+            yield f"{run.path}: {run.unread} lines of metrics.jsonl cannot be read and are left out"
+        if not run.of_kind("step"):
+            yield f"{run.path}: no step has ended yet"
+    models = {run.model: run.name for run in runs if run.model}
+    if len(models) > 1:
+        named = "; ".join(f"{name}: {model}" for model, name in models.items())
+        yield f"The models differ, so losses and perplexities may not be comparable ({named})"
+
+
+def _overview(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return a row for each figure that sums up a run, and a column for each run."""
+    columns = [_figures(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [_row(name, [column.get(name, "") for column in columns]) for name in names]
+
+
+def _figures(run: RunRecord) -> dict[str, str]:
+    steps, total = run.last_step, run.total_steps
+    seconds = float(np.nansum(run.column("step", "seconds")))
+    tokens = float(np.nansum(run.column("step", "tokens")))
+    figures = {"model": run.model}
+    figures["steps"] = f"{steps} of {total}" if total else f"{steps}"
+    losses = run.column("step", "loss")
+    if len(losses := losses[np.isfinite(losses)]):
+        figures["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
+    sets = [entry for entry in run.of_kind("eval") if "set" not in entry]
+    if values := [entry["perplexity"] for entry in sets if entry.get("perplexity") is not None]:
+        figures["perplexity"] = f"{values[0]:.4f} at first, {values[-1]:.4f} at last"
+    figures["tokens"] = f"{tokens:,.0f}"
+    figures["hours of training"] = f"{seconds / 3600:.2f}"
+    if seconds:
+        figures["tokens per second"] = f"{tokens / seconds:,.0f}"
+    mfu = run.column("step", "mfu")
+    if np.isfinite(mfu).any():
+        figures["MFU, median"] = f"{np.nanmedian(mfu):.1%}"
+    if math.isfinite(share := network_share(run)):
+        bound = ": bound by the network" if share > 1 / 3 else ""
+        figures["waiting in collectives"] = f"{share:.1%} of a step{bound}"
+    memory = run.column("step", "memory_bytes")
+    if np.isfinite(memory).any():
+        figures["peak memory per rank"] = f"{np.nanmax(memory) / 1e9:.1f} GB"
+    if ranks := run.start.get("world_size"):
+        figures["ranks"] = f"{ranks}"
+    if starts := len(run.of_kind("start")):
+        figures["starts"] = f"{starts}"
+    return figures
+
+
+def _prefix(run: RunRecord, is_one_of_many: bool) -> str:
+    return f"{run.name}: " if is_one_of_many else ""
+
+
+def _starts(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+    for entry in run.of_kind("start"):
+        changes = "; ".join(
+            f"{change['key']}: {change['old']} to {change['new']}"
+            for change in entry.get("changes") or []
+        )
+        when = _prefix(run, is_one_of_many) + str(entry.get("time", ""))[:19]
+        yield _row(when, [str(entry["step"]), str(entry.get("world_size", "")), changes or "-"])
+
+
+def _evaluations(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+    by_set: dict[str, list[Entry]] = {}
+    for entry in run.of_kind("eval"):
+        if isinstance(entry.get("perplexity"), int | float):
+            by_set.setdefault(entry.get("set") or "all", []).append(entry)
+    for name, entries in by_set.items():
+        lowest = min(entries, key=lambda entry: entry["perplexity"])
+        shown = [
+            f"{entry['perplexity']:.4f} (step {entry['step']})"
+            for entry in (entries[0], lowest, entries[-1])
+        ]
+        label = _prefix(run, is_one_of_many) + name
+        yield _row(label, [*shown, str(entries[-1].get("tokens", ""))])
+
+
+def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+    by_rank: dict[str, list[Entry]] = {}
+    for entry in run.of_kind("ranks"):
+        name = f"{entry.get('slowest_rank')} on {entry.get('host')}"
+        by_rank.setdefault(name, []).append(entry)
+    for name, entries in sorted(by_rank.items(), key=lambda item: -len(item[1]))[:16]:
+        phase, _ = Counter(entry.get("phase") for entry in entries).most_common(1)[0]
+        most = max(entry.get("ratio") or 0 for entry in entries)
+        values = [str(len(entries)), f"{most:.2f} x the median", str(phase)]
+        yield _row(_prefix(run, is_one_of_many) + name, values)
+
+
+def _data_lines(run: RunRecord, is_one_of_many: bool) -> list[str]:
+    return [_prefix(run, is_one_of_many) + line for line in run.start.get("data") or []]
+
+
+def _settings(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return a row for each key: its value and origin in each run."""
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        pairs = [run.settings.get(key, ("", "")) for run in runs]
+        shown = [f"{value} ({origin})" if origin else value for value, origin in pairs]
+        rows.append(_row(key, shown, differs=len({value for value, _ in pairs}) > 1))
+    return rows

@@ -1,0 +1,148 @@
+"""Read a run's directory as it is: unfinished, resumed, or with lines that a crash broke."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtune.errors import UserError
+
+Entry = dict[str, Any]
+FloatArray = npt.NDArray[np.float64]
+
+
+_NUMBER = int | float | None  # None stands for what is missing, NaN and infinity
+_STEP_NUMBERS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "seconds")
+_STEP_NUMBERS += ("data_seconds", "mfu", "memory_bytes")
+# The types of the fields of each kind that are shown. An object with others is foreign.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "step": dict.fromkeys(_STEP_NUMBERS, _NUMBER),
+    "eval": {"loss": _NUMBER, "perplexity": _NUMBER},
+    "ranks": {"ratio": _NUMBER, "seconds": dict},
+    "save": {"seconds": _NUMBER, "stall_seconds": _NUMBER},
+    "experts": {"layers": list},
+    "start": {"changes": list | None, "data": list | None, "total_steps": int | None},
+}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The objects of `metrics.jsonl` by kind, in the order of their steps, and the configuration.
+
+    `settings`: each key as `section.key`, with its value and its origin. `unread`: how many lines
+    are no object of a run.
+    """
+
+    path: Path
+    name: str
+    entries: dict[str, list[Entry]] = field(default_factory=dict)
+    settings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    unread: int = 0
+    _columns: dict[tuple[str, str], FloatArray] = field(default_factory=dict, repr=False)
+
+    def of_kind(self, kind: str) -> list[Entry]:
+        return self.entries.get(kind, [])
+
+    @property
+    def start(self) -> Entry:
+        """The last start, which has the numbers of the whole run; empty where none was written."""
+        return self.of_kind("start")[-1] if self.of_kind("start") else {}
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.start.get("total_steps")
+
+    @property
+    def last_step(self) -> int:
+        return max((entry["step"] for entry in self.of_kind("step")), default=0)
+
+    @property
+    def model(self) -> str:
+        """The value of model.path, or an empty text where config.yaml is missing."""
+        return self.settings.get("model.path", ("", ""))[0]
+
+    def column(self, kind: str, name: str) -> FloatArray:
+        """Return a field of all objects of a kind, NaN where one lacks it, float64 [objects]."""
+        if (kind, name) not in self._columns:
+            values = [entry.get(name) for entry in self.of_kind(kind)]
+            self._columns[kind, name] = np.array(values, np.float64)  # None becomes NaN
+        return self._columns[kind, name]
+
+    @cached_property
+    def _sums(self) -> dict[str, FloatArray]:
+        """Of each axis, how far it has come when each step has ended, from 0 on."""
+        amounts = {"tokens": self.column("step", "tokens") / 1e6}
+        amounts["time"] = self.column("step", "seconds") / 3600
+        return {axis: np.nancumsum([0.0, *values]) for axis, values in amounts.items()}
+
+    def positions(self, steps: FloatArray) -> dict[str, FloatArray]:
+        """Return where steps lie on each axis: the step, millions of tokens, hours of training."""
+        known = np.array([0.0, *self.column("step", "step")])
+        return {"step": steps} | {
+            axis: np.interp(steps, known, sums) for axis, sums in self._sums.items()
+        }
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run's directory.
+
+    Raises:
+        UserError: it has no `metrics.jsonl` that can be read, or there is no object of a run in it.
+    """
+    file = path / "metrics.jsonl"
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(
+            f"{path}: no run ({file.name}: {error.strerror}) - name the run.dir of a run that has "
+            "begun"
+        ) from error
+    entries: dict[str, list[Entry]] = {}
+    unread = 0
+    for line in lines:
+        if entry := read_entry(line):
+            entries.setdefault(entry["kind"], []).append(entry)
+        else:
+            unread += 1
+    if not entries:
+        found = f"{unread} lines, none of which is an object of a run" if lines else "it is empty"
+        raise UserError(f"{file}: {found} - wait for the first step, or name another run")
+    for of_kind in entries.values():
+        of_kind.sort(key=lambda entry: entry["step"])  # a save is written some steps later
+    return RunRecord(path, path.resolve().name, entries, read_settings(path), unread)
+
+
+def read_entry(line: bytes | str) -> Entry | None:
+    """Return the object of a line of `metrics.jsonl`; None for a broken or foreign line."""
+    try:
+        entry = json.loads(line)
+        fields = _FIELDS.get(entry["kind"], {})
+        is_known = isinstance(entry["kind"], str) and isinstance(entry["step"], int)
+        is_known = is_known and all(
+            isinstance(entry.get(name), type_) for name, type_ in fields.items()
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
+    return entry if is_known else None
+
+
+def read_settings(path: Path) -> dict[str, tuple[str, str]]:
+    """Return each key of the run's config.yaml with its value and its origin, its comment."""
+    try:
+        lines = (path / "config.yaml").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return {}
+    section, settings = "", {}
+    for line in lines:
+        if found := re.fullmatch(r"  (\w+): (.*)  # (.*)", line):
+            settings[f"{section}.{found[1]}"] = (found[2], found[3])
+        elif found := re.fullmatch(r"(\w+):", line):
+            section = found[1]
+    return settings

@@ -1,0 +1,275 @@
+"""`shardtune watch`: a run in a terminal, from its metrics.jsonl or from its log alone.
+
+It reads files and nothing else, so the run does not notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from shardtune.errors import UserError
+from shardtune.report.charts import smooth
+from shardtune.report.read_run import Entry, FloatArray, RunRecord, read_entry, read_settings
+
+_EVERY_S = 1.0
+_GPUS_EVERY_S = 5.0
+_STEPS_OF_ETA = 20
+_WIDTH = 48  # of the bar and the curve, in characters
+_SPARKS = "▁▂▃▄▅▆▇█"
+_NUMBER = r"([-+\d.einfa]+)"
+_STEP_LINE = re.compile(
+    rf"Step (\d+)/(\d+) \| Loss: {_NUMBER} \| Grad Norm: {_NUMBER} \| LR: {_NUMBER} \| "
+    rf"{_NUMBER} it/s \| (\d+) tok/s(?: \| MFU {_NUMBER}%)? \| {_NUMBER} GB"
+)
+_EVALUATION_LINE = re.compile(
+    rf"(?:Baseline|Eval) Perplexity: {_NUMBER} \| Loss: {_NUMBER} \| Tokens: (\d+)"
+    r"(?: \| Step: (\d+))?"
+)
+_SAVED_LINE = re.compile(r"Saved checkpoint_(\d+)")
+_SLOWEST_LINE = re.compile(rf"Slowest: rank (\d+) on (\S+), {_NUMBER} x the median, in (\w+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="or a file with the run's output")
+
+
+def watch(options: argparse.Namespace) -> None:
+    """Show the run until Ctrl-C; where the output is no terminal, show it once.
+
+    Raises:
+        UserError: there is neither a run nor a log.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the way to leave, and no failure
+    follower = Follower(options.run)
+    console = Console()
+    follower.read()
+    if not console.is_terminal:
+        console.print(view(follower.run, _gpus()))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(follower, console)
+
+
+def _follow(follower: Follower, console: Console) -> None:
+    asked_at, gpus = time.monotonic(), _gpus()
+    with Live(view(follower.run, gpus), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(_EVERY_S)
+            follower.read()
+            if gpus and time.monotonic() - asked_at > _GPUS_EVERY_S:
+                asked_at, gpus = time.monotonic(), _gpus()
+            live.update(view(follower.run, gpus), refresh=True)
+
+
+class Follower:
+    """Reads what was added to a run's metrics.jsonl, or to its log, since the last look.
+
+    Raises:
+        UserError: there is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._is_log = path.is_file()
+        self._file = path if self._is_log else path / "metrics.jsonl"
+        self._position, self._inode, self._rest = 0, 0, b""
+        self.run = RunRecord(path, path.resolve().name)
+        if not self._file.is_file():
+            raise UserError(
+                f"{path}: neither a run (it has no metrics.jsonl) nor a log - name the run.dir of "
+                "a run that has begun, or the file to which its output goes"
+            )
+
+    def read(self) -> None:
+        """Take in the lines that are complete. A file that was written anew is read anew."""
+        try:
+            with self._file.open("rb") as file:
+                status = self._file.stat()
+                if status.st_ino != self._inode or status.st_size < self._position:
+                    settings = {} if self._is_log else read_settings(self.run.path)
+                    self.run = RunRecord(self.run.path, self.run.name, settings=settings)
+                    self._inode, self._position, self._rest = status.st_ino, 0, b""
+                file.seek(self._position)
+                added = file.read()
+        except OSError:
+            return  # a resume replaces the file; or a disk hangs for a moment
+        self._position += len(added)
+        *lines, self._rest = (self._rest + added).split(b"\n")
+        parse = _entries_of_log if self._is_log else _entries_of_metrics
+        entries = {kind: list(of_kind) for kind, of_kind in self.run.entries.items()}
+        for line in lines:
+            for entry in parse(line):
+                entries.setdefault(entry["kind"], []).append(entry)
+        self.run = RunRecord(self.run.path, self.run.name, entries, self.run.settings)
+
+
+def _entries_of_metrics(line: bytes) -> Iterator[Entry]:
+    if entry := read_entry(line):
+        yield entry
+
+
+def _entries_of_log(line: bytes) -> Iterator[Entry]:
+    """Yield what a line of the log says, as the object that metrics.jsonl has for it."""
+    text = line.decode(errors="replace")
+    if found := _STEP_LINE.search(text):
+        step, total, loss, norm, lr, rate, tokens, mfu, memory = found.groups()
+        yield {
+            "kind": "step",
+            "step": int(step),
+            "loss": float(loss),
+            "grad_norm": float(norm),
+            "lr": float(lr),
+            "seconds": 1 / float(rate),
+            "tokens": int(tokens) / float(rate),
+            "mfu": float(mfu) / 100 if mfu else None,
+            "memory_bytes": float(memory) * 1e9,
+        }
+        yield {"kind": "start", "step": int(step), "total_steps": int(total)}
+    elif found := _EVALUATION_LINE.search(text):
+        step = int(found[4] or 0)
+        yield {"kind": "eval", "step": step, "perplexity": float(found[1]), "loss": float(found[2])}
+    elif found := _SAVED_LINE.search(text):
+        yield {"kind": "save", "step": int(found[1])}
+    elif found := _SLOWEST_LINE.search(text):
+        rank, host, ratio, phase = found.groups()
+        values = {"slowest_rank": int(rank), "host": host, "ratio": float(ratio), "phase": phase}
+        yield {"kind": "ranks", "step": 0, **values}
+
+
+def view(run: RunRecord, gpus: Sequence[str]) -> RenderableType:
+    """Return the run's state, for a terminal of any width."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(run):
+        table.add_row(name, value)
+    for line in gpus:
+        table.add_row("GPU", line)
+    if run.total_steps:
+        table.add_row("", ProgressBar(run.total_steps, run.last_step, width=_WIDTH))
+    return table
+
+
+def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
+    title = " | ".join(filter(None, [run.name, run.model, _ranks(run)]))
+    yield "run", title
+    steps = run.of_kind("step")
+    if not steps:
+        yield "step", "none has ended yet"
+        return
+    last = steps[-1]
+    yield "step", _progress(run)
+    losses = run.column("step", "loss")
+    yield "loss", f"{losses[-1]:.4f}\n{sparkline(losses)}"
+    if evaluations := [e for e in run.of_kind("eval") if "set" not in e and e.get("perplexity")]:
+        lowest = min(evaluations, key=lambda entry: entry["perplexity"])
+        yield (
+            "perplexity",
+            f"{evaluations[-1]['perplexity']:.4f} at step {evaluations[-1]['step']} | lowest "
+            f"{lowest['perplexity']:.4f} at step {lowest['step']} | first "
+            f"{evaluations[0]['perplexity']:.4f}",
+        )
+    yield "speed", _speed(run)
+    yield "update", f"gradient norm {_shown(last, 'grad_norm', '.3f')} | lr {last.get('lr', 0):.2e}"
+    if ranks := run.of_kind("ranks"):
+        entry = ranks[-1]
+        yield (
+            "slowest",
+            f"rank {entry.get('slowest_rank')} on {entry.get('host')}, "
+            f"{_shown(entry, 'ratio', '.2f')} x the median, in {entry.get('phase')}",
+        )
+    if saves := run.of_kind("save"):
+        step, seconds = saves[-1]["step"], saves[-1].get("seconds")
+        took = f", in {seconds:.0f} s" if seconds is not None else ""
+        behind = f"{max(0, last['step'] - step)} steps ago"
+        yield "checkpoint", f"checkpoint_{step:07d}{took}, {behind}"
+    else:
+        yield "checkpoint", "none yet"
+
+
+def _ranks(run: RunRecord) -> str:
+    ranks = run.start.get("world_size")
+    return f"{ranks} ranks" if ranks else ""
+
+
+def _progress(run: RunRecord) -> str:
+    step, total = run.last_step, run.total_steps
+    parts = [f"{step}/{total} ({step / total:.0%})" if total else f"{step}"]
+    seconds = float(np.nanmean(run.column("step", "seconds")[-_STEPS_OF_ETA:]))
+    parts.append(f"{seconds:.3g} s each")
+    if total:
+        left = _duration((total - step) * seconds)
+        parts.append(f"{left} left" if step < total else "finished")
+    written = run.of_kind("step")[-1].get("time")
+    if written and step != total:
+        age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(written)
+        parts.append(f"the last one ended {_duration(age.total_seconds())} ago")
+    return " | ".join(parts)
+
+
+def _speed(run: RunRecord) -> str:
+    tokens, seconds, waited = (
+        float(np.nansum(run.column("step", name)[-_STEPS_OF_ETA:]))
+        for name in ("tokens", "seconds", "data_seconds")
+    )
+    last = run.of_kind("step")[-1]
+    parts = [f"{tokens / seconds:.0f} tok/s" if seconds else ""]
+    parts.append(f"MFU {last['mfu']:.1%}" if last.get("mfu") else "")
+    parts.append(f"{last['memory_bytes'] / 1e9:.1f} GB" if last.get("memory_bytes") else "")
+    is_known = "data_seconds" in last and seconds
+    parts.append(f"waiting for data {waited / seconds:.1%}" if is_known else "")
+    return " | ".join(filter(None, parts))
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _shown(entry: Entry, name: str, form: str) -> str:
+    value = entry.get(name)
+    return format(value, form) if isinstance(value, int | float) else "not finite"
+
+
+def sparkline(values: FloatArray, width: int = _WIDTH) -> str:
+    """Return the values as `width` bars at most, each the mean of as many."""
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return ""
+    stretch = -(-len(values) // width)
+    means = smooth(values, stretch)[stretch - 1 :: stretch]
+    low, high = means.min(), means.max()
+    heights = (means - low) / max(high - low, 1e-12) * (len(_SPARKS) - 1)
+    return "".join(_SPARKS[round(height)] for height in heights)
+
+
+def _gpus() -> list[str]:
+    """Return a line for each GPU of this node; none where nvidia-smi does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    fields = "index,utilization.gpu,memory.used,memory.total,power.draw"
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+        rows = [re.split(r",\s*", line) for line in output.splitlines()]
+        return [
+            f"{i}: {use}% | {used} of {all_} MiB | {power} W" for i, use, used, all_, power in rows
+        ]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []

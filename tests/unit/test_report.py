@@ -1,0 +1,202 @@
+"""`shardtune report` and its reading of runs: whole, unfinished, broken and several."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from shardtune.__main__ import run
+from shardtune.report.charts import make_charts, network_share, smooth, thin
+from shardtune.report.read_run import read_run
+
+needs_browser = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="no browser: chromium is not installed"
+)
+CONFIG = "model:\n  path: {}  # file\ntrain:\n  epochs: 3  # default\n"
+
+
+def write_run(
+    folder: Path, steps: int = 60, model: str = "a/model", seed: int = 0, **more: Any
+) -> Path:
+    """Write what a run of a mixture of experts with two evaluation sets leaves."""
+    draw = random.Random(seed)
+    entries: list[dict[str, Any]] = [
+        {"kind": "start", "step": 0, "total_steps": 2 * steps, "world_size": 16, "changes": []}
+    ]
+    for step in range(steps + 1):
+        if step:
+            entries.append(
+                {
+                    "kind": "step",
+                    "step": step,
+                    "loss": 3 * math.exp(-step / steps) + draw.gauss(0, 0.05),
+                    "grad_norm": None if step == 7 else draw.lognormvariate(0, 0.3),
+                    "lr": 1e-5,
+                    "tokens": 1000 + step % 7,
+                    "seconds": 2.0,
+                    "tokens_per_second": 500.0,
+                    "mfu": 0.3,
+                    "memory_bytes": 61.2e9,
+                    "data_seconds": 0.01,
+                }
+            )
+        if step % 10 == 0:
+            entries += [
+                {"kind": "eval", "step": step, "loss": 2, "perplexity": 9 - step / steps} | of
+                for of in ({}, {"set": "chats"}, {"set": "code"})
+            ]
+            layers = [{"entropy": 0.9, "without_tokens": 1, "rank_imbalance": 1.2}] * 3
+            seconds = {"data": 0.01, "forward_backward": 1.0, "optimizer": 0.1, "waiting": 0.89}
+            slow = {"slowest_rank": 3, "host": "node0", "ratio": 1.1, "phase": "data"}
+            entries += [
+                {"kind": "experts", "step": step, "layers": layers},
+                {"kind": "ranks", "step": step, "seconds": seconds} | slow,
+                {"kind": "save", "step": step, "seconds": 9.0, "stall_seconds": 0.5},
+            ]
+    change = {"key": "train.epochs", "old": 3, "new": 4}
+    entries.append(
+        {"kind": "start", "step": steps, "total_steps": 2 * steps, "changes": [change]} | more
+    )
+    stamped = [json.dumps(e | {"time": "2026-11-23T12:00:00.000+00:00"}) for e in entries]
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("\n".join(stamped) + "\n", encoding="utf-8")
+    (folder / "config.yaml").write_text(CONFIG.format(model), encoding="utf-8")
+    return folder
+
+
+def report(*arguments: object) -> int:
+    return run(["report", *map(str, arguments)])
+
+
+def test_the_page_needs_no_network_and_names_every_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["data.train: records longer than data.max_length=64, truncated: 12"]
+    folder = write_run(tmp_path / "run", data=lines)
+    assert report(folder) == 0
+    assert capsys.readouterr().out == f"Report: {folder / 'report.html'}\n"
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    links = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert all(link.startswith("#") or (folder / link).is_file() for link in links)
+    assert "<script" not in page and len(page.encode()) < 3e6
+
+    figures = re.findall(r'<figure id="([\w-]+)"', page)
+    assert figures == [link[1:] for link in links if link[1:] in figures], "the index, in order"
+    for name in figures:
+        with Image.open(folder / f"report_figures/{name}.png") as image:
+            assert image.format == "PNG" and image.width > 500
+    for said in (*lines, "60 of 120", "train.epochs: 3 to 4", "3 on node0", "3 (default)"):
+        assert said in page, said
+    assert "44.5% of a step: bound by the network" in page
+    assert page.count("<svg") == 3 * len(figures)
+
+
+def test_two_runs_share_their_axes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a")
+    b = write_run(tmp_path / "b", steps=30, model="b/model", seed=1)
+    out = tmp_path / "both.html"
+    assert report(a, b, "--out", out) == 0
+    said = capsys.readouterr().out
+    assert "The models differ, so losses" in said and "a: a/model; b: b/model" in said
+    page = out.read_text(encoding="utf-8")
+    assert "a against b" in page and 'class="differs"><td>model.path' in page
+    (loss, *_) = make_charts([read_run(a), read_run(b)])
+    assert [curve.label for curve in loss.curves] == ["a", "b"]
+    assert loss.curves[1].x["tokens"][-1] == sum(1000 + n % 7 for n in range(1, 31)) / 1e6
+    assert loss.curves[1].x["time"][-1] == pytest.approx(30 * 2 / 3600)
+
+
+def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n[1]\n{"kind": 3, "step": 1}\n{"kind": "step"}\n{"kind": "ste')
+        file.write(b'\n{"kind": "step", "step": 61, "loss": "low"}\n')
+    (folder / "config.yaml").unlink()
+    assert report(folder) == 0
+    assert "6 lines of metrics.jsonl cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [None, "", "not a run\n"])
+def test_a_folder_without_a_run_is_refused(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run")
+    (tmp_path / "none").mkdir()
+    if text is not None:
+        (tmp_path / "none/metrics.jsonl").write_text(text, encoding="utf-8")
+    assert report(folder, tmp_path / "none", tmp_path / "nowhere") == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and f"ERROR: {tmp_path / 'none'}" in errors[0]
+
+
+def test_a_run_whose_first_step_has_not_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    entry = {"kind": "eval", "step": 0, "loss": 1.0, "perplexity": 2.7, "tokens": 5}
+    (folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n", encoding="utf-8")
+    assert report(folder) == 0
+    assert "no step has ended yet" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 50))
+def test_thinning_keeps_the_extremes_and_the_order(values: list[float], points: int) -> None:
+    x, y = thin(np.arange(len(values)) * 1.0, np.array(values), points)
+    assert len(y) <= max(points, 4)
+    assert (y.min(), y.max()) == (min(values), max(values))
+    assert (np.diff(x) > 0).all() and all(
+        values[int(i)] == value for i, value in zip(x, y, strict=True)
+    )
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.integers(1, 20))
+def test_smoothing_is_the_mean_of_the_last_values(values: list[float], width: int) -> None:
+    expected = [np.mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
+    assert np.allclose(smooth(np.array(values), width), expected, atol=1e-6)
+
+
+def test_what_the_slowest_rank_waits_is_the_network(tmp_path: Path) -> None:
+    assert network_share(read_run(write_run(tmp_path / "run"))) == pytest.approx(0.89 / 2)
+
+
+@pytest.mark.full
+@needs_browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_browser_shows_a_run_of_100_000_steps(theme: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=100_000)
+    assert report(folder) == 0
+    page, picture = folder / "report.html", tmp_path / "page.png"
+    assert page.stat().st_size < 3e6
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --disable-quic --hide-scrollbars"
+    scheme = f"--blink-settings=preferredColorScheme={int(theme == 'light')}"
+    subprocess.run(
+        [
+            *("chromium", *flags.split(), scheme, f"--user-data-dir={tmp_path / 'profile'}"),
+            *("--window-size=1000,2000", f"--screenshot={picture}", page.as_uri()),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    with Image.open(picture) as image:
+        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+    background, curve = {
+        "light": ((255, 255, 255), (0x00, 0x72, 0xB2)),
+        "dark": ((0x16, 0x17, 0x1B), (0x56, 0xB4, 0xE9)),
+    }[theme]
+    assert (pixels == background).all(1).mean() > 0.5
+    assert (pixels == curve).all(1).sum() > 500, "the curves are drawn"

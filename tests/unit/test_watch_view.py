@@ -1,0 +1,113 @@
+"""`shardtune watch`: of a run, of its log alone, and in a terminal while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_report import write_run
+
+from shardtune.__main__ import run
+from shardtune.report.watch import Follower, sparkline
+
+LOG = """\
+Baseline Perplexity: 15.9812 | Loss: 2.7714 | Tokens: 40961
+Step 9/1503 | Loss: 3.1000 | Grad Norm: 0.9 | LR: 1.00e-05 | 0.0412 it/s | 5120 tok/s | 61.2 GB | \
+ETA 6h12m | 14:03:27
+Step 10/1503 | Loss: 3.0123 | Grad Norm: 0.934 | LR: 1.00e-05 | 0.0412 it/s | 5120 tok/s | \
+MFU 31.0% | 61.2 GB | ETA 6h12m | 14:03:27
+Eval Perplexity: 9.1234 | Loss: 2.2109 | Tokens: 40961 | Step: 10
+Saved checkpoint_0000010
+Slowest: rank 3 on node0, 1.31 x the median, in data (a step: data 1 s)
+"""
+
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["watch", str(write_run(tmp_path / "run"))]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "run | a/model",
+        "60/120 (50%) | 2 s each | 0:02:00 left",
+        "8.0000 at step 60 | lowest 8.0000 at step 60 | first 9.0000",
+        "501 tok/s | MFU 30.0% | 61.2 GB | waiting for data 0.5%",
+        "rank 3 on node0, 1.10 x the median, in data",
+        "checkpoint_0000060, in 9 s, 0 steps ago",
+    ):
+        assert part in " ".join(said.split()), said
+
+
+def test_a_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "multinode_training.log"
+    log.write_text(LOG, encoding="utf-8")
+    assert run(["watch", str(log)]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "10/1503 (1%) | 24.3 s each | 10:03:58 left",
+        "3.0123",
+        "9.1234 at step 10 | lowest 9.1234 at step 10 | first 15.9812",
+        "5120 tok/s | MFU 31.0% | 61.2 GB",
+        "rank 3 on node0, 1.31 x the median, in data",
+        "checkpoint_0000010, 0 steps ago",
+    ):
+        assert part in " ".join(said.split()), said
+
+
+def test_neither_a_run_nor_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["watch", str(tmp_path)]) == 2
+    assert "neither a run (it has no metrics.jsonl) nor a log" in capsys.readouterr().err
+
+
+def test_it_follows_lines_in_pieces_and_a_file_written_anew(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    follower = Follower(folder)
+    follower.read()
+    assert follower.run.last_step == 3
+    line = json.dumps({"kind": "step", "step": 4, "loss": 1.0}).encode()
+    with (folder / "metrics.jsonl").open("ab", buffering=0) as file:
+        file.write(line[:9])
+        follower.read()
+        assert follower.run.last_step == 3
+        file.write(line[9:] + b"\n")
+    follower.read()
+    assert follower.run.last_step == 4
+    (folder / "metrics.tmp").write_bytes(b'{"kind": "step", "step": 2}\n')
+    (folder / "metrics.tmp").replace(folder / "metrics.jsonl")  # as a resume does
+    follower.read()
+    assert follower.run.last_step == 2
+
+
+def test_a_terminal_shows_new_steps_until_ctrl_c(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "shardtune", "watch", str(folder)]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    os.set_blocking(master, False)
+    said, deadline, is_written = "", time.monotonic() + 60, False
+    while "4/6" not in said and time.monotonic() < deadline:
+        try:
+            said += os.read(master, 1 << 16).decode()
+        except BlockingIOError:
+            time.sleep(0.05)
+        if "3/6" in said and not is_written:
+            is_written = True
+            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write('{"kind": "step", "step": 4, "loss": 1.0, "seconds": 1.0}\n')
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    os.close(master)
+    assert "4/6" in said and "Traceback" not in said, said
+
+
+def test_a_sparkline_has_the_shape_of_its_values() -> None:
+    assert sparkline(np.array([1.0, 2.0, 3.0, np.nan, 8.0])) == "▁▂▃█"
+    assert sparkline(np.arange(1000.0)) == "".join(sorted(sparkline(np.arange(1000.0))))
+    assert len(sparkline(np.arange(1000.0))) <= 48 and sparkline(np.array([])) == ""
