@@ -120,6 +120,11 @@ def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> N
     assert [step["epoch"] for step in steps] == [0] * (total // 2) + [1] * (total // 2)
     assert sum(step["trained_tokens"] for step in steps) == 2 * trained_tokens
     assert [entry["step"] for entry in evals] == [0, *range(5, total, 5), total]
+    (start,), saves = read_metrics(run_dir, "start"), read_metrics(run_dir, "save")
+    assert (start["step"], start["world_size"], start["total_steps"]) == (0, 2, total)
+    assert start["changes"] == [] and "data.train: 37 records in" in start["data"][0]
+    assert [save["step"] for save in saves] == sorted({*range(3, total + 1, 3), total})
+    assert all(save["seconds"] == save["stall_seconds"] > 0 for save in saves), "mode sync"
     fields = {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens"}
     fields |= MEASURED - {"time"}  # which read_metrics checks
     assert all(set(step) == fields for step in steps)
