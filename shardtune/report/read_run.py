@@ -19,11 +19,10 @@ FloatArray = npt.NDArray[np.float64]
 
 
 _NUMBER = int | float | None  # None stands for what is missing, NaN and infinity
-_STEP_NUMBERS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "seconds")
-_STEP_NUMBERS += ("data_seconds", "mfu", "memory_bytes")
+_STEP_NUMBERS = "loss grad_norm lr tokens tokens_per_second seconds data_seconds mfu memory_bytes"
 # The types of the fields of each kind that are shown. An object with others is foreign.
 _FIELDS: dict[str, dict[str, Any]] = {
-    "step": dict.fromkeys(_STEP_NUMBERS, _NUMBER),
+    "step": dict.fromkeys(_STEP_NUMBERS.split(), _NUMBER),
     "eval": {"loss": _NUMBER, "perplexity": _NUMBER},
     "ranks": {"ratio": _NUMBER, "seconds": dict},
     "save": {"seconds": _NUMBER, "stall_seconds": _NUMBER},
