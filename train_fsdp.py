@@ -31,7 +31,9 @@ from shardtune.errors import AGAIN, Preempted
 from shardtune.log import logger
 from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import build_model, compile_layers
+from shardtune.model.flops import DevicePeak
 from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.planner.run_plan import RunPlan
 from shardtune.training import optim, setup
 from shardtune.training.context import Run, TrainContext
 from shardtune.training.evaluate import evaluate
@@ -51,6 +53,7 @@ def main() -> None:
     setup.require_same_config(config, world)
     run = setup.open_run(config, world)  # its directory, and the checkpoint that it resumes from
     model_config, assets = setup.read_model_files(run)
+    plan = RunPlan(run, model_config)  # made while data is tokenized
     data = setup.read_data(run, model_config)
     schedule = setup.plan_schedule(run, data)
     pending_evaluation = setup.find_pending_evaluation(run, data, schedule)
@@ -62,9 +65,10 @@ def main() -> None:
             "Nothing is left to train."
         )
     else:
+        plan.require_fit()
         context = build_train_context(run, model_config, data, assets)
-        with collected_by_micro_batch(), step_fits(config):
-            last_checkpoint = train(context, schedule, pending_evaluation)
+        with collected_by_micro_batch(), step_fits(config), plan.compared(context.metrics):
+            last_checkpoint = train(context, schedule, pending_evaluation, plan.device_peak)
     end_on_signal(
         f"after the last step was saved, while the final model was written - {AGAIN}", code=75
     )
@@ -122,7 +126,12 @@ def build_train_context(
     )
 
 
-def train(context: TrainContext, schedule: Schedule, pending_evaluation: int | None) -> Checkpoint:
+def train(
+    context: TrainContext,
+    schedule: Schedule,
+    pending_evaluation: int | None,
+    device_peak: DevicePeak,
+) -> Checkpoint:
     """Take every step that is left and return the checkpoint of the last one.
 
     Raises:
@@ -130,7 +139,8 @@ def train(context: TrainContext, schedule: Schedule, pending_evaluation: int | N
     """
     config, world, saver = context.run.config, context.run.world, context.saver
     context.metrics.write("start", **setup.describe_start(context.run, context.data, schedule))
-    step_log = StepLog(context.metrics, context.model, schedule, config, world)
+    every_steps = config.logging.every_steps
+    step_log = StepLog(context.metrics, context.model, schedule, every_steps, device_peak, world)
     if pending_evaluation is not None:
         evaluate(context, pending_evaluation)
     last_checkpoint, stop = context.run.resumed, StopRequest()
@@ -144,7 +154,7 @@ def train(context: TrainContext, schedule: Schedule, pending_evaluation: int | N
         context.stragglers.step_ended(step.number)
         world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
         step_log.step_ended(step, stats, lr)
-        is_due = schedule.is_due(step.number, config.logging.every_steps)
+        is_due = schedule.is_due(step.number, every_steps)
         context.expert_balance.step_ended(step.number, stats.expert_tokens, is_due)
 
         # Before the save: a run that is killed between the two repeats the step and its evaluation.

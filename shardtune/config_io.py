@@ -163,7 +163,6 @@ def remarks(config: Config) -> list[str]:
     )
     is_constant = config.scheduler.name == "constant"
     reasons = {
-        "run.ignore_plan": "no plan refuses a run yet",
         "data.eval_fraction": data.eval is not None and "data.eval is given",
         **dict.fromkeys(("lora.alpha", "lora.dropout", "lora.targets", "export.merge"), no_lora),
         **dict.fromkeys(("model.master_dtype", "optimizer.name"), with_lora),

@@ -206,27 +206,24 @@ def _first(config: Any, *names: str) -> int:
     return 0
 
 
-class MfuMeter:
-    """The MFU of a run's steps: model FLOPs per second over the peak of all its devices."""
+@dataclass(frozen=True)
+class DevicePeak:
+    """The FLOP/s that the devices of a run could reach at most."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
-        """Collective: log the peak that the MFU is relative to, or why there is none."""
-        self._flops, self._peak = None, 0.0
-        try:
-            self._flops = count_flops(model)
-            self._peak = _total_peak(dtype, world)
-        except NotCounted as reason:
-            logger.info(f"MFU is left out: {reason}")
+    flops_per_s: float | None  # of a rank, the mean over all; None if it is not known
+    source: str
 
-    def per_step(self, lengths: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
-        """Return the MFU, from 0 to 1, of a step over documents of so many tokens each, or None."""
-        if not self._flops or not self._peak:
-            return None
-        return self._flops.per_step(lengths, trained_tokens) / seconds / self._peak
+    def __str__(self) -> str:
+        if self.flops_per_s is None:
+            return f"no peak is {self.source}"
+        return f"{self.flops_per_s / 1e12:.3g} TFLOP/s ({self.source})"
 
 
-def _total_peak(dtype: torch.dtype, world: World) -> float:
-    """Return the FLOP/s of all ranks together. Collective."""
+def device_peak(dtype: torch.dtype, world: World) -> DevicePeak:
+    """Return the published peak of the GPUs, or the one that the CPU processes measure now.
+
+    Collective.
+    """
     if world.device.type == "cpu":
         measure_matmul_rate(dtype, seconds=0)
         # All ranks at once: cores and memory that they share must not count twice.
@@ -240,14 +237,30 @@ def _total_peak(dtype: torch.dtype, world: World) -> float:
             f"published for {device} in {dtype_name(dtype)}",
         )
     peaks = world.all_gather_json(peak)
-    if None in peaks:
-        raise NotCounted(f"no peak is {source}")
-    mean = sum(peaks) / world.size
-    logger.info(
-        f"MFU counts model FLOPs against {mean / 1e12:.3g} TFLOP/s ({source}) x {world.size} "
-        "(ranks)"
-    )
-    return mean * world.size
+    return DevicePeak(None if None in peaks else sum(peaks) / world.size, source)
+
+
+class MfuMeter:
+    """The MFU of a run's steps: model FLOPs per second over the peak of all its devices."""
+
+    def __init__(self, model: PreTrainedModel, device_peak: DevicePeak, ranks: int) -> None:
+        """Log the peak that the MFU is relative to, or why there is none."""
+        self._flops, self._peak = None, (device_peak.flops_per_s or 0.0) * ranks
+        try:
+            self._flops = count_flops(model)
+        except NotCounted as reason:
+            logger.info(f"MFU is left out: {reason}")
+            return
+        if self._peak:
+            logger.info(f"MFU counts model FLOPs against {device_peak} x {ranks} (ranks)")
+        else:
+            logger.info(f"MFU is left out: {device_peak}")
+
+    def per_step(self, lengths: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
+        """Return the MFU, from 0 to 1, of a step over documents of so many tokens each, or None."""
+        if not self._flops or not self._peak:
+            return None
+        return self._flops.per_step(lengths, trained_tokens) / seconds / self._peak
 
 
 def published_peak(device_name: str, dtype: torch.dtype) -> float | None:

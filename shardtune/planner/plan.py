@@ -86,10 +86,7 @@ class Plan:
             "inside a node": sum(inside.values()) / self.machine.rank_bytes_per_s,
         }
         if self.step_flops is not None:
-            # Full checkpointing runs each layer's forward, a third of the rest, once more.
-            again = 4 / 3 if self.config.model.activation_checkpointing == "full" else 1
-            flops_per_s = self.machine.ranks * self.machine.flops_per_s
-            floors["arithmetic"] = again * self.step_flops / flops_per_s
+            floors["arithmetic"] = arithmetic_s(self.step_flops, self.config, self.machine)
         return floors
 
 
@@ -131,7 +128,7 @@ def make_plan(config: Config, model_config: PreTrainedConfig, machine: Machine) 
             peaks=_peaks(measured, states),
             traffic=micro_batch_sum(measured.traffic, micro_batches),
             step_tokens=rows * config.data.max_length,
-            step_flops=_step_flops(whole, rows, config.data.max_length),
+            step_flops=count_step_flops(whole, rows, config.data.max_length),
             checkpoint_bytes=_checkpoint_bytes(whole, states, world.replicas, machine.ranks),
         )
 
@@ -151,7 +148,15 @@ def _peaks(measured: Measured, states: StateBytes) -> dict[str, Peak]:
     return peaks
 
 
-def _step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:
+def arithmetic_s(step_flops: float, config: Config, machine: Machine) -> float:
+    """Return the seconds that all ranks take at least for a step's FLOPs."""
+    # Full checkpointing runs each layer's forward, a third of the rest, once more.
+    again = 4 / 3 if config.model.activation_checkpointing == "full" else 1
+    return again * step_flops / (machine.ranks * machine.flops_per_s)
+
+
+def count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:
+    """Return the FLOPs of a step of full rows, recomputation left out; None if not known."""
     try:
         return count_flops(model).per_step(np.full(rows, length), rows * (length - 1))
     except NotCounted:

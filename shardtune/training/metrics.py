@@ -19,13 +19,11 @@ import torch
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint import durable_fs
-from shardtune.config import Config
 from shardtune.data.schedule import Schedule, Step
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.model.build import compute_dtype
-from shardtune.model.flops import MfuMeter
+from shardtune.model.flops import DevicePeak, MfuMeter
 
 
 class StepStats(NamedTuple):
@@ -178,7 +176,7 @@ def reserved_memory_bytes(device: torch.device) -> int:
 class StepLog:
     """Write each step to `metrics.jsonl`; log a line every `logging.every_steps` and at the end.
 
-    A line has the mean speed since the line before it. The constructor is collective.
+    A line has the mean speed since the line before it.
     """
 
     def __init__(
@@ -186,12 +184,13 @@ class StepLog:
         metrics: Metrics,
         model: PreTrainedModel,
         schedule: Schedule,
-        config: Config,
+        every_steps: int,
+        device_peak: DevicePeak,
         world: World,
     ) -> None:
         self._metrics, self._schedule = metrics, schedule
-        self._every_steps = config.logging.every_steps
-        self._mfu = MfuMeter(model, compute_dtype(config.model.compute_dtype, world.device), world)
+        self._every_steps = every_steps
+        self._mfu = MfuMeter(model, device_peak, world.size)
         # Seconds, tokens, and MFU x seconds of each step since the last line.
         self._unlogged: list[tuple[float, int, float]] = []
         self.start_clock()

@@ -104,6 +104,16 @@ def test_every_line_has_its_shape_and_its_place(inputs: Path, whole: Completed) 
     assert not re.search("\r", whole.stdout + whole.stderr)
 
 
+def test_a_small_run_is_planned_by_its_shapes_alone(inputs: Path, whole: Completed) -> None:
+    assert whole.stdout.count("\nPlan: The run fits, ") == 1
+    before, after = read_metrics(inputs / "runs/config", "plan")
+    assert before["source"] == "bound from shapes"
+    assert before | after == after
+    assert 0 < after["peak_bytes"] < after["predicted_peak_bytes"] < after["memory_bytes"]
+    assert 0 < after["predicted_step_seconds"] < after["step_seconds"]
+    assert whole.stdout.count("\nPredicted peak memory: at most ") == 1
+
+
 def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> None:
     lines, run_dir = contract_lines(whole.stdout), inputs / "runs/config"
     steps, evals = read_metrics(run_dir, "step"), read_metrics(run_dir, "eval")

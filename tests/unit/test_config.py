@@ -356,7 +356,6 @@ REMARKS = [
         "scheduler.min_lr_ratio = 0.2",
         "scheduler.name is constant",
     ),
-    ("run.ignore_plan=true", "run.ignore_plan = true", "no plan refuses a run yet"),
     ("eval.every_steps=5", "eval.every_steps = 5", "no evaluation data is given"),
     ("eval.keep_best=true", "eval.keep_best = true", "no evaluation data is given"),
     (

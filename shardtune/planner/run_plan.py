@@ -1,0 +1,278 @@
+"""The plan of a run: made before its weights are loaded, and held against it at its end.
+
+Where a bound from shapes alone is far below the memory, it is the plan. Otherwise a process of rank
+0 simulates a step while the data is tokenized.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypedDict
+
+import psutil
+import torch
+from transformers import PreTrainedConfig
+
+from shardtune.config import Config, resume_may_change
+from shardtune.config_io import to_dict
+from shardtune.distributed.host_memory import available_memory
+from shardtune.distributed.rank_record import RECORDS, STACK
+from shardtune.distributed.signals import die_with_parent
+from shardtune.distributed.tensors import dtype_name
+from shardtune.distributed.world import World
+from shardtune.errors import UserError
+from shardtune.log import logger, quiet_libraries
+from shardtune.model.build import build_on_meta, compute_dtype
+from shardtune.model.files import read_model_config
+from shardtune.model.flops import device_peak
+from shardtune.planner.bound import bound_bytes
+from shardtune.planner.changes import helpful_changes
+from shardtune.planner.plan import Machine, arithmetic_s, count_step_flops, make_plan
+from shardtune.planner.text import verdict
+from shardtune.training.context import Run
+from shardtune.training.memory import state_bytes
+from shardtune.training.metrics import Metrics, peak_memory_bytes, read_entries
+from shardtune.training.optim import build_optimizer
+
+_BOUND_SUFFICES = 0.1  # of the memory
+_SIMULATED_WITHIN_S = 180.0
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+class Prediction(TypedDict):
+    """What is known of a run before it, JSON-able."""
+
+    peak_bytes: int  # of the fullest rank, beside what its process holds already
+    source: str  # "simulated", "bound from shapes", or "states alone"
+    fits: bool
+    verdict: str
+    changes: list[str]  # that would let it fit, the best first
+    step_s: float | None  # the least time of a step, None if it is not known
+    bound_by: str | None  # what takes that time
+
+
+class RunPlan:
+    """The plan of one run. Every method is collective."""
+
+    def __init__(self, run: Run, model_config: PreTrainedConfig) -> None:
+        """Begin to plan on rank 0, beside the work of the run."""
+        config, world = run.config, run.world
+        self._run = run
+        dtype = compute_dtype(config.model.compute_dtype, world.device)
+        self.device_peak = device_peak(dtype, world)
+        # Nodes with as many ranks each, or one that stands for all.
+        ranks_per_node = world.local_size if world.size % world.local_size == 0 else world.size
+        self._machine = Machine(
+            nodes=world.size // ranks_per_node,
+            ranks_per_node=ranks_per_node,
+            memory_bytes=min(world.all_gather_json(_memory_bytes(world))),
+            node_bytes_per_s=math.inf,
+            rank_bytes_per_s=math.inf,
+            flops_per_s=self.device_peak.flops_per_s or math.inf,
+            is_gpu=world.device.type == "cuda",
+        )
+        self._held_bytes = 0  # by the process itself, before the run's tensors
+        self._prediction: Prediction | None = None
+        self._process: subprocess.Popen[str] | None = None
+        if world.is_main:
+            self._bound = _bound(config, model_config, self._machine, world)
+            if self._bound["peak_bytes"] > _BOUND_SUFFICES * self._machine.memory_bytes:
+                self._process = _simulate(run, self._machine, dtype)
+
+    def require_fit(self) -> None:
+        """Log the verdict, when all that is before loading is done.
+
+        Raises:
+            UserError: the run does not fit, and run.ignore_plan does not say to start all the same.
+        """
+        config, world = self._run.config, self._run.world
+        self._prediction = prediction = world.on_rank0(self._predict)
+        if not self._machine.is_gpu:
+            held = psutil.Process().memory_info().rss
+            self._held_bytes = int(max(world.all_gather_json(held)))
+        if prediction["fits"]:
+            logger.info(f"Plan: {prediction['verdict']}")
+        elif config.run.ignore_plan:
+            logger.info(
+                f"Plan: {prediction['verdict']}; the run starts all the same (run.ignore_plan=true)"
+            )
+        else:
+            remedies = [*prediction["changes"][:3], "more or larger devices"]
+            raise UserError(
+                f"{prediction['verdict']} - use {', or '.join(remedies)}; run.ignore_plan=true "
+                "starts it all the same"
+            )
+
+    @contextlib.contextmanager
+    def compared(self, metrics: Metrics) -> Iterator[None]:
+        """Write the plan to metrics.jsonl, and at the end of the steps what they really took."""
+        run, prediction = self._run, self._prediction
+        assert prediction
+        first_step = run.resumed.step if run.resumed else 0
+        planned = {
+            "memory_bytes": int(self._machine.memory_bytes),
+            "predicted_peak_bytes": prediction["peak_bytes"] + self._held_bytes,
+            "source": prediction["source"],
+            "predicted_step_seconds": prediction["step_s"],
+            "bound_by": prediction["bound_by"],
+        }
+        metrics.write("plan", step=first_step, **planned)
+        yield
+        (peak,) = run.world.all_reduce_max(peak_memory_bytes(run.world.device))
+        if not run.world.is_main:
+            return
+        entries = [entry for entry, _ in read_entries(run.metrics_file, sys.maxsize)]
+        steps = [e for e in entries if e["kind"] == "step" and e["step"] > first_step]
+        if not steps:  # an evaluation alone was left
+            return
+        # The first step sets things up.
+        seconds = statistics.median(entry["seconds"] for entry in steps[1:] or steps)
+        metrics.write(
+            "plan",
+            step=steps[-1]["step"],
+            **planned,
+            peak_bytes=int(peak),
+            step_seconds=seconds,
+        )
+        logger.info(_comparison(prediction, self._held_bytes, peak, seconds))
+
+    def _predict(self) -> Prediction:
+        """Return the plan, on rank 0 and when it is there."""
+        if self._process is None:
+            return self._bound
+        try:
+            out, err = self._process.communicate(timeout=_SIMULATED_WITHIN_S)
+            return json.loads(out)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            why = f"it took more than {_SIMULATED_WITHIN_S:.0f} s"
+        except ValueError:
+            why = (err.strip().splitlines() or ["no reason given"])[-1]
+        logger.info(f"Plan: no step could be simulated ({why})")
+        return self._bound
+
+
+def _memory_bytes(world: World) -> float:
+    """Return the memory that this rank may take: its GPU's, or its share of the host's."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory
+    return available_memory() / world.local_size
+
+
+def _bound(
+    config: Config, model_config: PreTrainedConfig, machine: Machine, world: World
+) -> Prediction:
+    """Predict from the shapes of the parameters: on rank 0, without the others.
+
+    What is above the bound fits. What is below may fit, unless the states alone do not.
+    """
+    model = build_on_meta(config, model_config, world)
+    states = state_bytes(model, build_optimizer(model, config), config)
+    most = bound_bytes(model, config, states, world) + machine.allowance_bytes
+    fits = states.total <= machine.memory_bytes
+    limit = f"{_gb(machine.memory_bytes)} of a rank"
+    if most <= machine.memory_bytes:
+        text = f"The run fits, {limit} hold more than its shapes can take, {_gb(most)}"
+    elif fits:
+        text = (
+            f"The run may fit, {limit} hold {_gb(states.total)} of weights, gradients and "
+            "optimizer; a bound from shapes alone"
+        )
+    else:
+        text = (
+            f"The run does not fit, {limit} do not hold {_gb(states.total)} of weights, gradients "
+            "and optimizer"
+        )
+    rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps * machine.ranks
+    flops = count_step_flops(model, rows, config.data.max_length)
+    step_s = arithmetic_s(flops, config, machine) if flops else 0.0
+    return Prediction(
+        peak_bytes=most if fits else states.total,
+        source="bound from shapes" if fits else "states alone",
+        fits=fits,
+        verdict=text,
+        changes=[],
+        step_s=step_s or None,
+        bound_by="arithmetic" if step_s else None,
+    )
+
+
+def _simulate(run: Run, machine: Machine, dtype: torch.dtype) -> subprocess.Popen[str]:
+    """Start a process that simulates a step, and prints a `Prediction`."""
+    settings = to_dict(run.config)
+    settings["model"] |= {"compute_dtype": dtype_name(dtype)}
+    request = {
+        "config": settings,
+        "machine": vars(machine),
+        "is_resumed": run.resumed is not None,
+        "parent": os.getpid(),
+    }
+    env = {key: value for key, value in os.environ.items() if key not in (RECORDS, STACK)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CHECKOUT), env.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardtune.planner.run_plan", json.dumps(request)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+
+
+def _predict_in_process(request: dict[str, Any]) -> Prediction:
+    """Simulate a step, and look for changes that would help where it does not fit."""
+    config = Config.model_validate(request["config"])
+    machine = Machine(**request["machine"])
+    model_config = read_model_config(config.model, config.data.max_length)
+    plan = make_plan(config, model_config, machine)
+    must_fit = not plan.fits and not config.run.ignore_plan
+    changes = helpful_changes(plan, model_config) if must_fit else []
+    floors = {part: seconds for part, seconds in plan.floors_s.items() if seconds}
+    bound_by = max(floors, key=lambda part: floors[part], default=None)
+    return Prediction(
+        peak_bytes=plan.peak_bytes,
+        source="simulated step",
+        fits=plan.fits,
+        verdict=verdict(plan),
+        changes=[
+            " ".join(f"{key}={value}" for key, value in change.values.items())
+            + f" ({_gb(change.plan.peak_bytes)})"
+            for change in changes
+            if change.plan.fits
+            and (not request["is_resumed"] or all(map(resume_may_change, change.values)))
+        ],
+        step_s=floors[bound_by] if bound_by else None,
+        bound_by=bound_by,
+    )
+
+
+def _comparison(prediction: Prediction, held_bytes: int, peak: float, seconds: float) -> str:
+    """Return a line of what was planned and what was measured."""
+    at_most = "" if prediction["source"] == "simulated step" else "at most "
+    held = f" ({_gb(held_bytes)} before the weights)" if held_bytes else ""
+    step = "-"
+    if prediction["step_s"]:
+        step = f"at least {prediction['step_s']:.3g} s ({prediction['bound_by']}, full rows)"
+    return (
+        f"Predicted peak memory: {at_most}{_gb(prediction['peak_bytes'] + held_bytes)}{held} | "
+        f"Measured: {_gb(peak)} | Predicted step time: {step} | Measured: {seconds:.3g} s (median)"
+    )
+
+
+def _gb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.2f} GB"
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    die_with_parent(given["parent"])
+    quiet_libraries(is_main=False)
+    print(json.dumps(_predict_in_process(given)))

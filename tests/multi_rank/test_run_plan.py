@@ -1,0 +1,116 @@
+"""A run says whether it fits before it loads, refuses what does not, and checks its plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers.chats import chats, write_jsonl
+from helpers.commands import read_metrics
+from helpers.plain_training import finish
+from helpers.ranks import on_ranks, run_script, train
+from transformers import AutoConfig, AutoTokenizer
+
+from shardtune.distributed.host_memory import available_memory
+from shardtune.planner import run_plan
+
+
+def run_with_memory(n_bytes: int, arguments: list[str]) -> None:
+    """On a rank: run as on a node with so many free bytes."""
+    vars(run_plan)["available_memory"] = lambda: n_bytes
+    run_script(arguments)
+
+
+def given(model: Path, folder: Path, *more: str) -> list[str]:
+    """Arguments with which adapters alone are left to save memory."""
+    (folder / "config.yaml").touch()
+    return [
+        "--config=config.yaml",
+        f"model.path={model}",
+        f"data.train={write_jsonl(folder / 'train.jsonl', chats(30))}",
+        "model.compute_dtype=bfloat16",
+        "model.master_dtype=bfloat16",
+        "model.reduce_dtype=bfloat16",
+        "model.activation_checkpointing=full",
+        "optimizer.name=adamw8bit",
+        "data.max_length=128",
+        "train.max_steps=3",
+        "export.final=false",
+        "run.dir=run",
+        *more,
+    ]
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_would_help(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Planned at 64 MB a rank, and with adapters at 43 MB."""
+    wide = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 4}
+    config = AutoConfig.from_pretrained(models["llama"], **wide)
+    config.save_pretrained(tmp_path / "wide")
+    AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "wide")
+    arguments = given(tmp_path / "wide", tmp_path, "model.init=random")
+    refused = on_ranks(2, run_with_memory, 2 * 52_000_000, arguments, cwd=tmp_path)
+    assert refused.returncode == 2, refused.stderr
+    assert re.fullmatch(
+        r"ERROR: The run does not fit, \S+ GB do not hold the peak of .+ - use lora\.rank=16 \(.+ "
+        r"GB\), or more or larger devices; run\.ignore_plan=true starts it all the same",
+        refused.stderr.splitlines()[-1],
+    ), refused.stderr
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_plan_that_is_ignored_is_held_against_the_run(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = given(models["glm"], tmp_path, "run.ignore_plan=true")
+    said = finish(on_ranks(2, run_with_memory, 10_000, arguments, cwd=tmp_path))
+    (line,) = re.findall(r"^Plan: .*", said, re.M)
+    assert "The run does not fit" in line
+    assert line.endswith("the run starts all the same (run.ignore_plan=true)")
+    check(said, tmp_path / "run", "simulated step", steps=3)
+
+
+@pytest.mark.full
+def test_a_model_that_this_machine_does_not_hold_is_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """All weights take twice the free memory, and frozen ones with adapters a quarter."""
+    width = 4096
+    layers = available_memory() // 8 // (4 * width * width)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=AutoConfig.from_pretrained(models["llama"]).vocab_size,
+        hidden_size=width,
+        intermediate_size=16,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        num_hidden_layers=int(layers),
+    )
+    config.save_pretrained(tmp_path / "large")
+    AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(tmp_path / "large")
+    write_jsonl(tmp_path / "train.jsonl", chats(30))
+    model = f"model.path={tmp_path / 'large'}"
+    settings = ["model.init=random", "data.train=train.jsonl", "data.max_length=128"]
+    refused = train(1, model, "model.compute_dtype=bfloat16", *settings, cwd=tmp_path)
+    assert refused.returncode == 2, refused.stderr
+    line = refused.stderr.splitlines()[-1]
+    assert line.startswith("ERROR: The run does not fit, ")
+    assert "lora.rank=16 (" in line
+
+
+def check(said: str, run_dir: Path, source: str, steps: int) -> None:
+    """The last line that compares, and what metrics.jsonl has of it."""
+    before, after = read_metrics(run_dir, "plan")
+    measured = read_metrics(run_dir, "step")
+    assert before | after == after
+    assert (before["step"], after["step"]) == (0, steps)
+    assert after["source"] == source
+    assert after["peak_bytes"] >= measured[-1]["memory_bytes"]
+    seconds = sorted(step["seconds"] for step in measured[1:])
+    assert seconds[0] <= after["step_seconds"] <= seconds[-1]
+    (line,) = re.findall(r"^Predicted peak memory: .*", said, re.M)
+    assert f"{after['predicted_peak_bytes'] / 1e9:.2f} GB (" in line
+    assert f"Measured: {after['peak_bytes'] / 1e9:.2f} GB" in line
+    assert f"Predicted step time: at least {after['predicted_step_seconds']:.3g} s" in line
