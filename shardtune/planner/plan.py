@@ -28,6 +28,8 @@ from shardtune.training.reshard import ReshardPolicy, decide, unsharded_bytes
 
 # CUDA's context, NCCL's buffers, and memory that the allocator cannot use: no GPU has measured it.
 ALLOWANCE_BYTES = 4 * 10**9
+# Of a CPU process: gloo's buffers, and libraries that load at their first use.
+_CPU_ALLOWANCE_BYTES = 10**8
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Machine:
 
     @property
     def allowance_bytes(self) -> int:
-        """What the device takes for itself, beside tensors."""
-        return ALLOWANCE_BYTES if self.is_gpu else 0
+        """What the device or the process takes for itself, beside tensors."""
+        return ALLOWANCE_BYTES if self.is_gpu else _CPU_ALLOWANCE_BYTES
 
     @property
     def ranks(self) -> int:

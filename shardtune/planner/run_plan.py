@@ -51,7 +51,7 @@ class Prediction(TypedDict):
     """What is known of a run before it, JSON-able."""
 
     peak_bytes: int  # of the fullest rank, beside what its process holds already
-    source: str  # "simulated", "bound from shapes", or "states alone"
+    source: str  # "simulated step" or "bound from shapes"
     fits: bool
     verdict: str
     changes: list[str]  # that would let it fit, the best first
@@ -84,7 +84,8 @@ class RunPlan:
         self._process: subprocess.Popen[str] | None = None
         if world.is_main:
             self._bound = _bound(config, model_config, self._machine, world)
-            if self._bound["peak_bytes"] > _BOUND_SUFFICES * self._machine.memory_bytes:
+            of_tensors = self._bound["peak_bytes"] - self._machine.allowance_bytes
+            if of_tensors > _BOUND_SUFFICES * self._machine.memory_bytes:
                 self._process = _simulate(run, self._machine, dtype)
 
     def require_fit(self) -> None:
@@ -195,8 +196,8 @@ def _bound(
     flops = count_step_flops(model, rows, config.data.max_length)
     step_s = arithmetic_s(flops, config, machine) if flops else 0.0
     return Prediction(
-        peak_bytes=most if fits else states.total,
-        source="bound from shapes" if fits else "states alone",
+        peak_bytes=most,
+        source="bound from shapes",
         fits=fits,
         verdict=text,
         changes=[],

@@ -53,9 +53,10 @@ def verdict(plan: Plan) -> str:
     """Say whether the run fits, and what bounds its speed."""
     limit = f"{_gb(plan.machine.memory_bytes)} GB"
     phase = max(plan.peaks, key=lambda name: plan.peaks[name].n_bytes)
-    peak = f"{_gb(plan.peak_bytes)} GB in {phase}"
-    if allowance := plan.machine.allowance_bytes:
-        peak += f", {_gb(allowance)} GB allowed for the device's own among them"
+    peak = (
+        f"{_gb(plan.peak_bytes)} GB in {phase}, {_gb(plan.machine.allowance_bytes)} GB allowed for "
+        "the device's own among them"
+    )
     bound = max(plan.floors_s, key=lambda part: plan.floors_s[part])
     if plan.fits:
         return f"The run fits, {limit} hold the peak of {peak}; bound by {bound}"
