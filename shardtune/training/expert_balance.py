@@ -30,7 +30,7 @@ class ExpertBalance:
     """
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
-        self._metrics = metrics
+        self._metrics, self._device = metrics, world.device
         self._degree = world.expert_mesh["expert"].size() if world.expert_mesh else 1
         self._counts: dict[str, torch.Tensor] = {}  # of each layer; behind them, of no expert
         self._steps_without: dict[str, np.ndarray] = {}  # since when each expert has no tokens
@@ -47,7 +47,9 @@ class ExpertBalance:
         layers = [counts[:-1].clone() for counts in self._counts.values()]
         for counts in self._counts.values():
             counts.zero_()
-        return torch.cat(layers).double() if layers else torch.empty(0, dtype=torch.float64)
+        # A step of a dense model gathers none, of the device where the rest of it is.
+        none = torch.empty(0, dtype=torch.float64, device=self._device)
+        return torch.cat([none, *layers])
 
     def step_ended(self, step: int, tokens: np.ndarray, is_due: bool) -> None:
         """Report a step, where it `is_due`, and experts that have had no tokens for long.

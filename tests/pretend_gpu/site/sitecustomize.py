@@ -33,5 +33,5 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         return spec
 
 
-if "PRETEND_GPUS" in os.environ:
+if "PRETEND_GPUS" in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
     sys.meta_path.insert(0, _AfterTorch())
