@@ -6,9 +6,9 @@ python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections NAME
 
 All sides train the same weights on the same chats. All of the chats are one optimizer step, so
 every side has the same global batch, however it orders and packs. At every step its loss must
-equal the reference's (HF Trainer's) before any of its figures counts. In each round the sides take
-turns, in another order each time. Each runs in its own process on one pinned core with one thread.
-Its first step also sets things up and is not counted.
+equal the reference's (HF Trainer's, or the first peer's without it) before any of its figures
+counts. In each round the sides take turns, in another order each time. Each runs in its own process
+on one pinned core with one thread. Its first step also sets things up and is not counted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -32,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from alone import loss_memory, many_records, scaling, spread_experts, traffic
-from chats import write_chats
+from chats import MIXES, write_chats
 from measure import (
     FAILED,
     REPOSITORY,
@@ -119,14 +120,16 @@ def parts(
         "records": many_records,
         "experts": spread_experts,
     }
-    per_dtype = {"one": one_thread, "profile": profile}
     for name in options.sections:
         if name in sections:
             parts_to_measure[name] = sections[name]
+        elif name == "profile":
+            for dtype in options.dtypes:
+                parts_to_measure[f"{name} {dtype}"] = partial(profile, dtype=dtype)
         else:
-            parts_to_measure |= {
-                f"{name} {dtype}": partial(per_dtype[name], dtype=dtype) for dtype in options.dtypes
-            }
+            for dtype, mix in product(options.dtypes, options.mixes):
+                measure = partial(one_thread, dtype=dtype, mix=mix)
+                parts_to_measure[f"{name} {dtype}, {mix}"] = measure
     return parts_to_measure
 
 
@@ -148,6 +151,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--sides", nargs="+", choices=("ours", *PEERS), default=("ours", *PEERS))
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=default_dtypes())
+    parser.add_argument(
+        "--mixes", nargs="+", choices=tuple(MIXES), default=tuple(MIXES), help="of chats"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
         "--steps", type=int, default=3, help="of each run; the first is not counted"
@@ -173,6 +179,7 @@ def read_options() -> argparse.Namespace:
     if options.short:
         options.rounds, options.steps, options.tokens, options.max_length = 1, 2, 1024, 512
         options.ranks, options.head_tokens, options.records = [1, 2], 256, [1_000]
+        options.mixes = options.mixes[:1]
         options.expert_tokens = [64]
     return options
 
@@ -219,8 +226,10 @@ def machine(options: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str, Any]:
-    """Run every side in turn on one core."""
+def one_thread(options: argparse.Namespace, _: Path, dtype: str, mix: str) -> dict[str, Any]:
+    """Run every side in turn on one core, on chats of this mix."""
+    chats = options.work / f"{mix.replace(' ', '-')}.jsonl"
+    write_chats(chats, options.tokens, options.max_length, mix)
     core = [max(os.sched_getaffinity(0))]
     flops, lengths = model_flops(options.model), document_lengths(options, chats)
     ours, peer_flags = settings(options, chats, dtype, options.model)
@@ -228,9 +237,10 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in options.sides}
     for turn, name in in_turns(options.sides, options.rounds):
         before = matmul_rate(core, dtype)
-        run_name = f"one-{dtype}-{name}-{turn}"
+        run_name = f"one-{dtype}-{chats.stem}-{name}-{turn}"
         if name == "ours":
-            done = run_ours(run_name, options.work, ours, cores=core)
+            script = REPOSITORY / "benchmarks/step_cpu.py"
+            done = run_ours(run_name, options.work, ours, cores=core, script=script)
             shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
         else:
             done = run_peer(
@@ -244,15 +254,17 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
         if done:
             runs[name].append(done)
             rates[name].append((before, matmul_rate(core, dtype)))
-    equal = counted(runs, REFERENCE, dtype)
+    reference = REFERENCE if REFERENCE in runs else next(name for name in runs if name != "ours")
+    equal = counted(runs, reference, dtype)
     if not equal:
         return {}
-    trained_tokens = runs[REFERENCE][0].trained_tokens
+    trained_tokens = runs[reference][0].trained_tokens
     step_flops = flops.per_step(lengths, trained_tokens)
     rows = {}
     for name, sides in equal.items():
         rows[name] = {
             "rates": rates[name],
+            "cpu_seconds": [value for side in sides for value in side.cpu_seconds],
             "trained_tokens_per_s": [
                 trained_tokens / value for side in sides for value in side.seconds
             ],
@@ -269,13 +281,14 @@ def one_thread(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str
         }
     counts = {
         "dtype": dtype,
+        "mix": mix,
         "model": options.model.name,
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
         "trained_tokens": trained_tokens,
         "flops": step_flops,
         "max_length": options.max_length,
-        "reference": REFERENCE,
+        "reference": reference,
         "rounds": options.rounds,
         "steps": options.steps,
     }

@@ -1,6 +1,4 @@
-"""Chats for the benchmarks: real words, log-normal lengths, a fixed seed, and 60 to 75% of the
-tokens in prompts.
-"""
+"""Chats for the benchmarks: real words, log-normal lengths and a fixed seed, in several mixes."""
 
 from __future__ import annotations
 
@@ -8,32 +6,54 @@ import json
 import math
 import random
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "examples/chats/train.jsonl"
-MEDIAN_TOKENS, SIGMA = 280, 0.8  # of a chat
 TOKENS_PER_WORD = 1.25
 TEMPLATE_TOKENS = 30  # what the template adds to a chat's words, about
 
 
-def write_chats(path: Path, tokens: int, max_length: int, seed: int = 0) -> Path:
+@dataclass(frozen=True)
+class Mix:
+    """How long chats are, and who says how much. Lengths are log-normal."""
+
+    median_tokens: float  # of a chat
+    sigma: float
+    turns: tuple[int, int]  # the fewest and the most answers of a chat
+    answers: tuple[float, float]  # the smallest and the largest share of a chat's tokens
+
+
+MIXES = {
+    "prompts": Mix(280, 0.8, (1, 1), (0.25, 0.40)),
+    "short": Mix(110, 0.4, (1, 1), (0.40, 0.60)),
+    "long-tailed": Mix(200, 1.3, (1, 1), (0.30, 0.80)),
+    "many turns": Mix(700, 0.4, (4, 12), (0.40, 0.70)),
+}
+
+
+def write_chats(
+    path: Path, tokens: int, max_length: int, mix: str = "prompts", seed: int = 0
+) -> Path:
     """Write about `tokens` tokens of chats, none longer than `max_length`."""
-    source = random.Random(seed)
+    source, kind = random.Random(seed), MIXES[mix]
     words = sorted(set(re.findall(r"[a-z]{2,12}", SOURCE.read_text(encoding="utf-8"))))
     with path.open("w", encoding="utf-8") as file:
         while tokens > 0:
-            length = min(
-                0.8 * max_length, max(60.0, source.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA))
-            )
-            answer = source.uniform(0.25, 0.40)
-            shares = {"user": 1 - answer - TEMPLATE_TOKENS / length, "assistant": answer}
+            length = source.lognormvariate(math.log(kind.median_tokens), kind.sigma)
+            length = min(0.8 * max_length, max(60.0, length))
+            turns, answers = source.randint(*kind.turns), source.uniform(*kind.answers)
+            shares = {"user": 1 - answers - TEMPLATE_TOKENS / length, "assistant": answers}
             messages = [
                 {
                     "role": role,
                     "content": " ".join(
-                        source.choices(words, k=max(4, round(share * length / TOKENS_PER_WORD)))
+                        source.choices(
+                            words, k=max(4, round(share * length / turns / TOKENS_PER_WORD))
+                        )
                     ),
                 }
+                for _ in range(turns)
                 for role, share in shares.items()
             ]
             file.write(json.dumps({"messages": messages}) + "\n")

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,7 @@ STEADY = 0.1
 # Of losses, relative. Float32 sides differ by 1e-6. Bfloat16 sides differ by 9e-4: some keep
 # float32 between layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
+CPU_LABEL = "CPU seconds of the process until the end of each step: "
 # Moves the loss by 15% in two updates, in bfloat16 too, in which smaller updates round away.
 LR = 3e-4
 
@@ -76,6 +78,7 @@ class Side:
     mfu: list[float] | None = None  # of the same steps as `seconds`, where the run itself says it
     # The part of these seconds for which the rank that waited most waited for its batches.
     data_share: float | None = None
+    cpu_seconds: list[float] = field(default_factory=list)  # of the process, in these steps
 
 
 def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
@@ -284,6 +287,7 @@ def read_ours(run_dir: Path, log: Path) -> Side:
         line.removeprefix("Attention: ") for line in log_lines if line.startswith("Attention: ")
     )
     mfu = [step["mfu"] for step in steps[1:]]
+    ends = next((line for line in log_lines if line.startswith(CPU_LABEL)), None)
     waited, took = (sum(step[key] for step in steps[1:]) for key in ("data_seconds", "seconds"))
     # Packed rows are flattened, so nothing is padded.
     return Side(
@@ -296,7 +300,13 @@ def read_ours(run_dir: Path, log: Path) -> Side:
         attention=attention,
         mfu=None if None in mfu else mfu,
         data_share=waited / took if took else None,
+        cpu_seconds=differences(json.loads(ends.removeprefix(CPU_LABEL))) if ends else [],
     )
+
+
+def differences(ends: Sequence[float]) -> list[float]:
+    """Return how long each step took, of all but the first."""
+    return [end - start for start, end in pairwise(ends)]
 
 
 def run_peer(

@@ -17,6 +17,7 @@ import os
 import re
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,20 @@ WHOLE_EPOCH = 1 << 20  # micro-batches: more than any epoch has, so that one ste
 
 
 class Watch(TrainerCallback):
-    """The seconds from the end of one optimizer step to the end of the next, and what the trainer
+    """The ends of the optimizer steps, in seconds of the clock and of the CPU, and what the trainer
     logs of each.
     """
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.cpu_ends: list[float] = []  # of this process
         self.losses: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
+        self.cpu_ends.append(time.process_time())
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
         if "loss" in logs:
@@ -77,10 +80,11 @@ def main() -> None:
         counts = count_tokens(trainer, options.side)
         gc.collect()
         trainer.train()
-    seconds = [end - start for start, end in zip(watch.ends, watch.ends[1:], strict=False)]
     result = {
         "losses": watch.losses,
-        "seconds": seconds,  # of the second step and those after it: the first also sets things up
+        # Of the second step and those after it: the first also sets things up.
+        "seconds": differences(watch.ends),
+        "cpu_seconds": differences(watch.cpu_ends),
         "attention": trainer.model.config._attn_implementation,
         "memory_bytes": torch.cuda.max_memory_allocated()
         if torch.cuda.is_available()
@@ -97,6 +101,10 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
         os._exit(0)  # gloo's threads abort a process that ends in the ordinary way
+
+
+def differences(ends: list[float]) -> list[float]:
+    return [end - start for start, end in pairwise(ends)]
 
 
 def read_options() -> argparse.Namespace:

@@ -47,7 +47,9 @@ def main() -> None:
     for axes, figures in zip(all_axes[0], ones, strict=False):
         bars(axes, figures["rows"])
         axes.set_title(
-            f"One thread, {figures['counts']['dtype']}\n(% of its matmul rate)", fontsize=11
+            f"One thread, {figures['counts']['dtype']}, {figures['counts']['mix']}\n"
+            "(% of its matmul rate)",
+            fontsize=11,
         )
     if ranks:
         scaling(all_axes[0][-1], ranks)

@@ -68,30 +68,31 @@ def one_thread_lines(figures: dict[str, Any], head: dict[str, int] | None) -> li
     dtype = counts["dtype"]
     tokens = f"{counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
     lines = [
-        f"## {counts['model']}, one pinned thread, {dtype}",
+        f"## {counts['model']}, one pinned thread, {dtype}, {counts['mix']}",
         "",
-        f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']}. "
+        f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']} "
+        f"(`{counts['mix']}` of benchmarks/chats.py). "
         f"{describe_losses(dtype, rows, counts['reference'])} "
         f"{describe_count(counts['rounds'], counts['steps'] - 1)}",
         "",
         *rate_lines(rows, counts),
     ]
-    speeds = {name: median(row["trained_tokens_per_s"]) for name, row in rows.items()}
-    shown, middle = [], median(gflops(rows.values()))
+    took = {name: median(row["cpu_seconds"]) for name, row in rows.items()}
+    shown = []
     for name, row in rows.items():
-        ratio = f"{speeds['ours'] / speeds[name]:.2f} x" if "ours" in speeds else ""
-        if ratio and any(unsteady_runs(rows[each], middle) for each in ("ours", name)):
-            ratio += " (unsteady core)"
+        ratio = f"{took[name] / took['ours']:.2f} x" if "ours" in took else ""
         waited = "not measured" if row["data_share"] is None else f"{row['data_share']:.2%}"
         shares = [100 * share for share in row["share_of_matmul_rate"]]
         shown.append(
-            f"| {NAMES[name]} | {spread(row['trained_tokens_per_s'])} | {spread(shares)} % | "
+            f"| {NAMES[name]} | {spread(row['cpu_seconds'])} | "
+            f"{spread(row['trained_tokens_per_s'])} | {spread(shares)} % | "
             f"{spread(gflops([row]))} | "
             f"{row['padding']:.1%} | {row['head_rows'] or own_head_rows(counts, head)} | "
             f"{row['memory_bytes'] / 1e9:.2f} GB | {waited} | {ratio} |"
         )
     header = (
-        "| | trained tokens/s | share of the matmul rate | that rate, GFLOP/s | padding "
+        "| | CPU seconds of a step | trained tokens/s | share of the matmul rate "
+        "| that rate, GFLOP/s | padding "
         "| rows through the head "
     )
     header += "| peak memory | waited for data | shardtune is |"
@@ -150,8 +151,8 @@ def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
             f"**Not all runs had the same core.** The rate before, the rate after and the "
             f"median of all are more than "
             f"{STEADY:.0%} apart for: {', '.join(unsteady)}. Tokens per second of these "
-            f"runs, and ratios to them, also "
-            "depend on the other work of the machine; their shares of the rate depend on it less."
+            "runs and their shares of the rate depend on the other work of the machine. Ratios are "
+            "of CPU seconds, which depend on it less."
         ]
     return [part for line in lines for part in (line, "")]
 

@@ -40,6 +40,7 @@ KINDS = {
     ),
     "optimizer and gradient norm": ("_fused_adamw_", "linalg_vector_norm", "_foreach_mul_"),
 }
+ATTENTION_OF_CPU = "shardtune::causal_documents"  # made of other operators
 ACTIVITIES = [ProfilerActivity.CPU]
 if torch.cuda.is_available():
     ACTIVITIES.append(ProfilerActivity.CUDA)
@@ -62,12 +63,21 @@ def main() -> None:
     train_fsdp.main()
 
 
+def is_within(event: Any, name: str) -> bool:
+    """Return whether the event, or one around it, has a name that begins so."""
+    while event is not None and not event.name.startswith(name):
+        event = event.cpu_parent
+    return event is not None
+
+
 def by_kind(profiler: profile, seconds: float) -> dict[str, float]:
     """Return the seconds within each kind of operation; the rest of the step is the host's."""
     kind_of = {f"aten::{name}": kind for kind, names in KINDS.items() for name in names}
     seconds_of_kind: Counter[str] = Counter()
-    for event in profiler.key_averages():
-        kind = kind_of.get(event.key, OTHERS if event.key.startswith("aten::") else HOST)
+    for event in profiler.events():
+        kind = kind_of.get(event.name, OTHERS if event.name.startswith("aten::") else HOST)
+        if is_within(event, ATTENTION_OF_CPU):
+            kind = "attention"
         time_us = event.self_cpu_time_total
         if len(ACTIVITIES) > 1:
             time_us = event.self_device_time_total

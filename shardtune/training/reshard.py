@@ -6,6 +6,10 @@
 
 The sums are the same, in another order. Kept tensors need memory, so the free memory decides.
 
+A rank that has the whole model, one shard, gathers nothing, but FSDP2 casts its weights to the
+compute dtype and copies its gradients all the same, as often as others gather and reduce. There the
+kept gradients take the place of the sharded ones, and their sum has the same order.
+
 FSDP2 itself gathers the next layer while this one computes: in the forward because the host runs
 ahead of a GPU, in the backward because it prefetches in the reverse order.
 """
@@ -45,11 +49,15 @@ class ReshardPolicy:
 
 
 def unsharded_bytes(model: Any, config: Config, world: World) -> tuple[int, int]:
-    """Return the bytes of all parameters that a rank gathers, and those of their gradients."""
+    """Return the bytes of all parameters that a rank gathers, and those of their gradients.
+
+    The gradients of one shard take none, since they replace the sharded ones.
+    """
     numel = sum(gathered_numel(p) for p in model.parameters())
     trained = sum(gathered_numel(p) for p in model.parameters() if p.requires_grad)
     compute = compute_dtype(config.model.compute_dtype, world.device)
-    return numel * compute.itemsize, trained * DTYPES[config.model.reduce_dtype].itemsize
+    gradients = 0 if _is_whole(world) else trained * DTYPES[config.model.reduce_dtype].itemsize
+    return numel * compute.itemsize, gradients
 
 
 def choose_reshard_policy(
@@ -62,30 +70,33 @@ def choose_reshard_policy(
     """
     parameters, gradients = unsharded_bytes(model, config, world)
     micro_batches = config.train.gradient_accumulation_steps
-    if world.mesh["shard"].size() == 1:
-        logger.info(f"Parameters: whole on each rank ({_gb(parameters)})")
-        return ReshardPolicy(keep_parameters=False, keep_gradients=world.size > 1)
     # The sharded gradients and the optimizer's state are not allocated yet.
     free = _free_bytes(world) - state.gradients - state.optimizer
+    keep_gradients = saved.keep_gradients if saved else None
+    if _is_whole(world):
+        # Alone, a rank adds up in the dtype of the sharded gradients what it does not keep.
+        keep_gradients = world.size > 1 or config.model.reduce_dtype == "float32"
     policy, room, room_for_parameters = decide(
-        parameters,
-        gradients,
-        min(world.all_gather_json(free)),
-        micro_batches,
-        saved.keep_gradients if saved else None,
+        parameters, gradients, min(world.all_gather_json(free)), micro_batches, keep_gradients
     )
     if policy.keep_parameters:
         model.set_reshard_after_forward(False)
-    gathered = "once a step" if policy.keep_parameters else "in each forward and each backward"
+    made = "whole on each rank, copied" if _is_whole(world) else "gathered"
+    when = "once a step" if policy.keep_parameters else "in each forward and each backward"
     logger.info(
-        f"Parameters: gathered {gathered} "
+        f"Parameters: {made} {when} "
         f"({_gb(parameters)} unsharded, room for {_gb(room_for_parameters)})"
     )
-    if micro_batches > 1:
+    if micro_batches > 1 and not _is_whole(world):
         reduced = "once a step" if policy.keep_gradients else "in each micro-batch"
         reason = "as before the resume" if saved else f"room for {_gb(room)}"
         logger.info(f"Gradients: reduced {reduced} ({_gb(gradients)} unsharded, {reason})")
     return policy
+
+
+def _is_whole(world: World) -> bool:
+    """Return whether each rank has the whole model."""
+    return world.mesh["shard"].size() == 1
 
 
 def decide(

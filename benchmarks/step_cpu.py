@@ -1,0 +1,33 @@
+#!/usr/bin/env python3
+"""Run train_fsdp.py, and print the CPU seconds that the process had used at the end of each step.
+
+PYTHONPATH=. python benchmarks/step_cpu.py [arguments of train_fsdp.py]
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from measure import CPU_LABEL
+
+import train_fsdp
+from shardtune.distributed.exit import run
+
+
+def main() -> None:
+    train_step, ends = train_fsdp.train_step, list[float]()
+
+    def timed(*arguments: Any) -> Any:
+        done = train_step(*arguments)
+        ends.append(time.process_time())
+        return done
+
+    train_fsdp.train_step = timed
+    train_fsdp.main()
+    print(CPU_LABEL + json.dumps(ends), flush=True)
+
+
+if __name__ == "__main__":
+    run(main)
