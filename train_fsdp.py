@@ -42,7 +42,9 @@ from shardtune.training.garbage_collection import collected_by_micro_batch, micr
 from shardtune.training.memory import state_bytes, step_fits, weights_fit
 from shardtune.training.metrics import Metrics, StepLog, StepStats, all_gather_step_stats
 from shardtune.training.prefetch import prefetch
+from shardtune.training.profiler import StepProfiler
 from shardtune.training.reshard import choose_reshard_policy
+from shardtune.training.sinks import open_sinks
 from shardtune.training.stragglers import Stragglers
 
 
@@ -67,7 +69,12 @@ def main() -> None:
     else:
         plan.require_fit()
         context = build_train_context(run, model_config, data, assets)
-        with collected_by_micro_batch(), step_fits(config), plan.compared(context.metrics):
+        with (
+            context.metrics,
+            collected_by_micro_batch(),
+            step_fits(config),
+            plan.compared(context.metrics),
+        ):
             last_checkpoint = train(context, schedule, pending_evaluation, plan.device_peak)
     end_on_signal(
         f"after the last step was saved, while the final model was written - {AGAIN}", code=75
@@ -101,7 +108,8 @@ def build_train_context(
         load_checkpoint(resumed, model, optimizer, config.run.seed, run.directory, world)
     clear_leftovers(run.directory, resumed, world)
     world.on_rank0(lambda: write_config(config, run.directory.path / "config.yaml"))
-    metrics = Metrics(run.metrics_file, world, resumed.step if resumed else None)
+    sinks = partial(open_sinks, config, run.directory.path, resumed.step if resumed else None)
+    metrics = Metrics(run.metrics_file, world, resumed.step if resumed else None, sinks)
     best = None
     if config.eval.keep_best and data.eval:
         best = Best(run.directory, config, model, assets, world)
@@ -141,6 +149,7 @@ def train(
     context.metrics.write("start", **setup.describe_start(context.run, context.data, schedule))
     every_steps = config.logging.every_steps
     step_log = StepLog(context.metrics, context.model, schedule, every_steps, device_peak, world)
+    profiler = StepProfiler(context.run, context.metrics, schedule)
     if pending_evaluation is not None:
         evaluate(context, pending_evaluation)
     last_checkpoint, stop = context.run.resumed, StopRequest()
@@ -150,12 +159,14 @@ def train(
             step.number, schedule.total_steps, config.optimizer.lr, config.scheduler
         )
         optim.set_learning_rate(context.optimizer, lr)
+        profiler.step_begins(step.number)
         stats = train_step(context, step, micro_batches, stop)
-        context.stragglers.step_ended(step.number)
+        seconds_by_phase = context.stragglers.step_ended(step.number)
         world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
         step_log.step_ended(step, stats, lr)
         is_due = schedule.is_due(step.number, every_steps)
         context.expert_balance.step_ended(step.number, stats.expert_tokens, is_due)
+        profiler.step_ended(step.number, seconds_by_phase)
 
         # Before the save: a run that is killed between the two repeats the step and its evaluation.
         is_evaluated = True

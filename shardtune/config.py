@@ -24,11 +24,6 @@ def _changeable(default: Any) -> Any:
     return Field(default=default, json_schema_extra=MAY_CHANGE)
 
 
-def _partly_built(default: Any, *others: Any) -> Any:
-    """Return a field of which no value but these is built so far."""
-    return Field(default=default, json_schema_extra={"built": [default, *others]})
-
-
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 Count = Annotated[int, Field(ge=1)]
@@ -292,12 +287,12 @@ class LoggingConfig(Section, json_schema_extra=MAY_CHANGE):
 
     every_steps: Count = 1
     """Steps between two printed step lines."""
-    tensorboard: bool = _partly_built(False)
-    """Write TensorBoard events beside `metrics.jsonl`."""
-    wandb: Text | None = _partly_built(None)
-    """Weights & Biases project."""
-    profile_steps: Steps | None = _partly_built(None)
-    """First and last step to profile."""
+    tensorboard: bool = False
+    """Write TensorBoard events into `tensorboard/`. Needs the package tensorboard."""
+    wandb: Text | None = None
+    """Weights & Biases project. Needs the package wandb."""
+    profile_steps: Steps | None = None
+    """First and last step to profile, into `profile/` of the run's directory."""
 
 
 class DistributedConfig(Section, json_schema_extra=MAY_CHANGE):
@@ -351,8 +346,3 @@ def resume_may_change(key: str) -> bool:
         return False
     section = SECTIONS[key.partition(".")[0]].model_config.get("json_schema_extra")
     return MAY_CHANGE in (section, KEYS[key].json_schema_extra)
-
-
-def built_values(key: str) -> list[Any] | None:
-    """Return the values of `section.key` that are built so far; None where all are."""
-    return cast(dict[str, Any], KEYS[key].json_schema_extra or {}).get("built")

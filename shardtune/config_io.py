@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource, built_values
+from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource
 from shardtune.errors import UserError
 
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
@@ -144,9 +144,6 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
             problems.append(f"{key} is required - set it in the file, or write {key}=...")
         elif key in refused:
             problems.append(f"{said} is not allowed - use {allowed_values(key)}")
-        elif key in values and (built := built_values(key)) and values[key] not in built:
-            use = " or ".join(map(bare, built))
-            problems.append(f"{said} is not built yet - use {use}")
     if problems:
         raise UserError(*problems)
     return config

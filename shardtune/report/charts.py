@@ -12,7 +12,7 @@ from shardtune.report.read_run import FloatArray, RunRecord
 
 AXES = {"step": "step", "tokens": "million tokens", "time": "hours of training"}
 _SMOOTHED_FROM = 100  # steps
-_PHASE_NAMES = {"forward_backward": "forward and backward", "waiting": "waiting in collectives"}
+PHASE_NAMES = {"forward_backward": "forward and backward", "waiting": "waiting in collectives"}
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _phases(runs: Sequence[RunRecord]) -> Chart:
         names = dict.fromkeys(name for row in rows for name in row)
         for i, name in enumerate(names):
             y = np.array([100 * row.get(name, 0) / (sum(row.values()) or np.nan) for row in rows])
-            label = _label(run, runs, _PHASE_NAMES.get(name, name))
+            label = _label(run, runs, PHASE_NAMES.get(name, name))
             colour, dash = (number, i) if len(runs) > 1 else (i, i)
             curves.append(Curve(label, x, y, colour, dash, has_markers=len(y) <= 40))
     note = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
@@ -13,7 +14,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from shardtune.report.charts import AXES, make_charts, network_share
+from shardtune.report.charts import AXES, PHASE_NAMES, make_charts, network_share
 from shardtune.report.draw import COLOURS, svg, write_png
 from shardtune.report.read_run import Entry, RunRecord
 
@@ -45,11 +46,14 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         "evaluations": [row for run in runs for row in _evaluations(run, len(runs) > 1)],
         "slow_ranks": [row for run in runs for row in _slow_ranks(run, len(runs) > 1)],
         "data_lines": [line for run in runs for line in _data_lines(run, len(runs) > 1)],
+        "divisions": [row for run in runs for row in _divisions(run, len(runs) > 1)],
+        "profiles": [link for run in runs for link in _profiles(run, out.parent)],
         "settings": _settings(runs),
     }
     headings = {
         "evaluations": ("evaluations", "Evaluations"),
         "slow_ranks": ("ranks-table", "Slow ranks"),
+        "divisions": ("profile", "Profiled steps"),
         "starts": ("starts", "Starts and what changed"),
         "data_lines": ("data", "Data"),
         "settings": ("configuration", "Configuration"),
@@ -169,6 +173,22 @@ def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]
         most = max(entry.get("ratio") or 0 for entry in entries)
         values = [str(len(entries)), f"{most:.2f} x the median", str(phase)]
         yield _row(_prefix(run, is_one_of_many) + name, values)
+
+
+def _divisions(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
+    """Yield how the profiled steps of rank 0 divide."""
+    for entry in run.of_kind("profile"):
+        total = sum(entry["seconds"].values()) or math.nan
+        for phase, seconds in entry["seconds"].items():
+            steps = f"steps {entry.get('first_step')} to {entry['step']}"
+            name = f"{_prefix(run, is_one_of_many)}{steps}: {PHASE_NAMES.get(phase, phase)}"
+            yield _row(name, [f"{seconds:.4g}", f"{seconds / total:.1%}"])
+
+
+def _profiles(run: RunRecord, folder: Path) -> list[str]:
+    """Return the files of the run's profile, as links from a page in `folder`."""
+    files_ = sorted((run.path / "profile").glob("*")) if run.of_kind("profile") else []
+    return [Path(os.path.relpath(file, folder)).as_posix() for file in files_]
 
 
 def _data_lines(run: RunRecord, is_one_of_many: bool) -> list[str]:

@@ -27,6 +27,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "ranks": {"ratio": _NUMBER, "seconds": dict},
     "save": {"seconds": _NUMBER, "stall_seconds": _NUMBER},
     "experts": {"layers": list},
+    "profile": {"seconds": dict},
     "start": {"changes": list | None, "data": list | None, "total_steps": int | None},
 }
 

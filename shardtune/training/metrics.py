@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.flops import DevicePeak, MfuMeter
+from shardtune.training.sinks import Sink
 
 
 class StepStats(NamedTuple):
@@ -84,11 +85,19 @@ class Metrics:
     """`metrics.jsonl` of the run, written by rank 0.
 
     Opening it after a resume drops the lines of later steps. Lines that cannot be written, as on a
-    full disk, wait in memory for the next one.
+    full disk, wait in memory for the next one. `open_sinks` starts the trackers that get each
+    object as well; leaving this context waits a while for them.
     """
 
-    def __init__(self, path: Path, world: World, resumed_step: int | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        world: World,
+        resumed_step: int | None,
+        open_sinks: Callable[[], list[Sink]] = list,
+    ) -> None:
         self._file: IO[bytes] | None = None
+        self._sinks: list[Sink] = []
         self._lock = threading.Lock()
         self._unwritten, self._has_warned = b"", False
         if not world.is_main:
@@ -100,6 +109,14 @@ class Metrics:
         self.sync()
         temporary.replace(path)
         durable_fs.sync_directory(path.parent)
+        self._sinks = open_sinks()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in self._sinks:
+            sink.close()
 
     def write(self, kind: str, **values: Any) -> None:
         """Append an object of this kind, with the time; None stands for NaN and infinity."""
@@ -110,10 +127,11 @@ class Metrics:
         if self._file is None:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        lines = "".join(
-            json.dumps({"kind": kind, **_without_infinities(values), "time": now}) + "\n"
-            for values in objects
-        )
+        entries = [{"kind": kind, **_without_infinities(values), "time": now} for values in objects]
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        for sink in self._sinks:
+            for entry in entries:
+                sink.put(entry)
         try:
             self._append(lines.encode())
         except OSError as error:

@@ -45,6 +45,7 @@ from shardtune.training.memory import StateBytes, weights_fit
 from shardtune.training.metrics import read_entries
 from shardtune.training.optim import learning_rate, warmup_steps
 from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.sinks import require_packages
 
 # Node 0's values hold for these, so nodes may differ in them.
 _MAY_DIFFER_BY_NODE = {"run.dir", "distributed.join_timeout_s"}
@@ -112,6 +113,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
             lambda: all_of(
                 lambda: _read_trainable(config, world),
                 lambda: dataset.find_sources(config.data) if world.is_node_main else None,
+                lambda: require_packages(config.logging) if world.is_main else None,
             )
         )
     revision = world.on_local_rank0(lambda: fetch_weights(config.model))

@@ -46,19 +46,25 @@ class Stragglers:
         if world.size > 1:
             _watch_collectives(model, world)
 
-    def step_ended(self, step: int) -> None:
-        """Count the step's seconds. Collective, after the step's host sync."""
+    def step_ended(self, step: int) -> dict[str, float]:
+        """Count the step's seconds. Collective, after the step's host sync.
+
+        Returns:
+            This rank's seconds in each phase of the step, without its waits, and in these.
+        """
         seconds = self._world.progress.take_seconds()
         self._world.progress.enter(Phase.REPORTING)
         self._steps += 1
+        of_step = {phase: seconds[phase] for phase in _PHASES}
         if self._steps == 0 or self._world.size == 1:
-            return
+            return of_step
         self._seconds.update(seconds)
         if self._steps % _EVERY_STEPS == 0:
             means = {phase: self._seconds[phase] / _EVERY_STEPS for phase in _PHASES}
             self._seconds.clear()
             # Through the store: the host does not wait for the device.
             self._report(step, *zip(*self._world.all_gather_json([_HOST, means]), strict=True))
+        return of_step
 
     def _report(self, step: int, hosts: Sequence[str], means: Sequence[dict[str, float]]) -> None:
         rank, ratio, phase = slowest([[each[name] for name in STEP_PHASES] for each in means])

@@ -29,12 +29,6 @@ export: {final: true, dtype: source, merge: true}
 logging: {every_steps: 1, tensorboard: false, wandb: null, profile_steps: null}
 distributed: {backend: auto, join_timeout_s: 300, step_timeout_s: 600, save_timeout_s: 3600}
 """)
-# A value that is not built yet, and what to use instead.
-NOT_BUILT = {
-    "logging.tensorboard": ("true", "false"),
-    "logging.wandb": ("project", "null"),
-    "logging.profile_steps": ("[10, 12]", "null"),
-}
 
 
 def load(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.configs import DEFAULTS, MINIMAL, NOT_BUILT, load, value
+from helpers.configs import DEFAULTS, MINIMAL, load, value
 
-from shardtune.config import KEYS, built_values
+from shardtune.config import KEYS
 from shardtune.config_io import load_config, read_run_arguments, remarks, to_dict
 from shardtune.errors import UserError
 
@@ -315,7 +315,7 @@ def test_assignments_must_be_of_the_form_key_equals_value(tmp_path: Path) -> Non
 
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
     text = "model: {pat: m}\ntrain: {epochs: 0}\n"
-    assignments = ["lr=1", "export.dtype=fp8", "logging.tensorboard=true"]
+    assignments = ["lr=1", "export.dtype=fp8", "logging.profile_steps=[0, 2]"]
     lines = problems(tmp_path, *assignments, text=text, environ={"JOIN_TIMEOUT": "soon"})
     starts = [
         "model.pat ",
@@ -324,24 +324,10 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         "data.train is required",
         "train.epochs = 0",
         'export.dtype = "fp8"',
-        "logging.tensorboard = true (command line) is not built yet",
+        "logging.profile_steps = [0, 2] (command line) is not allowed",
         'distributed.join_timeout_s = "soon" (environment) is not allowed',
     ]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
-
-
-@pytest.mark.parametrize("key", NOT_BUILT)
-def test_a_value_that_is_not_built_yet_is_refused_by_name(tmp_path: Path, key: str) -> None:
-    asked, instead = NOT_BUILT[key]
-    (problem,) = problems(tmp_path, f"{key}={asked}")
-    assert problem.startswith(f"{key} = ")
-    assert problem.endswith(f" (command line) is not built yet - use {instead}")
-    for built in instead.split(" or "):
-        load(tmp_path, f"{key}={built}")
-
-
-def test_the_values_that_are_not_built_are_tested() -> None:
-    assert set(NOT_BUILT) == {key for key in KEYS if built_values(key)}
 
 
 NO_LORA = "lora.rank is null, so every weight is trained"

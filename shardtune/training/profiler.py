@@ -1,0 +1,84 @@
+"""A trace of some steps on each rank, and how these steps divide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardtune.data.schedule import Schedule
+from shardtune.errors import first_line
+from shardtune.log import logger, node_logger
+from shardtune.training.context import Run
+from shardtune.training.metrics import Metrics
+
+_OPERATORS = 10  # in the table of the most expensive ones
+
+
+class StepProfiler:
+    """Profiles the steps from the first to the last of `logging.profile_steps`.
+
+    Each rank writes into `profile/` of the run's directory: a Chrome trace, a table of its most
+    expensive operators and, on a GPU, what its memory was taken by.
+    """
+
+    def __init__(self, run: Run, metrics: Metrics, schedule: Schedule) -> None:
+        self._metrics, self._world = metrics, run.world
+        self._folder = run.directory.path / "profile"
+        first, last = run.config.logging.profile_steps or (0, 0)
+        self._steps = range(
+            max(first, schedule.start.step + 1), min(last, schedule.total_steps) + 1
+        )
+        if run.config.logging.profile_steps and not self._steps:
+            left = f"{schedule.start.step + 1} to {schedule.total_steps}"
+            logger.info(
+                f"logging.profile_steps = [{first}, {last}] has no effect: steps {left} are left"
+            )
+        self._profile: profile | None = None
+        self._seconds = Counter[str]()
+
+    def step_begins(self, step: int) -> None:
+        if self._profile or step not in self._steps:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def step_ended(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Count the seconds of this rank's phases in the step; after the last one write the files.
+
+        Files that cannot be written are said, and the run goes on.
+        """
+        if self._profile is None:
+            return
+        self._seconds.update(seconds)
+        if step < self._steps[-1]:
+            return
+        self._profile.stop()
+        try:
+            self._write(self._profile, step)
+        except (OSError, RuntimeError) as error:  # torch raises either
+            node_logger.warning(f"{self._folder}: no profile ({first_line(error)})")
+        self._profile = None
+
+    def _write(self, profiled: profile, last: int) -> None:
+        self._folder.mkdir(exist_ok=True)
+        name = f"steps_{self._steps[0]:07d}_{last:07d}_rank_{self._world.rank:05d}"
+        profiled.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+        is_gpu = self._world.device.type == "cuda"
+        by = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+        table = profiled.key_averages().table(sort_by=by, row_limit=_OPERATORS)
+        (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
+        if is_gpu:
+            # A file for pytorch.org/memory_viz, in the only form that it reads.
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}_memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        steps = last - self._steps[0] + 1
+        means = {phase: total / steps for phase, total in self._seconds.items()}
+        self._metrics.write("profile", step=last, first_step=self._steps[0], seconds=means)
+        logger.info(f"Profiled: steps {self._steps[0]} to {last}, in {self._folder}")
