@@ -109,7 +109,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     config, world = run.config, run.world
     world.progress.enter(Phase.PREPARING_DATA)
     with weights_fit(config):
-        model_config, _ = world.run_on_all_ranks(
+        model_config, *_ = world.run_on_all_ranks(
             lambda: all_of(
                 lambda: _read_trainable(config, world),
                 lambda: dataset.find_sources(config.data) if world.is_node_main else None,
