@@ -72,7 +72,7 @@ class Progress:
             self.record.thread = main
 
     def take_seconds(self) -> defaultdict[str, float]:
-        """Return the seconds in each phase since the last call; `waiting` has those of the waits.
+        """Return the seconds in each phase since the last call; `waiting` has a step's waits.
 
         The device must have finished all work that it was given.
         """
@@ -81,7 +81,8 @@ class Progress:
         for phase, start, end in self._waits:
             waited = start.elapsed_time(end) / 1e3 if self._is_timed_by_stream else end - start
             seconds[phase] -= waited
-            seconds["waiting"] += waited
+            if phase in STEP_PHASES:  # an evaluation since the last step has waits of its own
+                seconds["waiting"] += waited
         self._seconds.clear()
         self._waits.clear()
         return seconds

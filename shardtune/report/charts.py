@@ -12,7 +12,7 @@ from shardtune.report.read_run import FloatArray, RunRecord
 
 AXES = {"step": "step", "tokens": "million tokens", "time": "hours of training"}
 _SMOOTHED_FROM = 100  # steps
-PHASE_NAMES = {"forward_backward": "forward and backward", "waiting": "waiting in collectives"}
+PHASE_NAMES = {"waiting": "waiting in collectives"}  # beside those of `Phase`
 
 
 @dataclass(frozen=True)
