@@ -8,6 +8,8 @@ what the device has for that: varlen attention, or tiles in bfloat16 on a CPU.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -174,11 +176,28 @@ def _varlen_runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     return True
 
 
-def _no_mask(*, local_size: int | None = None, **arguments: Any) -> None:
-    """Stand in for the mask that a model makes; in a trial, look at what it would have been."""
+@contextmanager
+def attention_trial() -> Iterator[list[str]]:
+    """Collect why `document_attention` is not the attention of the model that runs here.
+
+    Masks are looked at here alone. Where an implementation has a function for them, transformers
+    asks in every forward whether the positions hold several documents, and the host would wait for
+    the GPU.
+    """
+    documents.objections, documents.way = [], ""
+    AttentionMaskInterface.register(DOCUMENT_ATTENTION, _check_mask)
+    try:
+        yield documents.objections
+    finally:
+        del AttentionMaskInterface._global_mapping[DOCUMENT_ATTENTION]
+        documents.objections = None
+
+
+def _check_mask(*, local_size: int | None = None, **arguments: Any) -> None:
+    """Stand in for the mask that a model makes, and look at what it would have been."""
     documents.check_span(local_size)
     # A window of 0 is made for layers of a type that the model does not have.
-    if documents.objections is None or local_size == 0:
+    if local_size == 0:
         return
     lengths = torch.tensor(documents.lengths, device=documents.boundaries.device)
     document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
@@ -189,4 +208,3 @@ def _no_mask(*, local_size: int | None = None, **arguments: Any) -> None:
 
 
 AttentionInterface.register(DOCUMENT_ATTENTION, torch.compiler.disable(document_attention))
-AttentionMaskInterface.register(DOCUMENT_ATTENTION, _no_mask)

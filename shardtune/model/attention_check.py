@@ -15,7 +15,7 @@ from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger
-from shardtune.model.attention import DOCUMENT_ATTENTION, documents
+from shardtune.model.attention import DOCUMENT_ATTENTION, attention_trial, documents
 from shardtune.model.build import forward_only
 from shardtune.model.support import can_be_packed
 
@@ -74,18 +74,16 @@ def _try_document_attention(
     model: PreTrainedModel, alone: torch.Tensor, config: Config, world: World
 ) -> str:
     """Switch the model to `document_attention`, and return the reason to switch back, or ""."""
-    model_type, objections = model.config.model_type, list[str]()
+    model_type = model.config.model_type
     no_interface = f"{model_type} does not use transformers' attention interface"
     if not model._can_set_attn_implementation():
         return no_interface
     model.set_attn_implementation(DOCUMENT_ATTENTION)
-    documents.objections, documents.way = objections, ""
-    try:
-        _last_document_logits(model, _TRIAL_LENGTHS, world.device)
-    except (TypeError, AttributeError):  # they get None
-        objections.append("layers that read the mask")
-    finally:
-        documents.objections = None
+    with attention_trial() as objections:
+        try:
+            _last_document_logits(model, _TRIAL_LENGTHS, world.device)
+        except (TypeError, AttributeError):  # they get None
+            objections.append("layers that read the mask")
     if objections:
         return f"{model_type} has {objections[0]}"
     if not documents.way:

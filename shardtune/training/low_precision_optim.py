@@ -373,9 +373,13 @@ def code_tables(device: torch.device) -> tuple[CodeTable, CodeTable]:
     half, full = magnitudes(7), magnitudes(8)
     signed = CodeTable(torch.cat([half, -half]), half, _lower_codes(half))
     unsigned = CodeTable(full, full, _lower_codes(full))
-    first, second = (
-        CodeTable(*(tensor.to(device) for tensor in table)) for table in (signed, unsigned)
-    )
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if device.type != "cuda":
+            return tensor.to(device)
+        return tensor.pin_memory().to(device, non_blocking=True)  # the host does not wait
+
+    first, second = (CodeTable(*map(move, table)) for table in (signed, unsigned))
     return first, second
 
 

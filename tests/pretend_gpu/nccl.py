@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+_made: list[object] = []  # PyTorch keeps the C++ part alone
+
 
 class Options:
     """`ProcessGroupNCCL.Options`."""
@@ -20,16 +22,32 @@ class Options:
     _timeout = datetime.timedelta(minutes=10)
 
 
+class _Copyable:
+    """Options of gloo, which Python cannot copy as it copies NCCL's."""
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self._options
+
+
 class ProcessGroupNCCL(dist.ProcessGroupGloo):
-    """A gloo group that stands for an NCCL one."""
+    """A gloo group that stands for an NCCL one: it can be split, and connects when it is made."""
 
     Options = Options
+    supports_splitting = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, options._timeout)
+        _made.append(self)
 
-    # As a GPU's group it must not be split before it has been used.
-    supports_splitting = False
+    @property
+    def options(self) -> _Copyable:
+        return _Copyable(super().options)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device.type == "cuda"
 
 
 def patch() -> None:

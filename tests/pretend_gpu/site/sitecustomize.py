@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -16,8 +15,8 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        # The finders behind this one. Some only ask whether there is a torch, so it stays.
+        spec = importlib.machinery.PathFinder.find_spec(name)
         if spec and spec.loader:
             load = spec.loader.exec_module
 
