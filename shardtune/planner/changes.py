@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from shardtune.config import Config
 from shardtune.config_io import to_dict
 from shardtune.errors import UserError
+from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.plan import Plan, make_plan
 
 
@@ -23,31 +24,53 @@ class Change:
     plan: Plan
 
 
-def helpful_changes(plan: Plan, model_config: PreTrainedConfig) -> list[Change]:
+def helpful_changes(
+    plan: Plan, model_config: PreTrainedConfig, simulations: Simulations
+) -> list[Change]:
     """Return what would help, the best first: what fits with the shortest step, then what is
     nearest to fitting.
 
-    Each is tried alone; then all that save memory one after the other, until the run fits.
+    Each is tried alone. Where none fits that trains all weights on the same rows, those that save
+    the most are tried together.
     """
-    changes: list[Change] = []
-    together: dict[str, Any] = {}
-    for values, price in _candidates(plan):
-        change = _try(values, price, plan, model_config)
-        if change and _helps(change.plan, plan):
-            changes.append(change)
+
+    def attempt(values: Mapping[str, Any], price: str) -> Change | None:
+        changed = with_values(plan.config, values)
+        try:
+            made = make_plan(changed, model_config, plan.machine, simulations, plan.reason)
+        except UserError:  # the model has no experts, or the mesh does not divide them
+            return None
+        return Change(dict(values), price, made)
+
+    tried = [attempt(*candidate) for candidate in _candidates(plan)]
+    changes = [each for each in tried if each and _helps(each.plan, plan)]
     if not plan.fits and not any(change.plan.fits for change in changes):
-        for change in sorted(changes, key=lambda each: each.plan.peak_bytes):
-            together |= change.values
-            combined = _try(together, "all of these", plan, model_config)
-            if combined and combined.plan.fits:
-                changes.append(combined)
-                break
+        changes += _together(plan, changes, attempt)
+    if not any(change.plan.fits for change in changes):
+        last = [attempt(*candidate) for candidate in _last_resorts(plan)]
+        changes += [each for each in last if each and _helps(each.plan, plan)]
     return sorted(changes, key=_rank)
+
+
+def _together(plan: Plan, changes: list[Change], attempt: Any) -> Iterator[Change]:
+    """Yield the fewest changes that fit together, those that save the most first."""
+    missing = plan.peak_bytes - plan.machine.memory_bytes
+    values: dict[str, Any] = {}
+    for change in sorted(changes, key=lambda each: each.plan.peak_bytes):
+        values |= change.values
+        missing -= plan.peak_bytes - change.plan.peak_bytes
+        # Each saves less beside others than alone: with more than these it may be enough.
+        if missing > 0 or len(values) == 1:
+            continue
+        combined = attempt(values, "all of these")
+        if combined and combined.plan.fits:
+            yield combined
+            return
 
 
 def _rank(change: Change) -> tuple[bool, float]:
     plan = change.plan
-    return not plan.fits, max(plan.floors_s.values()) if plan.fits else plan.peak_bytes
+    return not plan.fits, plan.floor_s if plan.fits else plan.peak_bytes
 
 
 def _helps(changed: Plan, plan: Plan) -> bool:
@@ -58,41 +81,43 @@ def _helps(changed: Plan, plan: Plan) -> bool:
 
 
 def _seconds_per_token(plan: Plan) -> float:
-    return max(plan.floors_s.values()) / plan.step_tokens
+    return plan.floor_s / plan.step_tokens
 
 
 def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield values other than the plan's, and the price of each."""
-    model, machine = plan.config.model, plan.machine
-    if model.activation_checkpointing != "full":
-        yield {"model.activation_checkpointing": "full"}, "about a third more arithmetic"
-    if plan.config.lora.rank is None:
-        if model.master_dtype != "bfloat16":
+    """Yield values other than the plan's, with which it trains the same, and the price of each."""
+    config, machine = plan.config, plan.machine
+    model, trains_all = config.model, config.lora.rank is None
+    if not plan.fits:
+        if model.activation_checkpointing != "full":
+            yield {"model.activation_checkpointing": "full"}, "about a third more arithmetic"
+        if trains_all and model.master_dtype != "bfloat16":
             yield {"model.master_dtype": "bfloat16"}, "weights rounded at random to bfloat16"
-        if plan.config.optimizer.name != "adamw8bit":
+        if trains_all and config.optimizer.name != "adamw8bit":
             yield {"optimizer.name": "adamw8bit"}, "moments of 8 bits"
-    if model.reduce_dtype != "bfloat16":
+    if trains_all and model.reduce_dtype != "bfloat16":
         yield {"model.reduce_dtype": "bfloat16"}, "gradients summed with 8 bits of precision"
-    if plan.config.parallel.expert == 1 and machine.ranks_per_node > 1:
+    if config.parallel.expert == 1 and machine.ranks_per_node > 1:
         price = "memory follows the rank whose experts get the most tokens"
         yield {"parallel.expert": machine.ranks_per_node}, price
-    if plan.config.parallel.replicate == 1 and machine.nodes > 1:
+    if plan.fits and config.parallel.replicate == 1 and machine.nodes > 1:
         yield {"parallel.replicate": machine.nodes}, "the states of a rank grow as much"
+
+
+def _last_resorts(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield values with which it trains less."""
+    if plan.fits:
+        return
     if plan.config.lora.rank is None:
         yield {"lora.rank": 16}, "trains adapters alone"
     if plan.config.data.max_length > 1024:
         yield {"data.max_length": plan.config.data.max_length // 2}, "longer records lose turns"
 
 
-def _try(
-    values: dict[str, Any], price: str, plan: Plan, model_config: PreTrainedConfig
-) -> Change | None:
-    sections = to_dict(plan.config)
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the configuration with other values of some keys, `section.key`."""
+    sections = to_dict(config)
     for key, value in values.items():
         section, _, name = key.partition(".")
         sections[section][name] = value
-    config = Config.model_validate({**sections, "origins": plan.config.origins})
-    try:
-        return Change(values, price, make_plan(config, model_config, plan.machine))
-    except UserError:  # the model has no experts, or the mesh does not divide them
-        return None
+    return Config.model_validate({**sections, "origins": config.origins})

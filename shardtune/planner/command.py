@@ -11,7 +11,9 @@ from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config
 from shardtune.planner.changes import helpful_changes
-from shardtune.planner.plan import Machine, make_plan
+from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.machine import Machine
+from shardtune.planner.plan import make_plan
 from shardtune.planner.text import describe, describe_changes, verdict
 
 
@@ -58,13 +60,16 @@ def plan_run(options: argparse.Namespace) -> None:
         rank_bytes_per_s=options.nvlink_gbps * 1e9 / 8,
         flops_per_s=options.gpu_tflops * 1e12,
     )
-    plan = make_plan(config, model_config, machine)
+    simulations = Simulations(model_config)
+    plan = make_plan(config, model_config, machine, simulations)
     for line in describe(plan):
         print(line)
     floors = plan.floors_s
     if not plan.fits or floors["between nodes"] > 1.5 * floors.get("arithmetic", 0.0):
-        for line in describe_changes(helpful_changes(plan, model_config)):
+        for line in describe_changes(helpful_changes(plan, model_config, simulations)):
             print(line)
-    if not plan.fits:
+    if plan.fits:
+        print(verdict(plan))
+    else:
         remedy = "take what the table above says, or other GPUs"
         raise DoesNotFit(f"{verdict(plan)} - {remedy}")

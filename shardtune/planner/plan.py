@@ -2,56 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
+from shardtune.distributed.tensors import to_local
+from shardtune.distributed.world import World
+from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, require_trainable
 from shardtune.model.flops import NotCounted, count_flops
-from shardtune.planner.simulate import (
-    Measured,
-    cuts,
-    fake_world,
-    layer_kinds,
-    simulate,
-    with_layers,
-)
+from shardtune.planner.bound import bound_bytes
+from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.machine import Machine, link_bytes
+from shardtune.planner.simulate import Measured, fake_world
+from shardtune.planner.storage import Storage, plan_storage
 from shardtune.planner.tracker import Cause, Collective, Peak
+from shardtune.training.low_precision_optim import PIECE, LowPrecisionAdamW
 from shardtune.training.memory import StateBytes, state_bytes
 from shardtune.training.optim import build_optimizer
 from shardtune.training.reshard import ReshardPolicy, decide, unsharded_bytes
 
-# CUDA's context, NCCL's buffers, and memory that the allocator cannot use: no GPU has measured it.
-ALLOWANCE_BYTES = 4 * 10**9
-# Of a CPU process: gloo's buffers, and libraries that load at their first use.
-_CPU_ALLOWANCE_BYTES = 10**8
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The nodes that a plan is for. 1 GB is 1e9 bytes, and rates are those of one direction."""
-
-    nodes: int
-    ranks_per_node: int
-    memory_bytes: float  # of one rank
-    node_bytes_per_s: float  # between one node and all others
-    rank_bytes_per_s: float  # between one rank and the others of its node
-    flops_per_s: float  # of one rank, in the compute dtype
-    is_gpu: bool = True  # else ranks are processes that share their node's memory
-
-    @property
-    def allowance_bytes(self) -> int:
-        """What the device or the process takes for itself, beside tensors."""
-        return ALLOWANCE_BYTES if self.is_gpu else _CPU_ALLOWANCE_BYTES
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
+# For each element of the piece that LowPrecisionAdamW works on, as measured: 16 numbers of 4 bytes.
+_UPDATE_BYTES_PER_ELEMENT = 64
 
 
 @dataclass(frozen=True)
@@ -65,19 +41,35 @@ class Plan:
     states: StateBytes
     policy: ReshardPolicy
     peaks: dict[str, Peak]  # by phase, the states included and the allowance not
+    # Of each stream the most memory at any time: a GPU's allocator keeps it for that stream. A
+    # CPU's has one pool.
+    pools: list[int]
+    attention: str  # how the model attends; empty if `reason` is not
+    reason: str  # why memory is only bounded, by shapes alone; empty if a step was simulated
     traffic: Counter[Collective]  # of a step
     step_tokens: int
     step_flops: float | None  # recomputation not counted; None where it is not known
-    checkpoint_bytes: int  # of all ranks
+    storage: Storage
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The most bytes of tensors at once."""
+        return max(peak.n_bytes for peak in self.peaks.values())
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory at once, the allowance included."""
-        return max(peak.n_bytes for peak in self.peaks.values()) + self.machine.allowance_bytes
+        """The most memory that the device must have: the streams' pools, and the allowance."""
+        return max(sum(self.pools), self.allocated_bytes) + self.machine.allowance_bytes
 
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.machine.memory_bytes
+
+    @property
+    def cannot_fit(self) -> bool:
+        """Whether it certainly does not fit: a bound may be far above the peak."""
+        least = self.states.total + self.machine.allowance_bytes if self.reason else self.peak_bytes
+        return least > self.machine.memory_bytes
 
     @property
     def floors_s(self) -> dict[str, float]:
@@ -91,9 +83,23 @@ class Plan:
             floors["arithmetic"] = arithmetic_s(self.step_flops, self.config, self.machine)
         return floors
 
+    @property
+    def floor_s(self) -> float:
+        """The seconds that a step takes at least."""
+        return max(self.floors_s.values())
 
-def make_plan(config: Config, model_config: PreTrainedConfig, machine: Machine) -> Plan:
+
+def make_plan(
+    config: Config,
+    model_config: PreTrainedConfig,
+    machine: Machine,
+    simulations: Simulations | None = None,
+    reason: str = "",
+) -> Plan:
     """Plan a run without a device, weights, tokenizer or data.
+
+    Plans of one model may share `simulations`. With a `reason` none is made, and memory is bounded
+    by the shapes alone, as it is where a step of the model cannot be simulated.
 
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
@@ -101,24 +107,28 @@ def make_plan(config: Config, model_config: PreTrainedConfig, machine: Machine) 
     with fake_world(machine.nodes, machine.ranks_per_node, config) as world:
         require_trainable(config, model_config, world)
         whole = build_on_meta(config, model_config, world)
-        states = state_bytes(whole, build_optimizer(whole, config), config)
-        free = machine.memory_bytes - machine.allowance_bytes - states.total
-        policy, *_ = decide(
-            *unsharded_bytes(whole, config, world),
-            free,
-            config.train.gradient_accumulation_steps,
-        )
-        kinds = layer_kinds(whole)
-        if lengths := cuts(kinds):
-            short, long = (
-                simulate(config, with_layers(model_config, length), policy, world)
-                for length in lengths
-            )
-            measured = extrapolate(short, long, len(kinds))
+        optimizer = build_optimizer(whole, config)
+        states = state_bytes(whole, optimizer, config)
+        policy = _policy(whole, config, states, machine, world)
+        measured = None
+        if not reason:
+            try:
+                simulations = simulations or Simulations(model_config)
+                measured = simulations.measure(whole, config, policy, world)
+            except UserError:
+                raise
+            except Exception as error:  # any architecture may ask for something else
+                kind = model_config.model_type
+                reason = f"no step of {kind} can be simulated: {first_line(error)}"
+        if measured:
+            traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
+            peaks = _peaks(measured, states, _update_bytes(optimizer))
+            pools = _pools(measured, states) if machine.is_gpu else []
         else:
-            measured = simulate(config, model_config, policy, world)
-        micro_batches = config.train.gradient_accumulation_steps
-        rows = config.train.micro_batch_size * machine.ranks * micro_batches
+            traffic, pools = _least_traffic(whole, config, world), []
+            peaks = {"any phase": _bound(whole, config, states, world)}
+        rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
+        rows *= machine.ranks
         parameters = list(whole.parameters())
         return Plan(
             config=config,
@@ -127,27 +137,92 @@ def make_plan(config: Config, model_config: PreTrainedConfig, machine: Machine) 
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             states=states,
             policy=policy,
-            peaks=_peaks(measured, states),
-            traffic=micro_batch_sum(measured.traffic, micro_batches),
+            peaks=peaks,
+            pools=pools,
+            attention=measured.attention if measured else "",
+            reason=reason,
+            traffic=traffic,
             step_tokens=rows * config.data.max_length,
             step_flops=count_step_flops(whole, rows, config.data.max_length),
-            checkpoint_bytes=_checkpoint_bytes(whole, states, world.replicas, machine.ranks),
+            storage=plan_storage(whole, config, model_config, states, machine, world.replicas),
         )
 
 
-def _peaks(measured: Measured, states: StateBytes) -> dict[str, Peak]:
+def _policy(
+    model: PreTrainedModel, config: Config, states: StateBytes, machine: Machine, world: World
+) -> ReshardPolicy:
+    """Decide as `choose_reshard_policy` does."""
+    if world.mesh["shard"].size() == 1:
+        return ReshardPolicy(keep_parameters=False, keep_gradients=world.size > 1)
+    free = machine.memory_bytes - machine.allowance_bytes - states.total
+    micro_batches = config.train.gradient_accumulation_steps
+    policy, *_ = decide(*unsharded_bytes(model, config, world), free, micro_batches)
+    return policy
+
+
+def _update_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the memory in which an update works, beside the states."""
+    if not isinstance(optimizer, LowPrecisionAdamW):
+        return 0
+    trained = (to_local(p) for group in optimizer.param_groups for p in group["params"])
+    return _UPDATE_BYTES_PER_ELEMENT * max(min(p.numel(), PIECE) for p in trained)
+
+
+def _peaks(measured: Measured, states: StateBytes, update_bytes: int) -> dict[str, Peak]:
     """Return the peak of each phase, with the optimizer's state, which the simulation lacks."""
-    parameters = Counter({Cause.PARAMETERS: states.parameters})
-    gradients = Counter({Cause.GRADIENTS: states.gradients})
     optimizer = Counter({Cause.OPTIMIZER: states.optimizer})
-    peaks = {
-        "load": Peak(states.parameters, parameters),
-        "update": Peak(states.total, parameters + gradients + optimizer),
-    }
+    weights = Counter({Cause.PARAMETERS: states.parameters})
+    highest: dict[str, Peak] = {}
     for (phase, _), peak in measured.peaks.items():
-        if phase and (phase not in peaks or peak.n_bytes + states.optimizer > peaks[phase].n_bytes):
-            peaks[phase] = Peak(peak.n_bytes + states.optimizer, peak.by_cause + optimizer)
-    return peaks
+        if phase not in highest or peak.n_bytes > highest[phase].n_bytes:
+            highest[phase] = peak
+    updated = weights + optimizer + Counter({Cause.GRADIENTS: states.gradients})
+    updated[Cause.UPDATE] = update_bytes
+    by_cause = {
+        "load": weights,
+        **{
+            phase: highest[phase].by_cause + optimizer
+            for phase in ("evaluate", "forward", "backward")
+        },
+        "optimizer": updated,
+        "save": weights + optimizer,  # gradients are dropped before
+    }
+    return {phase: Peak(causes.total(), causes) for phase, causes in by_cause.items()}
+
+
+def _pools(measured: Measured, states: StateBytes) -> list[int]:
+    """Return the most bytes of each stream; the default one holds the optimizer's state, too."""
+    pools: Counter[int] = Counter()
+    for (_, _, stream), size in measured.pools.items():
+        pools[stream] = max(pools[stream], size)
+    pools[0] += states.optimizer
+    return list(pools.values())
+
+
+def _bound(model: PreTrainedModel, config: Config, states: StateBytes, world: World) -> Peak:
+    total = bound_bytes(model, config, states, world)
+    by_cause = Counter(
+        {
+            Cause.PARAMETERS: states.parameters,
+            Cause.GRADIENTS: states.gradients,
+            Cause.OPTIMIZER: states.optimizer,
+            Cause.BOUNDED: total - states.total,
+        }
+    )
+    return Peak(total, by_cause)
+
+
+def _least_traffic(model: PreTrainedModel, config: Config, world: World) -> Counter[Collective]:
+    """Return what FSDP gathers and reduces in a step, tokens of spread experts left out."""
+    parameters, gradients = unsharded_bytes(model, config, world)
+    micro_batches = config.train.gradient_accumulation_steps
+    shards = tuple(range(world.mesh["shard"].size()))
+    return Counter(
+        {
+            Collective("all-gather", shards): 2 * micro_batches * parameters,
+            Collective("reduce-scatter", shards): micro_batches * gradients,
+        }
+    )
 
 
 def arithmetic_s(step_flops: float, config: Config, machine: Machine) -> float:
@@ -163,65 +238,3 @@ def count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | 
         return count_flops(model).per_step(np.full(rows, length), rows * (length - 1))
     except NotCounted:
         return None
-
-
-def _checkpoint_bytes(model: PreTrainedModel, states: StateBytes, replicas: int, ranks: int) -> int:
-    """Return the bytes of what is trained and its moments, once for all copies of the model."""
-    trained = sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad)
-    return trained + states.optimizer * ranks // replicas
-
-
-def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:
-    """Return what a model of so many layers would have measured.
-
-    Every place of a step grows by the same bytes with each further period of layers, so places in
-    the middle have no more than those at the ends.
-    """
-    times = (layers - long.layers) // (long.layers - short.layers)
-
-    def grow(small: Mapping[Any, int], large: Mapping[Any, int]) -> Counter[Any]:
-        return Counter({key: n + times * (n - small.get(key, 0)) for key, n in large.items()})
-
-    peaks = {}
-    for key, peak in long.peaks.items():
-        if key in short.peaks:
-            by_cause = grow(short.peaks[key].by_cause, peak.by_cause)
-            peaks[key] = Peak(by_cause.total(), by_cause)
-    traffic = [grow(*both) for both in zip(short.traffic, long.traffic, strict=True)]
-    return Measured(layers, peaks, traffic)
-
-
-def micro_batch_sum(traffic: list[Counter[Collective]], micro_batches: int) -> Counter[Collective]:
-    """Return the traffic of a step; `traffic` is that of `Measured`."""
-    _, first, *others = traffic
-    total = first.copy()
-    if others:
-        total += others[-1]
-    for collective, size in others[0].items() if len(others) > 1 else ():
-        total[collective] += (micro_batches - 2) * size
-    return total
-
-
-def link_bytes(
-    traffic: Mapping[Collective, int], machine: Machine
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the bytes that a node gets from the others, and a rank from those of its node.
-
-    By kind of collective, as in a ring: of an unsharded size S, a group of g ranks on n nodes moves
-    S (n - 1) / n into each node and S (g - 1) / g into each rank; an all-reduce twice as much. In
-    an all-to-all a rank keeps 1 / g of S, and sends an equal part to each other rank.
-    """
-    between: defaultdict[str, float] = defaultdict(float)
-    inside: defaultdict[str, float] = defaultdict(float)
-    for (kind, ranks), size in traffic.items():
-        nodes = Counter(rank // machine.ranks_per_node for rank in ranks)
-        group, here = len(ranks), nodes[0]
-        if kind == "all-to-all":
-            between[kind] += machine.ranks_per_node * size * (group - here) / group
-            inside[kind] += size * (here - 1) / group
-            continue
-        passes = 2 if kind == "all-reduce" else 1
-        groups = machine.ranks_per_node / here  # each rank of a node has an equal one
-        between[kind] += passes * groups * size * (len(nodes) - 1) / len(nodes)
-        inside[kind] += passes * size * (group - 1) / group if here > 1 else 0.0
-    return dict(between), dict(inside)

@@ -35,7 +35,9 @@ from shardtune.model.files import read_model_config
 from shardtune.model.flops import device_peak
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.changes import helpful_changes
-from shardtune.planner.plan import Machine, arithmetic_s, count_step_flops, make_plan
+from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.machine import Machine
+from shardtune.planner.plan import arithmetic_s, count_step_flops, make_plan
 from shardtune.planner.text import verdict
 from shardtune.training.context import Run
 from shardtune.training.memory import state_bytes
@@ -233,15 +235,16 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     config = Config.model_validate(request["config"])
     machine = Machine(**request["machine"])
     model_config = read_model_config(config.model, config.data.max_length)
-    plan = make_plan(config, model_config, machine)
-    must_fit = not plan.fits and not config.run.ignore_plan
-    changes = helpful_changes(plan, model_config) if must_fit else []
+    simulations = Simulations(model_config)
+    plan = make_plan(config, model_config, machine, simulations)
+    must_fit = plan.cannot_fit and not config.run.ignore_plan
+    changes = helpful_changes(plan, model_config, simulations) if must_fit else []
     floors = {part: seconds for part, seconds in plan.floors_s.items() if seconds}
     bound_by = max(floors, key=lambda part: floors[part], default=None)
     return Prediction(
         peak_bytes=plan.peak_bytes,
-        source="simulated step",
-        fits=plan.fits,
+        source="bound from shapes" if plan.reason else "simulated step",
+        fits=not plan.cannot_fit,
         verdict=verdict(plan),
         changes=[
             " ".join(f"{key}={value}" for key, value in change.values.items())

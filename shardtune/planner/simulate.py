@@ -1,14 +1,9 @@
-"""Run a step of the real model on fake tensors, as one rank of any world, and measure it.
-
-The model is cut to a few layers, and what is measured is extrapolated: each part of a step grows by
-the same bytes with each further period of layers.
-"""
+"""Run a step of the real model on fake tensors, as one rank of any world, and measure it."""
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,15 +24,15 @@ from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
-from shardtune.model.attention import DOCUMENT_ATTENTION, UnexpectedFeature
+from shardtune.model.attention import DOCUMENT_ATTENTION, UnexpectedFeature, documents
 from shardtune.model.build import build_on_meta, forward_only
 from shardtune.model.loss import summed_loss, use_loss_head
-from shardtune.model.support import decoder_layers
-from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
+from shardtune.model.support import can_be_packed, decoder_layers
+from shardtune.planner.tracker import Cause, Collective, NotSimulated, Peak, Tracker
 from shardtune.training.reshard import ReshardPolicy
 
-# A cut model has at least so many layers: neighbours in the middle of a large one prefetch alike.
-_FEWEST_LAYERS = 4
+# With spread experts, the tokens of the most loaded rank against the mean. They depend on the data.
+EXPERT_IMBALANCE = 1.5
 
 
 @dataclass(frozen=True)
@@ -45,44 +40,25 @@ class Measured:
     """What one rank holds and sends in a step of `layers` layers.
 
     `peaks`: by phase and place. A layer's place is its number, from the end if it is negative.
-    `traffic`: of the evaluation's forward, and of each micro-batch.
+    `pools`: the most bytes by phase, place and stream. `traffic`: of the evaluation's forward, and
+    of each micro-batch. `attention`: how the model attends.
     """
 
     layers: int
     peaks: dict[tuple[str, int], Peak]
+    pools: dict[tuple[str, int, int], int]
     traffic: list[Counter[Collective]]
+    attention: str
 
-
-def layer_kinds(model: PreTrainedModel) -> list[Hashable]:
-    """Return a value for each decoder layer; layers that are built alike have the same."""
-    config = model.config.get_text_config()
-    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    kinds: list[Hashable] = []
-    for i, layer in enumerate(decoder_layers(model)):
-        shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-        kinds.append((types[i] if i < len(types) else None, shapes))
-    return kinds
-
-
-def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
-    """Return two numbers of layers to measure, between which lies one period of the kinds.
-
-    Both cut models begin as the whole one does and end as it does, at the end of a period. Returns
-    None if the whole model has as few layers as they have, or has no period.
-    """
-    n = len(kinds)
-    for period in range(1, n // 2 + 1):
-        # The last layers repeat with this period, from `start` on.
-        start = n
-        while start > 0 and (start + period > n or kinds[start - 1] == kinds[start - 1 + period]):
-            start -= 1
-        first = n - (n - start) // period * period
-        while first < _FEWEST_LAYERS:
-            first += period
-        # The layers must repeat three times: two alike may be chance.
-        if (n - start) // period >= 3 and first + period < n:
-            return first, first + period
-    return None
+    def step_traffic(self, micro_batches: int) -> Counter[Collective]:
+        """Return the traffic of a step of so many micro-batches."""
+        _, first, *others = self.traffic
+        total = first.copy()
+        if others:
+            total += others[-1]
+        for collective, size in others[0].items() if len(others) > 1 else ():
+            total[collective] += (micro_batches - 2) * size
+        return total
 
 
 @contextmanager
@@ -105,43 +81,38 @@ def fake_world(nodes: int, ranks_per_node: int, config: Config) -> Iterator[Worl
         dist.destroy_process_group()
 
 
-def with_layers(model_config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Return the configuration of the model's first layers alone."""
-    cut = copy.deepcopy(model_config)
-    text = cut.get_text_config()
-    whole = text.num_hidden_layers
-    text.num_hidden_layers = layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == whole:
-            setattr(text, name, value[:layers])
-    return cut
-
-
 def simulate(
-    config: Config, model_config: PreTrainedConfig, policy: ReshardPolicy, world: World
+    config: Config,
+    model_config: PreTrainedConfig,
+    policy: ReshardPolicy,
+    world: World,
+    imbalance: float = EXPERT_IMBALANCE,
 ) -> Measured:
     """Evaluate and take a step of up to three micro-batches as this rank. Rows are full.
 
     The second one finds the gradients of the first, and of all further ones only the last differs.
+    This rank's experts get `imbalance` times as many tokens as those of the others on average.
 
     Raises:
-        UserError: the model's attention or experts cannot be run on fake tensors.
+        Exception: the model asks for what fake tensors do not have, each in its own way.
     """
     tracker, device = Tracker(), world.device
     model = build_on_meta(config, model_config, world)
+    if model._is_stateful:  # on a CPU it goes token by token, and keeps as many tensors
+        raise NotSimulated("it keeps a state instead of attending")
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         model.tie_weights()
-        batch = _full_batch(config, device)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
-            tracker.read_by_host = _balanced_pairs(8, model, config)
-            _prepare(model, config, device)
+            tracker.read_by_host = _exchanged(_TRIAL_TOKENS, model, config, imbalance)
+            attention, is_flat = _prepare(model, config, device)
+            batch = _full_batch(config, is_flat, device)
             if policy.keep_parameters:
                 cast(Any, model).set_reshard_after_forward(False)
             _watch_layers(model, tracker)
-            tracker.read_by_host = _balanced_pairs(batch.input_ids.numel(), model, config)
+            tracker.read_by_host = _exchanged(batch.input_ids.numel(), model, config, imbalance)
             tracker.traffic = [Counter()]
             tracker.begin("evaluate")
             with forward_only(model):
@@ -155,55 +126,76 @@ def simulate(
                 tracker.begin("backward", Cause.BACKWARD)
                 loss.backward()
                 del loss
-    return Measured(len(decoder_layers(model)), tracker.peaks, tracker.traffic)
+    layers = len(decoder_layers(model))
+    return Measured(layers, tracker.peaks, tracker.pools, tracker.traffic, attention)
 
 
-def _full_batch(config: Config, device: torch.device) -> Batch:
+_TRIAL_TOKENS = 8  # those of `use_loss_head`
+
+
+def _full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
     """Return rows of one document each, as long as the row, of which every token is trained."""
     rows, length = config.train.micro_batch_size, config.data.max_length
     numbers = partial(torch.zeros, dtype=torch.int64, device=device)
-    boundaries = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+    shape = (1, rows * length) if is_flat else (rows, length)
     trained = rows * (length - 1)
     return Batch(
-        numbers(1, rows * length),
-        numbers(1, rows * length),
-        None,
+        numbers(shape),
+        numbers(shape) if is_flat else None,
+        None if is_flat else numbers(shape),
         numbers(trained),
         numbers(trained),
         [length] * rows,
-        boundaries,
+        torch.zeros(rows + 1, dtype=torch.int32, device=device),
     )
 
 
-def _prepare(model: PreTrainedModel, config: Config, device: torch.device) -> None:
-    """Choose attention and head as a run does, but without a look at numbers.
+def _prepare(model: PreTrainedModel, config: Config, device: torch.device) -> tuple[str, bool]:
+    """Choose attention and head as `choose_attention` does, but without a look at numbers.
 
-    Raises:
-        UserError: the run would attend under a mask, or multiply experts in float32.
+    Returns the attention, and whether rows are flat.
     """
-    has_stacks = any(parameter.dim() == 3 for parameter in model.parameters())
-    if has_stacks and config.model.compute_dtype == "float32":
-        raise UserError(
-            "the plan of a model with experts needs model.compute_dtype=bfloat16 - use that"
-        )
+    usual, packing = model.config._attn_implementation, config.data.packing
+    objection = ""
+    if not can_be_packed(type(model)):
+        objection, packing = "it keeps a state or takes no positions", False
+    elif config.model.attention != "auto":
+        objection = f"model.attention={config.model.attention}"
+    elif not model._can_set_attn_implementation():
+        objection = "it does not use transformers' attention interface"
+    else:
+        objection = _objection(model, config, device)
+    if not objection:
+        return "within each document, without a mask", True
+    model.set_attn_implementation(usual)
+    use_loss_head(model, device)
+    return f"{usual} under a mask of row x row ({objection})", packing
+
+
+def _objection(model: PreTrainedModel, config: Config, device: torch.device) -> str:
+    """Let the model attend by documents, and give it its head; return why it cannot, or ""."""
     model.set_attn_implementation(DOCUMENT_ATTENTION)
+    documents.way, documents.longest_of_run = "", config.data.max_length
     try:
         use_loss_head(model, device)
-    except UnexpectedFeature as error:
-        raise UserError(
-            f"{model.config.model_type} has {error.feature}, whose memory is not planned yet - "
-            "start the run to see"
-        ) from error
+    except UnexpectedFeature as error:  # outside of the trial of a run it raises
+        return f"{model.config.model_type} has {error.feature}"
+    except (TypeError, AttributeError):  # they get None
+        return f"{model.config.model_type} has layers that read the mask"
+    return "" if documents.way else "it does not use transformers' attention interface"
 
 
-def _balanced_pairs(tokens: int, model: PreTrainedModel, config: Config) -> Iterator[int]:
-    """Yield how many (token, expert) pairs go to each rank of the experts, and come back.
-
-    As many as to the others, or one more.
-    """
-    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    ranks, pairs = config.parallel.expert, tokens * top_k
-    return cycle([pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)])
+def _exchanged(
+    tokens: int, model: PreTrainedModel, config: Config, imbalance: float
+) -> Iterator[int]:
+    """Yield how many (token, expert) pairs this rank sends to each rank of its experts' group, and
+    then how many it receives from each, for every exchange."""
+    ranks = config.parallel.expert
+    if ranks == 1:
+        return iter(())
+    pairs = tokens * (getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1)
+    sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
+    return cycle([*sent, *(round(imbalance * n) for n in sent)])
 
 
 def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:

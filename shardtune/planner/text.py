@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardtune.planner.changes import Change
-from shardtune.planner.plan import Plan, link_bytes
+from shardtune.planner.machine import DISK_BYTES_PER_S, link_bytes
+from shardtune.planner.plan import Plan
+from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Cause
 
 
@@ -19,6 +21,7 @@ def describe(plan: Plan) -> Iterator[str]:
         f"States: {_gb(states.total)} GB = {_gb(states.parameters)} GB parameters + "
         f"{_gb(states.gradients)} GB gradients + {_gb(states.optimizer)} GB optimizer"
     )
+    yield from _assumptions(plan)
     yield ""
     yield "Memory of a rank by phase, GB:"
     causes = [c for c in Cause if any(_gb(p.by_cause[c]) != "0.0" for p in plan.peaks.values())]
@@ -26,41 +29,66 @@ def describe(plan: Plan) -> Iterator[str]:
         [phase, _gb(peak.n_bytes), *(_gb(peak.by_cause[cause]) for cause in causes)]
         for phase, peak in plan.peaks.items()
     ]
-    yield from _table(["", "total", *causes], rows)
+    yield from table(["", "total", *causes], rows)
     yield ""
     between, inside = link_bytes(plan.traffic, machine)
     yield "Received in a step, GB:"
     rows = [[kind, _gb(between[kind]), _gb(inside[kind])] for kind in between]
-    yield from _table(["", "by a node from others", "by a rank in its node"], rows)
+    yield from table(["", "by a node from others", "by a rank in its node"], rows)
     yield ""
     yield "A step takes at least: " + ", ".join(
         f"{seconds:.3g} s {part}" for part, seconds in plan.floors_s.items()
     )
-    slowest = max(plan.floors_s.values())
-    hours = slowest * 1e9 / plan.step_tokens / 3600
-    yield f"1e9 tokens take at least {hours:.3g} h, in steps of {plan.step_tokens:,} tokens"
-    host = (plan.states.total - plan.states.gradients) * machine.ranks_per_node
-    where = f", and {_gb(host)} GB of each node's memory while it is written"
+    yield from _storage(plan)
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    if plan.reason:
+        yield f"A bound from shapes alone, since {plan.reason}"
+        return
+    yield f"Attention: {plan.attention}"
+    if plan.config.parallel.expert > 1:
+        yield (
+            f"Experts: the most loaded rank is taken to have {EXPERT_IMBALANCE:g} times the tokens "
+            "of the mean"
+        )
+
+
+def _storage(plan: Plan) -> Iterator[str]:
+    storage, nodes = plan.storage, plan.machine.nodes
     yield (
-        f"A checkpoint takes {_gb(plan.checkpoint_bytes)} GB of disk"
-        f"{where if plan.config.checkpoint.mode == 'async' else ''}"
+        f"A checkpoint takes {_gb(storage.checkpoint_bytes)} GB of disk, and "
+        f"{_duration(storage.save_s)} at {_gb(DISK_BYTES_PER_S)} GB/s from each of {nodes} nodes"
     )
-    if plan.fits:
-        yield verdict(plan)
+    total = storage.checkpoints_bytes + storage.exported_bytes
+    yield (
+        f"The run's disk: {_gb(total)} GB = {_gb(storage.checkpoints_bytes)} GB of checkpoints "
+        f"(checkpoint.keep={plan.config.checkpoint.keep}, and the next one) + "
+        f"{_gb(storage.exported_bytes)} GB of models"
+    )
+    yield (
+        f"A node's own memory: {_gb(storage.loading_bytes)} GB to load, "
+        f"{_gb(storage.staging_bytes)} GB for copies of what is saved "
+        f"(checkpoint.mode={plan.config.checkpoint.mode})"
+    )
 
 
 def verdict(plan: Plan) -> str:
     """Say whether the run fits, and what bounds its speed."""
     limit = f"{_gb(plan.machine.memory_bytes)} GB"
     phase = max(plan.peaks, key=lambda name: plan.peaks[name].n_bytes)
-    peak = (
-        f"{_gb(plan.peak_bytes)} GB in {phase}, {_gb(plan.machine.allowance_bytes)} GB allowed for "
-        "the device's own among them"
-    )
-    bound = max(plan.floors_s, key=lambda part: plan.floors_s[part])
+    parts = [f"{_gb(plan.allocated_bytes)} GB allocated in {phase}"]
+    pools = plan.peak_bytes - plan.allocated_bytes - plan.machine.allowance_bytes
+    if pools:
+        parts.append(f"{_gb(pools)} GB kept for streams")
+    parts.append(f"{_gb(plan.machine.allowance_bytes)} GB allowed for the device's own")
+    peak = f"{_gb(plan.peak_bytes)} GB ({' + '.join(parts)})"
     if plan.fits:
+        bound = max(plan.floors_s, key=lambda part: plan.floors_s[part])
         return f"The run fits, {limit} hold the peak of {peak}; bound by {bound}"
-    return f"The run does not fit, {limit} do not hold the peak of {peak}"
+    if plan.cannot_fit:
+        return f"The run does not fit, {limit} do not hold the peak of {peak}"
+    return f"The run may not fit, {limit} are below the bound of {peak}"
 
 
 def describe_changes(changes: Sequence[Change]) -> Iterator[str]:
@@ -73,19 +101,24 @@ def describe_changes(changes: Sequence[Change]) -> Iterator[str]:
             " ".join(f"{key}={value}" for key, value in change.values.items()),
             _gb(change.plan.peak_bytes),
             "yes" if change.plan.fits else "no",
-            f"{max(change.plan.floors_s.values()):.3g}",
+            f"{change.plan.floor_s:.3g}",
             change.price,
         ]
         for change in changes
     ]
-    yield from _table(["change", "peak, GB", "fits", "step, s at least", "price"], rows)
+    yield from table(["change", "peak, GB", "fits", "step, s at least", "price"], rows)
 
 
 def _gb(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:.1f}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table whose columns are aligned."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         first, *others = (f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True))

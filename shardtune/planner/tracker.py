@@ -31,6 +31,8 @@ class Cause(StrEnum):
     REDUCED = "unsharded gradients"
     ACTIVATIONS = "activations"  # made in the forward
     BACKWARD = "backward"  # made in the backward, gradients of activations above all
+    UPDATE = "update"  # pieces of weights that the optimizer works on
+    BOUNDED = "all else, at most"  # where no step is simulated
 
 
 class Collective(NamedTuple):
@@ -60,21 +62,31 @@ _KINDS = {
 }
 
 
+class NotSimulated(Exception):
+    """The model asks for what fake tensors do not have; the message says for what."""
+
+
 class Tracker(TorchDispatchMode):
     """Within this mode, bytes are counted by cause, with a peak for each phase and place of a step.
 
+    `pools` has the most bytes of each stream likewise. A GPU's allocator keeps memory that is freed
+    for the stream that allocated it. FSDP2 runs the same streams on a CPU, where they do nothing.
+
     `traffic` has the bytes of each collective's unsharded side: of the output of an all-gather, and
-    of the input of the others.
+    of the input of the others. Of an all-to-all, whose sides may differ, it has the smaller.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.read_by_host: Iterator[int] = iter(())  # the numbers in fake tensors
         self.peaks: dict[tuple[str, int], Peak] = {}
+        self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
         self.traffic: list[Counter[Collective]] = [Counter()]  # the last one counts
         self.cause = Cause.ACTIVATIONS  # of what operators make from now on
         self._live: Counter[Cause] = Counter()
-        self._known: dict[int, tuple[Cause, int]] = {}  # by id of the storage
+        self._of_stream: Counter[int] = Counter()
+        self._streams = [torch.cpu.current_stream()]
+        self._known: dict[int, tuple[Cause, int, int]] = {}  # by id: cause, bytes and stream
         self._phase, self._place = "", 0
 
     def begin(self, phase: str, cause: Cause = Cause.ACTIVATIONS) -> None:
@@ -119,9 +131,14 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor comes first, and calls operators of its local tensors
+        if func is torch.ops.prim.device.default:  # half of all calls
+            return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:
-            return next(self.read_by_host)
-        result = func(*args, **(kwargs or {}))
+            return self._number(args[0])
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            result = _grouped_product(*args)
+        else:
+            result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -150,31 +167,65 @@ class Tracker(TorchDispatchMode):
                 cause = Cause.REDUCED if is_input else Cause.GRADIENTS
                 self._count(x.untyped_storage(), cause)
         elif kind == "all-to-all":
-            # (output, input, ...), or (input, ...) and the output as result.
-            inputs = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            n_bytes = inputs[-1].nbytes
+            n_bytes = min(x.nbytes for x in tensors)
         else:
             n_bytes = tensors[0].nbytes
         self.traffic[-1][Collective(kind, _ranks(args))] += n_bytes
 
+    def _number(self, tensor: torch.Tensor) -> int | bool:
+        """Return the number that the host reads in a tensor of one element.
+
+        Raises:
+            NotSimulated: nobody knows it.
+        """
+        if tensor.dtype == torch.bool:
+            return False  # no row of several documents is a single one
+        try:
+            return next(self.read_by_host)
+        except StopIteration:
+            raise NotSimulated("it reads numbers that depend on the data") from None
+
     def _count(self, storage: torch.UntypedStorage, cause: Cause) -> None:
-        key, size = id(storage), storage.nbytes()
+        key, size, stream = id(storage), storage.nbytes(), self._stream()
         if known := self._known.get(key):
-            self._live[known[0]] -= known[1]
+            self._subtract(*known)
+            if known[1] == size:
+                stream = known[2]
         else:
             weakref.finalize(storage, self._forget, key)
-        self._known[key] = cause, size
+        self._known[key] = cause, size, stream
         self._live[cause] += size
+        self._of_stream[stream] += size
+
+    def _stream(self) -> int:
+        """Return the number of the current stream, in the order of their first use."""
+        stream = torch.cpu.current_stream()
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
 
     def _forget(self, key: int) -> None:
-        cause, size = self._known.pop(key)
+        self._subtract(*self._known.pop(key))
+
+    def _subtract(self, cause: Cause, size: int, stream: int) -> None:
         self._live[cause] -= size
+        self._of_stream[stream] -= size
 
     def _update_peak(self) -> None:
         total = self._live.total()
         key = self._phase, self._place
         if key not in self.peaks or total > self.peaks[key].n_bytes:
             self.peaks[key] = Peak(total, self._live.copy())
+        for stream, size in self._of_stream.items():
+            # The streams of collectives are as full at any layer, a little sooner or later.
+            place = self._place if stream == 0 else 0
+            if size > self.pools.get((self._phase, place, stream), 0):
+                self.pools[self._phase, place, stream] = size
+
+
+def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return the shape of grouped products in float32, of which fake tensors know only bfloat16."""
+    return a.new_empty((len(a), b.shape[-1]) if b.dim() == 3 else (len(ends), len(a), b.shape[-1]))
 
 
 def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from shardtune.distributed.tensors import first_indices, to_local
 from shardtune.errors import RunFailed, first_line
 from shardtune.model.experts import SCALE_BLOCK
 
-_PIECE = 1 << 22  # elements that are float32 at the same time
+PIECE = 1 << 22  # elements that are float32 at the same time
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
@@ -129,7 +129,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             if key != "step"
         }
         blocks = _whole_blocks_and_rest(width) if "exp_avg_scale" in state else [_Blocks(0, width)]
-        n_rows = max(1, _PIECE // width)
+        n_rows = max(1, PIECE // width)
         for begin in range(0, len(rows), n_rows):
             piece = slice(begin, begin + n_rows)
             for each in blocks:

@@ -229,7 +229,7 @@ def stepped(sizes: tuple[int, ...], dtype: torch.dtype, **given: Any) -> list[to
 @pytest.mark.parametrize("eight_bit", [False, True])
 def test_pieces_of_a_tensor_change_nothing(eight_bit, monkeypatch):
     whole = stepped((3, 50, 300), torch.bfloat16, eight_bit=eight_bit)
-    monkeypatch.setattr(low_precision_optim, "_PIECE", 4000)
+    monkeypatch.setattr(low_precision_optim, "PIECE", 4000)
     pieces = stepped((3, 50, 300), torch.bfloat16, eight_bit=eight_bit)
     assert all(map(torch.equal, whole, pieces))
     assert not torch.equal(
@@ -243,7 +243,7 @@ def test_pieces_of_a_tensor_change_nothing(eight_bit, monkeypatch):
     [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
 def test_the_compiled_update_is_the_eager_one_to_the_last_bit(dtype, eight_bit, monkeypatch):
-    monkeypatch.setattr(low_precision_optim, "_PIECE", 9000)
+    monkeypatch.setattr(low_precision_optim, "PIECE", 9000)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for sizes in ((37, 600), (3, 50, 512), (700,), (41, 856), (64, 768), (900,)):

@@ -10,6 +10,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
+    MambaConfig,
     PreTrainedConfig,
 )
 
@@ -18,8 +19,10 @@ from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.model.build import build_on_meta
 from shardtune.planner.bound import bound_bytes
-from shardtune.planner.plan import Machine, extrapolate, link_bytes, make_plan
-from shardtune.planner.simulate import cuts, fake_world, simulate, with_layers
+from shardtune.planner.extrapolate import cuts, extrapolate, with_layers
+from shardtune.planner.machine import Machine, link_bytes
+from shardtune.planner.plan import make_plan
+from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.tracker import Collective
 from shardtune.training.reshard import ReshardPolicy
 
@@ -46,6 +49,7 @@ GPT_OSS = GptOssConfig(
     head_dim=16,
     num_local_experts=4,
 )
+MACHINE = Machine(2, 4, 8e9, 1e9, 1e9, 1e12)
 LLAMA = LlamaConfig(
     vocab_size=1000,
     hidden_size=256,
@@ -179,23 +183,46 @@ def test_what_cannot_be_planned_is_named(
 
 
 @pytest.mark.parametrize(
-    ("model_config", "assignment", "expected"),
+    ("model_config", "assignments", "attention"),
     [
-        (GPT_OSS, "model.compute_dtype=bfloat16", "gpt_oss has attention sinks"),
-        (GLM, "model.compute_dtype=float32", "needs model.compute_dtype=bfloat16"),
+        (GPT_OSS, [], "under a mask of row x row (gpt_oss has "),
+        (GLM, ["model.compute_dtype=float32"], "within each document, without a mask"),
+        pytest.param(
+            LLAMA,
+            ["data.packing=false", "model.attention=sdpa"],
+            "sdpa under a mask of row x row (model.attention=sdpa)",
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_a_model_that_fake_tensors_cannot_run_is_named(
-    model_config: PreTrainedConfig,
-    assignment: str,
-    expected: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_a_step_under_a_mask_or_in_float32_is_simulated(
+    model_config: PreTrainedConfig, assignments: list[str], attention: str
 ) -> None:
-    model_config.save_pretrained(tmp_path)
-    given = [f"model.path={tmp_path}", assignment, "data.max_length=256"]
-    assert run(["plan", "--config", str(CONFIG), *given]) == 2
-    assert expected in capsys.readouterr().err
+    plan = make_plan(configured(*assignments), model_config, MACHINE)
+    assert attention in plan.attention
+    assert not plan.reason
+
+
+def test_a_model_whose_step_cannot_be_simulated_is_bounded_by_its_shapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MambaConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
+    given = [f"model.path={tmp_path}", "data.packing=false", "data.max_length=256"]
+    assert run(["plan", "--config", str(CONFIG), *given]) == 0
+    said = capsys.readouterr().out
+    assert "A bound from shapes alone, since no step of mamba can be simulated" in said
+    assert "The run fits" in said
+
+
+def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> None:
+    config = configured("parallel.expert=4", "train.gradient_accumulation_steps=1")
+    cut, policy = with_layers(GLM, 2), ReshardPolicy(False, False)
+    with fake_world(1, 4, config) as world:
+        even, uneven = (simulate(config, cut, policy, world, factor) for factor in (1.0, 2.0))
+    assert even.traffic == uneven.traffic
+    highest = [max(peak.n_bytes for peak in measured.peaks.values()) for measured in (even, uneven)]
+    # A layer's experts see 256 tokens x 4, in both widths, and keep what they make of them.
+    assert highest[1] - highest[0] > 256 * 4 * (256 + 2 * 128) * 2
 
 
 def test_a_directory_without_a_configuration_is_named(

@@ -1,0 +1,124 @@
+"""Measure a deep model by two shallow ones: each part of a step grows by the same bytes with each
+further period of layers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.distributed.world import World
+from shardtune.model.support import decoder_layers
+from shardtune.planner.simulate import Measured, simulate
+from shardtune.planner.tracker import Peak
+from shardtune.training.reshard import ReshardPolicy
+
+# A cut model has at least so many layers: neighbours in the middle of a large one prefetch alike.
+_FEWEST_LAYERS = 4
+
+
+class Simulations:
+    """The measured steps of one model. Settings that make the same step are simulated once."""
+
+    def __init__(self, model_config: PreTrainedConfig) -> None:
+        self._model_config = model_config
+        self._measured: dict[str, Measured] = {}
+
+    def measure(
+        self, whole: PreTrainedModel, config: Config, policy: ReshardPolicy, world: World
+    ) -> Measured:
+        """Return what a step of the whole model, which has no storage, would measure."""
+        kinds = layer_kinds(whole)
+        lengths = cuts(kinds)
+        if lengths is None:
+            return self._step(len(kinds), config, policy, world)
+        short, long = (self._step(length, config, policy, world) for length in lengths)
+        return extrapolate(short, long, len(kinds))
+
+    def _step(self, layers: int, config: Config, policy: ReshardPolicy, world: World) -> Measured:
+        data, train = config.data, config.train
+        # All else, such as the optimizer, changes nothing of forward and backward.
+        sections = [config.model, config.parallel, config.lora]
+        settings = [
+            layers,
+            *(section.model_dump(mode="json") for section in sections),
+            [data.max_length, data.packing],
+            [train.micro_batch_size, train.gradient_accumulation_steps],
+            [policy.keep_parameters, policy.keep_gradients],
+            [world.size, world.local_size],
+        ]
+        key = json.dumps(settings)
+        if key not in self._measured:
+            cut = with_layers(self._model_config, layers)
+            self._measured[key] = simulate(config, cut, policy, world)
+        return self._measured[key]
+
+
+def layer_kinds(model: PreTrainedModel) -> list[Hashable]:
+    """Return a value for each decoder layer; layers that are built alike have the same."""
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    kinds: list[Hashable] = []
+    for i, layer in enumerate(decoder_layers(model)):
+        shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+        kinds.append((types[i] if i < len(types) else None, shapes))
+    return kinds
+
+
+def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
+    """Return two numbers of layers to measure, between which lies one period of the kinds.
+
+    Both cut models begin as the whole one does and end as it does, at the end of a period. Returns
+    None if the whole model has as few layers as they have, or has no period.
+    """
+    n = len(kinds)
+    for period in range(1, n // 2 + 1):
+        # The last layers repeat with this period, from `start` on.
+        start = n
+        while start > 0 and (start + period > n or kinds[start - 1] == kinds[start - 1 + period]):
+            start -= 1
+        first = n - (n - start) // period * period
+        while first < _FEWEST_LAYERS:
+            first += period
+        # The layers must repeat three times: two alike may be chance.
+        if (n - start) // period >= 3 and first + period < n:
+            return first, first + period
+    return None
+
+
+def with_layers(model_config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Return the configuration of the model's first layers alone."""
+    cut = copy.deepcopy(model_config)
+    text = cut.get_text_config()
+    whole = text.num_hidden_layers
+    text.num_hidden_layers = layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == whole:
+            setattr(text, name, value[:layers])
+    return cut
+
+
+def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:
+    """Return what a model of so many layers would have measured.
+
+    Every place of a step grows by the same bytes with each further period of layers, so places in
+    the middle have no more than those at the ends.
+    """
+    times = (layers - long.layers) // (long.layers - short.layers)
+
+    def grow(small: Mapping[Any, int], large: Mapping[Any, int]) -> Counter[Any]:
+        return Counter({key: n + times * (n - small.get(key, 0)) for key, n in large.items()})
+
+    peaks = {}
+    for key, peak in long.peaks.items():
+        if key in short.peaks:
+            by_cause = grow(short.peaks[key].by_cause, peak.by_cause)
+            peaks[key] = Peak(by_cause.total(), by_cause)
+    pools = {key: n for key, n in grow(short.pools, long.pools).items() if key in short.pools}
+    traffic = [grow(*both) for both in zip(short.traffic, long.traffic, strict=True)]
+    return Measured(layers, peaks, pools, traffic, long.attention)

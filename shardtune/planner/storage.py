@@ -1,0 +1,70 @@
+"""What a run writes to disk, and what loading and saving take of a node's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.planner.machine import DISK_BYTES_PER_S, Machine
+from shardtune.training.memory import StateBytes
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes on disk, of all nodes, and bytes of one node's memory."""
+
+    checkpoint_bytes: int  # one of them
+    checkpoints_bytes: int  # as many as are kept, and the one that is being written
+    exported_bytes: int  # model/, adapter/ and best/
+    save_s: float  # at DISK_BYTES_PER_S
+    staging_bytes: int  # host memory for copies of what is being saved
+    loading_bytes: int  # host memory for pieces of the largest parameter
+
+
+def plan_storage(
+    model: PreTrainedModel,
+    config: Config,
+    model_config: PreTrainedConfig,
+    states: StateBytes,
+    machine: Machine,
+    replicas: int,
+) -> Storage:
+    """Compute them for a model as `build_on_meta` returns it."""
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    # What is trained and its moments, once for all copies of the model.
+    weights = sum(p.numel() * p.itemsize for p in trained)
+    checkpoint = weights + states.optimizer * machine.ranks // replicas
+    staged = sum(to_local(p).numel() * p.itemsize for p in trained) + states.optimizer
+    is_async = config.checkpoint.mode == "async"
+    # A slice as the files have it, and as it is stored; a drawn parameter is drawn whole.
+    source = getattr(model_config, "dtype", None) or parameters[0].dtype
+    if config.model.init == "random":
+        loading = max(p.numel() * p.itemsize for p in parameters)
+    else:
+        loading = max(to_local(p).numel() * (source.itemsize + p.itemsize) for p in parameters)
+    return Storage(
+        checkpoint_bytes=checkpoint,
+        checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
+        exported_bytes=_exported_bytes(model, config, source.itemsize),
+        save_s=checkpoint / (machine.nodes * DISK_BYTES_PER_S),
+        staging_bytes=staged * machine.ranks_per_node if is_async else 0,
+        loading_bytes=loading * machine.ranks_per_node,
+    )
+
+
+def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int) -> int:
+    parameters = list(model.parameters())
+    itemsize = source_itemsize
+    if config.export.dtype != "source":
+        itemsize = DTYPES[config.export.dtype].itemsize
+    merged = itemsize * sum(p.numel() for p in parameters)
+    if config.lora.rank is None:
+        # Each better one is written before the last one is deleted.
+        return merged * (config.export.final + 2 * config.eval.keep_best)
+    factors = 4 * sum(p.numel() for p in parameters if p.requires_grad)
+    merged *= config.export.final and config.export.merge
+    return merged + factors * (config.export.final + 2 * config.eval.keep_best)
