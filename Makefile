@@ -1,8 +1,8 @@
-# make demo | rehearse | test-fast | test | test-full | docs | bench | clean. Each sets up .venv and may be run again.
+# make demo | rehearse | test-fast | test | test-full | gpu-check | docs | bench | clean. Each sets up .venv and may be run again.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rehearse lint test-fast test test-full docs bench clean
+.PHONY: help setup demo rehearse lint test-fast test test-full gpu-check docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -18,6 +18,8 @@ DEMO_ARGS ?=
 REHEARSE_ARGS ?=
 # Options of the benchmarks, such as --short, or --sections one --dtypes float32: other sections keep their results.
 BENCH_ARGS ?=
+# Options of the checks on a GPU, such as --only losses resume.
+GPU_CHECK_ARGS ?=
 # The tools that the benchmarks compare with have an environment of their own.
 PEERS ?= .venv/peers
 # An engine that reads the exported demo, for one test.
@@ -83,6 +85,17 @@ $(ENGINE)/.installed: tests/data/engine/requirements.txt
 # Everything, the long cases too.
 test-full: lint .venv/.templates $(MODEL)/config.json $(ENGINE)/.installed
 	$(PYTEST) $(IN_PARALLEL) -m ''
+
+# Everything that needs one GPU, in runs/gpu-check. With PYTHON=... in that environment, which may be
+# older: .venv is not built, and what does not run there is skipped by name.
+ifeq ($(origin PYTHON),file)
+gpu-check: .venv/.installed
+GPU_PYTHON := $(BIN)/python
+else
+GPU_PYTHON := $(PYTHON)
+endif
+gpu-check:
+	PYTHONPATH=.:benchmarks $(GPU_PYTHON) -m gpu_check $(if $(wildcard $(PEERS)/bin/python),--peers $(PEERS)/bin/python) $(GPU_CHECK_ARGS)
 
 # The site of README.md and docs/, in site/. It loads nothing from a network.
 docs: .venv/.installed

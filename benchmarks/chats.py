@@ -11,6 +11,18 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "examples/chats/train.jsonl"
 TOKENS_PER_WORD = 1.25
+# SmolLM2's own template, with marks around all that it must generate, the end of turn included.
+MARKED_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' "
+    "}}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATE = re.sub("{% (end)?generation %}", "", MARKED_TEMPLATE)
 TEMPLATE_TOKENS = 30  # what the template adds to a chat's words, about
 
 

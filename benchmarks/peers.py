@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from chats import MARKED_TEMPLATE
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -34,17 +35,6 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
-# The model's own template, with marks around all that it must generate, the end of turn included.
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' "
-    "}}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 WHOLE_EPOCH = 1 << 20  # micro-batches: more than any epoch has, so that one step takes all of them
 
 
@@ -72,7 +62,7 @@ class Watch(TrainerCallback):
 def main() -> None:
     options = read_options()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = MARKED_TEMPLATE
     records = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()]
     watch = Watch()
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,0 +1,143 @@
+"""Run each check in a process of its own, print a table, and write it beside one JSON.
+
+PYTHONPATH=.:benchmarks python -m gpu_check [--only NAME ...] [--out DIR]
+
+It takes the Python that runs it, of any age: this file needs the standard library alone. A check
+whose PyTorch is too old or whose peer is absent is skipped by name, and one that crashes is a
+failure by name; the others go on. Ends with 1 where a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_check.checks import CHECKS, Check
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
+
+
+def main() -> None:
+    options = read_options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    started, rows = time.monotonic(), list[dict[str, Any]]()
+    for check in CHECKS:
+        if options.only and check.name not in options.only:
+            continue
+        left_s = options.limit_s - (time.monotonic() - started)
+        row = {"check": check.name, **run(check, left_s, options)}
+        rows.append(row)
+        print(f"{row['check']}: {MARKS[row['verdict']]} ({row['seconds']:.0f} s): {row['summary']}")
+        sys.stdout.flush()
+        write_results(options, rows, time.monotonic() - started)
+    print(f"\n{table(rows)}\n\nWritten: {options.out / 'results.json'}")
+    if failed := [row["check"] for row in rows if row["verdict"] == "failed"]:
+        sys.exit(f"ERROR: {', '.join(failed)} failed - see the logs in {options.out}")
+    if not any(row["verdict"] == "ok" for row in rows):
+        sys.exit(f"ERROR: no check could be made - install what the table of {options.out} names")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
+    names = [check.name for check in CHECKS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/gpu-check")
+    parser.add_argument(
+        "--peers", default=sys.executable, help="the Python that has TRL and accelerate"
+    )
+    parser.add_argument("--limit-s", type=float, default=510, help="seconds for all checks")
+    parser.add_argument("--tiny", action="store_true", help="shapes for a GPU that is pretended")
+    options = parser.parse_args()
+    options.out = options.out.absolute()
+    return options
+
+
+def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one check in a process; return its verdict, summary, figures and seconds."""
+    if left_s < check.seconds and not options.tiny:
+        why = f"it takes about {check.seconds} s, and {max(0, left_s):.0f} s are left"
+        only = f"run it alone: --only {check.name}"
+        return {"verdict": "skipped", "summary": f"{why} - {only}", "figures": {}, "seconds": 0.0}
+    log, result = options.out / f"{check.name}.log", options.out / f"{check.name}.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "gpu_check.child", check.name, str(result)]
+    paths = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GPU_CHECK_PEERS": options.peers,
+        "GPU_CHECK_TINY": "1" if options.tiny else "",
+    }
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as stream:
+        process = subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=REPOSITORY,
+            start_new_session=True,
+        )
+        try:
+            ending = f"ended with {process.wait(timeout=max(left_s, 3 * check.seconds))}"
+        except subprocess.TimeoutExpired:
+            ending = "did not end in its time"
+        finally:
+            end_all_of(process)
+    outcome = {"verdict": "failed", "summary": f"{ending}: {last_line(log)}", "figures": {}}
+    if result.is_file():
+        outcome = json.loads(result.read_text(encoding="utf-8"))
+    return outcome | {"seconds": time.monotonic() - started}
+
+
+def end_all_of(process: subprocess.Popen[Any]) -> None:
+    """Kill what a check has left running: the processes of its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Format the rows as Markdown."""
+    head = ["| check | verdict | seconds | |", "|---|---|---|---|"]
+    return "\n".join(
+        head
+        + [
+            f"| {row['check']} | {MARKS[row['verdict']]} | {row['seconds']:.0f} | "
+            f"{row['summary'].replace('|', '/')} |"
+            for row in rows
+        ]
+    )
+
+
+def write_results(options: argparse.Namespace, rows: list[dict[str, Any]], seconds: float) -> None:
+    """Write results.json and results.md after each check: a machine may be taken away."""
+    about = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": sys.version.split()[0],
+        "seconds": round(seconds, 1),
+        "tiny": options.tiny,
+    }
+    text = json.dumps(about | {"checks": rows}, indent=1)
+    (options.out / "results.json").write_text(text + "\n", encoding="utf-8")
+    (options.out / "results.md").write_text(table(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Attention, the loss head and the optimizers on the GPU, against float64."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_check.checks import Outcome, is_tiny, require
+from gpu_check.device import seconds
+from shardtune.data.batch import Batch
+from shardtune.model.attention import document_attention, documents
+from shardtune.model.loss import LossHead
+from shardtune.training.low_precision_optim import LowPrecisionAdamW
+
+# Root mean square errors, relative to that of the float64 result. Bfloat16 rounds by 1.7e-3.
+_LIMIT = {torch.bfloat16: 1e-2, torch.float32: 2e-5}
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the root mean square of the difference, relative to that of `expected`."""
+    difference = found.double() - expected.double()
+    return (difference.norm() / expected.double().norm().clamp(min=1e-300)).item()
+
+
+def attention() -> Outcome:
+    """Attention by documents, forward and backward, in bfloat16 and in float32.
+
+    In bfloat16 it must be the varlen kernel, and its backward must repeat to the bit.
+    """
+    lengths = [7, 1, 20, 36] if is_tiny() else [700, 1, 1300, 2095]
+    # heads, key heads, width: Llama's and GLM-4.5-Air's, and one that no flash kernel takes
+    shapes = [(4, 2, 16)] if is_tiny() else [(32, 8, 128), (96, 8, 128)]
+    problems, figures = list[str](), dict[str, Any]()
+    for heads, key_heads, width in shapes:
+        for dtype in _LIMIT:
+            name = f"{heads} heads of {width} in {str(dtype).removeprefix('torch.')}"
+            inputs = _projections(sum(lengths), heads, key_heads, width, dtype)
+            errors, way = _attention_errors(inputs, lengths)
+            figures[name] = {"errors": errors, "way": way}
+            if not max(errors.values()) <= _LIMIT[dtype]:
+                problems.append(f"{name}: {errors}")
+            if dtype == torch.bfloat16:
+                if way != "varlen attention":
+                    problems.append(f"{name}: {way} instead of varlen attention")
+                once, again = (_attend(inputs, lengths) for _ in range(2))
+                same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+                figures[name]["repeats_to_the_bit"] = same
+                if not same:
+                    problems.append(f"{name}: the backward does not repeat to the bit")
+    worst = {
+        dtype: max(max(f["errors"].values()) for name, f in figures.items() if dtype in name)
+        for dtype in ("bfloat16", "float32")
+    }
+    text = ", ".join(f"{value:.1e} in {dtype}" for dtype, value in worst.items())
+    return require(problems, f"largest error against float64, gradients included: {text}", figures)
+
+
+def _projections(
+    tokens: int, heads: int, key_heads: int, width: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(1, n, tokens, width).to("cuda", dtype).requires_grad_()
+        for n in (heads, key_heads, key_heads)
+    ]
+
+
+def _attend(inputs: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
+    """Return output and gradients of `document_attention`."""
+    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    documents.set(lengths, boundaries)
+    output, _ = document_attention(nn.Identity(), *inputs, None)
+    weights = _weights(output)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
+
+
+def _weights(output: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of the output that is the same in each dtype."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(output.shape, generator=generator, dtype=torch.float32)
+    return weights.to(torch.bfloat16).to("cuda", output.dtype)
+
+
+def _attention_errors(
+    inputs: list[torch.Tensor], lengths: list[int]
+) -> tuple[dict[str, float], str]:
+    found = _attend(inputs, lengths)
+    way = documents.way
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    groups = exact[0].shape[1] // exact[1].shape[1]
+    query, key, value = exact[0], *(x.repeat_interleave(groups, 1) for x in exact[1:])
+    outputs = []
+    for q, k, v in zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True):
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").triu(1)
+        outputs.append(scores.masked_fill(later, float("-inf")).softmax(-1) @ v)
+    output = torch.cat(outputs, 2).transpose(1, 2)
+    expected = [output, *torch.autograd.grad((output * _weights(output)).sum(), exact)]
+    names = ("output", "query", "key", "value")
+    return {n: error(a, b) for n, a, b in zip(names, found, expected, strict=True)}, way
+
+
+def loss_head() -> Outcome:
+    """Head and loss in chunks against float64, and their memory against plain logits."""
+    tokens, width, vocabulary = (64, 32, 512) if is_tiny() else (4096, 4096, 151552)
+    torch.manual_seed(0)
+    hidden = torch.randn(1, tokens, width).to("cuda", torch.bfloat16).requires_grad_()
+    head: Any = nn.Linear(width, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
+    targets = torch.randint(vocabulary, (tokens,)).cuda()
+    everything = torch.arange(tokens, device="cuda")
+    ends = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    head.__class__, head.is_last = LossHead, True
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
+    head.batch = Batch(ids, None, None, everything, targets, [tokens], ends)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = head(hidden)
+    (loss / tokens).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    nll, in_hidden, in_weight = _exact_head(hidden[0].detach(), head.weight.detach(), targets)
+    figures = {
+        "loss": abs(loss.item() / nll - 1),
+        "hidden": error(hidden.grad[0], in_hidden),
+        "weight": error(head.weight.grad, in_weight),
+        "peak_bytes": peak,
+        "plain_logits_bytes": 4 * tokens * vocabulary,
+    }
+    problems = [
+        f"{name}: error {figures[name]:.1e} over {limit:.0e}"
+        for name, limit in {"loss": 2e-4, "hidden": 1e-2, "weight": 1e-2}.items()
+        if not figures[name] <= limit
+    ]
+    summary = (
+        f"errors against float64: {figures['loss']:.1e} of the loss, {figures['hidden']:.1e} and "
+        f"{figures['weight']:.1e} of the gradients; {peak / 1e9:.2f} GB, where one copy of the "
+        f"logits in float32 takes {figures['plain_logits_bytes'] / 1e9:.2f}"
+    )
+    return require(problems, summary, figures)
+
+
+def _exact_head(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Return the summed loss and the gradients of its mean, in float64, by rows."""
+    nll, in_hidden = 0.0, []
+    in_weight = torch.zeros_like(weight, dtype=torch.float64)
+    wide = weight.double()
+    for rows, wanted in zip(hidden.double().split(256), targets.split(256), strict=True):
+        logits = rows @ wide.t()
+        nll += nn.functional.cross_entropy(logits, wanted, reduction="sum").item()
+        probabilities = logits.softmax(1)
+        probabilities[torch.arange(len(wanted)), wanted] -= 1
+        probabilities /= len(hidden)
+        in_hidden.append(probabilities @ wide)
+        in_weight += probabilities.t() @ rows
+    return nll, torch.cat(in_hidden), in_weight
+
+
+def optimizer() -> Outcome:
+    """The fused AdamW against float64 and the unfused one, and low precision against the CPU's."""
+    problems, figures = list[str](), dict[str, Any]()
+    size = 1 << 10 if is_tiny() else 1 << 20
+    fused, exact = _updated(size, fused=True), _exact_update(size)
+    figures["fused_error"] = error(fused.cpu() - _start(size), exact - _start(size))
+    if not figures["fused_error"] <= 1e-3:  # of the change, of which float32 keeps few digits
+        problems.append(f"fused AdamW is {figures['fused_error']:.1e} from float64")
+    for eight_bit in (False, True):
+        name = "adamw8bit" if eight_bit else "bfloat16"
+        here, there = (_low_precision(size, eight_bit, d) for d in ("cuda", "cpu"))
+        share = (here.cpu() != there).double().mean().item()
+        figures[f"{name}_differs_from_cpu"] = share
+        # A product that is rounded once less moves a value across its random threshold.
+        if not share <= 5e-3:
+            problems.append(f"{name}: {share:.1%} of the weights are not those of a CPU")
+    large = 1 << (16 if is_tiny() else 28)
+    times = {way: _update_seconds(large, way == "fused") for way in ("fused", "unfused")}
+    figures |= {f"{way}_s": value for way, value in times.items()}
+    figures["fused_bytes_per_s"] = 28 * large / times["fused"]  # reads four, writes three
+    summary = (
+        f"fused AdamW is {figures['fused_error']:.1e} from float64, takes "
+        f"{1e9 * times['fused'] / large:.3g} ms for 1e6 parameters "
+        f"({figures['fused_bytes_per_s'] / 1e12:.3g} TB/s) and unfused "
+        f"{times['unfused'] / times['fused']:.2f} x; weights unlike a CPU's: bfloat16 "
+        f"{figures['bfloat16_differs_from_cpu']:.2%}, adamw8bit "
+        f"{figures['adamw8bit_differs_from_cpu']:.2%}"
+    )
+    return require(problems, summary, figures)
+
+
+_SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def _start(size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+def _gradient(size: int, step: int) -> torch.Tensor:
+    return 1e-3 * torch.randn(size, generator=torch.Generator().manual_seed(step))
+
+
+def _updated(size: int, fused: bool) -> torch.Tensor:
+    """Return a weight after three updates on the GPU."""
+    weight = nn.Parameter(_start(size).cuda())
+    adamw = torch.optim.AdamW([weight], **_SETTINGS, fused=fused)
+    for step in range(1, 4):
+        weight.grad = _gradient(size, step).cuda()
+        adamw.step()
+    return weight.detach()
+
+
+def _exact_update(size: int) -> torch.Tensor:
+    """Return the same by AdamW's definition (arXiv 1711.05101) in float64, on the CPU."""
+    weight = _start(size).double()
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    (beta1, beta2), lr = _SETTINGS["betas"], _SETTINGS["lr"]
+    for step in range(1, 4):
+        gradient = _gradient(size, step).double()
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        weight *= 1 - lr * _SETTINGS["weight_decay"]
+        root = (second / (1 - beta2**step)).sqrt() + _SETTINGS["eps"]
+        weight -= lr * first / (1 - beta1**step) / root
+    return weight
+
+
+def _low_precision(size: int, eight_bit: bool, device: str) -> torch.Tensor:
+    """Return a bfloat16 weight (size / 256, 256) after three updates on a device."""
+    weight = nn.Parameter(_start(size).view(-1, 256).bfloat16().to(device))
+    groups = [{"params": [("weight", weight)], "weight_decay": 0.1}]
+    adamw = LowPrecisionAdamW(
+        groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, seed=1, eight_bit=eight_bit
+    )
+    for step in range(1, 4):
+        weight.grad = _gradient(size, step).view(-1, 256).bfloat16().to(device)
+        adamw.step()
+    return weight.detach()
+
+
+def _update_seconds(size: int, fused: bool) -> float:
+    weight = nn.Parameter(torch.zeros(size, device="cuda"))
+    weight.grad = torch.ones_like(weight)
+    adamw = torch.optim.AdamW([weight], **_SETTINGS, fused=fused)
+    return seconds(adamw.step, 5)

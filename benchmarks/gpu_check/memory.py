@@ -1,0 +1,133 @@
+"""The peak of a GPU's allocated memory against what the planner says of the same run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gpu_check.checks import Outcome, is_tiny, require
+from gpu_check.runs import save_model, train, work_folder, write_text
+from shardtune.config_io import load_config
+from shardtune.model.files import read_model_config
+from shardtune.planner.plan import Machine, make_plan
+
+_LIMIT = 0.05
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+_GLM = {
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "vocab_size": 151552,
+}
+_TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 8192,
+}
+_SHARE = 0.5  # of the GPU's memory that states may take; the rest is for activations
+
+
+def dense_8b() -> Outcome:
+    """As many layers of Llama 3 8B as fit, in float32."""
+    return _compare("llama", _LLAMA, 18, 1)
+
+
+def glm() -> Outcome:
+    """As many layers of GLM-4.5-Air as fit, in bfloat16 with moments of 8 bits."""
+    more = ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"]
+    return _compare("glm4_moe", _GLM, 9, 2, *more, "model.activation_checkpointing=full")
+
+
+def lora() -> Outcome:
+    """Adapters on Llama 3 8B."""
+    more = ["lora.rank=16", "model.activation_checkpointing=selective"]
+    return _compare("llama", _LLAMA, 2.5, 1, *more)
+
+
+def _compare(
+    model_type: str, shape: dict[str, Any], bytes_per_parameter: float, fewest: int, *more: str
+) -> Outcome:
+    """Plan a run of three steps of two full rows, make it, and compare the peaks."""
+    length = 256 if is_tiny() else 4096
+    if is_tiny():
+        shape = shape | {key: value for key, value in _TINY.items() if key in shape}
+    total = torch.cuda.mem_get_info()[1]
+    layers = _layers(model_type, shape, _SHARE * total / bytes_per_parameter, fewest)
+    shape = shape | {"num_hidden_layers": layers, "max_position_embeddings": 2 * length}
+    assignments = [
+        f"model.path={save_model('model', model_type, shape)}",
+        "model.init=random",
+        "model.compute_dtype=bfloat16",
+        f"data.train={write_text(16, length)}",
+        f"data.max_length={length}",
+        "data.overflow=split",
+        "train.epochs=99",
+        "train.max_steps=3",
+        "train.gradient_accumulation_steps=2",
+        *more,
+    ]
+    empty = work_folder() / "empty.yaml"
+    empty.touch()
+    config = load_config(empty, assignments, {})
+    model_config = read_model_config(config.model, config.data.max_length)
+    machine = Machine(1, 1, total, 1e9, 1e9, 1e15)
+    plan = make_plan(config, model_config, machine)
+    phase, peak = max(plan.peaks.items(), key=lambda item: item[1].n_bytes)
+    steps = train("run", *assignments).steps
+    measured = steps[-1]["memory_bytes"]
+    figures = {
+        "layers": layers,
+        "parameters": plan.parameters,
+        "planned_bytes": peak.n_bytes,
+        "planned_by_cause": {str(cause): size for cause, size in peak.by_cause.items()},
+        "measured_bytes": measured,
+        "reserved_bytes": steps[-1]["reserved_memory_bytes"],
+        "seconds": [step["seconds"] for step in steps],
+    }
+    apart = peak.n_bytes / measured - 1
+    summary = (
+        f"{layers} layers, {plan.parameters / 1e9:.2f}e9 parameters: {measured / 1e9:.2f} GB "
+        f"allocated at most, {figures['reserved_bytes'] / 1e9:.2f} GB reserved; the plan says "
+        f"{peak.n_bytes / 1e9:.2f} GB in {phase} ({apart:+.1%})"
+    )
+    # The update converts pieces of some MB to float32, which are most of a tiny model's memory.
+    tolerance = _LIMIT * measured + (2e8 if is_tiny() else 0)
+    is_near = abs(peak.n_bytes - measured) <= tolerance
+    return require([] if is_near else [f"{apart:+.1%}"], summary, figures)
+
+
+def _layers(model_type: str, shape: dict[str, Any], most: float, fewest: int) -> int:
+    """Return how many of the model's layers have at most so many parameters, with all else."""
+    if is_tiny():
+        return fewest + 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape))
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    layers = len(sizes)
+    while layers > fewest and model.num_parameters() - sum(sizes[layers:]) > most:
+        layers -= 1
+    return layers

@@ -1,0 +1,104 @@
+"""Documents in one packed row against each of them alone, by transformers' own attention."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gpu_check.checks import Outcome, is_tiny, require
+from gpu_check.kernels import error
+from shardtune.data.batch import Batch
+from shardtune.model.attention import DOCUMENT_ATTENTION, documents
+from shardtune.model.loss import summed_loss, use_loss_head
+
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 4096,
+    "use_cache": False,
+    "pad_token_id": 2,
+}
+EXPERTS = {
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+FAMILIES = {"llama": SMALL, "glm4_moe": SMALL | EXPERTS}
+# Of the loss and of all gradients together: equal sums in another order, or bfloat16's rounding,
+# which also sends a token to another expert.
+_LIMITS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-3, 5e-2)}
+
+
+def packing() -> Outcome:
+    """Loss and gradients of a packed row, for a dense model and one with experts."""
+    problems, figures = list[str](), dict[str, Any]()
+    for family in FAMILIES:
+        for dtype, limits in _LIMITS.items():
+            name = f"{family} in {str(dtype).removeprefix('torch.')}"
+            errors = _errors(family, dtype)
+            figures[name] = {"loss": errors[0], "gradients": errors[1], "way": documents.way}
+            if not all(e <= limit for e, limit in zip(errors, limits, strict=True)):
+                problems.append(f"{name}: {errors[0]:.1e} of the loss, {errors[1]:.1e}")
+    text = ", ".join(f"{f['gradients']:.1e} ({name})" for name, f in figures.items())
+    return require(problems, f"gradients packed and alone differ by {text}", figures)
+
+
+def _errors(family: str, dtype: torch.dtype) -> tuple[float, float]:
+    torch.manual_seed(0)
+    settings = FAMILIES[family] | (TINY if is_tiny() else {})
+    config = AutoConfig.for_model(family, **settings)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).cuda()
+    lengths = [9, 1, 30] if is_tiny() else [300, 1, 47, 676]
+    ids = [torch.randint(3, 4096, (n,)) for n in lengths]
+    alone = torch.zeros((), dtype=torch.float64, device="cuda")
+    for document in ids:
+        row = document.cuda()
+        logits = model(input_ids=row.view(1, -1)).logits[0, :-1]
+        loss = F.cross_entropy(logits.float(), row[1:], reduction="sum")
+        loss.backward()
+        alone += loss.detach()
+    expected = _take_gradients(model)
+    model.set_attn_implementation(DOCUMENT_ATTENTION)
+    documents.longest_of_run = max(lengths)
+    batch = _batch(ids).to(torch.device("cuda"))
+    use_loss_head(model, torch.device("cuda"))
+    loss = summed_loss(model, batch)
+    loss.backward()
+    difference = abs(loss.item() / alone.item() - 1)
+    return difference, error(_take_gradients(model), expected)
+
+
+def _take_gradients(model: Any) -> torch.Tensor:
+    """Return all gradients in one vector on the CPU, and drop them."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return torch.cat([gradient.float().flatten().cpu() for gradient in gradients])
+
+
+def _batch(ids: list[torch.Tensor]) -> Batch:
+    """Return the flat batch of these documents, every token of which is trained."""
+    lengths = [len(document) for document in ids]
+    starts = list(accumulate([0, *lengths]))
+    predicting = [torch.arange(n - 1) + start for n, start in zip(lengths, starts, strict=False)]
+    return Batch(
+        torch.cat(ids).view(1, -1),
+        torch.cat([torch.arange(n) for n in lengths]).view(1, -1),
+        None,
+        torch.cat(predicting),
+        torch.cat([document[1:] for document in ids]),
+        lengths,
+        torch.tensor(starts, dtype=torch.int32),
+    )

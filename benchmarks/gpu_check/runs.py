@@ -1,0 +1,125 @@
+"""Runs of train_fsdp.py as users start them, with a tokenizer and data that need no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chats
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from gpu_check.checks import Failed
+
+BENCHMARKS = Path(__file__).resolve().parent.parent
+_TOKENS = 4000  # of the tokenizer
+
+
+def work_folder() -> Path:
+    """Return the folder for what this check writes; it is removed at the end."""
+    return Path(os.environ["GPU_CHECK_WORK"])
+
+
+@dataclass
+class Run:
+    """What a run has left: its lines with the time at which each came, and metrics.jsonl."""
+
+    directory: Path
+    lines: list[tuple[float, str]]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        text = (self.directory / "metrics.jsonl").read_text(encoding="utf-8")
+        return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == "step"]
+
+    def time_of(self, start: str) -> float:
+        """Return when the line came that begins so."""
+        return next(at for at, line in self.lines if line.startswith(start))
+
+
+def train(
+    name: str, *assignments: str, on_cpu: bool = False, saves: bool = False, again: bool = False
+) -> Run:
+    """Run train_fsdp.py in one process, with run.dir `name`; `again` takes it up once more.
+
+    Raises:
+        Failed: it ended with another code than 0.
+    """
+    folder = work_folder() / name
+    folder.mkdir(parents=True, exist_ok=again)
+    config = folder / "empty.yaml"
+    config.touch()
+    script = BENCHMARKS / ("older_torch.py" if saves else "unsaved.py")
+    settings = [f"run.dir={folder / 'run'}", *assignments]
+    if not saves:
+        settings += ["checkpoint.every_steps=0", "checkpoint.mode=sync", "export.final=false"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if on_cpu:
+        environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    lines = list[tuple[float, str]]()
+    with subprocess.Popen(
+        [sys.executable, "-u", str(script), "--config", str(config), *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append((time.monotonic(), line.rstrip()))
+            print(f"{name}: {line}", end="", flush=True)
+    if process.returncode:
+        errors = [line for _, line in lines if "ERROR" in line] or [line for _, line in lines[-1:]]
+        raise Failed(f"{name} ended with {process.returncode}: {errors[-1]}")
+    return Run(folder / "run", lines)
+
+
+def save_model(name: str, model_type: str, settings: dict[str, Any]) -> Path:
+    """Write a model's config.json and a tokenizer; its weights are drawn when a run starts."""
+    folder = work_folder() / name
+    save_tokenizer(folder)
+    settings = {"pad_token_id": 2, "eos_token_id": 1, "bos_token_id": None} | settings
+    AutoConfig.for_model(model_type, **settings).save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of the words of the demo's chats, with SmolLM2's chat template."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train(
+        [str(chats.SOURCE)],
+        trainers.BpeTrainer(
+            vocab_size=_TOKENS,
+            special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = chats.TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def write_chats(rows: int, length: int) -> Path:
+    """Write chats of so many full rows, about."""
+    return chats.write_chats(work_folder() / "chats.jsonl", rows * length, length)
+
+
+def write_text(rows: int, length: int) -> Path:
+    """Write text that data.overflow=split cuts into at least so many rows without a gap."""
+    words = chats.SOURCE.read_text(encoding="utf-8").split()
+    path = work_folder() / "text.jsonl"
+    text = " ".join(words[number % len(words)] for number in range(rows * length))
+    path.write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+    return path
