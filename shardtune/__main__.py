@@ -76,7 +76,16 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
     options = parser.parse_intermixed_args(arguments)  # an assignment may stand behind an option
     if options.records is not None and options.records < 0:
         parser.error(f"--records {options.records} is less than 0")
-    inspect_data(options.config, options.assignments, options.records, options.json)
+    if options.html and options.json:
+        parser.error("--html and --json are two forms of the same")
+    if not options.html:
+        inspect_data(options.config, options.assignments, options.records, options.json)
+        return
+    from shardtune.report.data_page import write_data_page
+
+    for line in write_data_page(options.config, options.assignments, options.records, options.html):
+        print(line)
+    print(f"Page: {options.html.resolve()}")
 
 
 def _verify(parser: Parser, arguments: Sequence[str]) -> None:

@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '{"record": n, "input_ids": [...], "trained": [...], "place": "FILE:LINE"}',
     )
     parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page instead: conversations with what is trained in colour, and histograms",
+    )
+    parser.add_argument(
         "assignments", nargs="*", metavar="section.key=value", help="override the configuration"
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
@@ -52,15 +53,32 @@ _STYLE: Any = {  # matplotlib types its keys by name
 def svg(chart: Chart, axis: str) -> str:
     """Return the chart over one axis, as an element for a page."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": f"{chart.name}/{axis}"}):
-        out = io.StringIO()
-        _figure(chart, axis).savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        return _themed_svg(_figure(chart, axis), chart.title)
+
+
+def histogram_svg(values: npt.ArrayLike, title: str, unit: str, limit: float) -> str:
+    """Return how many of `values`, [n], lie in each twentieth of 0 to `limit`."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": title}):
+        figure = Figure(figsize=(3.6, 2.2), layout="constrained")
+        axes = figure.add_subplot()
+        axes.hist(np.asarray(values), bins=20, range=(0, limit), color=COLOURS[0][0])
+        axes.set_title(title, fontsize=9, color=TEXT)
+        axes.set_xlabel(unit)
+        axes.grid(axis="x", visible=False)
+        return _themed_svg(figure, title)
+
+
+def _themed_svg(figure: Figure, title: str) -> str:
+    """Return the figure without a size of its own, in the colours of the page's theme."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
     text = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", text, count=1)
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{chart.title}" ', 1)
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
     names = {TEXT: "text", GRID: "grid"}
     names |= {light: f"colour-{i}" for i, (light, _) in enumerate(COLOURS)}
     return re.sub(
