@@ -263,13 +263,13 @@ class _SetWriter:
         return [
             f"{self.name}: {records} records in {sequences} sequences, {tokens} tokens, {trained} "
             "of them trained",
-            *(f"{self.name}: {what}" for what in _other_counts(self.counts)),
+            *(f"{self.name}: {what}" for what in other_counts(self.counts)),
         ]
 
 
 def _nothing_to_train(key: str, spec: str, counts: Counter[str]) -> str:
     """Say so of the source that `spec`, the value of `key`, names, with what would help."""
-    causes = "; ".join(_other_counts(counts)).replace("WARNING: ", "")
+    causes = "; ".join(other_counts(counts)).replace("WARNING: ", "")
     is_long = " or raise data.max_length" * ("longer than data.max_length" in causes)
     return (
         f"{key}: no token to train in {counts['records']} records{causes and f' ({causes})'} - "
@@ -277,7 +277,7 @@ def _nothing_to_train(key: str, spec: str, counts: Counter[str]) -> str:
     )
 
 
-def _other_counts(counts: Counter[str]) -> list[str]:
+def other_counts(counts: Counter[str]) -> list[str]:
     """Return each thing that happened, other than the totals, with its number and its effects."""
     lines: dict[str, str] = {}
     for what, count in counts.items():

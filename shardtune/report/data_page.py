@@ -24,6 +24,7 @@ from shardtune.data.dataset import (
     build_encoder,
     find_sources,
     open_prepared,
+    other_counts,
     prepare_data,
 )
 from shardtune.data.messages import train_flag
@@ -140,11 +141,7 @@ def _conversations(
             counted = SetChunk()
             counted.add(index, encoded, data)
             pieces = list(_pieces(encoded, config))
-            notes = [
-                what.replace("records", "record").replace(" | ", ": ")
-                for what, n in counted.counts.items()
-                if n and what not in ("records", "sequences", "tokens", "trained tokens")
-            ]
+            notes = other_counts(counted.counts)
             kinds = set(chosen[index])
             if not pieces:
                 kinds.add("dropped")
