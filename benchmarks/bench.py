@@ -36,6 +36,7 @@ from alone import loss_memory, many_records, scaling, spread_experts, traffic
 from chats import MIXES, write_chats
 from measure import (
     FAILED,
+    PROFILE_LABEL,
     REPOSITORY,
     TOLERANCE,
     Side,
@@ -48,7 +49,6 @@ from measure import (
     settings,
 )
 from report import NAMES, report
-from step_profile import LABEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.model.flops import ModelFlops, count_flops, measure_matmul_rate
@@ -313,7 +313,7 @@ def profile(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str, A
     if not is_done:
         return {}
     log = (options.work / f"{name}.log").read_text(encoding="utf-8").splitlines()
-    *_, last = (line.removeprefix(LABEL) for line in log if line.startswith(LABEL))
+    *_, last = (line.removeprefix(PROFILE_LABEL) for line in log if line.startswith(PROFILE_LABEL))
     return {"dtype": dtype, "seconds": json.loads(last)}
 
 

@@ -28,6 +28,8 @@ STEADY = 0.1
 # Of losses, relative. Float32 sides differ by 1e-6. Bfloat16 sides differ by 9e-4: some keep
 # float32 between layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
+# Lines of output with figures in JSON behind them.
+PROFILE_LABEL = "Seconds of a step by operation: "
 CPU_LABEL = "CPU seconds of the process until the end of each step: "
 # Moves the loss by 15% in two updates, in bfloat16 too, in which smaller updates round away.
 LR = 3e-4

@@ -14,12 +14,12 @@ from collections import Counter
 from typing import Any
 
 import torch
+from measure import PROFILE_LABEL
 from torch.profiler import ProfilerActivity, profile
 
 import train_fsdp
 from shardtune.distributed.exit import run
 
-LABEL = "Seconds of a step by operation: "
 KINDS = {
     "matrix products": ("mm", "addmm", "addmm_", "bmm", "_grouped_mm"),
     "attention": (
@@ -56,7 +56,7 @@ def main() -> None:
         with profile(activities=ACTIVITIES) as profiler:
             done = train_step(job, *arguments)
         seconds = time.perf_counter() - started
-        print(LABEL + json.dumps(by_kind(profiler, seconds)), flush=True)
+        print(PROFILE_LABEL + json.dumps(by_kind(profiler, seconds)), flush=True)
         return done
 
     train_fsdp.train_step = profiled
