@@ -31,10 +31,11 @@ def causal_documents(
     """
     output = _like_output(query, key, value, lengths, scale)
     rows = (_by_key_head(query, key), key, value, _by_key_head(output.transpose(0, 1), key))
+    future = torch.full((_TILE, _TILE), -torch.inf).triu_(1)
     for q, k, v, out in zip(*(row.split(lengths, -2) for row in rows), strict=True):
-        k_float = k.float()
+        scaled = k.float() * scale
         for tile, seen in _tiles(q.shape[2]):
-            weights = _weights(q[:, :, tile], k_float[:, :seen], scale).to(v.dtype)
+            weights = _weights(q[:, :, tile], scaled[:, :seen], future).to(v.dtype)
             out[:, :, tile] = torch.bmm(weights, v[:, :seen]).unflatten(1, (q.shape[1], -1))
     return output
 
@@ -50,35 +51,35 @@ def _backward(
     )
     rows = (_by_key_head(query, key), key, value, _by_key_head(gradient.transpose(0, 1), key))
     gradients = (_by_key_head(of_query, key), of_key, of_value)
+    future = torch.full((_TILE, _TILE), -torch.inf).triu_(1)
     for q, k, v, of_out, of_q, of_k, of_v in zip(
         *(row.split(lengths, -2) for row in (*rows, *gradients)), strict=True
     ):
-        k_float, scaled = k.float(), q * scale
-        k_sum, v_sum = torch.zeros_like(k_float), torch.zeros_like(v, dtype=torch.float32)
+        scaled = k.float() * scale
+        k_sum, v_sum = torch.zeros_like(scaled), torch.zeros_like(v, dtype=torch.float32)
         for tile, seen in _tiles(q.shape[2]):
-            weights = _weights(q[:, :, tile], k_float[:, :seen], scale).to(v.dtype)
+            weights = _weights(q[:, :, tile], scaled[:, :seen], future).to(v.dtype)
             of_tile = of_out[:, :, tile].flatten(1, 2)
             v_sum[:, :seen] += torch.bmm(weights.mT, of_tile)
             of_weights = torch.bmm(of_tile, v[:, :seen].mT)
             of_scores = torch._softmax_backward_data(of_weights, weights, -1, v.dtype)
-            k_sum[:, :seen] += torch.bmm(of_scores.mT, scaled[:, :, tile].flatten(1, 2))
+            k_sum[:, :seen] += torch.bmm(of_scores.mT, q[:, :, tile].flatten(1, 2))
             of_scaled = torch.bmm(of_scores, k[:, :seen]).unflatten(1, (q.shape[1], -1))
             torch.mul(of_scaled, scale, out=of_q[:, :, tile])
-        of_k.copy_(k_sum)
+        torch.mul(k_sum, scale, out=of_k)
         of_v.copy_(v_sum)
     return of_query, of_key, of_value
 
 
-def _weights(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def _weights(query: Tensor, key: Tensor, future: Tensor) -> Tensor:
     """Return a tile's attention weights, (key heads, group x tile, seen), in float32.
 
-    `query` is (key heads, group, tile, width); `key`, (key heads, seen, width), ends with the
-    tile's last token.
+    `query` is (key heads, group, tile, width); `key`, (key heads, seen, width), is scaled, float32,
+    and ends with the tile's last token.
     """
     tile = query.shape[2]
-    scores = torch.bmm((query.float() * scale).flatten(1, 2), key.mT)
-    future = torch.full((tile, tile), -torch.inf).triu_(1)
-    scores.unflatten(1, (-1, tile))[..., -tile:] += future
+    scores = torch.bmm(query.float().flatten(1, 2), key.mT)
+    scores.unflatten(1, (-1, tile))[..., -tile:] += future[:tile, :tile]
     return torch.softmax(scores, -1, out=scores)
 
 
