@@ -24,7 +24,12 @@ from shardtune.planner.tracker import Cause, Collective, Peak
 from shardtune.training.low_precision_optim import PIECE, LowPrecisionAdamW
 from shardtune.training.memory import StateBytes, state_bytes
 from shardtune.training.optim import build_optimizer
-from shardtune.training.reshard import ReshardPolicy, decide, unsharded_bytes
+from shardtune.training.reshard import (
+    ReshardPolicy,
+    decide,
+    keeps_gradients_whole,
+    unsharded_bytes,
+)
 
 # For each element of the piece that LowPrecisionAdamW works on, as measured: 16 numbers of 4 bytes.
 _UPDATE_BYTES_PER_ELEMENT = 64
@@ -152,11 +157,10 @@ def _policy(
     model: PreTrainedModel, config: Config, states: StateBytes, machine: Machine, world: World
 ) -> ReshardPolicy:
     """Decide as `choose_reshard_policy` does."""
-    if world.mesh["shard"].size() == 1:
-        return ReshardPolicy(keep_parameters=False, keep_gradients=world.size > 1)
     free = machine.memory_bytes - machine.allowance_bytes - states.total
     micro_batches = config.train.gradient_accumulation_steps
-    policy, *_ = decide(*unsharded_bytes(model, config, world), free, micro_batches)
+    kept = keeps_gradients_whole(config, world)
+    policy, *_ = decide(*unsharded_bytes(model, config, world), free, micro_batches, kept)
     return policy
 
 

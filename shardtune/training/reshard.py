@@ -74,8 +74,7 @@ def choose_reshard_policy(
     free = _free_bytes(world) - state.gradients - state.optimizer
     keep_gradients = saved.keep_gradients if saved else None
     if _is_whole(world):
-        # Alone, a rank adds up in the dtype of the sharded gradients what it does not keep.
-        keep_gradients = world.size > 1 or config.model.reduce_dtype == "float32"
+        keep_gradients = keeps_gradients_whole(config, world)
     policy, room, room_for_parameters = decide(
         parameters, gradients, min(world.all_gather_json(free)), micro_batches, keep_gradients
     )
@@ -92,6 +91,17 @@ def choose_reshard_policy(
         reason = "as before the resume" if saved else f"room for {_gb(room)}"
         logger.info(f"Gradients: reduced {reduced} ({_gb(gradients)} unsharded, {reason})")
     return policy
+
+
+def keeps_gradients_whole(config: Config, world: World) -> bool | None:
+    """Return whether gradients are kept where each rank has the whole model, whatever the memory.
+
+    None where ranks have shards, so that the free memory decides.
+    """
+    if not _is_whole(world):
+        return None
+    # Alone, a rank adds up in the dtype of the sharded gradients what it does not keep.
+    return world.size > 1 or config.model.reduce_dtype == "float32"
 
 
 def _is_whole(world: World) -> bool:
