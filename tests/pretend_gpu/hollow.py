@@ -27,7 +27,7 @@ _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 class Peaks(NamedTuple):
     """Bytes of one rank.
 
-    `allocated`: the most in each phase: load (when the weights are there), evaluate, forward,
+    `allocated`: the most in each phase: load, trial (a first small forward), evaluate, forward,
     backward, norm, optimizer. `pools`: the most of each stream. One stream's blocks are not given
     to another, so that their sum is what the GPU reserves.
     """
@@ -105,7 +105,7 @@ def _measure(options: argparse.Namespace) -> Peaks:
     clock = _Phases(torch.ops.pretend)
     _leave_out_contents()
     model = build_model(config, read_model_config(config.model, config.data.max_length), world)
-    clock.enter("load")
+    clock.enter("trial")
     optimizer = build_optimizer(model, config)
     state = state_bytes(model, optimizer, config)
     reshard = choose_reshard_policy(model, config, state, None, world)

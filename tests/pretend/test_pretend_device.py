@@ -1,0 +1,217 @@
+"""The pretended GPU refuses what a GPU would, and tells waits and memory as one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pretend_gpu
+import pytest
+import torch
+from helpers.pretended import needs_compiler, on_gpus
+from pretend_gpu.waits import host_waits
+from torch.nn.attention.varlen import varlen_attn
+
+pytestmark = needs_compiler
+
+
+def test_the_device_does_as_a_gpu(tmp_path: Path) -> None:
+    """In one process: each of the checks below, which names itself where it fails."""
+    done = on_gpus(1, _check_all, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _check_all() -> None:
+    pretend_gpu.install(gpus=2, gb=0.1)
+    for check in (
+        tensors_of_two_devices_are_refused,
+        attention_refuses_what_its_kernel_does_not_take,
+        grouped_products_refuse_unaligned_matrices,
+        attention_and_its_gradients_are_those_of_each_document_alone,
+        grouped_products_are_those_of_each_group,
+        waits_are_told_with_their_place,
+        memory_is_counted_by_stream_and_limited,
+        fresh_memory_is_nan,
+        each_device_has_random_numbers_of_its_own,
+        large_tensors_may_be_hollow,
+    ):
+        print(check.__name__, flush=True)
+        check()
+
+
+def refused(work: Callable[[], Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        work()
+
+
+def tensors_of_two_devices_are_refused() -> None:
+    x, other = torch.ones(4, 4, device="cuda"), torch.ones(4, 4, device="cuda:1")
+    for mixed in (torch.ones(4, 4), other):
+        refused(lambda mixed=mixed: x + mixed, "Expected all tensors to be on the same device")
+        refused(lambda mixed=mixed: x @ mixed, "Expected all tensors to be on the same device")
+        refused(lambda mixed=mixed: torch.cat([x, mixed]), "to be on the same device")
+    # Also where nothing is in it: a CPU's empty tensor, or a single number among others.
+    refused(lambda: torch.cat([x[0], torch.empty(0)]), "to be on the same device")
+    refused(lambda: torch.stack([x[0, 0], torch.tensor(1.0)]), "to be on the same device")
+    state = [torch.zeros(())]  # of an optimizer, left on the host
+    refused(lambda: _adam(x, state), "to be on the same device")
+    generator = torch.Generator()
+    refused(lambda: torch.rand(3, device="cuda", generator=generator), "generator")
+    assert torch.equal(x + torch.tensor(1.0), x + 1), "numbers of the host are taken"
+    refused(lambda: torch.cuda.set_device(2), "invalid device ordinal")
+
+
+def _adam(x: torch.Tensor, steps: list[torch.Tensor]) -> None:
+    moments: list[list[torch.Tensor]] = [[x.clone()], [x.clone()], []]
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+    torch._fused_adamw_([x], [x.clone()], *moments, steps, amsgrad=False, maximize=False, **options)
+
+
+def _qkv(tokens: int, heads: int, keys: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(tokens, n, width, dtype=dtype, device="cuda") for n in (heads, keys, keys)]
+
+
+def _varlen(qkv: list[torch.Tensor], bounds: list[int], dtype: Any = torch.int32) -> torch.Tensor:
+    ends = torch.tensor(bounds, dtype=dtype, device="cuda")
+    longest = max(b - a for a, b in pairwise(bounds))
+    options = {"window_size": (-1, 0), "enable_gqa": True}
+    return varlen_attn(*qkv, ends, ends, longest, longest, **options)
+
+
+def attention_refuses_what_its_kernel_does_not_take() -> None:
+    bf16, bounds = torch.bfloat16, [0, 3, 8]
+    _varlen(_qkv(8, 4, 2, 16, bf16), bounds)
+    refused(lambda: _varlen(_qkv(8, 4, 2, 16, torch.float32), bounds), "only support fp16 and bf16")
+    refused(lambda: _varlen(_qkv(8, 4, 2, 12, bf16), bounds), "multiple of 8")
+    refused(lambda: _varlen(_qkv(8, 4, 2, 264, bf16), bounds), "at most 256")
+    refused(lambda: _varlen(_qkv(8, 4, 2, 16, bf16), bounds, torch.int64), "dtype int32")
+    refused(lambda: _varlen(_qkv(8, 4, 2, 16, bf16), [0, 3, 7]), "cu_seqlens")
+    turned = [x.transpose(1, 2) for x in _qkv(8, 16, 16, 16, bf16)]
+    refused(lambda: _varlen(turned, bounds), "contiguous last dimension")
+
+
+def attention_and_its_gradients_are_those_of_each_document_alone() -> None:
+    """Against float64 on the CPU, by autograd."""
+    bounds = [0, 3, 4, 11]
+    qkv = [x.requires_grad_() for x in _qkv(11, 4, 2, 16, torch.bfloat16)]
+    exact = [x.detach().cpu().double().requires_grad_() for x in qkv]
+    outputs = []
+    for begin, end in pairwise(bounds):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in exact)
+        k, v = (x.repeat_interleave(2, 0) for x in (k, v))
+        scores = (q @ k.mT / 4).masked_fill(torch.ones(end - begin, end - begin).triu(1) > 0, -1e9)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    expected, found = torch.cat(outputs), _varlen(qkv, bounds)
+    torch.testing.assert_close(found.cpu().double(), expected, atol=0.02, rtol=0.01)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    (found * weights.to("cuda", torch.bfloat16)).sum().backward()
+    for tensor, of_exact in zip(qkv, exact, strict=True):
+        torch.testing.assert_close(tensor.grad.cpu().double(), of_exact.grad, atol=0.03, rtol=0.02)
+
+
+def _groups(width: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    a = torch.randn(6, width, dtype=dtype, device="cuda")
+    b = torch.randn(2, width, 8, dtype=dtype, device="cuda")
+    return a, b, torch.tensor([2, 6], dtype=torch.int32, device="cuda")
+
+
+def grouped_products_refuse_unaligned_matrices() -> None:
+    a, b, ends = _groups(16)
+    refused(lambda: torch._grouped_mm(*_groups(12)), "multiple of 16 bytes")
+    shifted = torch.randn(6 * 16 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(6, 16)
+    refused(lambda: torch._grouped_mm(shifted, b, ends), "aligned to 16 bytes")
+    refused(lambda: torch._grouped_mm(a, b, ends.long()), "int32")
+    refused(lambda: torch._grouped_mm(a, b.float(), ends), "Expected inputs of")
+    refused(lambda: torch._grouped_mm(a, b.cpu(), ends), "on one GPU|same device")
+
+
+def grouped_products_are_those_of_each_group() -> None:
+    a, b, ends = _groups(16)
+    expected = torch.cat([a[:2].double() @ b[0].double(), a[2:].double() @ b[1].double()])
+    torch.testing.assert_close(
+        torch._grouped_mm(a, b, ends).double(), expected, atol=0.1, rtol=0.01
+    )
+
+
+def waits_are_told_with_their_place() -> None:
+    x = torch.arange(4, device="cuda")
+    counts = torch.ones(4, dtype=torch.int64, device="cuda")
+    pinned, pageable = torch.ones(3).pin_memory(), torch.ones(3)
+    assert pinned.is_pinned() and not pageable.is_pinned()
+
+    def waits(work: Callable[[], Any]) -> list[str]:
+        with host_waits() as told:
+            work()
+        assert all("tests/pretend/test_pretend_device.py:" in wait.where for wait in told)
+        return [wait.what for wait in told]
+
+    assert waits(lambda: x + 1) == waits(lambda: x[counts]) == []
+    assert waits(lambda: x.sum().item()) == ["a number that the host reads"]
+    assert waits(lambda: x.tolist()) == ["a copy to the host"]
+    assert waits(lambda: x.nonzero()) == ["aten::nonzero"]
+    assert len(waits(lambda: x[x > 1])) >= 1, "the size of the result is the device's"
+    assert waits(lambda: torch.tensor([1, 2], device="cuda")) == ["a copy from the host"]
+    assert waits(lambda: pageable.to("cuda", non_blocking=True)) == ["a copy from the host"]
+    assert waits(lambda: pinned.to("cuda", non_blocking=True)) == []
+    assert waits(lambda: pinned.copy_(torch.ones(3, device="cuda"), non_blocking=True)) == []
+    assert waits(lambda: x.repeat_interleave(counts)) == ["aten::repeat_interleave"]
+    assert waits(lambda: x.repeat_interleave(counts, output_size=4)) == []
+    assert waits(torch.cuda.synchronize) == ["synchronize the device"]
+    y = torch.ones(3, device="cuda", requires_grad=True)
+    y.register_hook(lambda gradient: gradient.sum().item() and None)
+    assert len(waits(lambda: (y * 2).sum().backward())) == 1, "within a backward too"
+
+
+def memory_is_counted_by_stream_and_limited() -> None:
+    torch.cuda.empty_cache()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = torch.empty(1000, device="cuda")  # 4000 bytes, in blocks of 512
+    assert torch.cuda.memory_allocated() == before + 4096
+    del x
+    y = torch.empty(1000, device="cuda")
+    assert torch.cuda.memory_allocated() == before + 4096
+    assert torch.cuda.memory_reserved() == reserved + 2 * 4096, "one pool for each stream"
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == reserved + 4096
+    assert torch.cuda.max_memory_allocated() >= before + 4096
+    y.untyped_storage().resize_(0)
+    assert torch.cuda.memory_allocated() == before
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        torch.empty(10**8, device="cuda")
+    assert torch.cuda.mem_get_info()[1] == 10**8
+
+
+def fresh_memory_is_nan() -> None:
+    assert torch.empty(3, device="cuda").isnan().all()
+    assert (torch.empty(3, dtype=torch.int64, device="cuda") == -1).all()
+
+
+def each_device_has_random_numbers_of_its_own() -> None:
+    torch.manual_seed(1)
+    of_cpu = torch.rand(3)
+    torch.cuda.manual_seed(1)
+    state = torch.cuda.get_rng_state()
+    first = torch.nn.functional.dropout(torch.ones(64, device="cuda"))
+    assert not torch.equal(first, torch.nn.functional.dropout(torch.ones(64, device="cuda")))
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.nn.functional.dropout(torch.ones(64, device="cuda")))
+    torch.manual_seed(1)
+    torch.rand(5, device="cuda")
+    assert torch.equal(of_cpu, torch.rand(3)), "the CPU's are its own"
+
+
+def large_tensors_may_be_hollow() -> None:
+    pretend_gpu.install(gpus=1, gb=0.1, hollow=True)
+    x = torch.empty(1 << 20, 1 << 12, dtype=torch.bfloat16, device="cuda")  # 8.6 GB
+    held = torch.cuda.memory_allocated()
+    product = x @ x.mT[:, : 1 << 10]
+    assert product.shape == (1 << 20, 1 << 10) and product.device == x.device
+    assert torch.cuda.memory_allocated() == held + product.nbytes
+    assert torch.ones(3, device="cuda").sum().item() == 3, "small ones have their numbers"

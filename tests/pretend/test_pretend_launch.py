@@ -1,0 +1,59 @@
+"""The launch script, with its preflight, on pretended GPUs: what a user types on a node."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.chats import chats, write_jsonl
+from helpers.commands import REPOSITORY, read_metrics
+from helpers.pretended import needs_compiler
+from helpers.small_runs import SETTINGS, write_inputs
+
+pytestmark = [needs_compiler, pytest.mark.full]
+
+
+def on_pretended(gpus: int, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command as `python -m tests.pretend_gpu` does, from another folder."""
+    environ = os.environ | {
+        "PYTHONPATH": str(REPOSITORY),
+        "NNODES": "1",
+        "GPUS_PER_NODE": str(gpus),
+    }
+    pretended = [sys.executable, "-m", "tests.pretend_gpu", f"--gpus={gpus}", *command]
+    return subprocess.run(
+        pretended, cwd=cwd, env=environ, capture_output=True, text=True, timeout=500, check=False
+    )
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_a_node_is_checked_and_trains_on_its_gpus(
+    gpus: int, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = write_inputs(tmp_path, models["glm"])
+    write_jsonl(folder / "eval.jsonl", chats(5, seed=1))
+    settings = [
+        *(setting for setting in SETTINGS if "compute_dtype" not in setting),
+        "data.eval=eval.jsonl",
+        "train.max_steps=2",
+        "eval.keep_best=true",
+    ]
+    script = str(REPOSITORY / "launch_node0.sh")
+    done = on_pretended(gpus, script, "--config", "config.yaml", *settings, cwd=folder)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    table = re.search(rf"Preflight: 0 .* {gpus} x NVIDIA H100 80GB HBM3 .* TFLOP/s", done.stdout)
+    assert table, done.stdout
+    assert "bfloat16 in forward and backward" in done.stdout
+    assert "(varlen attention)" in done.stdout
+    assert [step["step"] for step in read_metrics(folder / "run", "step")] == [1, 2]
+    assert (folder / "run/model/model.safetensors").is_file()
+    checked = on_pretended(
+        gpus, sys.executable, "-m", "distTest.preflight", "--config", "config.yaml", *settings,
+        cwd=folder,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stdout[-3000:] + checked.stderr[-3000:]
+    assert "NVIDIA H100" in checked.stdout
