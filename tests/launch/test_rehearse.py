@@ -51,6 +51,7 @@ def passed(output: str) -> list[str]:
 def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
     """A value of the user's reaches the scripts; variables of the real cluster do not."""
     options = "--loopback --procs-per-node 1 -- optimizer.lr=2e-3 data.max_length=99"
+    options += " parallel.expert=2"
     there = here | {"MASTER_ADDR": "192.0.2.1", "NNODES": "7"}
     make = ["make", "--no-print-directory", "rehearse", f"REHEARSE_ARGS={options}"]
     done = run(*make, cwd=REPOSITORY, env=there)
@@ -72,7 +73,9 @@ def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
 @needs_namespaces
 @pytest.mark.parametrize("ranks_per_node", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_in_namespaces(ranks_per_node: int, tmp_path: Path, here: dict[str, str]) -> None:
-    arguments = rehearsal("--procs-per-node", str(ranks_per_node))
+    """16 ranks run every key of config.yaml as it is shipped."""
+    fewer = ["--", "parallel.expert=2"] if ranks_per_node < 8 else []
+    arguments = rehearsal("--procs-per-node", str(ranks_per_node), *fewer)
     done = run(*arguments, cwd=tmp_path, env=here, timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert passed(done.stdout) == CHECKS
@@ -127,7 +130,7 @@ def test_ctrl_c_ends_all_that_it_started(
     options: list[str], tmp_path: Path, here: dict[str, str]
 ) -> None:
     process = subprocess.Popen(
-        rehearsal("--procs-per-node", "1", *options),
+        rehearsal("--procs-per-node", "1", *options, "--", "parallel.expert=1"),
         cwd=tmp_path,
         env=here,
         text=True,

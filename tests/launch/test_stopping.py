@@ -40,6 +40,7 @@ LONG = (
     "scheduler.warmup_ratio=0",
     "export.final=false",
     "checkpoint.every_steps=0",
+    "parallel.expert=1",
 )
 
 

@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from shardtune.config_io import changed_keys, load_config, remarks, to_dict
+
 SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -40,7 +42,7 @@ GLM = (
 QWEN = ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 16})
 # The architecture, and the ranks: as many as the recipe is for, but fewer of dense models.
 RECIPES: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {
-    "glm-4.5-air-full": (GLM, 16),
+    "config": (GLM, 16),
     "glm-4.5-air-full-141gb": (GLM, 16),
     "glm-4.5-air-lora": (GLM, 16),
     "qwen3-30b-a3b": (QWEN, 8),
@@ -49,13 +51,31 @@ RECIPES: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {
 BY_DEFAULT = "llama-3-8b"  # the fewest ranks
 
 
+def file_of(name: str) -> Path:
+    return REPOSITORY / ("config.yaml" if name == "config" else f"examples/{name}.yaml")
+
+
 def test_every_recipe_is_rehearsed_and_names_its_command() -> None:
     recipes = {path.stem for path in (REPOSITORY / "examples").glob("*.yaml")} - {"demo"}
-    assert recipes == RECIPES.keys()
+    assert {"config", *recipes} == RECIPES.keys()
     for name in recipes:
-        text = (REPOSITORY / f"examples/{name}.yaml").read_text(encoding="utf-8")
+        text = file_of(name).read_text(encoding="utf-8")
         assert re.search(rf"^#   \S.* --config examples/{name}\.yaml", text, re.MULTILINE)
         assert text.startswith("# yaml-language-server: $schema=../docs/config.schema.json\n")
+
+
+@pytest.mark.parametrize("name", ["glm-4.5-air-full-141gb", "glm-4.5-air-lora"])
+def test_a_glm_recipe_is_the_shipped_configuration_with_the_change_that_it_names(name: str) -> None:
+    text = file_of(name).read_text(encoding="utf-8").replace("\n#", "")
+    (change,) = re.findall(r"as \./launch_node0\.sh (.+) makes it", text)
+    assert change in file_of("config").read_text(encoding="utf-8")
+    recipe, changed = (
+        load_config(file, assignments, {})
+        for file, assignments in ((file_of(name), []), (file_of("config"), change.split()))
+    )
+    switched_off = {remark.partition(" = ")[0] for remark in remarks(changed)}
+    differing = {key for key, _, _ in changed_keys(to_dict(recipe), changed)}
+    assert differing - switched_off == {"run.dir"}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +87,7 @@ def test_every_recipe_is_rehearsed_and_names_its_command() -> None:
 )
 def test_a_recipe_trains(name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (kind, more), ranks = RECIPES[name]
-    recipe = REPOSITORY / f"examples/{name}.yaml"
+    recipe = file_of(name)
     config = AutoConfig.for_model(kind, **SMALL, **more)
     model = save_new_model(
         lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
@@ -104,5 +124,6 @@ def test_a_recipe_trains(name: str, tokenizer: PreTrainedTokenizerFast, tmp_path
     weights = dict(plain.named_parameters())
     assert any(not torch.equal(p, weights[key]) for key, p in trained.named_parameters())
     given = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    assert (tmp_path / "run/adapter").is_dir() == ("lora" in given)
-    assert "Checkpoint staging" in said or given["checkpoint"].get("mode") == "sync"
+    has_adapters = given.get("lora", {}).get("rank") is not None
+    assert (tmp_path / "run/adapter").is_dir() == has_adapters
+    assert "Checkpoint staging" in said

@@ -26,7 +26,7 @@ from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.tracker import Collective
 from shardtune.training.reshard import ReshardPolicy
 
-CONFIG = Path(__file__).parents[2] / "config.yaml"
+CONFIG = Path(__file__).parents[2] / "examples/demo.yaml"
 GLM = Glm4MoeConfig(
     vocab_size=1000,
     hidden_size=256,
