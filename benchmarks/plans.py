@@ -23,7 +23,7 @@ from shardtune.planner.text import describe, verdict
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs/memory-and-speed.md"
-GLM = REPOSITORY / "tests/data/models/glm-4.5-air"
+GLM = REPOSITORY / "tests/data/configs/glm-4.5-air"
 _BLOCK = re.compile(r"(<!-- plan (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
 _TABLE = re.compile(r"(<!-- plans -->\n\n\|.*\n\|.*\n)((?:\|.*\n)+)")
 
@@ -62,8 +62,11 @@ def row(line: str) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def plan_of(options: str) -> Plan:
-    """Plan config.yaml on 2 nodes of 8 GPUs, with the options of `shardtune plan`."""
+def plan_of(options: str, reason: str = "") -> Plan:
+    """Plan config.yaml on 2 nodes of 8 GPUs, with the options of `shardtune plan`.
+
+    `reason` is that of `make_plan`.
+    """
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = parser.parse_intermixed_args(["--config", "config.yaml", *shlex.split(options)])
@@ -78,7 +81,8 @@ def plan_of(options: str) -> Plan:
         rank_bytes_per_s=given.nvlink_gbps * 1e9 / 8,
         flops_per_s=given.gpu_tflops * 1e12,
     )
-    return make_plan(config, read_model_config(config.model, config.data.max_length), machine)
+    model_config = read_model_config(config.model, config.data.max_length)
+    return make_plan(config, model_config, machine, reason=reason)
 
 
 if __name__ == "__main__":
