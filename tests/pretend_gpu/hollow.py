@@ -203,7 +203,8 @@ def _leave_out_contents() -> None:
     def balanced(output: torch.Tensor, given: torch.Tensor, *rest: Any, **options: Any) -> Any:
         done = exchange(output, given, *rest, **options)
         if not output.is_floating_point():  # counts of tokens
-            output.fill_(int(given.sum()) // output.numel())
+            bounds = torch.arange(output.numel() + 1) * int(given.sum()) // output.numel()
+            output.copy_(bounds.diff().view_as(output))
         return done
 
     build.draw_weights, build.draw_factors = without_contents, frozen

@@ -66,6 +66,35 @@ struct DeviceBlock {
   StreamId stream;
 };
 
+// Large blocks of the host are used again, so that the kernel need not give new pages each time.
+// All of them are NaN.
+class FreeBlocks {
+ public:
+  void* take(size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock_);
+    const auto found = blocks_.find(bytes);
+    if (found == blocks_.end()) return nullptr;
+    void* data = found->second;
+    blocks_.erase(found);
+    held_ -= bytes;
+    return data;
+  }
+  bool keep(void* data, size_t bytes) {
+    constexpr size_t kSmallest = 1 << 20, kMost = 1 << 29;
+    std::lock_guard<std::mutex> guard(lock_);
+    if (bytes < kSmallest || held_ + bytes > kMost) return false;
+    blocks_.emplace(bytes, data);
+    held_ += bytes;
+    return true;
+  }
+
+ private:
+  std::mutex lock_;
+  std::multimap<size_t, void*> blocks_;
+  size_t held_ = 0;
+};
+inline FreeBlocks free_blocks;
+
 inline void free_block(void* context) {
   auto* block = static_cast<DeviceBlock*>(context);
   {
@@ -76,7 +105,7 @@ inline void free_block(void* context) {
     munmap(block->data, block->bytes);
   } else {
     std::memset(block->data, 0xFF, block->bytes);
-    std::free(block->data);
+    if (!free_blocks.keep(block->data, block->bytes)) std::free(block->data);
   }
   delete block;
 }
@@ -99,12 +128,15 @@ struct DeviceAllocator final : c10::Allocator {
           " bytes of which ", settings.bytes_per_gpu - static_cast<double>(held), " are free.");
       add_bytes(current_device, stream, static_cast<int64_t>(bytes));
     }
-    void* data = settings.hollow
-        ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
-        : std::aligned_alloc(kBlock, bytes);
+    void* data = nullptr;
+    if (settings.hollow) {
+      constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+      data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+    } else if (!(data = free_blocks.take(bytes))) {
+      data = std::aligned_alloc(kBlock, bytes);
+      if (data) std::memset(data, 0xFF, bytes);
+    }
     TORCH_CHECK(data && data != MAP_FAILED, "the host lacks ", bytes, " bytes for this tensor");
-    if (!settings.hollow) std::memset(data, 0xFF, bytes);
     return {data, new DeviceBlock{data, bytes, current_device, stream}, &free_block, device};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
