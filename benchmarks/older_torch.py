@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import varlen
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train_fsdp.py"
@@ -54,6 +55,12 @@ def adapt() -> None:
             setattr(dist, name, getattr(dist, older))
     if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
         varlen.varlen_attn = with_grouped_keys(varlen.varlen_attn)
+    if not hasattr(FSDPState(), "_fsdp_param_groups"):  # one group then, or none
+
+        def groups(state: Any) -> list[Any]:
+            return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+        setattr(FSDPState, "_fsdp_param_groups", property(groups))  # noqa: B010
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ def _compare(
     phase, peak = max(plan.peaks.items(), key=lambda item: item[1].n_bytes)
     if plan.reason:
         raise Failed(f"the plan is a bound only: {plan.reason}")
-    steps = train("run", *assignments).steps
+    steps = train("run", *assignments, draws_on_device=True).steps
     measured = steps[-1]["memory_bytes"]
     figures = {
         "layers": layers,

@@ -38,8 +38,9 @@ EXPERTS = {
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 FAMILIES = {"llama": SMALL, "glm4_moe": SMALL | EXPERTS}
 # Of the loss and of all gradients together: equal sums in another order, or bfloat16's rounding,
-# which also sends a token to another expert.
-_LIMITS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-3, 5e-2)}
+# which also sends some tokens to other experts. A document that sees another one changes gradients
+# by about as much as they are.
+_LIMITS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-3, 0.15)}
 
 
 def packing() -> Outcome:

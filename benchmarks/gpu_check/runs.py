@@ -45,9 +45,16 @@ class Run:
 
 
 def train(
-    name: str, *assignments: str, on_cpu: bool = False, saves: bool = False, again: bool = False
+    name: str,
+    *assignments: str,
+    on_cpu: bool = False,
+    saves: bool = False,
+    again: bool = False,
+    draws_on_device: bool = False,
 ) -> Run:
     """Run train_fsdp.py in one process, with run.dir `name`; `again` takes it up once more.
+
+    Random weights are those of any run with this seed, unless it `draws_on_device`, which is quick.
 
     Raises:
         Failed: it ended with another code than 0.
@@ -60,7 +67,10 @@ def train(
     settings = [f"run.dir={folder / 'run'}", *assignments]
     if not saves:
         settings += ["checkpoint.every_steps=0", "checkpoint.mode=sync", "export.final=false"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "DRAW_ON_DEVICE": "1" if draws_on_device else "",
+    }
     if on_cpu:
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
     lines = list[tuple[float, str]]()

@@ -16,7 +16,7 @@ from gpu_check.runs import Run, save_model, train, write_chats, write_text
 _AT_ONCE = 2  # runs: most of their time is that of one core
 # Of losses, relative: sums in another order, and roundings of bfloat16, which send tokens to other
 # experts.
-_TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-3}
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 def _settings(family: str, length: int, *more: str) -> list[str]:
@@ -38,11 +38,14 @@ def _settings(family: str, length: int, *more: str) -> list[str]:
 def losses() -> Outcome:
     """The losses of a dense model and one with experts, against the CPU's."""
     length = 128 if is_tiny() else 512
-    settings = {name: _settings(name, length, "train.max_steps=3") for name in FAMILIES}
-    cases = list(product(FAMILIES, _TOLERANCE, ("cuda", "cpu")))
+    settings = {name: _settings(name, length, "train.max_steps=8") for name in FAMILIES}
+    pairs = list(product(FAMILIES, _TOLERANCE))
+    if is_tiny():  # a run takes the seconds of its imports
+        pairs = pairs[::3]
+    cases = [(*pair, device) for pair in pairs for device in ("cuda", "cpu")]
 
     def run(family: str, dtype: str, device: str) -> list[float]:
-        more = [f"model.compute_dtype={dtype}", "optimizer.lr=1e-2"]
+        more = [f"model.compute_dtype={dtype}", "optimizer.lr=3e-3"]
         name = f"{family}-{dtype}-{device}"
         done = train(name, *settings[family], *more, on_cpu=device == "cpu")
         return [step["loss"] for step in done.steps]
@@ -50,7 +53,8 @@ def losses() -> Outcome:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         found = dict(zip(cases, pool.map(lambda case: run(*case), cases), strict=True))
     problems, figures, texts = list[str](), dict[str, Any](), []
-    for family, (dtype, tolerance) in product(FAMILIES, _TOLERANCE.items()):
+    for family, dtype in pairs:
+        tolerance = _TOLERANCE[dtype]
         here, there = (found[family, dtype, device] for device in ("cuda", "cpu"))
         name = f"{family} in {dtype}"
         apart = max(abs(a / b - 1) for a, b in zip(here, there, strict=True))
@@ -69,8 +73,8 @@ def resume() -> Outcome:
     length = 128 if is_tiny() else 1024
     settings = _settings("glm4_moe", length, "export.final=false", "optimizer.lr=1e-3")
     whole = [*settings, "train.max_steps=4"]
-    once = train("once", *whole)
-    again = train("again", *whole)
+    once = train("once", *whole, saves=True)
+    again = train("again", *whole, saves=True)
     train("halves", *settings, "train.max_steps=2", saves=True)
     resumed = train("halves", *whole, saves=True, again=True)
     expected, repeated, halves = (_bits(run) for run in (once, again, resumed))
