@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 from shardtune.cluster import compare
@@ -10,6 +11,7 @@ from shardtune.cluster.child import Child, Message, Pipe
 from shardtune.cluster.connectivity import require_paths
 from shardtune.cluster.control import Control, LaunchEnded, say, warn
 from shardtune.cluster.environment import Environment, existing_part
+from shardtune.cluster.measured import write_measured
 from shardtune.cluster.node_info import node_facts
 
 _FACTS_TIMEOUT_S = 600.0
@@ -70,6 +72,9 @@ async def check_nodes(
             say(line)
         for line in compare.warnings_of(facts, figures, names):
             warn(line)
+        assert environment.config is not None
+        with contextlib.suppress(OSError):  # the run itself says why it cannot write there
+            write_measured(Path(environment.config.run.dir), job["sizes"], figures)
     return facts
 
 

@@ -6,15 +6,25 @@ import argparse
 import os
 from pathlib import Path
 
+from shardtune.cluster.measured import read_measured
+from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config
 from shardtune.planner.changes import helpful_changes
+from shardtune.planner.duration import run_length
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import make_plan
+from shardtune.planner.stand_in import stand_in
 from shardtune.planner.text import describe, describe_changes, verdict
+
+_RATES = {
+    "--nic-gbps": (100.0, "Gbit/s of a node, one way"),
+    "--nvlink-gbps": (3600.0, "Gbit/s of a GPU, one way"),
+    "--gpu-tflops": (989.0, "TFLOP/s of a GPU, bfloat16"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of 1e9 bytes")
-    parser.add_argument("--nic-gbps", type=float, default=100, help="Gbit/s of a node, one way")
-    parser.add_argument("--nvlink-gbps", type=float, default=3600, help="Gbit/s of a GPU, one way")
-    parser.add_argument("--gpu-tflops", type=float, default=989, help="TFLOP/s of a GPU, bfloat16")
+    for name, (default, help_) in _RATES.items():
+        help_ = f"{help_}; if not given as the preflight has measured it, else {default:g}"
+        parser.add_argument(name, type=float, help=help_)
     parser.add_argument("assignments", nargs="*", metavar="section.key=value")
 
 
@@ -42,27 +52,22 @@ def plan_run(options: argparse.Namespace) -> None:
         "nvlink-gbps": options.nvlink_gbps,
         "gpu-tflops": options.gpu_tflops,
     }
-    if too_small := [name for name, value in given.items() if not value > 0]:
+    if too_small := [name for name, value in given.items() if value is not None and not value > 0]:
         raise UserError(*(f"--{name} {given[name]:g} is not above 0" for name in too_small))
     config = load_config(options.config, options.assignments, os.environ)
     quiet_libraries(is_main=False)
-    # Weights are not read, and a GPU computes in bfloat16.
-    settings = config.model.model_copy(update={"init": "random"})
-    if settings.compute_dtype == "auto":
-        settings = settings.model_copy(update={"compute_dtype": "bfloat16"})
-    config = config.model_copy(update={"model": settings})
-    model_config = read_model_config(config.model, config.data.max_length)
-    machine = Machine(
-        nodes=options.nodes,
-        ranks_per_node=options.gpus_per_node,
-        memory_bytes=options.gpu_memory * 1e9,
-        node_bytes_per_s=options.nic_gbps * 1e9 / 8,
-        rank_bytes_per_s=options.nvlink_gbps * 1e9 / 8,
-        flops_per_s=options.gpu_tflops * 1e12,
-    )
+    if config.model.compute_dtype == "auto":  # as a GPU takes it
+        settings = config.model.model_copy(update={"compute_dtype": "bfloat16"})
+        config = config.model_copy(update={"model": settings})
+    if unknown := stand_in(config.model.path):
+        model_config, reason = unknown
+    else:
+        without_weights = config.model.model_copy(update={"init": "random"})
+        model_config, reason = read_model_config(without_weights, config.data.max_length), ""
+    machine = _machine(options, config)
     simulations = Simulations(model_config)
-    plan = make_plan(config, model_config, machine, simulations)
-    for line in describe(plan):
+    plan = make_plan(config, model_config, machine, simulations, reason)
+    for line in describe(plan, run_length(config, machine.ranks)):
         print(line)
     floors = plan.floors_s
     if not plan.fits or floors["between nodes"] > 1.5 * floors.get("arithmetic", 0.0):
@@ -73,3 +78,24 @@ def plan_run(options: argparse.Namespace) -> None:
     else:
         remedy = "take what the table above says, or other GPUs"
         raise DoesNotFit(f"{verdict(plan)} - {remedy}")
+
+
+def _machine(options: argparse.Namespace, config: Config) -> Machine:
+    """Return the machine that is given, with what its preflight has measured beside run.dir."""
+    nodes, ranks = options.nodes, options.gpus_per_node
+    measured = read_measured(Path(config.run.dir), nodes, ranks)
+    if measured.ranks:
+        print(f"Bandwidths: as the preflight of {config.run.dir} has measured them")
+    nic, nvlink, tflops = (default for default, _ in _RATES.values())
+
+    def rate(given: float | None, unit: float, measured: float | None, default: float) -> float:
+        return given * unit if given is not None else measured or default * unit
+
+    return Machine(
+        nodes=nodes,
+        ranks_per_node=ranks,
+        memory_bytes=options.gpu_memory * 1e9,
+        node_bytes_per_s=rate(options.nic_gbps, 1e9 / 8, measured.node_bytes_per_s, nic),
+        rank_bytes_per_s=rate(options.nvlink_gbps, 1e9 / 8, measured.rank_bytes_per_s, nvlink),
+        flops_per_s=rate(options.gpu_tflops, 1e12, measured.flops_per_s, tflops),
+    )

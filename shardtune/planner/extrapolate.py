@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.model.support import decoder_layers
-from shardtune.planner.simulate import Measured, simulate
+from shardtune.planner.simulate import EXPERT_IMBALANCE, Measured, simulate
 from shardtune.planner.tracker import Peak
 from shardtune.training.reshard import ReshardPolicy
 
@@ -25,8 +25,8 @@ _FEWEST_LAYERS = 4
 class Simulations:
     """The measured steps of one model. Settings that make the same step are simulated once."""
 
-    def __init__(self, model_config: PreTrainedConfig) -> None:
-        self._model_config = model_config
+    def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
+        self._model_config, self._imbalance = model_config, imbalance
         self._measured: dict[str, Measured] = {}
 
     def measure(
@@ -55,7 +55,7 @@ class Simulations:
         key = json.dumps(settings)
         if key not in self._measured:
             cut = with_layers(self._model_config, layers)
-            self._measured[key] = simulate(config, cut, policy, world)
+            self._measured[key] = simulate(config, cut, policy, world, self._imbalance)
         return self._measured[key]
 
 

@@ -21,6 +21,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
+from shardtune.cluster.measured import read_measured
 from shardtune.config import Config, resume_may_change
 from shardtune.config_io import to_dict
 from shardtune.distributed.host_memory import available_memory
@@ -72,12 +73,14 @@ class RunPlan:
         self.device_peak = device_peak(dtype, world)
         # Nodes with as many ranks each, or one that stands for all.
         ranks_per_node = world.local_size if world.size % world.local_size == 0 else world.size
+        nodes = world.size // ranks_per_node
+        measured = read_measured(run.directory.path, nodes, ranks_per_node)
         self._machine = Machine(
-            nodes=world.size // ranks_per_node,
+            nodes=nodes,
             ranks_per_node=ranks_per_node,
             memory_bytes=min(world.all_gather_json(_memory_bytes(world))),
-            node_bytes_per_s=math.inf,
-            rank_bytes_per_s=math.inf,
+            node_bytes_per_s=measured.node_bytes_per_s or math.inf,
+            rank_bytes_per_s=measured.rank_bytes_per_s or math.inf,
             flops_per_s=self.device_peak.flops_per_s or math.inf,
             is_gpu=world.device.type == "cuda",
         )

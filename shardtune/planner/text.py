@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardtune.planner.changes import Change
+from shardtune.planner.duration import RunLength
 from shardtune.planner.machine import DISK_BYTES_PER_S, link_bytes
 from shardtune.planner.plan import Plan
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Cause
 
 
-def describe(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a plan."""
+def describe(plan: Plan, length: RunLength | str) -> Iterator[str]:
+    """Yield the lines of a plan. `length`: that of the run, or why it is not known."""
     machine, states = plan.machine, plan.states
     is_whole = plan.trained_parameters == plan.parameters
     trained = "all" if is_whole else f"{plan.trained_parameters:,}"
@@ -39,6 +40,7 @@ def describe(plan: Plan) -> Iterator[str]:
     yield "A step takes at least: " + ", ".join(
         f"{seconds:.3g} s {part}" for part, seconds in plan.floors_s.items()
     )
+    yield _hours(plan, length)
     yield from _storage(plan)
 
 
@@ -52,6 +54,20 @@ def _assumptions(plan: Plan) -> Iterator[str]:
             f"Experts: the most loaded rank is taken to have {EXPERT_IMBALANCE:g} times the tokens "
             "of the mean"
         )
+
+
+def _hours(plan: Plan, length: RunLength | str) -> str:
+    if isinstance(length, str):
+        hours = plan.floor_s * 1e9 / plan.step_tokens / 3600
+        return (
+            f"1e9 tokens take at least {hours:.3g} h, in steps of {plan.step_tokens:,} tokens; "
+            f"hours for the run are not known, since {length}"
+        )
+    about = "" if length.is_counted else "about "
+    return (
+        f"The run takes at least {length.steps * plan.floor_s / 3600:.3g} h: {about}{length.steps} "
+        f"steps, {about}{length.tokens:,} tokens"
+    )
 
 
 def _storage(plan: Plan) -> Iterator[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+from helpers.chats import chats, write_jsonl
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
@@ -15,6 +18,7 @@ from transformers import (
 )
 
 from shardtune.__main__ import run
+from shardtune.cluster.measured import read_measured, write_measured
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.model.build import build_on_meta
@@ -212,6 +216,65 @@ def test_a_model_whose_step_cannot_be_simulated_is_bounded_by_its_shapes(
     said = capsys.readouterr().out
     assert "A bound from shapes alone, since no step of mamba can be simulated" in said
     assert "The run fits" in said
+
+
+@pytest.mark.parametrize(("experts", "family"), [(0, "Llama"), (16, "Qwen3-MoE")])
+def test_an_unknown_architecture_is_bounded_by_its_shapes(
+    experts: int, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = GLM.to_dict() | {"model_type": "glm9", "n_routed_experts": experts}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    assert run(["plan", "--config", str(CONFIG), f"model.path={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "since transformers does not know glm9, and a run of it is refused" in said
+    assert f"taken for those of {family}" in said
+    numel = AutoModelForCausalLM.from_config(GLM).num_parameters()
+    counted = int(re.search(r"Parameters: ([\d,]+)", said)[1].replace(",", ""))  # type: ignore[index]
+    if experts:
+        assert numel < counted < 1.5 * numel  # every layer has experts, and a dense product
+
+
+def test_an_unknown_architecture_without_shapes_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "glm9", "hidden_size": 64}', "utf-8")
+    assert run(["plan", "--config", str(CONFIG), f"model.path={tmp_path}"]) == 2
+    assert "lacks num_hidden_layers, num_attention_heads, vocab_size" in capsys.readouterr().err
+
+
+def test_measured_bandwidths_are_taken_for_the_machine_on_which_they_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_layers(LLAMA, 2).save_pretrained(tmp_path)
+    figures = [{"between": 2e9, "inside": 3e9, "flops": [5e12, 4e12]}] * 2
+    write_measured(tmp_path / "run", [2, 2], figures)
+    assert read_measured(tmp_path / "run", 2, 4).ranks == []
+    given = ["--config", str(CONFIG), f"model.path={tmp_path}", f"run.dir={tmp_path / 'run'}"]
+    given += ["data.max_length=64", "train.gradient_accumulation_steps=1"]
+    assert run(["plan", *given, "--gpus-per-node", "2", "--nvlink-gbps", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "Bandwidths: as the preflight of" in said
+    between, inside = re.findall(r"least: (\S+) s between nodes, (\S+) s inside", said)[0]
+    numel = AutoModelForCausalLM.from_config(with_layers(LLAMA, 2)).num_parameters()
+    # Gathered once in bfloat16, and reduced in float32: half of it comes from the other node.
+    assert float(between) == pytest.approx((2 + 4) * numel / 2 / 2e9, rel=0.02)
+    assert float(inside) == pytest.approx((2 + 4) * numel * 3 / 4 / 1e9, rel=0.02)
+
+
+def test_the_run_takes_as_many_hours_as_its_steps(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_jsonl(tmp_path / "train.jsonl", chats(40))
+    given = ["--config", str(CONFIG), f"model.path={models['llama']}", "data.max_length=64"]
+    given += ["data.packing=false", "data.eval=null", "train.epochs=3"]
+    machine = ["--nodes", "1", "--gpus-per-node", "2"]
+    assert run(["plan", *given, *machine, f"data.train={data}"]) == 0
+    # 40 rows in steps of 1 x 2 x 2 (`config.yaml` accumulates 2).
+    assert re.search(
+        r"The run takes at least \S+ h: 30 steps, [\d,]+ tokens", capsys.readouterr().out
+    )
+    assert run(["plan", *given, *machine, f"data.train={tmp_path / 'none.jsonl'}"]) == 0
+    assert "1e9 tokens take at least" in capsys.readouterr().out
 
 
 def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> None:

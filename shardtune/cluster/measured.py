@@ -1,0 +1,46 @@
+"""What the checks before a run have measured of its machine, in run.dir for the plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_FILE = "preflight.json"
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """Nodes, the ranks of each, and what the slowest of them reached; None: not measured."""
+
+    ranks: list[int]
+    node_bytes_per_s: float | None  # all-reduce of all nodes, bus bandwidth as in nccl-tests
+    rank_bytes_per_s: float | None  # all-reduce inside a node, likewise
+    flops_per_s: float | None  # of one rank's matrix products
+
+
+def write_measured(
+    run_dir: Path, ranks: list[int], figures: Sequence[Mapping[str, Any]]
+) -> MeasuredMachine:
+    """Write what all nodes have measured. Raises OSError."""
+    measured = MeasuredMachine(
+        ranks,
+        min(figure["between"] for figure in figures) or None,
+        min(figure["inside"] for figure in figures) or None,
+        min(value for figure in figures for value in figure["flops"]) or None,
+    )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / _FILE).write_text(json.dumps(asdict(measured)) + "\n", encoding="utf-8")
+    return measured
+
+
+def read_measured(run_dir: Path, nodes: int, ranks_per_node: int) -> MeasuredMachine:
+    """Read what was measured with as many ranks, else a machine without ranks or figures."""
+    nothing = MeasuredMachine([], None, None, None)
+    try:
+        measured = MeasuredMachine(**json.loads((run_dir / _FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return nothing
+    return measured if measured.ranks == [ranks_per_node] * nodes else nothing

@@ -1,0 +1,71 @@
+"""How long a run is: its steps, from its data where this machine has it."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardtune.config import Config
+from shardtune.data.dataset import build_encoder, find_sources
+from shardtune.data.packing import best_fit
+from shardtune.data.sources import Source, read_records
+from shardtune.data.tokenize import ChunkTokenizer
+from shardtune.errors import UserError
+
+_SAMPLE_BYTES = 1 << 20  # of each source, which take a second or two
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The steps of a run and the tokens of all of them, estimated unless `is_counted`."""
+
+    steps: int
+    tokens: int
+    is_counted: bool
+
+
+def run_length(config: Config, ranks: int) -> RunLength | str:
+    """Return the length of a run, or why it is not known.
+
+    The beginning of each source is tokenized, and the rest taken to be like it.
+    """
+    specs = [source.path for source in config.data.train_sources.values()]
+    if missing := [spec for spec in specs if not Path(spec).exists()]:
+        return f"data.train={missing[0]} is not on this machine"
+    try:
+        encoder = build_encoder(config.model.path, config.data, datetime.date.today())
+        sources = find_sources(config.data)["train"]
+    except UserError as error:
+        return error.problems[0]
+    tokenizer = ChunkTokenizer(encoder, config.data)
+    rows, tokens, is_counted = 0.0, 0.0, True
+    weights = [source.weight for source in config.data.train_sources.values()]
+    for source, weight in zip(sources, weights, strict=True):
+        lengths, share = _sample(source, tokenizer)
+        is_counted = is_counted and share == 1
+        n_rows = len(lengths)
+        if config.data.packing and n_rows:
+            n_rows = best_fit(lengths, config.data.max_length)[1]
+        rows += weight * n_rows / share
+        tokens += weight * float(lengths.sum()) / share
+    train = config.train
+    rows_per_step = train.micro_batch_size * train.gradient_accumulation_steps * ranks
+    steps_per_epoch = max(1, -(-round(rows) // rows_per_step))
+    steps = min(train.epochs * steps_per_epoch, train.max_steps or train.epochs * steps_per_epoch)
+    return RunLength(steps, round(tokens * steps / steps_per_epoch), is_counted)
+
+
+def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, float]:
+    """Tokenize the beginning of a source; return the tokens of each sequence and the share read."""
+    lengths: list[int] = []
+    n_bytes = 0
+    for chunk in read_records({"train": [source]}):
+        tokenized = tokenizer.tokenize(chunk)
+        lengths += [len(ids) for ids, *_ in tokenized.sets["train"].sequences]
+        n_bytes += chunk.n_bytes
+        if n_bytes >= _SAMPLE_BYTES:
+            return np.array(lengths, np.int64), min(1.0, n_bytes / max(n_bytes, source.n_bytes))
+    return np.array(lengths, np.int64), 1.0

@@ -1,0 +1,127 @@
+"""The bytes of a plan are those that real ranks hold and send."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.commands import REPOSITORY
+from helpers.moe_families import FAMILIES, SMALL
+from helpers.ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, PreTrainedConfig
+
+from shardtune.config import Config
+from shardtune.config_io import load_config
+from shardtune.data.batch import Batch
+from shardtune.distributed.join import join_world
+from shardtune.distributed.tensors import to_local
+from shardtune.model.build import build_model
+from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.machine import Machine
+from shardtune.planner.plan import make_plan
+from shardtune.training.optim import build_optimizer
+from shardtune.training.reshard import ReshardPolicy
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+}
+LENGTH = 64  # tokens of a row
+CASES = [
+    (1, "llama", ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"]),
+    (2, "glm4_moe", ["parallel.expert=2", "model.activation_checkpointing=full"]),
+    (4, "llama", ["lora.rank=4", "train.gradient_accumulation_steps=3"]),
+    (4, "qwen3_moe", ["parallel.expert=2", "parallel.replicate=2"]),
+]
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes of the tensors that this rank hands to collectives, by their operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            if func._opname == "alltoall_base_":
+                n_bytes = tensors[1].nbytes  # (output, input)
+            else:
+                n_bytes = max(x.nbytes for x in tensors)  # the unsharded side
+            self.n_bytes[func._opname] += n_bytes
+        return func(*args, **(kwargs or {}))
+
+
+def small(family: str) -> PreTrainedConfig:
+    return AutoConfig.for_model(family, **SMALL | FAMILIES.get(family, {}))
+
+
+def configured(assignments: list[str]) -> Config:
+    given = ["model.path=unread", "model.init=random", "model.compute_dtype=bfloat16"]
+    given += [f"data.max_length={LENGTH}", "model.activation_checkpointing=none"]
+    return load_config(REPOSITORY / "config.yaml", [*given, *assignments], {})
+
+
+def take_a_step(family: str, assignments: list[str], policy: list[bool]) -> None:
+    """On a rank: write what it holds after a step, and what it sent in it."""
+    config = configured(assignments)
+    world = join_world(config.distributed, config.parallel)
+    model = build_model(config, small(family), world)
+    optimizer, reshard = build_optimizer(model, config), ReshardPolicy(*policy)
+    model.set_attn_implementation("documents")
+    use_loss_head(model, world.device)
+    if reshard.keep_parameters:
+        model.set_reshard_after_forward(False)
+    ids = torch.randint(1, 100, (1, LENGTH))
+    places = torch.arange(LENGTH)
+    ends = torch.tensor([0, LENGTH], dtype=torch.int32)
+    batch = Batch(ids, places[None], None, places[:-1], ids[0, 1:], [LENGTH], ends)
+    micro_batches = config.train.gradient_accumulation_steps
+    with Sent() as sent:
+        for number in range(micro_batches):
+            reshard.before_forward(model, is_last_micro_batch=number + 1 == micro_batches)
+            summed_loss(model, batch).backward()
+    gradients = sum(to_local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    state = [tensor for of in optimizer.state.values() for tensor in of.values()]
+    held = {
+        "parameters": sum(to_local(p).nbytes for p in model.parameters()),
+        "gradients": gradients,
+        "optimizer": sum(to_local(tensor).nbytes for tensor in state),
+    }
+    report = {"held": held, "sent": sent.n_bytes}
+    Path(f"report{world.rank}.json").write_text(json.dumps(report), "utf-8")
+
+
+@pytest.mark.parametrize(("ranks", "family", "assignments"), CASES)
+def test_a_rank_holds_and_sends_the_bytes_of_its_plan(
+    ranks: int, family: str, assignments: list[str], tmp_path: Path
+) -> None:
+    config, model_config = configured(assignments), small(family)
+    machine = Machine(1, ranks, 8e9, 1, 1, 1, is_gpu=False)
+    plan = make_plan(config, model_config, machine, Simulations(model_config, imbalance=1))
+    assert not plan.reason
+    policy = [plan.policy.keep_parameters, plan.policy.keep_gradients]
+    done = on_ranks(ranks, take_a_step, family, assignments, policy, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads((tmp_path / f"report{i}.json").read_text("utf-8")) for i in range(ranks)]
+    assert reports[0]["held"] == vars(plan.states)
+    # What the experts' exchanges carry depends on the rank; in the mean it does not.
+    sent: Counter[str] = Counter()
+    for report in reports:
+        sent.update({KINDS[name]: n_bytes / ranks for name, n_bytes in report["sent"].items()})
+    planned: Counter[str] = Counter()
+    for (kind, _), n_bytes in plan.traffic.items():
+        planned[kind] += n_bytes
+    assert dict(planned) == pytest.approx(dict(sent), rel=0.02)
+    assert bool(sent) == (ranks > 1)

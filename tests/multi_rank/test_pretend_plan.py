@@ -1,0 +1,58 @@
+"""The memory of a plan is what a pretended GPU allocates, at full size and without contents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.commands import REPOSITORY
+from pretend_gpu import lacks_compiler
+from pretend_gpu.hollow import hollow_peaks
+from transformers import AutoConfig
+
+from shardtune.config_io import load_config
+from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.machine import Machine
+from shardtune.planner.plan import make_plan
+
+CONFIGS = REPOSITORY / "tests/data/configs"
+BASE = ["model.init=random", "model.compute_dtype=bfloat16", "train.gradient_accumulation_steps=2"]
+BFLOAT16 = ["model.master_dtype=bfloat16", "model.reduce_dtype=bfloat16"]
+CASES = [
+    ("llama-3-8b", 1, 80, ["model.activation_checkpointing=full"]),
+    ("llama-3-8b", 2, 80, ["model.activation_checkpointing=none"]),
+    ("glm-4.5-air", 2, 141, ["model.activation_checkpointing=full"]),
+    ("glm-4.5-air", 2, 141, [*BFLOAT16, "model.activation_checkpointing=selective"]),
+    ("glm-4.5-air", 2, 141, [*BFLOAT16, "model.activation_checkpointing=none"]),
+    ("glm-4.5-air", 2, 80, ["lora.rank=16", "model.activation_checkpointing=full"]),
+    ("glm-4.5-air", 2, 80, [*BFLOAT16, "parallel.expert=8", "model.activation_checkpointing=full"]),
+    (
+        "glm-4.5-air",
+        2,
+        80,
+        ["lora.rank=16", "parallel.expert=8", "parallel.replicate=2"]
+        + ["model.activation_checkpointing=full"],
+    ),
+]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(lacks_compiler(), reason="no C++ compiler (g++)")
+@pytest.mark.parametrize(("name", "nodes", "gb", "assignments"), CASES)
+def test_a_plan_is_within_a_twentieth_of_what_a_pretended_gpu_allocates(
+    name: str, nodes: int, gb: float, assignments: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    given = [*BASE, "data.max_length=4096", "data.train=none", *assignments]
+    measured = hollow_peaks(tmp_path / "config.yaml", CONFIGS / name, nodes, 8, *given, gb=gb)
+    config = load_config(tmp_path / "config.yaml", [f"model.path={CONFIGS / name}", *given], {})
+    model_config = AutoConfig.from_pretrained(CONFIGS / name)
+    machine = Machine(nodes, 8, gb * 1e9, 1, 1, 1)
+    plan = make_plan(config, model_config, machine, Simulations(model_config, imbalance=1))
+    assert plan.parameters == measured.parameters
+    for phase in ("forward", "backward"):
+        allocated = measured.allocated[phase]
+        assert plan.peaks[phase].n_bytes == pytest.approx(allocated, rel=0.05), phase
+    assert plan.allocated_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
+    pools = plan.peak_bytes - machine.allowance_bytes
+    assert pools == pytest.approx(measured.reserved_bytes, rel=0.05)
