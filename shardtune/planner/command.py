@@ -64,7 +64,7 @@ def plan_run(options: argparse.Namespace) -> None:
     else:
         without_weights = config.model.model_copy(update={"init": "random"})
         model_config, reason = read_model_config(without_weights, config.data.max_length), ""
-    machine = _machine(options, config)
+    machine = machine_of(options, config)
     simulations = Simulations(model_config)
     plan = make_plan(config, model_config, machine, simulations, reason)
     for line in describe(plan, run_length(config, machine.ranks)):
@@ -80,7 +80,7 @@ def plan_run(options: argparse.Namespace) -> None:
         raise DoesNotFit(f"{verdict(plan)} - {remedy}")
 
 
-def _machine(options: argparse.Namespace, config: Config) -> Machine:
+def machine_of(options: argparse.Namespace, config: Config) -> Machine:
     """Return the machine that is given, with what its preflight has measured beside run.dir."""
     nodes, ranks = options.nodes, options.gpus_per_node
     measured = read_measured(Path(config.run.dir), nodes, ranks)

@@ -12,7 +12,7 @@ from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Cause
 
 
-def describe(plan: Plan, length: RunLength | str) -> Iterator[str]:
+def describe(plan: Plan, length: RunLength | str = "no data was looked at") -> Iterator[str]:
     """Yield the lines of a plan. `length`: that of the run, or why it is not known."""
     machine, states = plan.machine, plan.states
     is_whole = plan.trained_parameters == plan.parameters

@@ -1,0 +1,34 @@
+"""The table of verdicts in docs/memory-and-speed.md is what the code computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from verdicts import CONFIGS, PAGE, TABLE, row
+
+ROWS = (TABLE.search(PAGE.read_text(encoding="utf-8")) or [""] * 3)[2].splitlines()
+NUMEL = {
+    "glm-4.5-air": 106_852_245_504,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3-8b": 8_030_261_248,
+}
+
+
+def test_the_table_has_rows_of_each_model() -> None:
+    assert len(ROWS) >= 12
+    assert {line.split("|")[1].strip() for line in ROWS} == set(NUMEL)
+
+
+@pytest.mark.parametrize("model", NUMEL)
+def test_the_models_of_the_table_have_the_parameters_of_the_real_ones(model: str) -> None:
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / model))
+    assert sum(parameter.numel() for parameter in built.parameters()) == NUMEL[model]
+
+
+@pytest.mark.parametrize(
+    "line", [*(pytest.param(line, marks=pytest.mark.full) for line in ROWS[:-1]), ROWS[-1]]
+)
+def test_a_row_is_what_the_code_computes(line: str) -> None:
+    assert row(line) == f"{line}\n"
