@@ -17,8 +17,8 @@ from pathlib import Path
 from shardtune.config_io import load_config
 from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config
-from shardtune.planner.command import add_arguments
-from shardtune.planner.plan import Machine, Plan, make_plan
+from shardtune.planner.command import add_arguments, machine_of
+from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.text import describe, verdict
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -72,15 +72,9 @@ def plan_of(options: str, reason: str = "") -> Plan:
     given = parser.parse_intermixed_args(["--config", "config.yaml", *shlex.split(options)])
     quiet_libraries(is_main=False)
     more = [f"model.path={GLM}", "model.init=random", "model.compute_dtype=bfloat16"]
+    more.append("run.dir=none")  # whose preflight would give other rates
     config = load_config(REPOSITORY / given.config, [*given.assignments, *more], {})
-    machine = Machine(
-        nodes=given.nodes,
-        ranks_per_node=given.gpus_per_node,
-        memory_bytes=given.gpu_memory * 1e9,
-        node_bytes_per_s=given.nic_gbps * 1e9 / 8,
-        rank_bytes_per_s=given.nvlink_gbps * 1e9 / 8,
-        flops_per_s=given.gpu_tflops * 1e12,
-    )
+    machine = machine_of(given, config)
     model_config = read_model_config(config.model, config.data.max_length)
     return make_plan(config, model_config, machine, reason=reason)
 
