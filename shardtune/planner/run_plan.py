@@ -53,7 +53,9 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 class Prediction(TypedDict):
     """What is known of a run before it, JSON-able."""
 
-    peak_bytes: int  # of the fullest rank, beside what its process holds already
+    # Of the fullest rank, as the run measures its own: on a GPU of tensors alone, on a CPU of all
+    # that its process takes beside what it holds already.
+    peak_bytes: int
     source: str  # "simulated step" or "bound from shapes"
     fits: bool
     verdict: str
@@ -89,7 +91,7 @@ class RunPlan:
         self._process: subprocess.Popen[str] | None = None
         if world.is_main:
             self._bound = _bound(config, model_config, self._machine, world)
-            of_tensors = self._bound["peak_bytes"] - self._machine.allowance_bytes
+            of_tensors = self._bound["peak_bytes"] - _as_measured(0, self._machine)
             if of_tensors > _BOUND_SUFFICES * self._machine.memory_bytes:
                 self._process = _simulate(run, self._machine, dtype)
 
@@ -154,12 +156,14 @@ class RunPlan:
         """Return the plan, on rank 0 and when it is there."""
         if self._process is None:
             return self._bound
+        # The agent ends a rank that does nothing for longer than a step may take.
+        timeout_s = min(_SIMULATED_WITHIN_S, self._run.config.distributed.step_timeout_s / 2)
         try:
-            out, err = self._process.communicate(timeout=_SIMULATED_WITHIN_S)
+            out, err = self._process.communicate(timeout=timeout_s)
             return json.loads(out)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            why = f"it took more than {_SIMULATED_WITHIN_S:.0f} s"
+            why = f"it took more than {timeout_s:.0f} s"
         except ValueError:
             why = (err.strip().splitlines() or ["no reason given"])[-1]
         logger.info(f"Plan: no step could be simulated ({why})")
@@ -182,7 +186,8 @@ def _bound(
     """
     model = build_on_meta(config, model_config, world)
     states = state_bytes(model, build_optimizer(model, config), config)
-    most = bound_bytes(model, config, states, world) + machine.allowance_bytes
+    of_tensors = bound_bytes(model, config, states, world)
+    most = of_tensors + machine.allowance_bytes
     fits = states.total <= machine.memory_bytes
     limit = f"{_gb(machine.memory_bytes)} of a rank"
     if most <= machine.memory_bytes:
@@ -201,7 +206,7 @@ def _bound(
     flops = count_step_flops(model, rows, config.data.max_length)
     step_s = arithmetic_s(flops, config, machine) if flops else 0.0
     return Prediction(
-        peak_bytes=most,
+        peak_bytes=_as_measured(of_tensors, machine),
         source="bound from shapes",
         fits=fits,
         verdict=text,
@@ -209,6 +214,10 @@ def _bound(
         step_s=step_s or None,
         bound_by="arithmetic" if step_s else None,
     )
+
+
+def _as_measured(of_tensors: int, machine: Machine) -> int:
+    return of_tensors if machine.is_gpu else of_tensors + machine.allowance_bytes
 
 
 def _simulate(run: Run, machine: Machine, dtype: torch.dtype) -> subprocess.Popen[str]:
@@ -245,7 +254,7 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     floors = {part: seconds for part, seconds in plan.floors_s.items() if seconds}
     bound_by = max(floors, key=lambda part: floors[part], default=None)
     return Prediction(
-        peak_bytes=plan.peak_bytes,
+        peak_bytes=_as_measured(plan.allocated_bytes, machine),
         source="bound from shapes" if plan.reason else "simulated step",
         fits=not plan.cannot_fit,
         verdict=verdict(plan),
