@@ -1,8 +1,8 @@
-# make demo | rehearse | test-fast | test | test-full | gpu-check | docs | bench | clean. Each sets up .venv and may be run again.
+# make demo | rehearse | test-fast | test | test-full | gpu-check | docs | bench | card | clean. Each sets up .venv and may be run again.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rehearse lint test-fast test test-full gpu-check docs bench clean
+.PHONY: help setup demo rehearse lint test-fast test test-full gpu-check docs bench card clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -82,8 +82,12 @@ $(ENGINE)/.installed: tests/data/engine/requirements.txt
 	$(ENGINE)/bin/python $(PIP_INSTALL) -r tests/data/engine/requirements.txt
 	touch $@
 
+.venv/.wandb: .venv/.installed
+	$(BIN)/python $(PIP_INSTALL) -e .[wandb]
+	touch $@
+
 # Everything, the long cases too.
-test-full: lint .venv/.templates $(MODEL)/config.json $(ENGINE)/.installed
+test-full: lint .venv/.templates .venv/.wandb $(MODEL)/config.json $(ENGINE)/.installed
 	$(PYTEST) $(IN_PARALLEL) -m ''
 
 # Everything that needs one GPU, in runs/gpu-check. With PYTHON=... in that environment, which may be
@@ -115,6 +119,10 @@ bench: $(MODEL)/config.json $(PEERS)/.installed
 	    --model $(MODEL) --results benchmarks/checkpoint.md
 	$(WITHOUT_GPUS) $(BIN)/python benchmarks/rounding.py --model $(MODEL) --results benchmarks/rounding
 	$(PEERS)/bin/python benchmarks/rounding.py --plot --results benchmarks/rounding
+
+# What really ran with a model: MODEL=DIRECTORY with weights, or MODEL=qwen3_moe, a tiny one of that architecture.
+card: .venv/.installed $(filter models/SmolLM2-135M-Instruct/config.json,$(MODEL)/config.json)
+	$(WITHOUT_GPUS) $(BIN)/python benchmarks/card.py $(MODEL)
 
 clean:
 	rm -rf .venv runs models site

@@ -195,6 +195,9 @@ def test_make_demo(tmp_path: Path) -> None:
     assert "\r" not in said
     expected = ("Step 2/2 | Loss:", "Question (held out):", "Before:", "After:", f"{run_dir}/model")
     assert [text for text in expected if text not in said] == []
+    assert said.splitlines()[-1] == f"Report: {run_dir}/report.html"
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert {'id="loss"', 'id="perplexity"', 'id="speed"'} <= set(re.findall(r'id="\w+"', page))
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ import logging
 import re
 from pathlib import Path
 
+import card
 import pytest
 from conftest import REPOSITORY
 from mkdocs.commands.build import build
@@ -30,6 +31,10 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         if not list((REPOSITORY / "tests").rglob(name))
     ]
     assert missing == []
+
+
+def test_the_page_of_the_cards_is_made_of_the_cards() -> None:
+    assert card.page() == card.PAGE.read_text(encoding="utf-8"), "run benchmarks/card.py"
 
 
 def test_the_readme_is_short() -> None:

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Verification cards: what was really run with a model, and what came out.
+
+    python benchmarks/card.py MODEL      writes docs/models/NAME.yaml and the page of all cards
+    python benchmarks/card.py            the page alone
+
+MODEL is a directory with weights, or the name of an architecture (`qwen3_moe`), of which a tiny
+model with random weights is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from distTest.rehearse.tiny_model import make_model, write_chats
+from shardtune.report.read_run import RunRecord, read_run
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CARDS, PAGE = REPOSITORY / "docs/models", REPOSITORY / "docs/cards.md"
+_STEPS, _SAVED_AT, _RANKS = 8, 4, 2
+_WITHIN = 1e-4  # of losses after a resume on other ranks, as a part of the loss
+_QUESTION = "What does a rank do?"
+_HEAD = """\
+# Verification cards
+
+What was run with a model, and what came out: not what should work. Each card is a file of
+`docs/models/`, made by `make card MODEL=...`. Tiny models have random weights and the real
+architecture. `unverified` means that nobody ran it.
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", help="a directory, or the name of an architecture")
+    if model := parser.parse_args().model:
+        with tempfile.TemporaryDirectory() as folder:
+            card = make_card(model, Path(folder))
+        path = CARDS / f"{card['model']}.yaml"
+        path.write_text(yaml.safe_dump(card, sort_keys=False, allow_unicode=True), "utf-8")
+        print(path.read_text(encoding="utf-8"))
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def make_card(model: str, folder: Path) -> dict[str, Any]:
+    """Train, resume, reshard and export the model, and return what came out."""
+    is_real = Path(model).is_dir()
+    if is_real:
+        path, given = Path(model).resolve(), ["--config", str(REPOSITORY / "examples/demo.yaml")]
+    else:
+        path, given = _tiny(model, folder)
+    given += [f"model.path={path}", f"train.max_steps={_STEPS}"]
+    given += [f"checkpoint.every_steps={_SAVED_AT}", "checkpoint.keep=9"]
+    whole = _train(folder / "whole", _RANKS, given)
+    shown = " ".join(["train_fsdp.py", *given]).replace(str(path), model)
+    shown = shown.replace(f"{REPOSITORY}/", "").replace(f"{folder}/", "")
+    resumed = _resume(folder / "whole", folder / "resumed", _RANKS, given)
+    accumulated = [*given, f"train.gradient_accumulation_steps={_RANKS}"]
+    resharded = _resume(folder / "whole", folder / "resharded", 1, accumulated)
+    config = AutoConfig.from_pretrained(path)
+    evaluations = [entry["perplexity"] for entry in whole.of_kind("eval")]
+    mfu = [entry["mfu"] for entry in whole.of_kind("step") if entry["mfu"]]
+    furthest = max(_differences(whole, resharded))
+    is_exact = max(_differences(whole, resumed)) == 0.0
+    is_verified = is_exact and furthest < _WITHIN and evaluations[-1] < evaluations[0]
+    parameters = AutoModelForCausalLM.from_pretrained(folder / "whole/model").num_parameters()
+    return {
+        "model": Path(model).name if is_real else f"tiny-{model}",
+        "architecture": config.model_type,
+        "parameters": parameters,
+        "weights": "real" if is_real else "random",
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{_cpu()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "command": f"torchrun --nproc_per_node={_RANKS} {shown}",
+        "cpu": {
+            "status": "verified" if is_verified else "failed",
+            "baseline_perplexity": round(evaluations[0], 4),
+            "final_perplexity": round(evaluations[-1], 4),
+            "steps": whole.last_step,
+            "step_seconds": round(median(entry["seconds"] for entry in whole.of_kind("step")), 3),
+            "mfu": round(median(mfu), 4) if mfu else None,
+            "resume": "equal to the last bit" if is_exact else "not equal",
+            "reshard": f"{_RANKS} ranks to 1: losses within {furthest:.1e}",
+            "question": _QUESTION,
+            "answer": _answer(folder / "whole/model"),
+        },
+        "gpu": {"status": "unverified"},
+    }
+
+
+def _tiny(architecture: str, folder: Path) -> tuple[Path, list[str]]:
+    AutoConfig.for_model(architecture).save_pretrained(folder / "source")
+    described = make_model(str(folder / "source"), _RANKS, folder / "model")
+    if ", because " in described:
+        sys.exit(f"ERROR: {described} - name another architecture")
+    write_chats(folder / "train.jsonl", 64, seed=0)
+    write_chats(folder / "eval.jsonl", 8, seed=1)
+    text = "model: {init: random}\ndata: {max_length: 128, packing: true}\noptimizer: {lr: 1e-2}\n"
+    (folder / "tiny.yaml").write_text(text, encoding="utf-8")
+    data = [f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
+    return folder / "model", ["--config", str(folder / "tiny.yaml"), *data]
+
+
+def _train(run_dir: Path, ranks: int, given: list[str]) -> RunRecord:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    script = str(REPOSITORY / "train_fsdp.py")
+    done = subprocess.run(
+        [sys.executable, *launcher, script, *given, f"run.dir={run_dir}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\n{done.stderr}\nERROR: the run failed - see the lines above")
+    return read_run(run_dir)
+
+
+def _resume(whole: Path, run_dir: Path, ranks: int, given: list[str]) -> RunRecord:
+    """Resume a copy of the run from its checkpoint in the middle."""
+    shutil.copytree(whole, run_dir, ignore=shutil.ignore_patterns("model", "*.lock"))
+    shutil.rmtree(run_dir / f"checkpoints/checkpoint_{_STEPS:07d}")
+    return _train(run_dir, ranks, given)
+
+
+def _differences(a: RunRecord, b: RunRecord) -> list[float]:
+    """Return the relative difference of the losses and norms of each step after the resume."""
+    assert len(a.of_kind("step")) == len(b.of_kind("step")) == _STEPS
+    return [
+        abs(x[name] - y[name]) / x[name]
+        for x, y in zip(a.of_kind("step")[_SAVED_AT:], b.of_kind("step")[_SAVED_AT:], strict=True)
+        for name in ("loss", "grad_norm")
+    ]
+
+
+def _answer(path: Path) -> str:
+    """Return the exported model's most likely answer, of at most 40 tokens."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _QUESTION}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    generated = model.generate(**prompt, max_new_tokens=40, do_sample=False)
+    answer = generated[0, prompt["input_ids"].shape[1] :]
+    return str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def page() -> str:
+    """Return the page that lists all cards, as Markdown."""
+    cards = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(CARDS.glob("*.yaml"))]
+    cards.sort(key=lambda card: (card["weights"] != "real", card["model"]))
+    lines = [
+        "| model | parameters | weights | CPU | GPU | perplexity | resumed | on other ranks | date |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for card in cards:
+        cpu, gpu = card["cpu"], card["gpu"]
+        perplexity = f"{cpu['baseline_perplexity']} to {cpu['final_perplexity']}"
+        values = [card["model"], f"{card['parameters']:,}", card["weights"], cpu["status"]]
+        values += [gpu["status"], perplexity, cpu["resume"], cpu["reshard"], card["date"]]
+        lines.append(f"| {' | '.join(values)} |")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
