@@ -176,7 +176,7 @@ def page() -> str:
     cards = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(CARDS.glob("*.yaml"))]
     cards.sort(key=lambda card: (card["weights"] != "real", card["model"]))
     lines = [
-        "| model | parameters | weights | CPU | GPU | perplexity | resumed | on other ranks | date |",
+        "| model | parameters | weights | CPU | GPU | perplexity | resumed | other ranks | date |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for card in cards:
