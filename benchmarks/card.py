@@ -89,6 +89,7 @@ def make_card(model: str, folder: Path) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "machine": f"{_cpu()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("torch", "transformers")},
+        "made_by": f"make card MODEL={model}",
         "command": f"torchrun --nproc_per_node={_RANKS} {shown}",
         "cpu": {
             "status": "verified" if is_verified else "failed",
