@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -114,6 +115,13 @@ def test_imbalance_is_that_of_the_worst_group() -> None:
     values = balance(np.array([[1, 1, 1, 1], [4, 2, 0, 2]]), degree=2)
     assert values["tokens"] == [5, 3, 1, 3]
     assert values["rank_imbalance"] == pytest.approx(6 / 4)
+
+
+def test_a_dense_model_has_no_counts_of_experts_and_they_are_on_its_device() -> None:
+    """They are gathered with the other numbers of a step; here the device is `meta`."""
+    world = replace(world_of(0, 1, dist.HashStore()), device=torch.device("meta"))
+    counts = ExpertBalance(cast(Any, torch.nn.Linear(1, 1)), cast(Any, None), world).take_counts()
+    assert counts.device.type == "meta" and len(counts) == 0 and counts.dtype == torch.float64
 
 
 def test_an_expert_that_starves_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,14 @@ def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
         assert highest[0] == highest[1], phase
 
 
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_a_world_of_one_keeps_what_its_run_keeps(reduce_dtype: str) -> None:
+    """Its compute copies, and the gradients unless they are added up in another dtype."""
+    machine = Machine(1, 1, 80e9, 1e9, 1e9, 1e12)
+    plan = make_plan(configured(f"model.reduce_dtype={reduce_dtype}"), LLAMA, machine)
+    assert plan.policy == ReshardPolicy(True, reduce_dtype == "float32")
+
+
 def test_links_carry_what_leaves_a_node_and_what_passes_through_a_rank() -> None:
     machine = Machine(2, 8, 1, 1, 1, 1)
     everyone, node, pair = tuple(range(16)), tuple(range(8)), (0, 8)
