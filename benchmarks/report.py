@@ -65,7 +65,7 @@ def section(title: str, *paragraphs: str, header: str, rows: list[str]) -> list[
 
 def one_thread_lines(figures: dict[str, Any], head: dict[str, int] | None) -> list[str]:
     counts, rows = figures["counts"], figures["rows"]
-    dtype = counts["dtype"]
+    dtype, took = counts["dtype"], cpu_seconds_of_step(rows)
     tokens = f"{counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
     lines = [
         f"## {counts['model']}, one pinned thread, {dtype}, {counts['mix']}",
@@ -73,18 +73,25 @@ def one_thread_lines(figures: dict[str, Any], head: dict[str, int] | None) -> li
         f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']} "
         f"(`{counts['mix']}` of benchmarks/chats.py). "
         f"{describe_losses(dtype, rows, counts['reference'])} "
-        f"{describe_count(counts['rounds'], counts['steps'] - 1)}",
+        f"{describe_count(counts['rounds'], counts['steps'] - 1)} The last column compares "
+        f"{'CPU seconds' if took else 'trained tokens per second'}.",
         "",
         *rate_lines(rows, counts),
     ]
-    took = {name: median(row["cpu_seconds"]) for name, row in rows.items()}
-    shown = []
+    speeds = {name: median(row["trained_tokens_per_s"]) for name, row in rows.items()}
+    shown, middle = [], median(gflops(rows.values()))
     for name, row in rows.items():
-        ratio = f"{took[name] / took['ours']:.2f} x" if "ours" in took else ""
+        ratio = ""
+        if "ours" in rows and took:
+            ratio = f"{median(took[name]) / median(took['ours']):.2f} x"
+        elif "ours" in rows:
+            ratio = f"{speeds['ours'] / speeds[name]:.2f} x"
+            if any(unsteady_runs(rows[each], middle) for each in ("ours", name)):
+                ratio += " (unsteady core)"
         waited = "not measured" if row["data_share"] is None else f"{row['data_share']:.2%}"
         shares = [100 * share for share in row["share_of_matmul_rate"]]
         shown.append(
-            f"| {NAMES[name]} | {spread(row['cpu_seconds'])} | "
+            f"| {NAMES[name]} | {spread(took[name]) if took else 'not measured'} | "
             f"{spread(row['trained_tokens_per_s'])} | {spread(shares)} % | "
             f"{spread(gflops([row]))} | "
             f"{row['padding']:.1%} | {row['head_rows'] or own_head_rows(counts, head)} | "
@@ -107,6 +114,12 @@ def one_thread_lines(figures: dict[str, Any], head: dict[str, int] | None) -> li
     if memory.get("ours", 0) > memory.get("hf_trainer", math.inf):
         lines += [MEMORY, ""]
     return lines
+
+
+def cpu_seconds_of_step(rows: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+    """Return them by side, or nothing for figures of a time at which they were not measured."""
+    measured = {name: row["cpu_seconds"] for name, row in rows.items() if row.get("cpu_seconds")}
+    return measured if len(measured) == len(rows) else {}
 
 
 def gflops(rows: Iterable[dict[str, Any]]) -> list[float]:
@@ -151,8 +164,8 @@ def rate_lines(rows: dict[str, Any], counts: dict[str, Any]) -> list[str]:
             f"**Not all runs had the same core.** The rate before, the rate after and the "
             f"median of all are more than "
             f"{STEADY:.0%} apart for: {', '.join(unsteady)}. Tokens per second of these "
-            "runs and their shares of the rate depend on the other work of the machine. Ratios are "
-            "of CPU seconds, which depend on it less."
+            "runs and their shares of the rate depend on the other work of the machine; ratios of "
+            "CPU seconds depend on it less."
         ]
     return [part for line in lines for part in (line, "")]
 
