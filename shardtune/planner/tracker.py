@@ -7,6 +7,7 @@ it too.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -66,6 +67,11 @@ class NotSimulated(Exception):
     """The model asks for what fake tensors do not have; the message says for what."""
 
 
+# The place of a phase before that of its first layer. A backward begins at the head and ends at
+# layer 0: two peaks, of which one is the higher in a deep model and the other in a shallow one.
+_BEGINNING = sys.maxsize
+
+
 class Tracker(TorchDispatchMode):
     """Within this mode, bytes are counted by cause, with a peak for each phase and place of a step.
 
@@ -91,7 +97,7 @@ class Tracker(TorchDispatchMode):
 
     def begin(self, phase: str, cause: Cause = Cause.ACTIVATIONS) -> None:
         """From now on peaks count for this phase, and new tensors under this cause."""
-        self._phase, self._place, self.cause = phase, 0, cause
+        self._phase, self._place, self.cause = phase, _BEGINNING, cause
         self._update_peak()
 
     def enter(self, place: int) -> None:

@@ -65,6 +65,18 @@ LLAMA = LlamaConfig(
 )
 
 
+# The end of its backward, the gradient of the embedding, takes the most in a shallow one, and the
+# beginning in this.
+DEEP = LlamaConfig(
+    vocab_size=8000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=16,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
 def configured(*assignments: str) -> Config:
     given = ["model.path=unread", "model.init=random", "model.compute_dtype=bfloat16"]
     return load_config(CONFIG, [*given, "data.max_length=256", *assignments], {})
@@ -102,6 +114,7 @@ def test_a_cut_model_ends_as_the_whole_one_does(
                 (GLM, ["train.gradient_accumulation_steps=4"]),
                 (GLM, ["lora.rank=8", "model.activation_checkpointing=selective"]),
                 (LLAMA, ["model.master_dtype=bfloat16", "train.gradient_accumulation_steps=1"]),
+                (DEEP, ["model.activation_checkpointing=none"]),
             )
         ),
     ],
