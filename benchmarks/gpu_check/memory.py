@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gpu_check.checks import Failed, Outcome, is_tiny, require
+from gpu_check.checks import Failed, Outcome, Skipped, is_tiny, require
 from gpu_check.runs import save_model, train, work_folder, write_text
 from shardtune.config_io import load_config
 from shardtune.model.files import read_model_config
@@ -100,6 +100,9 @@ def _compare(
     phase, peak = max(plan.peaks.items(), key=lambda item: item[1].n_bytes)
     if plan.reason:
         raise Failed(f"the plan is a bound only: {plan.reason}")
+    if not plan.fits:
+        needs, has = (f"{n / 1e9:.0f} GB" for n in (plan.peak_bytes, total))
+        raise Skipped(f"{layers} layers, the fewest, take {needs}, and the GPU has {has}")
     steps = train("run", *assignments, draws_on_device=True).steps
     measured = steps[-1]["memory_bytes"]
     figures = {
