@@ -33,6 +33,7 @@ def helpful_changes(
     Each is tried alone. Where none fits that trains all weights on the same rows, those that save
     the most are tried together.
     """
+    simulations = simulations.without_evaluation()
 
     def attempt(values: Mapping[str, Any], price: str) -> Change | None:
         changed = with_values(plan.config, values)
@@ -66,6 +67,11 @@ def _together(plan: Plan, changes: list[Change], attempt: Any) -> Iterator[Chang
         if combined and combined.plan.fits:
             yield combined
             return
+    # Beside float32 weights it saves little.
+    if plan.config.model.reduce_dtype != "bfloat16" and "model.reduce_dtype" not in values:
+        combined = attempt(values | {"model.reduce_dtype": "bfloat16"}, "all of these")
+        if combined and combined.plan.fits:
+            yield combined
 
 
 def _rank(change: Change) -> tuple[bool, float]:
@@ -95,7 +101,8 @@ def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
             yield {"model.master_dtype": "bfloat16"}, "weights rounded at random to bfloat16"
         if trains_all and config.optimizer.name != "adamw8bit":
             yield {"optimizer.name": "adamw8bit"}, "moments of 8 bits"
-    if trains_all and model.reduce_dtype != "bfloat16":
+    has_small_gradients = plan.fits or model.master_dtype == "bfloat16"
+    if trains_all and has_small_gradients and model.reduce_dtype != "bfloat16":
         yield {"model.reduce_dtype": "bfloat16"}, "gradients summed with 8 bits of precision"
     if config.parallel.expert == 1 and machine.ranks_per_node > 1:
         price = "memory follows the rank whose experts get the most tokens"

@@ -25,9 +25,24 @@ _FEWEST_LAYERS = 4
 class Simulations:
     """The measured steps of one model. Settings that make the same step are simulated once."""
 
-    def __init__(self, model_config: PreTrainedConfig, imbalance: float = EXPERT_IMBALANCE) -> None:
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        imbalance: float = EXPERT_IMBALANCE,
+        evaluates: bool = True,
+    ) -> None:
         self._model_config, self._imbalance = model_config, imbalance
+        self._evaluates = evaluates
         self._measured: dict[str, Measured] = {}
+
+    def without_evaluation(self) -> Simulations:
+        """Return the same, and further steps come without an evaluation, which never is the peak.
+
+        It takes a tenth of the time.
+        """
+        others = Simulations(self._model_config, self._imbalance, evaluates=False)
+        others._measured = self._measured
+        return others
 
     def measure(
         self, whole: PreTrainedModel, config: Config, policy: ReshardPolicy, world: World
@@ -55,7 +70,9 @@ class Simulations:
         key = json.dumps(settings)
         if key not in self._measured:
             cut = with_layers(self._model_config, layers)
-            self._measured[key] = simulate(config, cut, policy, world, self._imbalance)
+            self._measured[key] = simulate(
+                config, cut, policy, world, self._imbalance, self._evaluates
+            )
         return self._measured[key]
 
 

@@ -182,15 +182,11 @@ def _peaks(measured: Measured, states: StateBytes, update_bytes: int) -> dict[st
             highest[phase] = peak
     updated = weights + optimizer + Counter({Cause.GRADIENTS: states.gradients})
     updated[Cause.UPDATE] = update_bytes
-    by_cause = {
-        "load": weights,
-        **{
-            phase: highest[phase].by_cause + optimizer
-            for phase in ("evaluate", "forward", "backward")
-        },
-        "optimizer": updated,
-        "save": weights + optimizer,  # gradients are dropped before
-    }
+    by_cause = {"load": weights}
+    for phase in ("evaluate", "forward", "backward"):
+        if phase in highest:
+            by_cause[phase] = highest[phase].by_cause + optimizer
+    by_cause |= {"optimizer": updated, "save": weights + optimizer}  # gradients are dropped before
     return {phase: Peak(causes.total(), causes) for phase, causes in by_cause.items()}
 
 

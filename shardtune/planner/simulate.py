@@ -87,8 +87,9 @@ def simulate(
     policy: ReshardPolicy,
     world: World,
     imbalance: float = EXPERT_IMBALANCE,
+    evaluates: bool = True,
 ) -> Measured:
-    """Evaluate and take a step of up to three micro-batches as this rank. Rows are full.
+    """Evaluate, if told so, and take a step of up to three micro-batches of full rows.
 
     The second one finds the gradients of the first, and of all further ones only the last differs.
     This rank's experts get `imbalance` times as many tokens as those of the others on average.
@@ -114,9 +115,10 @@ def simulate(
             _watch_layers(model, tracker)
             tracker.read_by_host = _exchanged(batch.input_ids.numel(), model, config, imbalance)
             tracker.traffic = [Counter()]
-            tracker.begin("evaluate")
-            with forward_only(model):
-                summed_loss(model, batch)
+            if evaluates:
+                tracker.begin("evaluate")
+                with forward_only(model):
+                    summed_loss(model, batch)
             micro_batches = min(3, config.train.gradient_accumulation_steps)
             for number in range(micro_batches):
                 tracker.traffic.append(Counter())

@@ -12,7 +12,7 @@ from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Cause
 
 
-def describe(plan: Plan, length: RunLength | str = "no data was looked at") -> Iterator[str]:
+def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     """Yield the lines of a plan. `length`: that of the run, or why it is not known."""
     machine, states = plan.machine, plan.states
     is_whole = plan.trained_parameters == plan.parameters
@@ -59,10 +59,8 @@ def _assumptions(plan: Plan) -> Iterator[str]:
 def _hours(plan: Plan, length: RunLength | str) -> str:
     if isinstance(length, str):
         hours = plan.floor_s * 1e9 / plan.step_tokens / 3600
-        return (
-            f"1e9 tokens take at least {hours:.3g} h, in steps of {plan.step_tokens:,} tokens; "
-            f"hours for the run are not known, since {length}"
-        )
+        line = f"1e9 tokens take at least {hours:.3g} h, in steps of {plan.step_tokens:,} tokens"
+        return f"{line}; hours for the run are not known, since {length}" if length else line
     about = "" if length.is_counted else "about "
     return (
         f"The run takes at least {length.steps * plan.floor_s / 3600:.3g} h: {about}{length.steps} "

@@ -37,7 +37,7 @@ CASES = [
 @pytest.mark.full
 @pytest.mark.skipif(lacks_compiler(), reason="no C++ compiler (g++)")
 @pytest.mark.parametrize(("name", "nodes", "gb", "assignments"), CASES)
-def test_a_plan_is_within_a_twentieth_of_what_a_pretended_gpu_allocates(
+def test_a_plan_is_within_two_percent_of_what_a_pretended_gpu_allocates(
     name: str, nodes: int, gb: float, assignments: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").touch()
@@ -50,7 +50,7 @@ def test_a_plan_is_within_a_twentieth_of_what_a_pretended_gpu_allocates(
     assert plan.parameters == measured.parameters
     for phase in ("forward", "backward"):
         allocated = measured.allocated[phase]
-        assert plan.peaks[phase].n_bytes == pytest.approx(allocated, rel=0.05), phase
-    assert plan.allocated_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
+        assert plan.peaks[phase].n_bytes == pytest.approx(allocated, rel=0.02), phase
+    assert plan.allocated_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
     pools = plan.peak_bytes - machine.allowance_bytes
-    assert pools == pytest.approx(measured.reserved_bytes, rel=0.05)
+    assert pools == pytest.approx(measured.reserved_bytes, rel=0.02)

@@ -184,10 +184,11 @@ def test_a_run_that_does_not_fit_gets_changes_that_would_help(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LLAMA.save_pretrained(tmp_path)
-    memory = ["--gpu-memory", "4.001"]
-    assert run(["plan", "--config", str(CONFIG), *memory, f"model.path={tmp_path}"]) == 3
+    given = ["--gpu-memory", "4.001", "model.master_dtype=float32", f"model.path={tmp_path}"]
+    assert run(["plan", "--config", str(CONFIG), *given, "parallel.expert=1"]) == 3
     captured = capsys.readouterr()
     assert "What would help:" in captured.out
+    assert "model.master_dtype=bfloat16" in captured.out
     assert captured.err.startswith("ERROR: The run does not fit")
 
 
