@@ -48,13 +48,13 @@ def write_chats(
     path: Path, tokens: int, max_length: int, mix: str = "prompts", seed: int = 0
 ) -> Path:
     """Write about `tokens` tokens of chats, none longer than `max_length`."""
-    source, kind = random.Random(seed), MIXES[mix]
+    source, source_of_turns, kind = random.Random(seed), random.Random(seed), MIXES[mix]
     words = sorted(set(re.findall(r"[a-z]{2,12}", SOURCE.read_text(encoding="utf-8"))))
     with path.open("w", encoding="utf-8") as file:
         while tokens > 0:
             length = source.lognormvariate(math.log(kind.median_tokens), kind.sigma)
             length = min(0.8 * max_length, max(60.0, length))
-            turns, answers = source.randint(*kind.turns), source.uniform(*kind.answers)
+            turns, answers = source_of_turns.randint(*kind.turns), source.uniform(*kind.answers)
             shares = {"user": 1 - answers - TEMPLATE_TOKENS / length, "assistant": answers}
             messages = [
                 {
