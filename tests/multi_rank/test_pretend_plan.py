@@ -17,19 +17,19 @@ from shardtune.planner.plan import make_plan
 
 CONFIGS = REPOSITORY / "tests/data/configs"
 BASE = ["model.init=random", "model.compute_dtype=bfloat16", "train.gradient_accumulation_steps=2"]
-BFLOAT16 = ["model.master_dtype=bfloat16", "model.reduce_dtype=bfloat16"]
 FULL, SELECTIVE, NONE = (
     f"model.activation_checkpointing={mode}" for mode in ("full", "selective", "none")
 )
 SPREAD_LORA = ["lora.rank=16", "parallel.expert=8", "parallel.replicate=2"]
+# Weights are float32: a pretended GPU takes minutes for the many pieces of an update of others.
 CASES = [
     ("llama-3-8b", 1, 80, [FULL]),
     ("llama-3-8b", 2, 80, [NONE]),
     ("glm-4.5-air", 2, 141, [FULL]),
-    ("glm-4.5-air", 2, 141, [*BFLOAT16, SELECTIVE]),
-    ("glm-4.5-air", 2, 141, [*BFLOAT16, NONE]),
+    ("glm-4.5-air", 2, 141, [SELECTIVE]),
+    ("glm-4.5-air", 2, 141, [NONE]),
     ("glm-4.5-air", 2, 80, ["lora.rank=16", FULL]),
-    ("glm-4.5-air", 2, 80, [*BFLOAT16, "parallel.expert=8", FULL]),
+    ("glm-4.5-air", 2, 141, ["parallel.expert=8", FULL]),
     ("glm-4.5-air", 2, 80, [*SPREAD_LORA, FULL]),
 ]
 
