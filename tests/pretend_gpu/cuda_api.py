@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from .waits import wait
 
@@ -171,8 +172,16 @@ _TORCH_CUDA: dict[str, Any] = {
 }
 
 
+# The device's own operators, which stand for calls that are none.
+_CALLS = ("device", "set_device", "gpus", "memory", "bytes_per_gpu", "hollow", "on_host", "pin")
+_CALLS += ("on_device", "reset_peak", "empty_cache", "resize_storage", "unpin", "seed")
+_CALLS += ("random_state", "set_random_state")
+
+
 def patch() -> None:
     """Replace what would ask for a GPU."""
+    # Selective checkpointing counts operators.
+    SAC_IGNORED_OPS.update(getattr(_OPS, name).default for name in _CALLS)
     for name, value in _TORCH_CUDA.items():
         setattr(torch.cuda, name, value)
         for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):

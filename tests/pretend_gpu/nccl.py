@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_made: list[object] = []  # PyTorch keeps the C++ part alone
-
 
 class Options:
     """`ProcessGroupNCCL.Options`."""
@@ -22,32 +20,13 @@ class Options:
     _timeout = datetime.timedelta(minutes=10)
 
 
-class _Copyable:
-    """Options of gloo, which Python cannot copy as it copies NCCL's."""
-
-    def __init__(self, options: Any) -> None:
-        self._options = options
-
-    def __deepcopy__(self, _: Any) -> Any:
-        return self._options
-
-
 class ProcessGroupNCCL(dist.ProcessGroupGloo):
-    """A gloo group that stands for an NCCL one: it can be split, and connects when it is made."""
+    """A gloo group that stands for an NCCL one."""
 
     Options = Options
-    supports_splitting = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, options._timeout)
-        _made.append(self)
-
-    @property
-    def options(self) -> _Copyable:
-        return _Copyable(super().options)
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        assert device.type == "cuda"
 
 
 def patch() -> None:
@@ -55,3 +34,11 @@ def patch() -> None:
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
     torch.cuda.nccl.version = lambda: (2, 29, 7)
     dist.is_nccl_available = lambda: True
+    init_process_group = dist.init_process_group
+
+    def without_splitting(*arguments: Any, device_id: Any = None, **options: Any) -> None:
+        """Make each group anew: where the device is named NCCL splits one, and gloo may hang."""
+        assert device_id is None or (device_id.type == "cuda" and device_id.index is not None)
+        init_process_group(*arguments, **options)
+
+    dist.init_process_group = c10d.init_process_group = without_splitting
