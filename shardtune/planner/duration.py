@@ -36,11 +36,25 @@ def run_length(config: Config, ranks: int) -> RunLength | str:
     if missing := [spec for spec in specs if not Path(spec).exists()]:
         return f"data.train={missing[0]} is not on this machine"
     try:
-        encoder = build_encoder(config.model.path, config.data, datetime.date.today())
-        sources = find_sources(config.data)["train"]
-    except UserError as error:
+        rows, tokens, is_counted = _rows_and_tokens(config)
+    except UserError as error:  # the run says so too; memory can be planned all the same
         return error.problems[0]
+    train = config.train
+    rows_per_step = train.micro_batch_size * train.gradient_accumulation_steps * ranks
+    steps_per_epoch = max(1, -(-round(rows) // rows_per_step))
+    steps = min(train.epochs * steps_per_epoch, train.max_steps or train.epochs * steps_per_epoch)
+    return RunLength(steps, round(tokens * steps / steps_per_epoch), is_counted)
+
+
+def _rows_and_tokens(config: Config) -> tuple[float, float, bool]:
+    """Return those of an epoch, and whether they are counted.
+
+    Raises:
+        UserError: there is no tokenizer, or it cannot read the data.
+    """
+    encoder = build_encoder(config.model.path, config.data, datetime.date.today())
     tokenizer = ChunkTokenizer(encoder, config.data)
+    sources = find_sources(config.data)["train"]
     rows, tokens, is_counted = 0.0, 0.0, True
     weights = [source.weight for source in config.data.train_sources.values()]
     for source, weight in zip(sources, weights, strict=True):
@@ -51,11 +65,7 @@ def run_length(config: Config, ranks: int) -> RunLength | str:
             n_rows = best_fit(lengths, config.data.max_length)[1]
         rows += weight * n_rows / share
         tokens += weight * float(lengths.sum()) / share
-    train = config.train
-    rows_per_step = train.micro_batch_size * train.gradient_accumulation_steps * ranks
-    steps_per_epoch = max(1, -(-round(rows) // rows_per_step))
-    steps = min(train.epochs * steps_per_epoch, train.max_steps or train.epochs * steps_per_epoch)
-    return RunLength(steps, round(tokens * steps / steps_per_epoch), is_counted)
+    return rows, tokens, is_counted
 
 
 def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, float]:

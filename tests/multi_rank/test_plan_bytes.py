@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.commands import REPOSITORY
 from helpers.moe_families import FAMILIES, SMALL
 from helpers.ranks import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,8 +67,9 @@ def small(family: str) -> PreTrainedConfig:
 
 def configured(assignments: list[str]) -> Config:
     given = ["model.path=unread", "model.init=random", "model.compute_dtype=bfloat16"]
-    given += [f"data.max_length={LENGTH}", "model.activation_checkpointing=none"]
-    return load_config(REPOSITORY / "config.yaml", [*given, *assignments], {})
+    given += [f"data.max_length={LENGTH}", "data.train=unread"]
+    given += ["train.gradient_accumulation_steps=2"]
+    return load_config(Path("/dev/null"), [*given, *assignments], {})
 
 
 def take_a_step(family: str, assignments: list[str], policy: list[bool]) -> None:

@@ -234,6 +234,7 @@ def test_a_model_whose_step_cannot_be_simulated_is_bounded_by_its_shapes(
 ) -> None:
     MambaConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
     given = [f"model.path={tmp_path}", "data.packing=false", "data.max_length=256"]
+    given.append("model.activation_checkpointing=none")
     assert run(["plan", "--config", str(CONFIG), *given]) == 0
     said = capsys.readouterr().out
     assert "A bound from shapes alone, since no step of mamba can be simulated" in said
@@ -288,10 +289,11 @@ def test_the_run_takes_as_many_hours_as_its_steps(
 ) -> None:
     data = write_jsonl(tmp_path / "train.jsonl", chats(40))
     given = ["--config", str(CONFIG), f"model.path={models['llama']}", "data.max_length=64"]
-    given += ["data.packing=false", "data.eval=null", "train.epochs=3"]
+    given += ["data.packing=false", "data.eval=null", "train.epochs=3", "train.max_steps=null"]
+    given += ["train.micro_batch_size=1", "train.gradient_accumulation_steps=2"]
     machine = ["--nodes", "1", "--gpus-per-node", "2"]
     assert run(["plan", *given, *machine, f"data.train={data}"]) == 0
-    # 40 rows in steps of 1 x 2 x 2 (`config.yaml` accumulates 2).
+    # 40 rows in steps of 1 (micro-batch) x 2 (accumulation) x 2 (ranks).
     assert re.search(
         r"The run takes at least \S+ h: 30 steps, [\d,]+ tokens", capsys.readouterr().out
     )
