@@ -33,6 +33,7 @@ from shardtune.report.read_run import RunRecord, read_run
 REPOSITORY = Path(__file__).resolve().parent.parent
 CARDS, PAGE = REPOSITORY / "docs/models", REPOSITORY / "docs/cards.md"
 _STEPS, _SAVED_AT, _RANKS = 8, 4, 2
+_SAME = ("whole", "resumed")
 _WITHIN = 1e-4  # of losses after a resume on other ranks, as a part of the loss
 # Runs refuse to pack their rows: documents would mix in transformers' implementation.
 _UNPACKED = {"gpt_oss"}
@@ -40,9 +41,10 @@ _QUESTION = "What does a rank do?"
 _HEAD = """\
 # Verification cards
 
-What was run with a model, and what came out: not what should work. Each card is a file of
-`docs/models/`, made by `make card MODEL=...`. Tiny models have random weights and the real
-architecture. `unverified` means that nobody ran it.
+What was run with a model, and what came out: not what should work. Each card is a file with the
+command, the machine, the versions and the model's literal answer to a question. `make card MODEL=...`
+makes it: for the name of an architecture with a tiny model of random weights, which it writes
+together with its chats. `unverified` means that nobody ran it.
 
 """
 
@@ -78,7 +80,8 @@ def make_card(model: str, folder: Path) -> dict[str, Any]:
     evaluations = [entry["perplexity"] for entry in whole.of_kind("eval")]
     mfu = [entry["mfu"] for entry in whole.of_kind("step") if entry["mfu"]]
     furthest = max(_differences(whole, resharded))
-    is_exact = max(_differences(whole, resumed)) == 0.0
+    weights = [(folder / name / "model/model.safetensors").read_bytes() for name in _SAME]
+    is_exact = max(_differences(whole, resumed)) == 0.0 and weights[0] == weights[1]
     is_verified = is_exact and furthest < _WITHIN and evaluations[-1] < evaluations[0]
     parameters = AutoModelForCausalLM.from_pretrained(folder / "whole/model").num_parameters()
     return {
@@ -88,7 +91,11 @@ def make_card(model: str, folder: Path) -> dict[str, Any]:
         "weights": "real" if is_real else "random",
         "date": datetime.date.today().isoformat(),
         "machine": f"{_cpu()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "versions": {
+            "shardtune": _commit(),
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers")},
+        },
         "made_by": f"make card MODEL={model}",
         "command": f"torchrun --nproc_per_node={_RANKS} {shown}",
         "cpu": {
@@ -98,8 +105,8 @@ def make_card(model: str, folder: Path) -> dict[str, Any]:
             "steps": whole.last_step,
             "step_seconds": round(median(entry["seconds"] for entry in whole.of_kind("step")), 3),
             "mfu": round(median(mfu), 4) if mfu else None,
-            "resume": "equal to the last bit" if is_exact else "not equal",
-            "reshard": f"{_RANKS} ranks to 1: losses within {furthest:.1e}",
+            "resume": "steps and exported weights equal to the bit" if is_exact else "not equal",
+            "reshard": f"{_RANKS} ranks to 1: losses and norms within {furthest:.0e}",
             "question": _QUESTION,
             "answer": _answer(folder / "whole/model"),
         },
@@ -108,10 +115,14 @@ def make_card(model: str, folder: Path) -> dict[str, Any]:
 
 
 def _tiny(architecture: str, folder: Path) -> tuple[Path, list[str]]:
-    AutoConfig.for_model(architecture).save_pretrained(folder / "source")
+    remedy = "name a directory with weights, or an architecture such as qwen3_moe"
+    try:
+        AutoConfig.for_model(architecture).save_pretrained(folder / "source")
+    except (ValueError, KeyError):
+        sys.exit(f"ERROR: {architecture} is neither a directory nor an architecture - {remedy}")
     described = make_model(str(folder / "source"), _RANKS, folder / "model")
     if ", because " in described:
-        sys.exit(f"ERROR: {described} - name another architecture")
+        sys.exit(f"ERROR: no tiny causal model of {architecture} can be made - {remedy}")
     write_chats(folder / "train.jsonl", 64, seed=0)
     write_chats(folder / "eval.jsonl", 8, seed=1)
     text = "model: {init: random}\ndata: {max_length: 128}\noptimizer: {lr: 1e-2}\n"
@@ -166,7 +177,13 @@ def _answer(path: Path) -> str:
     )
     generated = model.generate(**prompt, max_new_tokens=40, do_sample=False)
     answer = generated[0, prompt["input_ids"].shape[1] :]
-    return str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+    return str(tokenizer.decode(answer))
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "no commit"
 
 
 def _cpu() -> str:
@@ -179,15 +196,14 @@ def page() -> str:
     """Return the page that lists all cards, as Markdown."""
     cards = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(CARDS.glob("*.yaml"))]
     cards.sort(key=lambda card: (card["weights"] != "real", card["model"]))
-    lines = [
-        "| model | parameters | weights | CPU | GPU | perplexity | resumed | other ranks | date |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = "model, parameters, weights, CPU, GPU, perplexity, step, resumed, other ranks, date"
+    lines = [f"| {heads.replace(', ', ' | ')} |", "|---" * 10 + "|"]
     for card in cards:
-        cpu, gpu = card["cpu"], card["gpu"]
-        perplexity = f"{cpu['baseline_perplexity']} to {cpu['final_perplexity']}"
-        values = [card["model"], f"{card['parameters']:,}", card["weights"], cpu["status"]]
-        values += [gpu["status"], perplexity, cpu["resume"], cpu["reshard"], card["date"]]
+        cpu, name = card["cpu"], card["model"]
+        values = [f"[{name}](models/{name}.yaml)", f"{card['parameters']:,}", card["weights"]]
+        values += [cpu["status"], card["gpu"]["status"]]
+        values += [f"{cpu['baseline_perplexity']} to {cpu['final_perplexity']}"]
+        values += [f"{cpu['step_seconds']} s", cpu["resume"], cpu["reshard"], card["date"]]
         lines.append(f"| {' | '.join(values)} |")
     return _HEAD + "\n".join(lines) + "\n"
 
