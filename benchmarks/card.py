@@ -42,9 +42,9 @@ _HEAD = """\
 # Verification cards
 
 What was run with a model, and what came out: not what should work. Each card is a file with the
-command, the machine, the versions and the model's literal answer to a question. `make card MODEL=...`
-makes it: for the name of an architecture with a tiny model of random weights, which it writes
-together with its chats. `unverified` means that nobody ran it.
+command, the machine, the versions and the model's literal answer to a question, made by `make card
+MODEL=...`. For the name of an architecture it makes a tiny model of random weights, and chats.
+`unverified` means that nobody ran it.
 
 """
 

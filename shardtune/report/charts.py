@@ -80,7 +80,9 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         _saves(runs),
         *_experts(runs),
     ]
-    return [chart for chart in charts if any(len(curve.y) for curve in chart.curves)]
+    for chart in charts:
+        chart.curves[:] = [curve for curve in chart.curves if np.isfinite(curve.y).any()]
+    return [chart for chart in charts if chart.curves]
 
 
 def thin(x: FloatArray, y: FloatArray, points: int) -> tuple[FloatArray, FloatArray]:
@@ -101,16 +103,15 @@ def thin(x: FloatArray, y: FloatArray, points: int) -> tuple[FloatArray, FloatAr
 
 
 def smooth(y: FloatArray, width: int) -> FloatArray:
-    """Return the mean of the last `width` values at each place; of fewer at the begin."""
-    sums = np.nancumsum(y)
-    sums[width:] -= sums[:-width].copy()
-    return sums / np.minimum(np.arange(1, len(y) + 1), width)
+    """Return the mean of the finite ones of the last `width` values, NaN where there is none."""
+    sums, counts = np.nancumsum(y), np.cumsum(np.isfinite(y)).astype(float)
+    for running in (sums, counts):
+        running[width:] -= running[:-width].copy()
+    return sums / np.where(counts > 0, counts, np.nan)
 
 
 def _label(run: RunRecord, runs: Sequence[RunRecord], what: str) -> str:
-    names = [each.name for each in runs]
-    name = run.name if names.count(run.name) == 1 else str(run.path)
-    return ", ".join(part for part in (name if len(runs) > 1 else "", what) if part)
+    return ", ".join(part for part in (run.name if len(runs) > 1 else "", what) if part)
 
 
 def _of_steps(
@@ -197,8 +198,8 @@ def _phases(runs: Sequence[RunRecord]) -> Chart:
             colour, dash = (number, i) if len(runs) > 1 else (i, i)
             curves.append(Curve(label, x, y, colour, dash, has_markers=len(y) <= 40))
     note = (
-        "Of the slowest rank, which waits for no other: what it waits is the network's. Above a "
-        "third, the run is bound by the network."
+        "Of the slowest rank, which waits for no other but for the communication. Above a third, "
+        "the run is bound by it: by the network, between nodes."
     )
     return Chart("phases", "How a step divides", "% of a step", note, curves)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def require_page(out: Path) -> None:
+    """Raise UserError where a file is in the way that is no page."""
+    if out.is_file() and out.stat().st_size:
+        with out.open("rb") as file:
+            if not file.read(15).lower().startswith(b"<!doctype html"):
+                raise UserError(f"{out}: a file that is no page is there - name another one")
+
+
 def report(options: argparse.Namespace) -> None:
     """Write the page, and say where it is and what it leaves out.
 
@@ -25,7 +35,10 @@ def report(options: argparse.Namespace) -> None:
         UserError: a directory is no run, or the page cannot be written.
     """
     runs = all_of(*(partial(read_run, path) for path in options.runs))
+    names = Counter(run.name for run in runs)
+    runs = [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
     out: Path = options.out or options.runs[0] / "report.html"
+    require_page(out)
     try:
         notes = write_report(runs, out)
     except OSError as error:

@@ -27,9 +27,9 @@ COLOURS = [
     ("#5b5b5b", "#bdbdbd"),
 ]
 _MOST_POINTS = 1600  # of all curves of a chart: what a page can show
-_DASHES = ["-", "--", ":", "-."]
+_DASHES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (6, 1, 1, 1, 1, 1))]
 # Stand for the colours of text and grid in the SVG; page.html.jinja gives both themes' values.
-TEXT, GRID = "#1a1a1e", "#dcdce1"
+TEXT, GRID, PAGE = "#1a1a1e", "#dcdce1", "#fefefe"
 _STYLE: Any = {  # matplotlib types its keys by name
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -44,7 +44,11 @@ _STYLE: Any = {  # matplotlib types its keys by name
     "grid.linewidth": 0.6,
     "xtick.color": TEXT,
     "ytick.color": TEXT,
-    "legend.frameon": False,
+    "legend.facecolor": PAGE,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.75,
+    "legend.handlelength": 3.5,
+    "text.parse_math": False,  # names are no formulas
     "legend.fontsize": 8,
     "path.simplify": False,  # curves are thinned already, and keep their spikes
 }
@@ -79,7 +83,7 @@ def _themed_svg(figure: Figure, title: str) -> str:
     text = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", text, count=1)
     text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
-    names = {TEXT: "text", GRID: "grid"}
+    names = {TEXT: "text", GRID: "grid", PAGE: "page"}
     names |= {light: f"colour-{i}" for i, (light, _) in enumerate(COLOURS)}
     return re.sub(
         "|".join(names), lambda found: f"var(--{names[found[0]]})", text, flags=re.IGNORECASE
@@ -98,7 +102,7 @@ def write_png(chart: Chart, path: Path) -> None:
 
 def _figure(chart: Chart, axis: str) -> Figure:
     figure = Figure(figsize=(7, 2.9))
-    axes = figure.add_axes((0.1, 0.17, 0.87, 0.78))
+    axes = figure.add_axes((0.12, 0.17, 0.85, 0.78))
     points = _MOST_POINTS // len(chart.curves)
     has_legend = any(curve.label for curve in chart.curves)
     for curve in chart.curves:
@@ -112,12 +116,17 @@ def _figure(chart: Chart, axis: str) -> Figure:
             alpha=0.4 if curve.is_faint else 1,
             marker="o" if curve.has_markers else None,
             markersize=3.5,
-            label=curve.label if has_legend and not curve.is_faint else None,
+            label=_shown(curve.label) if has_legend and not curve.is_faint else None,
         )
     for label, value in chart.levels.items():
-        axes.axhline(value, color=TEXT, linestyle="--", linewidth=1, label=label)
+        axes.axhline(value, color=TEXT, linestyle="--", linewidth=1, label=_shown(label))
     _finish(axes, chart, axis)
     return figure
+
+
+def _shown(label: str) -> str:
+    """Return a label that matplotlib does not leave out, as it does where one begins with `_`."""
+    return f" {label}" if label.startswith("_") else label
 
 
 def _finish(axes: Axes, chart: Chart, axis: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 import numpy as np
@@ -31,12 +32,14 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
     """
     folder = out.with_name(f"{out.stem}_figures")
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
     charts = []
     for chart in make_charts(runs):
         file = folder / f"{chart.name}.png"
         write_png(chart, file)
         svgs = {axis: svg(chart, axis) for axis in AXES}
-        png = f"{folder.name}/{file.name}"
+        png = quote(f"{folder.name}/{file.name}")
         charts.append(
             {"name": chart.name, "title": chart.title, "note": chart.note, "svgs": svgs, "png": png}
         )
@@ -89,9 +92,8 @@ def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
             yield f"{run.path}: {run.unread} lines of metrics.jsonl cannot be read and are left out"
         if not run.of_kind("step"):
             yield f"{run.path}: no step has ended yet"
-    models = {run.model: run.name for run in runs if run.model}
-    if len(models) > 1:
-        named = "; ".join(f"{name}: {model}" for model, name in models.items())
+    if len({run.model for run in runs if run.model}) > 1:
+        named = "; ".join(f"{run.name}: {run.model}" for run in runs)
         yield f"The models differ, so losses and perplexities may not be comparable ({named})"
 
 
@@ -108,6 +110,8 @@ def _figures(run: RunRecord) -> dict[str, str]:
     tokens = float(np.nansum(run.column("step", "tokens")))
     figures = {"model": run.model}
     figures["steps"] = f"{steps} of {total}" if total else f"{steps}"
+    written = [entry.get("time", "") for of_kind in run.entries.values() for entry in of_kind[-1:]]
+    figures["state"] = "finished" if steps == total else f"last written {max(written)[:19]} UTC"
     losses = run.column("step", "loss")
     if len(losses := losses[np.isfinite(losses)]):
         figures["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
@@ -122,7 +126,7 @@ def _figures(run: RunRecord) -> dict[str, str]:
     if np.isfinite(mfu).any():
         figures["MFU, median"] = f"{np.nanmedian(mfu):.1%}"
     if math.isfinite(share := network_share(run)):
-        bound = ": bound by the network" if share > 1 / 3 else ""
+        bound = ": bound by communication" if share > 1 / 3 else ""
         figures["waiting in collectives"] = f"{share:.1%} of a step{bound}"
     memory = run.column("step", "memory_bytes")
     if np.isfinite(memory).any():
@@ -188,7 +192,7 @@ def _divisions(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]
 def _profiles(run: RunRecord, folder: Path) -> list[str]:
     """Return the files of the run's profile, as links from a page in `folder`."""
     files_ = sorted((run.path / "profile").glob("*")) if run.of_kind("profile") else []
-    return [Path(os.path.relpath(file, folder)).as_posix() for file in files_]
+    return [quote(os.path.relpath(file.resolve(), folder.resolve())) for file in files_]
 
 
 def _data_lines(run: RunRecord, is_one_of_many: bool) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from shardtune.errors import UserError
 
@@ -18,17 +19,106 @@ Entry = dict[str, Any]
 FloatArray = npt.NDArray[np.float64]
 
 
-_NUMBER = int | float | None  # None stands for what is missing, NaN and infinity
-_STEP_NUMBERS = "loss grad_norm lr tokens tokens_per_second seconds data_seconds mfu memory_bytes"
-# The types of the fields of each kind that are shown. An object with others is foreign.
-_FIELDS: dict[str, dict[str, Any]] = {
-    "step": dict.fromkeys(_STEP_NUMBERS.split(), _NUMBER),
-    "eval": {"loss": _NUMBER, "perplexity": _NUMBER},
-    "ranks": {"ratio": _NUMBER, "seconds": dict},
-    "save": {"seconds": _NUMBER, "stall_seconds": _NUMBER},
-    "experts": {"layers": list},
-    "profile": {"seconds": dict},
-    "start": {"changes": list | None, "data": list | None, "total_steps": int | None},
+Number = float | None  # None stands for what is missing, NaN and infinity
+_with_others = with_config(ConfigDict(extra="allow"))
+Count = Annotated[int, Field(ge=0, le=10**12)]
+
+
+@_with_others
+class _Object(TypedDict):
+    """What every object of `metrics.jsonl` has. Fields that are not named here are kept."""
+
+    kind: str
+    step: Count
+    time: NotRequired[str]
+
+
+@_with_others
+class _Step(_Object):
+    loss: NotRequired[Number]
+    grad_norm: NotRequired[Number]
+    lr: NotRequired[Number]
+    tokens: NotRequired[Number]
+    tokens_per_second: NotRequired[Number]
+    seconds: NotRequired[Number]
+    data_seconds: NotRequired[Number]
+    mfu: NotRequired[Number]
+    memory_bytes: NotRequired[Number]
+
+
+@_with_others
+class _Evaluation(_Object):
+    loss: NotRequired[Number]
+    perplexity: NotRequired[Number]
+    tokens: NotRequired[Number]
+    set: NotRequired[str]
+
+
+@_with_others
+class _Ranks(_Object):
+    slowest_rank: NotRequired[Count]
+    host: NotRequired[str]
+    ratio: NotRequired[Number]
+    phase: NotRequired[str]
+    seconds: dict[str, float]
+
+
+@_with_others
+class _Save(_Object):
+    seconds: NotRequired[Number]
+    stall_seconds: NotRequired[Number]
+
+
+@_with_others
+class _Layer(TypedDict):
+    entropy: float
+    without_tokens: Count
+    rank_imbalance: NotRequired[float]
+
+
+@_with_others
+class _Experts(_Object):
+    layers: list[_Layer]
+
+
+@_with_others
+class _Profile(_Object):
+    first_step: NotRequired[Count]
+    seconds: dict[str, float]
+
+
+class _Change(TypedDict):
+    key: str
+    old: Any
+    new: Any
+
+
+@_with_others
+class _Start(_Object):
+    total_steps: NotRequired[Count]
+    world_size: NotRequired[Count]
+    changes: NotRequired[list[_Change]]
+    data: NotRequired[list[str]]
+
+
+@_with_others
+class _Plan(_Object):
+    predicted_peak_bytes: NotRequired[Number]
+
+
+_OBJECT = TypeAdapter(_Object)
+_KINDS: dict[str, TypeAdapter[Any]] = {
+    kind: TypeAdapter(fields)
+    for kind, fields in {
+        "step": _Step,
+        "eval": _Evaluation,
+        "ranks": _Ranks,
+        "save": _Save,
+        "experts": _Experts,
+        "profile": _Profile,
+        "start": _Start,
+        "plan": _Plan,
+    }.items()
 }
 
 
@@ -122,15 +212,12 @@ def read_run(path: Path) -> RunRecord:
 def read_entry(line: bytes | str) -> Entry | None:
     """Return the object of a line of `metrics.jsonl`; None for a broken or foreign line."""
     try:
-        entry = json.loads(line)
-        fields = _FIELDS.get(entry["kind"], {})
-        is_known = isinstance(entry["kind"], str) and isinstance(entry["step"], int)
-        is_known = is_known and all(
-            isinstance(entry.get(name), type_) for name, type_ in fields.items()
+        entry: Entry = dict(_OBJECT.validate_json(line))
+        return (
+            dict(_KINDS[entry["kind"]].validate_python(entry)) if entry["kind"] in _KINDS else entry
         )
-    except (ValueError, TypeError, KeyError):
+    except ValidationError:
         return None
-    return entry if is_known else None
 
 
 def read_settings(path: Path) -> dict[str, tuple[str, str]]:

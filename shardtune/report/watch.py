@@ -31,7 +31,7 @@ _GPUS_EVERY_S = 5.0
 _STEPS_OF_ETA = 20
 _WIDTH = 48  # of the bar and the curve, in characters
 _SPARKS = "▁▂▃▄▅▆▇█"
-_NUMBER = r"([-+\d.einfa]+)"
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[-+]\d+)?|inf|nan)"
 _STEP_LINE = re.compile(
     rf"Step (\d+)/(\d+) \| Loss: {_NUMBER} \| Grad Norm: {_NUMBER} \| LR: {_NUMBER} \| "
     rf"{_NUMBER} it/s \| (\d+) tok/s(?: \| MFU {_NUMBER}%)? \| {_NUMBER} GB"
@@ -88,7 +88,8 @@ class Follower:
         self._file = path if self._is_log else path / "metrics.jsonl"
         self._position, self._inode, self._rest = 0, 0, b""
         self.run = RunRecord(path, path.resolve().name)
-        if not self._file.is_file():
+        # A run that still loads has its directory and its lock.
+        if not self._file.is_file() and not (path / "lock").exists():
             raise UserError(
                 f"{path}: neither a run (it has no metrics.jsonl) nor a log - name the run.dir of "
                 "a run that has begun, or the file to which its output goes"
@@ -127,14 +128,15 @@ def _entries_of_log(line: bytes) -> Iterator[Entry]:
     text = line.decode(errors="replace")
     if found := _STEP_LINE.search(text):
         step, total, loss, norm, lr, rate, tokens, mfu, memory = found.groups()
+        seconds = 1 / float(rate) if float(rate) else None
         yield {
             "kind": "step",
             "step": int(step),
             "loss": float(loss),
             "grad_norm": float(norm),
             "lr": float(lr),
-            "seconds": 1 / float(rate),
-            "tokens": int(tokens) / float(rate),
+            "seconds": seconds,
+            "tokens": int(tokens) * seconds if seconds else None,
             "mfu": float(mfu) / 100 if mfu else None,
             "memory_bytes": float(memory) * 1e9,
         }
@@ -184,7 +186,10 @@ def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
             f"{evaluations[0]['perplexity']:.4f}",
         )
     yield "speed", _speed(run)
-    yield "update", f"gradient norm {_shown(last, 'grad_norm', '.3f')} | lr {last.get('lr', 0):.2e}"
+    yield (
+        "update",
+        f"gradient norm {_shown(last, 'grad_norm', '.3f')} | lr {_shown(last, 'lr', '.2e')}",
+    )
     if ranks := run.of_kind("ranks"):
         entry = ranks[-1]
         yield (
@@ -214,10 +219,11 @@ def _progress(run: RunRecord) -> str:
     if total:
         left = _duration((total - step) * seconds)
         parts.append(f"{left} left" if step < total else "finished")
-    written = run.of_kind("step")[-1].get("time")
-    if written and step != total:
-        age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(written)
-        parts.append(f"the last one ended {_duration(age.total_seconds())} ago")
+    if step != total:
+        with contextlib.suppress(ValueError, TypeError):  # a time in another form
+            written = datetime.datetime.fromisoformat(run.of_kind("step")[-1].get("time", ""))
+            age = (datetime.datetime.now(datetime.UTC) - written).total_seconds()
+            parts.append(f"the last one ended {_duration(age)} ago")
     return " | ".join(parts)
 
 
@@ -236,7 +242,8 @@ def _speed(run: RunRecord) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))
+    is_known = abs(seconds) < 1e9
+    return str(datetime.timedelta(seconds=round(seconds))) if is_known else "years"
 
 
 def _shown(entry: Entry, name: str, form: str) -> str:

@@ -99,7 +99,7 @@ def test_the_page_needs_no_network_and_names_every_figure(
             assert image.format == "PNG" and image.width > 500
     for said in (*lines, "60 of 120", "train.epochs: 3 to 4", "3 on node0", "3 (default)"):
         assert said in page, said
-    assert "44.5% of a step: bound by the network" in page
+    assert "44.5% of a step: bound by communication" in page
     assert page.count("<svg") == 3 * len(figures)
 
 
