@@ -99,7 +99,7 @@ else
 GPU_PYTHON := $(PYTHON)
 endif
 gpu-check:
-	PYTHONPATH=.:benchmarks $(GPU_PYTHON) -m gpu_check $(if $(wildcard $(PEERS)/bin/python),--peers $(PEERS)/bin/python) $(GPU_CHECK_ARGS)
+	PYTHONPATH=.:benchmarks:$$PYTHONPATH $(GPU_PYTHON) -m gpu_check $(if $(wildcard $(PEERS)/bin/python),--peers $(PEERS)/bin/python) $(GPU_CHECK_ARGS)
 
 # The site of README.md and docs/, in site/. It loads nothing from a network.
 docs: .venv/.installed

@@ -166,7 +166,7 @@ def train(
         step_log.step_ended(step, stats, lr)
         is_due = schedule.is_due(step.number, every_steps)
         context.expert_balance.step_ended(step.number, stats.expert_tokens, is_due)
-        profiler.step_ended(step.number, seconds_by_phase)
+        profiler.step_ended(step.number, seconds_by_phase, stats.must_stop)
 
         # Before the save: a run that is killed between the two repeats the step and its evaluation.
         is_evaluated = True

@@ -107,6 +107,11 @@ def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
     if config.parallel.expert == 1 and machine.ranks_per_node > 1:
         price = "memory follows the rank whose experts get the most tokens"
         yield {"parallel.expert": machine.ranks_per_node}, price
+    rows, steps = config.train.micro_batch_size, config.train.gradient_accumulation_steps
+    if plan.fits and steps % 2 == 0:
+        larger = {"micro_batch_size": 2 * rows, "gradient_accumulation_steps": steps // 2}
+        price = "activations of twice the rows at once"
+        yield {f"train.{key}": value for key, value in larger.items()}, price
     if plan.fits and config.parallel.replicate == 1 and machine.nodes > 1:
         yield {"parallel.replicate": machine.nodes}, "the states of a rank grow as much"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -52,8 +53,8 @@ def plan_run(options: argparse.Namespace) -> None:
         "nvlink-gbps": options.nvlink_gbps,
         "gpu-tflops": options.gpu_tflops,
     }
-    if too_small := [name for name, value in given.items() if value is not None and not value > 0]:
-        raise UserError(*(f"--{name} {given[name]:g} is not above 0" for name in too_small))
+    if wrong := [n for n, value in given.items() if value is not None and not 0 < value < math.inf]:
+        raise UserError(*(f"--{name} {given[name]:g} is no number above 0" for name in wrong))
     config = load_config(options.config, options.assignments, os.environ)
     quiet_libraries(is_main=False)
     if config.model.compute_dtype == "auto":  # as a GPU takes it
@@ -71,12 +72,14 @@ def plan_run(options: argparse.Namespace) -> None:
         print(line)
     floors = plan.floors_s
     if not plan.fits or floors["between nodes"] > 1.5 * floors.get("arithmetic", 0.0):
-        for line in describe_changes(helpful_changes(plan, model_config, simulations)):
+        changes = helpful_changes(plan, model_config, simulations)
+        for line in describe_changes(changes):
             print(line)
     if plan.fits:
         print(verdict(plan))
     else:
-        remedy = "take what the table above says, or other GPUs"
+        would_fit = any(change.plan.fits for change in changes)
+        remedy = "take what the table above says" if would_fit else "take more or larger GPUs"
         raise DoesNotFit(f"{verdict(plan)} - {remedy}")
 
 

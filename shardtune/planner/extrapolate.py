@@ -100,7 +100,9 @@ def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
         while start > 0 and (start + period > n or kinds[start - 1] == kinds[start - 1 + period]):
             start -= 1
         first = n - (n - start) // period * period
-        while first < _FEWEST_LAYERS:
+        # Places are named from either end. So the second half of both must lie in what repeats,
+        # with a neighbour before it, which prefetches.
+        while first < max(_FEWEST_LAYERS, 2 * start + 2 * (start > 0)):
             first += period
         # The layers must repeat three times: two alike may be chance.
         if (n - start) // period >= 3 and first + period < n:

@@ -160,12 +160,13 @@ class RunPlan:
         timeout_s = min(_SIMULATED_WITHIN_S, self._run.config.distributed.step_timeout_s / 2)
         try:
             out, err = self._process.communicate(timeout=timeout_s)
-            return json.loads(out)
+            return json.loads(out.strip().splitlines()[-1])  # libraries may print before
         except subprocess.TimeoutExpired:
             self._process.kill()
             why = f"it took more than {timeout_s:.0f} s"
-        except ValueError:
-            why = (err.strip().splitlines() or ["no reason given"])[-1]
+        except (ValueError, IndexError):
+            ended = f"its process ended with {self._process.returncode}"
+            why = (err.strip().splitlines() or [ended])[-1]
         logger.info(f"Plan: no step could be simulated ({why})")
         return self._bound
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from shardtune.errors import UserError
+from shardtune.errors import UserError, first_line
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -28,14 +28,26 @@ def stand_in(path: str) -> tuple[PreTrainedConfig, str] | None:
         kind = given.get("model_type")
     except (OSError, ValueError, AttributeError):
         return None
-    if kind is None or kind in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING:
         return None
-    given |= given.get("text_config") or {}
+    text = given.get("text_config")
+    given |= text if isinstance(text, dict) else {}
     if missing := [name for name in _NEEDED if not isinstance(given.get(name), int)]:
         raise UserError(
             f"model.path={path}: transformers does not know the architecture {kind}, and its "
             f"config.json lacks {', '.join(missing)} for a bound - plan a model of like shapes"
         )
+    try:
+        return _of_known_shapes(given, kind)
+    except Exception as error:  # whatever transformers raises of odd numbers
+        raise UserError(
+            f"model.path={path}: transformers does not know the architecture {kind}, and its "
+            f"config.json has no shapes for a bound ({first_line(error)}) - plan a model of like "
+            "shapes"
+        ) from error
+
+
+def _of_known_shapes(given: dict[str, Any], kind: str) -> tuple[PreTrainedConfig, str]:
     hidden, experts = given["hidden_size"], next((given[n] for n in _EXPERTS if given.get(n)), 0)
     shapes: dict[str, Any] = {name: given[name] for name in _NEEDED} | {
         "intermediate_size": given.get("intermediate_size") or 4 * hidden,

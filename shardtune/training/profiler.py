@@ -15,6 +15,7 @@ from shardtune.training.context import Run
 from shardtune.training.metrics import Metrics
 
 _OPERATORS = 10  # in the table of the most expensive ones
+_MOST_STEPS = 100  # more would fill the host's memory
 
 
 class StepProfiler:
@@ -36,6 +37,9 @@ class StepProfiler:
             logger.info(
                 f"logging.profile_steps = [{first}, {last}] has no effect: steps {left} are left"
             )
+        if len(self._steps) > _MOST_STEPS:
+            self._steps = self._steps[:_MOST_STEPS]
+            logger.info(f"Profile: the first {_MOST_STEPS} steps alone, up to {self._steps[-1]}")
         self._profile: profile | None = None
         self._seconds = Counter[str]()
 
@@ -49,15 +53,16 @@ class StepProfiler:
         self._profile = profile(activities=activities)
         self._profile.start()
 
-    def step_ended(self, step: int, seconds: Mapping[str, float]) -> None:
+    def step_ended(self, step: int, seconds: Mapping[str, float], must_stop: bool) -> None:
         """Count the seconds of this rank's phases in the step; after the last one write the files.
 
-        Files that cannot be written are said, and the run goes on.
+        So it does where the run must stop before. Files that cannot be written are said, and the
+        run goes on.
         """
         if self._profile is None:
             return
         self._seconds.update(seconds)
-        if step < self._steps[-1]:
+        if step < self._steps[-1] and not must_stop:
             return
         self._profile.stop()
         try:

@@ -23,7 +23,7 @@ from shardtune.errors import UserError, first_line
 from shardtune.log import logger
 
 _MOST_WAITING = 10_000  # objects; a tracker that hangs takes no more memory
-_CLOSE_TIMEOUT_S = 20.0  # for what a tracker has not sent when the run ends
+_CLOSE_TIMEOUT_S = 10.0  # for what a tracker has not sent when the run ends
 # The names of a step's numbers are its field's; those of other kinds have the kind before them.
 _NOT_SHOWN = {"step", "time"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -23,7 +24,7 @@ from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.model.build import build_on_meta
 from shardtune.planner.bound import bound_bytes
-from shardtune.planner.extrapolate import cuts, extrapolate, with_layers
+from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, link_bytes
 from shardtune.planner.plan import make_plan
 from shardtune.planner.simulate import fake_world, simulate
@@ -65,6 +66,8 @@ LLAMA = LlamaConfig(
 )
 
 
+THREE_DENSE = copy.deepcopy(GLM)
+THREE_DENSE.num_hidden_layers, THREE_DENSE.first_k_dense_replace = 12, 3
 # The end of its backward, the gradient of the embedding, takes the most in a shallow one, and the
 # beginning in this.
 DEEP = LlamaConfig(
@@ -86,6 +89,8 @@ def configured(*assignments: str) -> Config:
     ("kinds", "expected"),
     [
         ("d" + "m" * 45, (4, 5)),
+        ("dd" + "m" * 44, (6, 7)),  # a dense layer must not stand where experts do in the other
+        ("ddd" + "m" * 43, (8, 9)),
         ("m" * 32, (4, 5)),
         ("sssssf" * 5, (6, 12)),
         ("sssssf" * 4 + "ss", (8, 14)),
@@ -107,6 +112,7 @@ def test_a_cut_model_ends_as_the_whole_one_does(
     ("model_config", "assignments"),
     [
         (GLM, ["parallel.expert=4", "parallel.replicate=2"]),
+        (THREE_DENSE, ["parallel.expert=4"]),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -124,9 +130,11 @@ def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
 ) -> None:
     config, policy = configured(*assignments), ReshardPolicy(False, False)
     with fake_world(2, 4, config) as world:
+        lengths = cuts(layer_kinds(build_on_meta(config, model_config, world)))
+        assert lengths
         short, long, whole = (
             simulate(config, with_layers(model_config, layers), policy, world)
-            for layers in (4, 5, model_config.num_hidden_layers)
+            for layers in (*lengths, model_config.num_hidden_layers)
         )
     extrapolated = extrapolate(short, long, model_config.num_hidden_layers)
     assert extrapolated.traffic == whole.traffic
@@ -195,7 +203,7 @@ def test_a_run_that_does_not_fit_gets_changes_that_would_help(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--gpu-memory", "0"], "--gpu-memory 0 is not above 0"),
+        (["--gpu-memory", "0"], "--gpu-memory 0 is no number above 0"),
         (["parallel.replicate=3"], "parallel.replicate=3 does not divide the world size, 16"),
         (["parallel.expert=8"], "has no experts"),
     ],
