@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import random
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -103,6 +105,20 @@ def test_the_page_needs_no_network_and_names_every_figure(
     assert page.count("<svg") == 3 * len(figures)
 
 
+def test_names_are_drawn_and_linked_as_they_are(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "_a $x$ <b> #1")
+    b = write_run(tmp_path / "other" / a.name, steps=30)
+    out = tmp_path / "page #2.html"
+    assert report(a, b, "--out", out) == 0
+    page = out.read_text(encoding="utf-8")
+    assert f"{html.escape(str(a))} against {html.escape(str(b))}" in page
+    links = [unquote(link) for link in re.findall(r'href="([^"#]+)"', page)]
+    assert links and all((tmp_path / link).is_file() for link in links)
+    assert page.count(">" + html.escape(f"{a}") + "<") >= 3, "heads and legends"
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    assert report(a, "--out", tmp_path / "notes.txt") == 2
+
+
 def test_two_runs_share_their_axes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a")
     b = write_run(tmp_path / "b", steps=30, model="b/model", seed=1)
@@ -125,9 +141,13 @@ def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"kind": 3, "step": 1}\n{"kind": "step"}\n{"kind": "ste')
         file.write(b'\n{"kind": "step", "step": 61, "loss": "low"}\n')
+        file.write(b'{"kind": "ranks", "step": 1, "seconds": {"data": "long"}}\n')
+        file.write(b'{"kind": "experts", "step": 1, "layers": [3]}\n')
+        file.write(b'{"kind": "start", "step": 1, "changes": ["lr"]}\n')
+        file.write(b'{"kind": "step", "step": ' + b"9" * 400 + b"}\n" + b"[" * 5000 + b"\n")
     (folder / "config.yaml").unlink()
     assert report(folder) == 0
-    assert "6 lines of metrics.jsonl cannot be read" in capsys.readouterr().out
+    assert "11 lines of metrics.jsonl cannot be read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", [None, "", "not a run\n"])
