@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from operator import eq
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 
-from shardtune.config import Config
+from shardtune.config import Config, DataConfig
 from shardtune.config_io import load_config
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord, EncodedSequence, TrainedTurn
 from shardtune.data.dataset import (
@@ -31,14 +32,17 @@ from shardtune.data.messages import train_flag
 from shardtune.data.overflow import fit_to_length
 from shardtune.data.packing import best_fit
 from shardtune.data.records import check_record, rename_fields
-from shardtune.data.sources import read_records
-from shardtune.data.tokenize import SetChunk, encode_record
+from shardtune.data.sources import RecordChunk, read_records
+from shardtune.data.tokenize import ChunkTokenizer, SetChunk, encode_record
 from shardtune.errors import UserError
 from shardtune.log import quiet_libraries
+from shardtune.report.command import require_page
 from shardtune.report.draw import COLOURS, histogram_svg
 
 RECORDS_ON_PAGE = 50
 _EXTREMES = 20  # records of each kind, beside the first ones
+_HELD_OUT = "held out for evaluation (data.eval_fraction)"
+_CUT_OFF = "cut off: longer than data.max_length"
 FILTERS = {
     "all": "all of these",
     "cut": "truncated or split",
@@ -76,14 +80,16 @@ def write_data_page(
         A sentence for each thing that happened to the data, as a run logs them.
 
     Raises:
-        UserError: a wrong configuration, no tokenizer, broken data, or the page cannot be written.
+        UserError: a wrong configuration, no tokenizer, broken data, or the page cannot be written,
+            or would replace a file that is no page.
     """
+    require_page(out)
     config = load_config(config_path, assignments, os.environ)
     quiet_libraries(is_main=True)
     encoder = build_encoder(config.model.path, config.data, datetime.date.today())
     prepared = open_prepared(prepare_data(config.data, encoder))
     chosen = _choose(prepared.train, RECORDS_ON_PAGE if n_records is None else n_records)
-    conversations = list(_conversations(config, encoder, chosen))
+    conversations = list(_conversations(config, encoder, prepared, chosen))
     template = files(__package__).joinpath("data_page.html.jinja").read_text(encoding="utf-8")
     html = (
         jinja2.Environment(autoescape=True)
@@ -110,54 +116,84 @@ def write_data_page(
 def _choose(train: TokenDataset, n_first: int) -> dict[int, set[str]]:
     """Return the records to show, by their index, and why: the first ones and the extremes."""
     chosen: dict[int, set[str]] = {i: {"all"} for i in range(n_first)}
-    share = train.trained_counts / train.lengths
-    dropped = np.setdiff1d(np.arange(train.record.max() + 1), train.record)
-    for kind, records in (
-        ("longest", train.record[np.argsort(-train.lengths, kind="stable")[:_EXTREMES]]),
-        ("least", train.record[np.argsort(share, kind="stable")[:_EXTREMES]]),
-        ("dropped", dropped[:_EXTREMES]),
-    ):
-        for record in records.tolist():
-            # What is dropped shows when it is encoded: a held-out record has no sequence either.
-            chosen.setdefault(record, {"all"}).update({kind} - {"dropped"})
+    first = np.flatnonzero(train.begins_record)
+    longest = np.maximum.reduceat(train.lengths, first)
+    share = np.add.reduceat(train.trained_counts, first) / np.add.reduceat(train.lengths, first)
+    for kind, rank in (("longest", -longest), ("least", share)):
+        order = np.argsort(rank, kind="stable")[:_EXTREMES]
+        for record in train.record[first[order]].tolist():
+            chosen.setdefault(record, {"all"}).add(kind)
     return chosen
 
 
 def _conversations(
-    config: Config, encoder: ChatEncoder, chosen: dict[int, set[str]]
+    config: Config, encoder: ChatEncoder, prepared: PreparedData, chosen: dict[int, set[str]]
 ) -> Iterator[Conversation]:
+    """Yield the chosen records, and the first dropped ones wherever they stand, in their order."""
     data, last = config.data, max(chosen, default=-1)
-    max_length = data.max_length if data.overflow == "turns" else None
+    tokenizer = ChunkTokenizer(encoder, data)
+    sets = [prepared.train]
+    if data.eval is None and data.eval_fraction:
+        sets.append(prepared.sets["eval"])  # numbered as the records of data.train
+    drops = any(line.startswith("data.train:") and "dropped" in line for line in prepared.lines)
+    n_dropped = _EXTREMES if drops else 0  # still to find
     for chunk in read_records({"train": find_sources(data)["train"]}):
-        if chunk.first_record > last:
+        if chunk.first_record > last and n_dropped <= 0:
             return
-        of_source = encoder.with_loss_on(chunk.loss_on or data.loss_on)
-        for i, value in enumerate(chunk.parse()):
-            index = chunk.first_record + i
-            if index not in chosen:
+        indexes = range(chunk.first_record, chunk.first_record + len(chunk.numbers))
+        for index in sorted(_without_sequence(indexes, sets) | (chosen.keys() & indexes)):
+            if index not in chosen and n_dropped <= 0:
                 continue
+            i = index - chunk.first_record
+            (value,) = replace(chunk, rows=chunk.rows[i : i + 1]).parse()
             record, *_ = check_record(rename_fields(value, data.field_names))
-            encoded = encode_record(of_source, record, max_length)
-            counted = SetChunk()
-            counted.add(index, encoded, data)
-            pieces = list(_pieces(encoded, config))
-            notes = other_counts(counted.counts)
-            kinds = set(chosen[index])
-            if not pieces:
-                kinds.add("dropped")
-            elif encoded.too_long or any("longer than" in note for note in notes):
-                kinds.add("cut")
-            whole = pieces or [(s, "dropped") for s in encoded.too_long or encoded.sequences]
-            yield Conversation(
-                place=chunk.place(i),
-                title=_title(index, counted),
-                notes=notes,
-                sequences=[
-                    _spans(sequence, record, of_source, len(whole) > 1, reason)
-                    for sequence, reason in whole
-                ],
-                kinds=kinds,
-            )
+            is_held_out = tokenizer.is_held_out(record)
+            if is_held_out and index not in chosen:
+                continue  # it trains nothing, and was not dropped from data.train
+            kinds = chosen.get(index, {"all"})
+            conversation = _conversation(tokenizer, chunk, index, record, kinds, is_held_out)
+            n_dropped -= "dropped" in conversation.kinds
+            yield conversation
+
+
+def _without_sequence(indexes: range, sets: list[TokenDataset]) -> set[int]:
+    """Return those of the records with these indexes that have no sequence in any of the sets."""
+    missing = set(indexes)
+    for each in sets:
+        begin, end = np.searchsorted(each.record, (indexes.start, indexes.stop))
+        missing.difference_update(each.record[begin:end].tolist())
+    return missing
+
+
+def _conversation(
+    tokenizer: ChunkTokenizer,
+    chunk: RecordChunk,
+    index: int,
+    record: dict[str, Any],
+    kinds: set[str],
+    is_held_out: bool,
+) -> Conversation:
+    data = tokenizer.data
+    encoder = tokenizer.encoder.with_loss_on(chunk.loss_on or data.loss_on)
+    encoded = encode_record(encoder, record, data.max_length if data.overflow == "turns" else None)
+    counted = SetChunk()
+    counted.add(index, encoded, data)
+    notes, title = other_counts(counted.counts), _title(index, counted)
+    pieces = [] if is_held_out else list(_pieces(encoded, data))
+    if is_held_out:
+        title = f"Record {index}: {_HELD_OUT}"
+    elif not pieces:
+        kinds = kinds | {"dropped"}
+    elif encoded.too_long or any("longer than" in note for note in notes):
+        kinds = kinds | {"cut"}
+    sequences = [
+        _spans(piece, record, encoder, len(pieces) > 1) + _span(encoder, rest, _CUT_OFF)
+        for piece, rest in pieces
+    ] or [
+        _span(encoder, whole.input_ids, _HELD_OUT if is_held_out else "dropped")
+        for whole in encoded.too_long or encoded.sequences
+    ]
+    return Conversation(chunk.place(index - chunk.first_record), title, notes, sequences, kinds)
 
 
 def _title(index: int, counted: SetChunk) -> str:
@@ -168,36 +204,41 @@ def _title(index: int, counted: SetChunk) -> str:
     return f"Record {index}: {tokens} tokens{several}, {trained} trained"
 
 
-def _pieces(encoded: EncodedRecord, config: Config) -> Iterator[tuple[EncodedSequence, str]]:
-    """Yield what is kept of each sequence, with its turns, and no reason to be left out."""
+def _pieces(
+    encoded: EncodedRecord, data: DataConfig
+) -> Iterator[tuple[EncodedSequence, list[int]]]:
+    """Yield what is kept of each sequence, with its turns, and the tokens cut off behind it."""
     for sequence in encoded.sequences:
-        for part, trained in fit_to_length(
-            sequence.trained, config.data.max_length, config.data.overflow
-        ):
+        for part, trained in fit_to_length(sequence.trained, data.max_length, data.overflow):
             turns = [
                 TrainedTurn(turn.message, turn.begin - part.start, turn.end - part.start)
                 for turn in sequence.turns
             ]
-            ids = sequence.input_ids[part]
-            yield replace(sequence, input_ids=ids, trained=trained.tolist(), turns=turns), ""
+            ids, rest = sequence.input_ids[part], []
+            if data.overflow == "truncate":
+                rest = sequence.input_ids[part.stop :]
+            elif len(encoded.sequences) == len(encoded.too_long) == 1:
+                # A template may write the last turn otherwise than the same one further up.
+                whole = encoded.too_long[0].input_ids
+                rest = whole[sum(itertools.takewhile(bool, map(eq, ids, whole))) :]
+            yield replace(sequence, input_ids=ids, trained=trained.tolist(), turns=turns), rest
+
+
+def _span(encoder: ChatEncoder, ids: list[int], reason: str) -> list[Span]:
+    text = encoder.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return [Span(text, reason)] if ids else []
 
 
 def _spans(
-    sequence: EncodedSequence,
-    record: dict[str, Any],
-    encoder: ChatEncoder,
-    is_one_of_many: bool,
-    reason: str,
+    sequence: EncodedSequence, record: dict[str, Any], encoder: ChatEncoder, is_one_of_many: bool
 ) -> list[Span]:
     """Return the text of each run of tokens that are trained, or are not for one reason."""
-    spans, begin = [], 0
+    spans: list[Span] = []
+    begin = 0
     for is_trained, run in itertools.groupby(sequence.trained):
         end = begin + len(list(run))
-        text = encoder.tokenizer.decode(
-            sequence.input_ids[begin:end], clean_up_tokenization_spaces=False
-        )
         why = "" if is_trained else _reason(begin, sequence, record, encoder, is_one_of_many)
-        spans.append(Span(text, reason or why))
+        spans += _span(encoder, sequence.input_ids[begin:end], why)
         begin = end
     return spans
 

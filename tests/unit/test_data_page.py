@@ -124,6 +124,75 @@ def test_what_is_cut_and_what_is_dropped(folder: Path, overflow: str) -> None:
     assert "records longer than data.max_length=60" in page
 
 
+@pytest.mark.parametrize("overflow", ["turns", "truncate"])
+def test_what_is_cut_off_stands_behind_what_is_kept(folder: Path, overflow: str) -> None:
+    write(folder / "cut.jsonl", [MANY_TURNS])
+    train = f"data.train={folder}/cut.jsonl"
+    (_, whole), *_ = articles(page_of(folder, train))
+    n_tokens = 55  # between the end of message 3 and that of message 5
+    arguments = (train, f"data.max_length={n_tokens}", f"data.overflow={overflow}")
+    ((kinds, spans),) = articles(page_of(folder, *arguments))
+    assert "cut" in kinds
+    assert spans[-1][0] == "cut off: longer than data.max_length"
+    assert "again" in spans[-1][1] or overflow == "truncate"
+    assert "".join(text for _, text in spans) == "".join(text for _, text in whole)
+    assert "".join(text for reason, text in spans if not reason).startswith("fine")
+
+
+def test_held_out_records_are_neither_trained_nor_dropped(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    untrained = {"messages": [{"role": "user", "content": "hello"}]}
+    records = [chat(f"how {i}", "fine") for i in range(60)]
+    write(folder / "held.jsonl", [*records, untrained])
+    train = f"data.train={folder}/held.jsonl"
+    page = page_of(folder, train, "data.eval_fraction=0.5", "--records", "60")
+    held_out = re.findall(r"<h2>Record (\d+): held out for evaluation \(data.eval_fraction\)", page)
+    capsys.readouterr()
+    arguments = ["--config", f"{folder}/run.yaml", train, "data.eval_fraction=0.5", "--json"]
+    assert run(["inspect-data", *arguments]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    trained = {line["record"] for line in lines}
+    assert 10 < len(held_out) < 50 and not trained & set(map(int, held_out))
+    shown = articles(page)
+    for i in map(int, held_out):
+        assert shown[i][0] == {"all"}
+        assert {reason for reason, _ in shown[i][1]} == {
+            "held out for evaluation (data.eval_fraction)"
+        }
+
+
+def test_dropped_records_are_found_wherever_they_are(folder: Path) -> None:
+    untrained = [chat(f"hello {i}", "") for i in range(60)]
+    for record in untrained:
+        record["messages"][1]["train"] = False
+    write(folder / "drop.jsonl", [*(chat(f"how {i}", "fine") for i in range(600)), *untrained])
+    arguments = (f"data.train={folder}/drop.jsonl", "data.eval_fraction=0.3", "--records", "2")
+    page = page_of(folder, *arguments)
+    titles = re.findall(r'<article class="[^"]*is-dropped[^"]*">\s*<h2>Record (\d+)', page)
+    assert len(titles) == 20 and min(map(int, titles)) >= 600
+    assert page.count("held out for evaluation") < 6  # only those of the first two
+
+
+def test_extremes_are_records(folder: Path) -> None:
+    in_rows = {"messages": 40 * chat("q " * 40, "fine")["messages"]}  # more than 20 sequences
+    records = [in_rows, *(chat("q " * i, "fine") for i in range(30))]
+    write(folder / "extremes.jsonl", records)
+    arguments = (f"data.train={folder}/extremes.jsonl", "data.max_length=100")
+    shown = articles(page_of(folder, *arguments, "data.overflow=split", "--records", "0"))
+    for kind in ("longest", "least"):
+        assert sum(kind in kinds for kinds, _ in shown) == 20
+    assert {"longest", "least"} <= shown[0][0]
+
+
+def test_no_other_file_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = folder / "run.yaml"
+    before = config.read_bytes()
+    assert run(["inspect-data", "--config", str(config), "--html", str(config)]) == 2
+    assert "a file that is no page is there" in capsys.readouterr().err
+    assert config.read_bytes() == before
+
+
 def test_html_and_json_exclude_each_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = f"{folder}/run.yaml"
     assert run(["inspect-data", "--config", config, "--html", "a.html", "--json"]) == 2
