@@ -178,6 +178,7 @@ def train(
             save(context, step)
         if is_finished or must_stop:
             last_checkpoint = saver.finish()
+        profiler.write_once()
         if must_stop and not is_finished:
             raise preempted(context, step.number, stop)
         step_log.start_clock()

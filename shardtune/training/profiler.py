@@ -15,7 +15,7 @@ from shardtune.training.context import Run
 from shardtune.training.metrics import Metrics
 
 _OPERATORS = 10  # in the table of the most expensive ones
-_MOST_STEPS = 100  # more would fill the host's memory
+_MOST_STEPS = 10  # more would fill the host's memory
 
 
 class StepProfiler:
@@ -40,50 +40,59 @@ class StepProfiler:
         if len(self._steps) > _MOST_STEPS:
             self._steps = self._steps[:_MOST_STEPS]
             logger.info(f"Profile: the first {_MOST_STEPS} steps alone, up to {self._steps[-1]}")
+        self._is_gpu = run.world.device.type == "cuda"
         self._profile: profile | None = None
+        self._last_profiled = 0  # where the profile has ended
         self._seconds = Counter[str]()
 
     def step_begins(self, step: int) -> None:
-        if self._profile or step not in self._steps:
+        if self._profile or self._last_profiled or step not in self._steps:
             return
         activities = [ProfilerActivity.CPU]
-        if self._world.device.type == "cuda":
+        if self._is_gpu:
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=100_000)
         self._profile = profile(activities=activities)
         self._profile.start()
 
     def step_ended(self, step: int, seconds: Mapping[str, float], must_stop: bool) -> None:
-        """Count the seconds of this rank's phases in the step; after the last one write the files.
-
-        So it does where the run must stop before. Files that cannot be written are said, and the
-        run goes on.
+        """Count the seconds of this rank's phases in the step; end the profile after the last one,
+        or where the run must stop before.
         """
-        if self._profile is None:
+        if self._profile is None or self._last_profiled:
             return
         self._seconds.update(seconds)
-        if step < self._steps[-1] and not must_stop:
+        if step == self._steps[-1] or must_stop:
+            self._profile.stop()
+            self._last_profiled = step
+
+    def write_once(self) -> None:
+        """Write the files of a profile that has ended. It may take long, so a save comes before.
+
+        Files that cannot be written are said, and the run goes on.
+        """
+        if self._profile is None or not self._last_profiled:
             return
-        self._profile.stop()
         try:
-            self._write(self._profile, step)
+            self._write(self._profile, self._last_profiled)
         except (OSError, RuntimeError) as error:  # torch raises either
             node_logger.warning(f"{self._folder}: no profile ({first_line(error)})")
+        finally:
+            if self._is_gpu:
+                torch.cuda.memory._record_memory_history(enabled=None)
         self._profile = None
 
     def _write(self, profiled: profile, last: int) -> None:
         self._folder.mkdir(exist_ok=True)
         name = f"steps_{self._steps[0]:07d}_{last:07d}_rank_{self._world.rank:05d}"
-        profiled.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
-        is_gpu = self._world.device.type == "cuda"
-        by = "self_device_time_total" if is_gpu else "self_cpu_time_total"
-        table = profiled.key_averages().table(sort_by=by, row_limit=_OPERATORS)
-        (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
-        if is_gpu:
-            # A file for pytorch.org/memory_viz, in the only form that it reads.
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}_memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
         steps = last - self._steps[0] + 1
         means = {phase: total / steps for phase, total in self._seconds.items()}
         self._metrics.write("profile", step=last, first_step=self._steps[0], seconds=means)
+        profiled.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+        by = "self_device_time_total" if self._is_gpu else "self_cpu_time_total"
+        table = profiled.key_averages().table(sort_by=by, row_limit=_OPERATORS)
+        (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
+        if self._is_gpu:
+            # A file for pytorch.org/memory_viz, in the only form that it reads.
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}_memory.pickle"))
         logger.info(f"Profiled: steps {self._steps[0]} to {last}, in {self._folder}")

@@ -161,6 +161,7 @@ def test_a_section_is_measured_and_the_others_are_kept(
     )
 
 
+@pytest.mark.full
 def test_a_shape_is_measured_without_a_checkpoint(
     run_benchmark: Callable[..., str], tmp_path: Path, models: dict[str, Path]
 ) -> None:

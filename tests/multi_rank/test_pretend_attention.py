@@ -36,6 +36,7 @@ def attend_in_float32() -> None:
 
 
 @needs_compiler
+@pytest.mark.full
 def test_float32_on_a_pretended_gpu_repeats_the_keys_of_grouped_heads(tmp_path: Path) -> None:
     done = on_gpus(1, attend_in_float32, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
