@@ -260,25 +260,10 @@ def one_thread(options: argparse.Namespace, _: Path, dtype: str, mix: str) -> di
         return {}
     trained_tokens = runs[reference][0].trained_tokens
     step_flops = flops.per_step(lengths, trained_tokens)
-    rows = {}
-    for name, sides in equal.items():
-        rows[name] = {
-            "rates": rates[name],
-            "cpu_seconds": [value for side in sides for value in side.cpu_seconds],
-            "trained_tokens_per_s": [
-                trained_tokens / value for side in sides for value in side.seconds
-            ],
-            "share_of_matmul_rate": [
-                step_flops / value / mean(around)
-                for side, around in zip(sides, rates[name], strict=True)
-                for value in side.seconds
-            ],
-            "padding": 1 - sides[0].tokens / sides[0].computed_tokens,
-            "head_rows": sides[0].head_rows,
-            "memory_bytes": median(side.memory_bytes for side in sides),
-            "losses": sides[0].losses,
-            "data_share": sides[0].data_share and median(side.data_share or 0.0 for side in sides),
-        }
+    rows = {
+        name: row_of(sides, rates[name], trained_tokens, step_flops)
+        for name, sides in equal.items()
+    }
     counts = {
         "dtype": dtype,
         "mix": mix,
@@ -293,6 +278,29 @@ def one_thread(options: argparse.Namespace, _: Path, dtype: str, mix: str) -> di
         "steps": options.steps,
     }
     return {"rows": rows, "counts": counts}
+
+
+def row_of(
+    sides: list[Side], rates: list[tuple[float, float]], trained_tokens: int, step_flops: float
+) -> dict[str, Any]:
+    """Return the figures of one way to train; `rates` were measured before and after each run."""
+    return {
+        "rates": rates,
+        "cpu_seconds": [value for side in sides for value in side.cpu_seconds],
+        "trained_tokens_per_s": [
+            trained_tokens / value for side in sides for value in side.seconds
+        ],
+        "share_of_matmul_rate": [
+            step_flops / value / mean(around)
+            for side, around in zip(sides, rates, strict=True)
+            for value in side.seconds
+        ],
+        "padding": 1 - sides[0].tokens / sides[0].computed_tokens,
+        "head_rows": sides[0].head_rows,
+        "memory_bytes": median(side.memory_bytes for side in sides),
+        "losses": sides[0].losses,
+        "data_share": sides[0].data_share and median(side.data_share or 0.0 for side in sides),
+    }
 
 
 def counted(runs: dict[str, list[Side]], reference: str, dtype: str) -> dict[str, list[Side]]:

@@ -4,8 +4,8 @@
     python benchmarks/card.py MODEL      writes docs/models/NAME.yaml and the page of all cards
     python benchmarks/card.py            the page alone
 
-MODEL is a directory with weights, or the name of an architecture (`qwen3_moe`), of which a tiny
-model with random weights is made.
+MODEL is a directory with weights, or the name of an architecture (`qwen3_moe`): then the card makes
+a tiny model with random weights.
 """
 
 from __future__ import annotations

@@ -30,67 +30,11 @@ import torch
 from bench import document_lengths, model_flops
 from chats import write_chats
 from measure import FAILED, REPOSITORY, TOLERANCE, Side, gated, in_turns, run_ours, run_peer, spread
+from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.model.flops import measure_matmul_rate, published_peak
 
-QWEN3 = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-1.7b": (
-        "qwen3",
-        {
-            **QWEN3,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-        },
-    ),
-    "qwen3-4b": (
-        "qwen3",
-        {
-            **QWEN3,
-            "hidden_size": 2560,
-            "intermediate_size": 9728,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-        },
-    ),
-    "llama3-8b": (
-        "llama",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
-    ),
-    "glm-4.5-air, real width": (
-        "glm4_moe",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 96,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "attention_bias": True,
-            "vocab_size": 151552,
-        },
-    ),
-}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,

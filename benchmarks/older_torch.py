@@ -60,7 +60,7 @@ def adapt() -> None:
         def groups(state: Any) -> list[Any]:
             return [state._fsdp_param_group] if state._fsdp_param_group else []
 
-        setattr(FSDPState, "_fsdp_param_groups", property(groups))  # noqa: B010
+        FSDPState._fsdp_param_groups = property(groups)
 
 
 def main() -> None:

@@ -16,20 +16,23 @@ from typing import Any
 import older_torch
 import torch
 
-older_torch.adapt()
-
-import train_fsdp  # noqa: E402
-from shardtune.distributed.exit import run  # noqa: E402
-from shardtune.model import build  # noqa: E402
-
 
 class Finished(BaseException):
     """All steps are taken, and in metrics.jsonl."""
 
 
 def main() -> None:
+    import train_fsdp
+    from shardtune.model import build
+
     train_fsdp.save = finish
     if os.environ.get("DRAW_ON_DEVICE") == "1":
+        draw = build.draw_weights
+
+        def draw_on_device(model: Any, seed: int, device: torch.device) -> None:
+            with device:
+                draw(model, seed, device)
+
         build.draw_weights = draw_on_device
     try:
         train_fsdp.main()
@@ -41,12 +44,8 @@ def finish(*_: Any) -> None:
     raise Finished
 
 
-def draw_on_device(
-    model: Any, seed: int, device: torch.device, draw: Any = build.draw_weights
-) -> None:
-    with device:
-        draw(model, seed, device)
-
-
 if __name__ == "__main__":
+    older_torch.adapt()  # before the project is imported
+    from shardtune.distributed.exit import run
+
     run(main)

@@ -66,7 +66,7 @@ def require_project() -> None:
         import older_torch
 
         older_torch.adapt()
-        import train_fsdp  # noqa: F401
+        import_module("train_fsdp")
     except ImportError as error:
         raise Skipped(f"lacks a package: {error}") from error
 

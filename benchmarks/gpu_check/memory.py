@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu_check.checks import Failed, Outcome, Skipped, is_tiny, require
@@ -15,29 +16,6 @@ from shardtune.planner.machine import Machine
 from shardtune.planner.plan import make_plan
 
 _LIMIT = 0.05
-_LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-_GLM = {
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-    "vocab_size": 151552,
-}
 _TINY = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -54,25 +32,24 @@ _SHARE = 0.5  # of the GPU's memory that states may take; the rest is for activa
 
 def dense_8b() -> Outcome:
     """As many layers of Llama 3 8B as fit, in float32."""
-    return _compare("llama", _LLAMA, 18, 1)
+    return _compare("llama3-8b", 18, 1)
 
 
 def glm() -> Outcome:
     """As many layers of GLM-4.5-Air as fit, in bfloat16 with moments of 8 bits."""
     more = ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"]
-    return _compare("glm4_moe", _GLM, 9, 2, *more, "model.activation_checkpointing=full")
+    return _compare("glm-4.5-air, real width", 9, 2, *more, "model.activation_checkpointing=full")
 
 
 def lora() -> Outcome:
     """Adapters on Llama 3 8B."""
     more = ["lora.rank=16", "model.activation_checkpointing=selective"]
-    return _compare("llama", _LLAMA, 2.5, 1, *more)
+    return _compare("llama3-8b", 2.5, 1, *more)
 
 
-def _compare(
-    model_type: str, shape: dict[str, Any], bytes_per_parameter: float, fewest: int, *more: str
-) -> Outcome:
+def _compare(name: str, bytes_per_parameter: float, fewest: int, *more: str) -> Outcome:
     """Plan a run of three steps of two full rows, make it, and compare the peaks."""
+    model_type, shape = SHAPES[name]
     length = 256 if is_tiny() else 4096
     if is_tiny():
         shape = shape | {key: value for key, value in _TINY.items() if key in shape}

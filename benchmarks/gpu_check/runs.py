@@ -54,7 +54,8 @@ def train(
 ) -> Run:
     """Run train_fsdp.py in one process, with run.dir `name`; `again` takes it up once more.
 
-    Random weights are those of any run with this seed, unless it `draws_on_device`, which is quick.
+    Random weights are those of any run with this seed. With `draws_on_device` they are others, and
+    are drawn in seconds.
 
     Raises:
         Failed: it ended with another code than 0.

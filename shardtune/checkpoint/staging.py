@@ -74,7 +74,7 @@ def make_staging(tensors: Mapping[str, torch.Tensor], world: World) -> Staging |
         if needed > free:
             logger.info(
                 f"Checkpoint staging: checkpoint.mode=async needs {needed / 1e9:.1f} GB of host "
-                f"memory on node {node}, which has {free / 1e9:.1f} GB free. Saves are "
+                f"memory on node {node}, and {free / 1e9:.1f} GB are free. Saves are "
                 "synchronous: training waits for the disk"
             )
             return None

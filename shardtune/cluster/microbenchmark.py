@@ -77,11 +77,7 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: Path) ->
         os.dup2(descriptor, 2)
         # NCCL names the network that it takes.
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-    is_gpu, sizes = job["backend"] == "nccl", job["sizes"]
-    world_size = sum(sizes)
-    device = torch.device("cuda", local_rank) if is_gpu else torch.device("cpu")
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=_PART_TIMEOUT_S)
     part = ""
 
     def begin(name: str) -> None:
@@ -92,36 +88,7 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: Path) ->
             file.write(f"rank {rank} begins {part}\n")
 
     try:
-        begin("the GEMM")
-        if is_gpu:
-            torch.cuda.set_device(device)
-        flops = _gemm_flops(device)
-        begin("the rendezvous of the ranks")
-        store = dist.TCPStore(
-            job["address"], job["port"], world_size, rank == 0, timeout, wait_for_workers=False
-        )
-        dist.init_process_group(
-            job["backend"],
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=device if is_gpu else None,
-        )
-        begin("the all-reduce inside the node")
-        ends = list(accumulate(sizes))
-        ranks = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
-        own_node, _ = dist.new_subgroups_by_enumeration(ranks)
-        inside = _bus_bytes_per_s(device, own_node)
-        begin("the all-reduce of all nodes")
-        between = _bus_bytes_per_s(device, dist.group.WORLD)
-        begin("the small all-reduces of all nodes")
-        value = torch.ones(1, device=device)
-        latency_s = _seconds(lambda: dist.all_reduce(value), 10, device)
-        begin("the end")
-        # Another rank may still need this one's connections, and rank 0's store.
-        synchronize(store, b"", rank, world_size, "done/", _PART_TIMEOUT_S)
-        pipe.send({"inside": inside, "between": between, "latency_s": latency_s, "flops": flops})
+        pipe.send(_measure(job, rank, local_rank, begin))
     except Exception as error:
         print(f"rank {rank}, {part}: {error}", flush=True)
         why = first_line(error).partition(" This is typically caused by")[0][:300]  # gloo guesses
@@ -131,6 +98,46 @@ def _be_rank(pipe: Pipe, job: Message, rank: int, local_rank: int, log: Path) ->
         )
         pipe.send({"problems": [problem]})
     os._exit(0)  # closing the groups would wait for the others
+
+
+def _measure(
+    job: Message, rank: int, local_rank: int, begin: Callable[[str], None]
+) -> dict[str, float]:
+    """Return this rank's figures: bytes a second, seconds, and operations a second."""
+    is_gpu, sizes = job["backend"] == "nccl", job["sizes"]
+    world_size = sum(sizes)
+    device = torch.device("cuda", local_rank) if is_gpu else torch.device("cpu")
+    timeout = timedelta(seconds=_PART_TIMEOUT_S)
+    begin("the GEMM")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    flops = _gemm_flops(device)
+    begin("the rendezvous of the ranks")
+    store = dist.TCPStore(
+        job["address"], job["port"], world_size, rank == 0, timeout, wait_for_workers=False
+    )
+    dist.init_process_group(
+        job["backend"],
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if is_gpu else None,
+    )
+    begin("the all-reduce inside the node")
+    ends = list(accumulate(sizes))
+    ranks = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+    own_node, _ = dist.new_subgroups_by_enumeration(ranks)
+    inside = _bus_bytes_per_s(device, own_node)
+    begin("the all-reduce of all nodes")
+    between = _bus_bytes_per_s(device, dist.group.WORLD)
+    begin("the small all-reduces of all nodes")
+    value = torch.ones(1, device=device)
+    latency_s = _seconds(lambda: dist.all_reduce(value), 10, device)
+    begin("the end")
+    # Another rank may still need this one's connections, and rank 0's store.
+    synchronize(store, b"", rank, world_size, "done/", _PART_TIMEOUT_S)
+    return {"inside": inside, "between": between, "latency_s": latency_s, "flops": flops}
 
 
 def _gemm_flops(device: torch.device) -> float:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.attention.varlen  # registers its operator, as the import of cpu_attention does
+import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
@@ -30,7 +30,7 @@ from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, copy_slice
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError, first_line
-from shardtune.model import cpu_attention  # noqa: F401
+from shardtune.model import cpu_attention
 from shardtune.model.experts import (
     always_give_expert_gradients,
     require_whole_blocks,
@@ -54,7 +54,7 @@ _KEPT_OPERATORS = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
-    torch.ops.shardtune.causal_documents.default,
+    cpu_attention.OPERATOR,
 ]
 # transformers adds the biases of stacked experts (GPT-OSS) into these, and PyTorch refuses to keep
 # an output that is changed afterwards.

@@ -119,3 +119,6 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 causal_documents.register_autograd(_differentiate, setup_context=_keep_inputs)
+
+# For those that name operators, such as selective checkpointing.
+OPERATOR = torch.ops.shardtune.causal_documents.default

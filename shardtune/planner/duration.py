@@ -50,7 +50,7 @@ def _rows_and_tokens(config: Config) -> tuple[float, float, bool]:
     """Return those of an epoch, and whether they are counted.
 
     Raises:
-        UserError: there is no tokenizer, or it cannot read the data.
+        UserError: the tokenizer is missing, or it cannot read the data.
     """
     encoder = build_encoder(config.model.path, config.data, datetime.date.today())
     tokenizer = ChunkTokenizer(encoder, config.data)
@@ -69,11 +69,17 @@ def _rows_and_tokens(config: Config) -> tuple[float, float, bool]:
 
 
 def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, float]:
-    """Tokenize the beginning of a source; return the tokens of each sequence and the share read."""
+    """Tokenize the beginning of a source; return the tokens of each sequence and the share read.
+
+    Raises:
+        UserError: it has broken records, with which the run would be refused.
+    """
     lengths: list[int] = []
     n_bytes = 0
     for chunk in read_records({"train": [source]}):
         tokenized = tokenizer.tokenize(chunk)
+        if tokenized.problems:
+            raise UserError(*tokenized.problems)
         lengths += [len(ids) for ids, *_ in tokenized.sets["train"].sequences]
         n_bytes += chunk.n_bytes
         if n_bytes >= _SAMPLE_BYTES:

@@ -47,7 +47,7 @@ class Simulations:
     def measure(
         self, whole: PreTrainedModel, config: Config, policy: ReshardPolicy, world: World
     ) -> Measured:
-        """Return what a step of the whole model, which has no storage, would measure."""
+        """Return what a step of the whole model would measure. The whole model is never built."""
         kinds = layer_kinds(whole)
         lengths = cuts(kinds)
         if lengths is None:

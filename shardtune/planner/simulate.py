@@ -89,7 +89,7 @@ def simulate(
     imbalance: float = EXPERT_IMBALANCE,
     evaluates: bool = True,
 ) -> Measured:
-    """Evaluate, if told so, and take a step of up to three micro-batches of full rows.
+    """Evaluate where `evaluates`, and take a step of up to three micro-batches of full rows.
 
     The second one finds the gradients of the first, and of all further ones only the last differs.
     This rank's experts get `imbalance` times as many tokens as those of the others on average.
@@ -136,7 +136,7 @@ _TRIAL_TOKENS = 8  # those of `use_loss_head`
 
 
 def _full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
-    """Return rows of one document each, as long as the row, of which every token is trained."""
+    """Return rows of one document each, as long as the row, with every token trained."""
     rows, length = config.train.micro_batch_size, config.data.max_length
     numbers = partial(torch.zeros, dtype=torch.int64, device=device)
     shape = (1, rows * length) if is_flat else (rows, length)

@@ -16,7 +16,7 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 def stand_in(path: str) -> tuple[PreTrainedConfig, str] | None:
     """Return a known architecture with the numbers of a directory's config.json, and why; or None
-    where transformers knows the architecture, or there is no such file.
+    where transformers knows the architecture, or the file is missing.
 
     The stand-in has every layer's dense product and all of its experts, so it is hardly smaller.
 

@@ -21,18 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_page(out: Path) -> None:
-    """Raise UserError where a file is in the way that is no page."""
+    """Raise UserError where another file than a page is in the way."""
     if out.is_file() and out.stat().st_size:
         with out.open("rb") as file:
             if not file.read(15).lower().startswith(b"<!doctype html"):
-                raise UserError(f"{out}: a file that is no page is there - name another one")
+                raise UserError(f"{out}: this file is not a page - name another one")
 
 
 def report(options: argparse.Namespace) -> None:
     """Write the page, and say where it is and what it leaves out.
 
     Raises:
-        UserError: a directory is no run, or the page cannot be written.
+        UserError: a directory is not a run, or the page cannot be written.
     """
     runs = all_of(*(partial(read_run, path) for path in options.runs))
     names = Counter(run.name for run in runs)

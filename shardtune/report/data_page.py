@@ -81,7 +81,7 @@ def write_data_page(
 
     Raises:
         UserError: a wrong configuration, no tokenizer, broken data, or the page cannot be written,
-            or would replace a file that is no page.
+            or would replace another file than a page.
     """
     require_page(out)
     config = load_config(config_path, assignments, os.environ)

@@ -48,7 +48,7 @@ _STYLE: Any = {  # matplotlib types its keys by name
     "legend.edgecolor": "none",
     "legend.framealpha": 0.75,
     "legend.handlelength": 3.5,
-    "text.parse_math": False,  # names are no formulas
+    "text.parse_math": False,  # `$` in a name stays a dollar
     "legend.fontsize": 8,
     "path.simplify": False,  # curves are thinned already, and keep their spikes
 }
@@ -86,7 +86,7 @@ def _themed_svg(figure: Figure, title: str) -> str:
     names = {TEXT: "text", GRID: "grid", PAGE: "page"}
     names |= {light: f"colour-{i}" for i, (light, _) in enumerate(COLOURS)}
     return re.sub(
-        "|".join(names), lambda found: f"var(--{names[found[0]]})", text, flags=re.IGNORECASE
+        "|".join(names), lambda match: f"var(--{names[match[0]]})", text, flags=re.IGNORECASE
     )
 
 

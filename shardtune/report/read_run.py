@@ -127,7 +127,7 @@ class RunRecord:
     """The objects of `metrics.jsonl` by kind, in the order of their steps, and the configuration.
 
     `settings`: each key as `section.key`, with its value and its origin. `unread`: how many lines
-    are no object of a run.
+    are not an object of a run.
     """
 
     path: Path
@@ -184,7 +184,7 @@ def read_run(path: Path) -> RunRecord:
     """Read a run's directory.
 
     Raises:
-        UserError: it has no `metrics.jsonl` that can be read, or there is no object of a run in it.
+        UserError: it has no `metrics.jsonl` that can be read, or it has not one object of a run.
     """
     file = path / "metrics.jsonl"
     try:
@@ -202,8 +202,8 @@ def read_run(path: Path) -> RunRecord:
         else:
             unread += 1
     if not entries:
-        found = f"{unread} lines, none of which is an object of a run" if lines else "it is empty"
-        raise UserError(f"{file}: {found} - wait for the first step, or name another run")
+        content = f"none of {unread} lines is an object of a run" if lines else "it is empty"
+        raise UserError(f"{file}: {content} - wait for the first step, or name another run")
     for of_kind in entries.values():
         of_kind.sort(key=lambda entry: entry["step"])  # a save is written some steps later
     return RunRecord(path, path.resolve().name, entries, read_settings(path), unread)
@@ -228,8 +228,8 @@ def read_settings(path: Path) -> dict[str, tuple[str, str]]:
         return {}
     section, settings = "", {}
     for line in lines:
-        if found := re.fullmatch(r"  (\w+): (.*)  # (.*)", line):
-            settings[f"{section}.{found[1]}"] = (found[2], found[3])
-        elif found := re.fullmatch(r"(\w+):", line):
-            section = found[1]
+        if key := re.fullmatch(r"  (\w+): (.*)  # (.*)", line):
+            settings[f"{section}.{key[1]}"] = (key[2], key[3])
+        elif head := re.fullmatch(r"(\w+):", line):
+            section = head[1]
     return settings

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def watch(options: argparse.Namespace) -> None:
-    """Show the run until Ctrl-C; where the output is no terminal, show it once.
+    """Show the run until Ctrl-C; elsewhere than on a terminal, show it once.
 
     Raises:
         UserError: there is neither a run nor a log.
@@ -80,7 +80,7 @@ class Follower:
     """Reads what was added to a run's metrics.jsonl, or to its log, since the last look.
 
     Raises:
-        UserError: there is no such file.
+        UserError: the file is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,8 +126,8 @@ def _entries_of_metrics(line: bytes) -> Iterator[Entry]:
 def _entries_of_log(line: bytes) -> Iterator[Entry]:
     """Yield what a line of the log says, as the object that metrics.jsonl has for it."""
     text = line.decode(errors="replace")
-    if found := _STEP_LINE.search(text):
-        step, total, loss, norm, lr, rate, tokens, mfu, memory = found.groups()
+    if match := _STEP_LINE.search(text):
+        step, total, loss, norm, lr, rate, tokens, mfu, memory = match.groups()
         seconds = 1 / float(rate) if float(rate) else None
         yield {
             "kind": "step",
@@ -141,13 +141,13 @@ def _entries_of_log(line: bytes) -> Iterator[Entry]:
             "memory_bytes": float(memory) * 1e9,
         }
         yield {"kind": "start", "step": int(step), "total_steps": int(total)}
-    elif found := _EVALUATION_LINE.search(text):
-        step = int(found[4] or 0)
-        yield {"kind": "eval", "step": step, "perplexity": float(found[1]), "loss": float(found[2])}
-    elif found := _SAVED_LINE.search(text):
-        yield {"kind": "save", "step": int(found[1])}
-    elif found := _SLOWEST_LINE.search(text):
-        rank, host, ratio, phase = found.groups()
+    elif match := _EVALUATION_LINE.search(text):
+        step = int(match[4] or 0)
+        yield {"kind": "eval", "step": step, "perplexity": float(match[1]), "loss": float(match[2])}
+    elif match := _SAVED_LINE.search(text):
+        yield {"kind": "save", "step": int(match[1])}
+    elif match := _SLOWEST_LINE.search(text):
+        rank, host, ratio, phase = match.groups()
         values = {"slowest_rank": int(rank), "host": host, "ratio": float(ratio), "phase": phase}
         yield {"kind": "ranks", "step": 0, **values}
 

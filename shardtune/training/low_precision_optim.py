@@ -86,10 +86,10 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            NotImplementedError: there is a closure, which would compute the gradients again.
+            ValueError: a closure is given. It would compute the gradients again.
         """
         if closure is not None:
-            raise NotImplementedError("LowPrecisionAdamW takes no closure")
+            raise ValueError("LowPrecisionAdamW takes the gradients as they are - give no closure")
         for group in self.param_groups:
             factors: dict[float, Factors] = {}  # mostly of one step: all parameters share them
             for name, parameter in zip(group["param_names"], group["params"], strict=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import REPOSITORY
-from pretend_gpu import lacks_compiler
+from helpers.pretended import needs_compiler
 from pretend_gpu.hollow import hollow_peaks
 from transformers import AutoConfig
 
@@ -35,7 +35,7 @@ CASES = [
 
 
 @pytest.mark.full
-@pytest.mark.skipif(lacks_compiler(), reason="no C++ compiler (g++)")
+@needs_compiler
 @pytest.mark.parametrize(("name", "nodes", "gb", "assignments"), CASES)
 def test_a_plan_is_within_two_percent_of_what_a_pretended_gpu_allocates(
     name: str, nodes: int, gb: float, assignments: list[str], tmp_path: Path

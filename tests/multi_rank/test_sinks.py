@@ -109,13 +109,18 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(folder: Path) -> Non
         assert f"the package {name} is not installed - pip install -e .[{name}]" in error
 
 
-def test_a_tracker_that_hangs_takes_no_time(monkeypatch: pytest.MonkeyPatch, caplog) -> None:  # type: ignore[no-untyped-def]
+def test_a_tracker_that_hangs_takes_no_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(sinks.logger, "propagate", True)
     monkeypatch.setattr(sinks, "_MOST_WAITING", 100)
     silent, client = socket.socketpair()
 
     def hang() -> Iterator[sinks.Write]:
-        yield lambda entry: client.recv(1)  # type: ignore[func-returns-value]
+        def wait(_: sinks.Entry) -> None:
+            client.recv(1)
+
+        yield wait
 
     sink = Sink("Tracker", hang)
     for step in range(300):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from helpers.commands import REPOSITORY
 from helpers.pretended import needs_compiler
@@ -12,26 +9,7 @@ from pretend_gpu.hollow import hollow_peaks
 
 pytestmark = [needs_compiler, pytest.mark.full]
 
-GLM_4_5_AIR = {
-    "model_type": "glm4_moe",
-    "architectures": ["Glm4MoeForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-    "vocab_size": 151552,
-    "max_position_embeddings": 131072,
-    "n_group": 1,
-    "topk_group": 1,
-}
+GLM_4_5_AIR = REPOSITORY / "tests/data/configs/glm-4.5-air"
 PARAMETERS = 106_852_245_504
 ALL_FLOAT32 = (
     "model.master_dtype=float32",
@@ -50,12 +28,11 @@ ALL_FLOAT32 = (
     [(1, 136.7e9, 142.3e9), (8, None, None)],
 )
 def test_a_rank_of_glm_takes_two_steps(
-    expert: int, allocated: float | None, reserved: float | None, tmp_path: Path
+    expert: int, allocated: float | None, reserved: float | None
 ) -> None:
     """Its states are exact; the peaks those of another measurement of the same step."""
-    (tmp_path / "config.json").write_text(json.dumps(GLM_4_5_AIR), encoding="utf-8")
     config = REPOSITORY / "config.yaml"
-    peaks = hollow_peaks(config, tmp_path, 2, 8, *ALL_FLOAT32, f"parallel.expert={expert}")
+    peaks = hollow_peaks(config, GLM_4_5_AIR, 2, 8, *ALL_FLOAT32, f"parallel.expert={expert}")
     assert peaks.parameters == PARAMETERS
     # Weights, gradients and two moments, in float32.
     for phase, tensors in (("load", 1), ("norm", 4), ("optimizer", 4)):

@@ -42,7 +42,7 @@ def install(gpus: int, gb: float = DEFAULT_GB, hollow: bool = False) -> None:
     Forked processes have them too. A second call changes the numbers.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or it cannot build the device.
+        RuntimeError: the C++ compiler is missing, or it cannot build the device.
     """
     library = build()
     if str(library) not in torch.ops.loaded_libraries:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,7 @@ def build() -> Path:
     """Return the library, built now unless it is in `pretend_gpu/` of this environment.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or it fails.
+        RuntimeError: the C++ compiler is missing, or it fails.
     """
     sources = sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")])
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
@@ -43,5 +42,5 @@ def build() -> Path:
         done = subprocess.run([*command, *libraries], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"g++ cannot build the pretended GPU:\n{done.stderr[-3000:]}")
-        os.replace(made, library)  # noqa: PTH105
+        made.replace(library)
     return library

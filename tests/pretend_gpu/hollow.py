@@ -116,7 +116,8 @@ def _measure(options: argparse.Namespace) -> Peaks:
     with forward_only(model):
         summed_loss(model, batch)
     run = SimpleNamespace(config=config, world=world)
-    balance = ExpertBalance(model, SimpleNamespace(), world)  # type: ignore[arg-type]
+    unwritten: Any = SimpleNamespace()  # metrics, which two steps without a report do not touch
+    balance = ExpertBalance(model, unwritten, world)
     context: Any = SimpleNamespace(
         run=run, model=model, reshard=reshard, optimizer=optimizer, expert_balance=balance
     )
@@ -162,7 +163,7 @@ class _Phases:
 
 
 def _fake_world(config: Any, nodes: int, ranks_per_node: int) -> Any:
-    """Return a world of which only rank 0 exists."""
+    """Return a world in which only rank 0 exists."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -212,7 +213,7 @@ def _leave_out_contents() -> None:
 
 
 def _full_batch(config: Any, device: Any) -> Any:
-    """Return rows of one document each, as long as the row, of which every token is trained."""
+    """Return rows of one document each, as long as the row, with every token trained."""
     import torch
 
     from shardtune.data.batch import Batch

@@ -189,7 +189,7 @@ def test_no_other_file_is_overwritten(folder: Path, capsys: pytest.CaptureFixtur
     config = folder / "run.yaml"
     before = config.read_bytes()
     assert run(["inspect-data", "--config", str(config), "--html", str(config)]) == 2
-    assert "a file that is no page is there" in capsys.readouterr().err
+    assert "this file is not a page" in capsys.readouterr().err
     assert config.read_bytes() == before
 
 

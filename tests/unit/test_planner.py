@@ -203,7 +203,7 @@ def test_a_run_that_does_not_fit_gets_changes_that_would_help(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--gpu-memory", "0"], "--gpu-memory 0 is no number above 0"),
+        (["--gpu-memory", "0"], "--gpu-memory 0 is not a number above 0"),
         (["parallel.replicate=3"], "parallel.replicate=3 does not divide the world size, 16"),
         (["parallel.expert=8"], "has no experts"),
     ],
@@ -260,7 +260,8 @@ def test_an_unknown_architecture_is_bounded_by_its_shapes(
     assert "since transformers does not know glm9, and a run of it is refused" in said
     assert f"taken for those of {family}" in said
     numel = AutoModelForCausalLM.from_config(GLM).num_parameters()
-    counted = int(re.search(r"Parameters: ([\d,]+)", said)[1].replace(",", ""))  # type: ignore[index]
+    (number,) = re.findall(r"Parameters: ([\d,]+)", said)
+    counted = int(number.replace(",", ""))
     if experts:
         assert numel < counted < 1.5 * numel  # every layer has experts, and a dense product
 
@@ -307,6 +308,11 @@ def test_the_run_takes_as_many_hours_as_its_steps(
     )
     assert run(["plan", *given, *machine, f"data.train={tmp_path / 'none.jsonl'}"]) == 0
     assert "1e9 tokens take at least" in capsys.readouterr().out
+    with data.open("a", encoding="utf-8") as file:
+        file.write("{broken\n")
+    assert run(["plan", *given, *machine, f"data.train={data}"]) == 0
+    assert "hours for the run are not known, since" in (said := capsys.readouterr().out)
+    assert "train.jsonl:41: invalid JSON" in said
 
 
 def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> None:
