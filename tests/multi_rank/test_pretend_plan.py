@@ -11,7 +11,7 @@ from pretend_gpu.hollow import hollow_peaks
 from transformers import AutoConfig
 
 from shardtune.config_io import load_config
-from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.extrapolate import Simulations, with_layers
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import make_plan
 
@@ -41,10 +41,27 @@ def test_a_plan_is_within_two_percent_of_what_a_pretended_gpu_allocates(
     name: str, nodes: int, gb: float, assignments: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").touch()
-    given = [*BASE, "data.max_length=4096", "data.train=none", *assignments]
-    measured = hollow_peaks(tmp_path / "config.yaml", CONFIGS / name, nodes, 8, *given, gb=gb)
-    config = load_config(tmp_path / "config.yaml", [f"model.path={CONFIGS / name}", *given], {})
-    model_config = AutoConfig.from_pretrained(CONFIGS / name)
+    given = [*BASE, "data.max_length=4096", *assignments]
+    compare(tmp_path / "config.yaml", CONFIGS / name, nodes, gb, given)
+
+
+@pytest.mark.full
+@needs_compiler
+def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates(
+    tmp_path: Path,
+) -> None:
+    """With 12 layers of 46: the update of all of them takes minutes."""
+    model_config = AutoConfig.from_pretrained(CONFIGS / "glm-4.5-air")
+    with_layers(model_config, 12).save_pretrained(tmp_path)
+    compare(REPOSITORY / "config.yaml", tmp_path, 2, 24, BASE)
+
+
+def compare(config_file: Path, model: Path, nodes: int, gb: float, assignments: list[str]) -> None:
+    """Hold the plan of nodes of 8 GPUs against two steps without contents."""
+    given = ["data.train=none", *assignments]
+    measured = hollow_peaks(config_file, model, nodes, 8, *given, gb=gb)
+    config = load_config(config_file, [f"model.path={model}", *given], {})
+    model_config = AutoConfig.from_pretrained(model)
     machine = Machine(nodes, 8, gb * 1e9, 1, 1, 1)
     plan = make_plan(config, model_config, machine, Simulations(model_config, imbalance=1))
     assert plan.parameters == measured.parameters
