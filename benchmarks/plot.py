@@ -40,11 +40,15 @@ def main() -> None:
     }
     ranks = shown.get("scaling", {}).get("figures", {})
     ones = [part["figures"] for name, part in shown.items() if name != "scaling"]
-    panels = len(shown)
-    figure, all_axes = plt.subplots(
-        1, panels, figsize=(4.6 * panels, 3.6), squeeze=False, layout="constrained"
+    columns = min(len(shown), 3)
+    lines = -(-len(shown) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(4.6 * columns, 3.6 * lines), squeeze=False, layout="constrained"
     )
-    for axes, figures in zip(all_axes[0], ones, strict=False):
+    panels = list(grid.flat)
+    for axes in panels[len(shown) :]:
+        axes.remove()
+    for axes, figures in zip(panels, ones, strict=False):
         bars(axes, figures["rows"])
         axes.set_title(
             f"One thread, {figures['counts']['dtype']}, {figures['counts']['mix']}\n"
@@ -52,7 +56,7 @@ def main() -> None:
             fontsize=11,
         )
     if ranks:
-        scaling(all_axes[0][-1], ranks)
+        scaling(panels[len(ones)], ranks)
     machines = {
         f"{part['measured_with']['CPU']}, {part['measured_with']['date']}": None
         for part in shown.values()
