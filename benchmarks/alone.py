@@ -200,13 +200,13 @@ def scaling(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         Unequal: the losses of two numbers of ranks differ, or hardly move.
     """
     model = small_model(options)
-    many = write_chats(
-        options.work / "many.jsonl", 4 * options.tokens, options.max_length // 4, seed=1
-    )
+    length = options.max_length // 4
+    tokens = (max(options.ranks) + 4) * length  # a full row for each rank, and some more
+    many = write_chats(options.work / "many.jsonl", tokens, length, seed=1)
     figures, first = {}, None
     for ranks in options.ranks:
         ours, _ = settings(options, many, "float32", model)
-        more = {"model.init": "random", "data.max_length": options.max_length // 4}
+        more = {"model.init": "random", "data.max_length": length}
         name = f"scaling-{ranks}"
         side = run_ours(name, options.work, {**ours, **more}, ranks=ranks)
         if side:
