@@ -99,7 +99,8 @@ def verdict(plan: Plan) -> str:
     peak = f"{_gb(plan.peak_bytes)} GB ({' + '.join(parts)})"
     if plan.fits:
         bound = max(plan.floors_s, key=lambda part: plan.floors_s[part])
-        return f"The run fits, {limit} hold the peak of {peak}; bound by {bound}"
+        bound_by = bound if bound == "arithmetic" else f"traffic {bound}"
+        return f"The run fits, {limit} hold the peak of {peak}; bound by {bound_by}"
     if plan.cannot_fit:
         return f"The run does not fit, {limit} do not hold the peak of {peak}"
     return f"The run may not fit, {limit} are below the bound of {peak}"
