@@ -41,6 +41,7 @@ from measure import (
     TOLERANCE,
     Side,
     Unequal,
+    commit,
     gated,
     in_turns,
     run_ours,
@@ -61,8 +62,6 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 REFERENCE = "hf_trainer"
 SECTIONS = ("traffic", "one", "profile", "two", "head", "scaling", "records", "experts")
-# With changes to these files, the results are not those of a commit.
-SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")
 
 
 def main() -> None:
@@ -213,11 +212,9 @@ def machine(options: argparse.Namespace) -> dict[str, str]:
         "from importlib.metadata import version as v; print(', '.join(f'{n} {v(n)}' for n in "
         "('torch', 'transformers', 'trl', 'accelerate')))",
     )
-    changed = output_of("git", "-C", REPOSITORY, "status", "--porcelain", "-uno", "--", *SOURCES)
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": output_of("git", "-C", REPOSITORY, "describe", "--always")
-        + ("-dirty" if changed else ""),
+        "commit": commit(),
         "CPU": f"{cpu}, {os.cpu_count()} cores, {', '.join(native) or 'no AVX-512'}",
         "ours": f"Python {platform.python_version()}, torch {version('torch')}, transformers "
         f"{version('transformers')}",

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 import yaml
+from measure import REPOSITORY, commit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distTest.rehearse.tiny_model import make_model, write_chats
 from shardtune.report.read_run import RunRecord, read_run
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 CARDS, PAGE = REPOSITORY / "docs/models", REPOSITORY / "docs/cards.md"
 _STEPS, _SAVED_AT, _RANKS = 8, 4, 2
 _SAME = ("whole", "resumed")
@@ -92,7 +92,7 @@ def make_card(model: str, folder: Path) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "machine": f"{_cpu()}, {os.cpu_count()} cores",
         "versions": {
-            "shardtune": _commit(),
+            "shardtune": commit(),
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers")},
         },
@@ -178,12 +178,6 @@ def _answer(path: Path) -> str:
     generated = model.generate(**prompt, max_new_tokens=40, do_sample=False)
     answer = generated[0, prompt["input_ids"].shape[1] :]
     return str(tokenizer.decode(answer))
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "no commit"
 
 
 def _cpu() -> str:

@@ -63,6 +63,21 @@ def settings(
     return ours, peer_flags
 
 
+# With changes to these files, the results are not those of a commit.
+_SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")
+
+
+def commit() -> str:
+    """Return the commit of this tree, with `-dirty` where its code was changed since."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "-uno", "--", *_SOURCES)
+    return git("describe", "--always") + ("-dirty" if changed else "")
+
+
 @dataclass
 class Side:
     """One run: the `seconds` of its steps from the second one on; counts are those of one step

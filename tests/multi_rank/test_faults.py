@@ -1,15 +1,13 @@
-"""Faults of disks, late ranks and kills while a run saves: each is survived or named."""
+"""Disks that fail and ranks that are late while a run saves: each is survived or named."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import resource
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from helpers.faults import (
     ALWAYS,
     Fault,
     fails,
-    kills,
     leaves,
     run_with,
     stops,
@@ -30,30 +27,25 @@ from helpers.faults import (
     writes_less,
 )
 from helpers.ranks import on_ranks
-from helpers.small_runs import SETTINGS, steps_of, write_inputs
+from helpers.saving_runs import (
+    Undisturbed,
+    checkpoints,
+    command,
+    hidden,
+    run,
+    said,
+    saving_inputs,
+)
+from helpers.small_runs import steps_of
 
-from shardtune.checkpoint import commit, durable_fs, open_checkpoint, saver
-from shardtune.checkpoint.manifest import find_checkpoints, step_of
-from shardtune.checkpoint.verify import check_files
+from shardtune.checkpoint import commit, durable_fs, saver
+from shardtune.checkpoint.manifest import step_of
 from shardtune.training.metrics import Metrics
-
-Completed = subprocess.CompletedProcess[str]
-MANY_STEPS = 400
-ENDLESS = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "train.epochs=1000")
-COMMAND = [
-    "--config",
-    "config.yaml",
-    *SETTINGS,
-    *ENDLESS,
-    "checkpoint.every_steps=1",
-    "export.final=false",
-]
 
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
-    """Data, and a model with dropout: a random state that is not put back changes every loss."""
-    return write_inputs(tmp_path_factory.mktemp("inputs"), models["llama"], dropout=0.2, records=30)
+    return saving_inputs(tmp_path_factory.mktemp("inputs"), models["llama"])
 
 
 @pytest.fixture
@@ -61,59 +53,9 @@ def folder(tmp_path: Path, inputs: Path) -> Path:
     return Path(shutil.copytree(inputs, tmp_path / "here"))
 
 
-def command(*settings: str) -> list[str]:
-    """COMMAND with these added, or in their place."""
-    given = {setting.partition("=")[0] for setting in settings}
-    return [*(setting for setting in COMMAND if setting.partition("=")[0] not in given), *settings]
-
-
-def run(
-    folder: Path, *settings: str, faults: tuple[Fault, ...] = (), ranks: int = 2, **how: Any
-) -> Completed:
-    return on_ranks(ranks, run_with, list(faults), command(*settings), cwd=folder, **how)
-
-
 @pytest.fixture(scope="session")
-def undisturbed(
-    inputs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], list[Any]]:
-    """The first steps of a run that never saves before its end."""
-    seen: list[Any] = []
-
-    def first(count: int) -> list[Any]:
-        if count > len(seen):
-            here = Path(shutil.copytree(inputs, tmp_path_factory.mktemp("undisturbed") / "here"))
-            steps = 40 if count <= 40 else MANY_STEPS
-            done = run(here, f"train.max_steps={steps}", "checkpoint.every_steps=0")
-            assert done.returncode == 0, done.stderr
-            seen[:] = steps_of(here / "run")
-        return seen[:count]
-
-    return first
-
-
-def checkpoints(folder: Path) -> list[int]:
-    """The steps of all that is listed, oldest first; each must be whole."""
-    found = find_checkpoints(folder / "run/checkpoints")
-    for path in found:
-        checkpoint = open_checkpoint(path)
-        assert not [
-            problem
-            for problem in check_files(checkpoint, list(checkpoint.files), 1).values()
-            if problem
-        ]
-    return sorted(map(step_of, found))
-
-
-def hidden(folder: Path) -> list[str]:
-    return [path.name for path in (folder / "run/checkpoints").glob(".*")]
-
-
-def said(done: Completed, what: str) -> list[int]:
-    """The steps of the checkpoints in the log lines that begin so."""
-    return [
-        int(step) for step in re.findall(rf"^{what}:? checkpoint_(\d+)", done.stdout, re.MULTILINE)
-    ]
+def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(inputs, tmp_path_factory)
 
 
 # Disks that fail
@@ -148,7 +90,7 @@ def check_failing_saves(
     folder: Path,
     mode: str,
     effects: list[tuple[int, Any, str]],
-    undisturbed: Callable[[int], list[Any]],
+    undisturbed: Undisturbed,
 ) -> None:
     """Fail every second save, each in another place (an index of PLACES) and way."""
     faults = {
@@ -379,101 +321,6 @@ def test_rank_0_decides_after_the_others_gave_up(operation, folder, undisturbed)
     assert done.returncode == 0, done.stderr
     assert set(checkpoints(folder)) == set(said(done, "Saved")) >= {1, 3, 4}
     assert steps_of(folder / "run") == undisturbed(4)
-
-
-# Ranks that are killed
-
-
-def killed(folder: Path, fault: Fault, newest: int, grace_s: float) -> int:
-    """Run until the fault ends a rank; the newest step that was ever said to be saved."""
-    done = run(
-        folder,
-        # More may be saved than was said.
-        f"train.max_steps={max(checkpoints(folder), default=0) + 6}",
-        "checkpoint.keep=1",
-        "distributed.save_timeout_s=20",
-        faults=(fault,),
-        grace_s=grace_s,
-    )
-    assert done.returncode == -9, (fault, done.stdout, done.stderr)
-    assert not newest or said(done, "Resumed from")[:1] >= [newest] or "Saved" not in done.stdout
-    newest = max([newest, *said(done, "Saved")])
-    assert max(checkpoints(folder), default=0) >= newest
-    return newest
-
-
-def check_kills(folder: Path, faults: list[Fault], undisturbed: Callable[[int], list[Any]]) -> None:
-    """Kill every launch of one run, in every second with a grace period for the other rank."""
-    newest = 0
-    for number, fault in enumerate(faults):
-        newest = killed(folder, fault, newest, grace_s=number % 2 * 1.5)
-    total = max(checkpoints(folder)) + 2
-    done = run(folder, f"train.max_steps={total}")
-    assert done.returncode == 0, done.stderr
-    assert not hidden(folder)
-    assert steps_of(folder / "run") == undisturbed(total)
-
-
-def test_a_run_that_is_killed_in_a_save_resumes_with_the_same_numbers(folder, undisturbed):
-    faults = [
-        Fault("rename", "*/.checkpoint_*", kills(), rank=0, nth=2),
-        Fault("write", "*/rank_00001.safetensors", kills(), rank=1, nth=70),
-        Fault("unlink", "*.deleting/*", kills(), rank=0, nth=3),
-        Fault("fsync", "*/COMPLETE", then(kills()), rank=0, nth=2),
-    ]
-    check_kills(folder, faults, undisturbed)
-
-
-def note_calls(do: Callable[..., Any], path: Path, *arguments: Any) -> Any:
-    """Write the calls of this rank to a file, after the number of those before the second save."""
-    made = vars(durable_fs)["os"].calls
-    calls: list[Any] = [
-        next(n for n, call in enumerate(made) if "/.checkpoint_0000002." in call.path)
-    ]
-    for call in made:
-        pattern = re.sub(
-            r"/\.checkpoint_\d{7}\.[0-9a-f]{12}", "/.checkpoint_*." + "?" * 12, call.path
-        )
-        calls.append([call.operation, re.sub(r"checkpoint_\d{7}", "checkpoint_*", pattern)])
-    Path(f"calls{os.environ['RANK']}.json").write_text(json.dumps(calls), encoding="utf-8")
-    return do(path, *arguments)
-
-
-def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
-    """Yield the calls of the second save as rank, operation, pattern and count, three per file."""
-    done = run(
-        folder,
-        "train.max_steps=3",
-        "checkpoint.keep=1",
-        faults=(Fault("open", "*/.checkpoint_0000003.*/rank_*", note_calls),),
-    )
-    assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        second, *listed = json.loads((folder / f"calls{rank}.json").read_text(encoding="utf-8"))
-        calls = [tuple(call) for call in listed]
-        for operation, pattern in dict.fromkeys(calls[second:]):
-            if (operation == "mkdir" and "huggingface" not in pattern) or (
-                rank and pattern.endswith("/checkpoints")
-            ):
-                continue  # whichever rank comes first makes the directory, and syncs its name
-            before, all_of_them = (
-                calls[:second].count((operation, pattern)),
-                calls.count((operation, pattern)),
-            )
-            for nth in sorted({before + 1, (before + 1 + all_of_them) // 2, all_of_them}):
-                yield rank, operation, pattern, nth
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("when", [kills(), then(kills())], ids=["before", "after"])
-def test_killed_at_every_point(when, folder, tmp_path, inputs, undisturbed):
-    clean = Path(shutil.copytree(inputs, tmp_path / "clean"))
-    faults = [
-        Fault(operation, pattern, when, rank, nth)
-        for rank, operation, pattern, nth in points(clean)
-    ]
-    print(f"{len(faults)} points")
-    check_kills(folder, faults, undisturbed)
 
 
 # For long

@@ -172,7 +172,7 @@ _TORCH_CUDA: dict[str, Any] = {
 }
 
 
-# The device's own operators, which stand for calls that are none.
+# Operators that stand for calls of CUDA's, which are none.
 _CALLS = ("device", "set_device", "gpus", "memory", "bytes_per_gpu", "hollow", "on_host", "pin")
 _CALLS += ("on_device", "reset_peak", "empty_cache", "resize_storage", "unpin", "seed")
 _CALLS += ("random_state", "set_random_state")
@@ -180,7 +180,7 @@ _CALLS += ("random_state", "set_random_state")
 
 def patch() -> None:
     """Replace what would ask for a GPU."""
-    # Selective checkpointing counts operators.
+    # Selective checkpointing would count them.
     SAC_IGNORED_OPS.update(getattr(_OPS, name).default for name in _CALLS)
     for name, value in _TORCH_CUDA.items():
         setattr(torch.cuda, name, value)

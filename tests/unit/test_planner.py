@@ -311,7 +311,8 @@ def test_the_run_takes_as_many_hours_as_its_steps(
     with data.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     assert run(["plan", *given, *machine, f"data.train={data}"]) == 0
-    assert "hours for the run are not known, since" in (said := capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert "hours for the run are not known, since" in said
     assert "train.jsonl:41: invalid JSON" in said
 
 
