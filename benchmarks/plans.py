@@ -71,11 +71,12 @@ def plan_of(options: str, reason: str = "") -> Plan:
     add_arguments(parser)
     given = parser.parse_intermixed_args(["--config", "config.yaml", *shlex.split(options)])
     quiet_libraries(is_main=False)
-    more = [f"model.path={GLM}", "model.init=random", "model.compute_dtype=bfloat16"]
+    more = [f"model.path={GLM}", "model.compute_dtype=bfloat16"]
     more.append("run.dir=none")  # whose preflight would give other rates
     config = load_config(REPOSITORY / given.config, [*given.assignments, *more], {})
     machine = machine_of(given, config)
-    model_config = read_model_config(config.model, config.data.max_length)
+    without_weights = config.model.model_copy(update={"init": "random"})
+    model_config = read_model_config(without_weights, config.data.max_length)
     return make_plan(config, model_config, machine, reason=reason)
 
 

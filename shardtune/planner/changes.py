@@ -104,6 +104,8 @@ def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
     has_small_gradients = plan.fits or model.master_dtype == "bfloat16"
     if trains_all and has_small_gradients and model.reduce_dtype != "bfloat16":
         yield {"model.reduce_dtype": "bfloat16"}, "gradients summed with 8 bits of precision"
+    if not plan.fits and config.parallel.replicate > 1:
+        yield {"parallel.replicate": 1}, "weights travel between all ranks"
     if config.parallel.expert == 1 and machine.ranks_per_node > 1:
         price = "memory follows the rank whose experts get the most tokens"
         yield {"parallel.expert": machine.ranks_per_node}, price

@@ -54,7 +54,7 @@ def plan_run(options: argparse.Namespace) -> None:
         "gpu-tflops": options.gpu_tflops,
     }
     if wrong := [n for n, value in given.items() if value is not None and not 0 < value < math.inf]:
-        raise UserError(*(f"--{name} {given[name]:g} is not a number above 0" for name in wrong))
+        raise UserError(*(f"--{n} {given[n]:g}: no such machine - give more than 0" for n in wrong))
     config = load_config(options.config, options.assignments, os.environ)
     quiet_libraries(is_main=False)
     if config.model.compute_dtype == "auto":  # as a GPU takes it

@@ -39,6 +39,8 @@ def run_length(config: Config, ranks: int) -> RunLength | str:
         rows, tokens, is_counted = _rows_and_tokens(config)
     except UserError as error:  # the run says so too; memory can be planned all the same
         return error.problems[0]
+    if not rows:
+        return f"data.train={', '.join(specs)} has nothing to train"
     train = config.train
     rows_per_step = train.micro_batch_size * train.gradient_accumulation_steps * ranks
     steps_per_epoch = max(1, -(-round(rows) // rows_per_step))
@@ -72,7 +74,7 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
     """Tokenize the beginning of a source; return the tokens of each sequence and the share read.
 
     Raises:
-        UserError: it has broken records, with which the run would be refused.
+        UserError: its beginning has broken records, with which a run is refused.
     """
     lengths: list[int] = []
     n_bytes = 0

@@ -38,7 +38,9 @@ def plan_storage(
     # What is trained and its moments, once for all copies of the model.
     weights = sum(p.numel() * p.itemsize for p in trained)
     checkpoint = weights + states.optimizer * machine.ranks // replicas
-    staged = sum(to_local(p).numel() * p.itemsize for p in trained) + states.optimizer
+    # Of what several ranks hold, one writes it, and so copies it.
+    held = sum(to_local(p).numel() * p.itemsize for p in trained) + states.optimizer
+    staged = held * machine.ranks_per_node // replicas
     is_async = config.checkpoint.mode == "async"
     # A slice as the files have it, and as it is stored; a drawn parameter is drawn whole.
     source = getattr(model_config, "dtype", None) or parameters[0].dtype
@@ -51,7 +53,7 @@ def plan_storage(
         checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
         exported_bytes=_exported_bytes(model, config, source.itemsize),
         save_s=checkpoint / (machine.nodes * DISK_BYTES_PER_S),
-        staging_bytes=staged * machine.ranks_per_node if is_async else 0,
+        staging_bytes=staged if is_async else 0,
         loading_bytes=loading * machine.ranks_per_node,
     )
 

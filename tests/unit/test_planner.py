@@ -203,7 +203,7 @@ def test_a_run_that_does_not_fit_gets_changes_that_would_help(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--gpu-memory", "0"], "--gpu-memory 0 is not a number above 0"),
+        (["--gpu-memory", "0"], "--gpu-memory 0: no such machine - give more than 0"),
         (["parallel.replicate=3"], "parallel.replicate=3 does not divide the world size, 16"),
         (["parallel.expert=8"], "has no experts"),
     ],
@@ -308,12 +308,31 @@ def test_the_run_takes_as_many_hours_as_its_steps(
     )
     assert run(["plan", *given, *machine, f"data.train={tmp_path / 'none.jsonl'}"]) == 0
     assert "1e9 tokens take at least" in capsys.readouterr().out
+    data.with_name("empty.jsonl").touch()
+    assert run(["plan", *given, *machine, f"data.train={data.with_name('empty.jsonl')}"]) == 0
+    assert "empty.jsonl has nothing to train" in capsys.readouterr().out
     with data.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     assert run(["plan", *given, *machine, f"data.train={data}"]) == 0
     said = capsys.readouterr().out
     assert "hours for the run are not known, since" in said
     assert "train.jsonl:41: invalid JSON" in said
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_all_nodes_together_copy_what_one_checkpoint_has(replicas: int) -> None:
+    config = configured(f"parallel.replicate={replicas}", "checkpoint.mode=async")
+    storage = make_plan(config, LLAMA, Machine(2, 4, 80e9, 1, 1, 1), reason="shapes").storage
+    assert 2 * storage.staging_bytes == pytest.approx(storage.checkpoint_bytes, rel=0.01)
+
+
+def test_too_many_replicas_are_the_first_thing_to_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    given = ["--nodes", "1", "--gpu-memory", "4.003", f"model.path={tmp_path}", "parallel.expert=1"]
+    assert run(["plan", "--config", str(CONFIG), *given, "parallel.replicate=8"]) == 3
+    assert "parallel.replicate=1" in capsys.readouterr().out
 
 
 def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> None:
