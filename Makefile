@@ -1,8 +1,8 @@
-# make demo | rehearse | test-fast | test | test-full | gpu-check | docs | bench | card | clean. Each sets up .venv and may be run again.
+# make demo | rehearse | test-fast | test | test-full | mutants | gpu-check | docs | bench | card | clean. Each sets up .venv and may be run again.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rehearse lint test-fast test test-full gpu-check docs bench card clean
+.PHONY: help setup demo rehearse lint test-fast test test-full mutants gpu-check docs bench card clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -89,6 +89,10 @@ $(ENGINE)/.installed: tests/data/engine/requirements.txt
 # Everything, the long cases too.
 test-full: lint .venv/.templates .venv/.wandb $(MODEL)/config.json $(ENGINE)/.installed
 	$(PYTEST) $(IN_PARALLEL) -m ''
+
+# Wrong edits that a test must notice; MUTANTS_ARGS="--only checkpoint" tries a part of them.
+mutants: .venv/.installed .venv/.templates $(MODEL)/config.json
+	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 # Everything that needs one GPU, in runs/gpu-check. With PYTHON=... in that environment, which may be
 # older: .venv is not built, and what does not run there is skipped by name.
