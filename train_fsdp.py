@@ -57,7 +57,7 @@ def main() -> None:
     model_config, assets = setup.read_model_files(run)
     plan = RunPlan(run, model_config)  # made while data is tokenized
     data = setup.read_data(run, model_config)
-    schedule = setup.plan_schedule(run, data)
+    schedule = setup.make_schedule(run, data)
     pending_evaluation = setup.find_pending_evaluation(run, data, schedule)
     if run.resumed and run.resumed.step >= schedule.total_steps and pending_evaluation is None:
         last_checkpoint = run.resumed

@@ -34,7 +34,9 @@ class Rows:
         return Rows(self.members[starts[0] : starts[-1]], starts - starts[0])
 
 
-def plan_rows(lengths: np.ndarray, max_length: int, packing: bool, seed: int, epoch: int) -> Rows:
+def lay_out_rows(
+    lengths: np.ndarray, max_length: int, packing: bool, seed: int, epoch: int
+) -> Rows:
     """Put every sequence into one row of at most `max_length` tokens, the rows in random order.
 
     With packing (`best_fit`, sequences of equal length in random order) the number of rows is the

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.order import sequences_of_epoch
-from shardtune.data.packing import Rows, best_fit, plan_rows
+from shardtune.data.packing import Rows, best_fit, lay_out_rows
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ class Schedule:
     def _sequences(self, epoch: int) -> np.ndarray:
         return sequences_of_epoch(self.dataset, self.weights, self.seed, epoch)
 
-    def _plan_rows(self, epoch: int) -> Rows:
+    def _lay_out(self, epoch: int) -> Rows:
         sequences = self._sequences(epoch)
         lengths = self.dataset.lengths[sequences]
-        rows = plan_rows(lengths, self.max_length, self.packing, self.seed, epoch)
+        rows = lay_out_rows(lengths, self.max_length, self.packing, self.seed, epoch)
         return Rows(sequences[rows.members], rows.starts)
 
     def _count_rows(self, sequences: np.ndarray) -> int:
@@ -187,7 +187,7 @@ class Schedule:
         dataset, total_steps = self.dataset, self.total_steps
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
         while number < total_steps:
-            rows = self._plan_rows(epoch)
+            rows = self._lay_out(epoch)
             for begin in range(first, len(rows), self.rows_per_step)[: total_steps - number]:
                 number += 1
                 end = min(begin + self.rows_per_step, len(rows))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardtune.data.batch import build_batch
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.packing import plan_rows
+from shardtune.data.packing import lay_out_rows
 from shardtune.data.schedule import assign_rows
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest
@@ -67,7 +67,9 @@ def _nll_sum(
     Return None on every rank if any has received a signal; they ask after each micro-batch.
     """
     config, world, model = context.run.config, context.run.world, context.model
-    rows = plan_rows(dataset.lengths, config.data.max_length, config.data.packing, seed=0, epoch=0)
+    rows = lay_out_rows(
+        dataset.lengths, config.data.max_length, config.data.packing, seed=0, epoch=0
+    )
     costs = cost_of(model).per_row(
         rows, dataset.lengths[rows.members], dataset.trained_counts[rows.members]
     )

@@ -167,8 +167,8 @@ def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
     return data
 
 
-def plan_schedule(run: Run, data: PreparedData) -> Schedule:
-    """Plan all steps that are left, and log every number that follows from the configuration.
+def make_schedule(run: Run, data: PreparedData) -> Schedule:
+    """Lay out all steps that are left, and log every number that follows from the configuration.
 
     Refuses an epoch with fewer rows than the run has ranks.
     """
@@ -191,12 +191,12 @@ def plan_schedule(run: Run, data: PreparedData) -> Schedule:
             f"an epoch has {schedule.rows_per_epoch} rows and the run {world.size} ranks - "
             "add data or weight, lower data.max_length, set data.packing=false, or use fewer ranks"
         )
-    for line in (*data.lines, *_describe_plan(config, data, schedule, world)):
+    for line in (*data.lines, *_describe_schedule(config, data, schedule, world)):
         logger.info(line)
     return schedule
 
 
-def _describe_plan(
+def _describe_schedule(
     config: Config, data: PreparedData, schedule: Schedule, world: World
 ) -> Iterator[str]:
     """Yield a line for each number that the configuration and the data give, with its formula."""

@@ -37,7 +37,7 @@ from helpers.small_runs import checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from shardtune.data.packing import plan_rows
+from shardtune.data.packing import lay_out_rows
 from shardtune.data.schedule import Cost, assign_rows
 
 QUICK = [("llama", 1, True), ("qwen3", 2, False), ("glm", 4, True)]
@@ -82,7 +82,7 @@ def mean_of_means_errors(
     counts = [sum(trained[1:]) for _, trained in records]
     lengths = torch.tensor([len(ids) for ids, _ in records]).numpy()
     trained_counts = torch.tensor(counts).numpy()
-    rows = plan_rows(lengths, MAX_LENGTH, packed, 1234, 0)
+    rows = lay_out_rows(lengths, MAX_LENGTH, packed, 1234, 0)
     cost = Cost(per_token=6 * 16, per_trained_token=1, per_pair=1)
     costs = cost.per_row(rows, lengths[rows.members], trained_counts[rows.members])
     assigned = [assign_rows(rows, costs, rank, ranks, 1 if packed else 2) for rank in range(ranks)]

@@ -11,7 +11,7 @@ from helpers.data_run import log_normal_lengths, random_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtune.data.packing import plan_rows
+from shardtune.data.packing import lay_out_rows
 
 
 @given(
@@ -25,7 +25,7 @@ def test_every_sequence_is_in_one_row_that_fits(
     drawn: list[int], packing: bool, seed: int, epoch: int
 ) -> None:
     lengths = np.array(drawn, np.int32)
-    rows = plan_rows(lengths, 100, packing, seed, epoch)
+    rows = lay_out_rows(lengths, 100, packing, seed, epoch)
     members = [rows[row].tolist() for row in range(len(rows))]
     assert sorted(sequence for row in members for sequence in row) == list(range(len(lengths)))
     assert all(row and lengths[row].sum() <= 100 for row in members)
@@ -37,7 +37,7 @@ def test_rows_are_a_function_of_seed_and_epoch(packing: bool) -> None:
     lengths = random_lengths(300, 90, 3)
 
     def planned(seed: int, epoch: int) -> list[list[int]]:
-        rows = plan_rows(lengths, 100, packing, seed, epoch)
+        rows = lay_out_rows(lengths, 100, packing, seed, epoch)
         return [rows[row].tolist() for row in range(len(rows))]
 
     first = planned(1, 0)
@@ -57,7 +57,7 @@ def test_rows_that_stand_together_are_random_among_those_of_like_cost() -> None:
     lengths = log_normal_lengths(16_000, 500, 4096, 0)
     groups = []
     for epoch in range(2):
-        rows = plan_rows(lengths, 4096, True, 1, epoch)
+        rows = lay_out_rows(lengths, 4096, True, 1, epoch)
         starts = range(0, len(rows), 32)
         groups.append({frozenset(rows.part(i, i + 32).members.tolist()) for i in starts})
         longest = np.maximum.reduceat(lengths[rows.members], rows.starts[:-1])
@@ -70,9 +70,9 @@ def test_a_plan_holds_no_python_object_per_record(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_bytes(lengths.tobytes())
     mapped = np.memmap(tmp_path / "lengths", np.int32, mode="r")
     tracemalloc.start()
-    rows = plan_rows(mapped, 4096, True, 1, 0)
+    rows = lay_out_rows(mapped, 4096, True, 1, 0)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 48 * len(lengths)
-    in_memory = plan_rows(lengths, 4096, True, 1, 0)
+    in_memory = lay_out_rows(lengths, 4096, True, 1, 0)
     assert (rows.members == in_memory.members).all() and (rows.starts == in_memory.starts).all()

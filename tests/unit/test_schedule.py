@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig
 
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.packing import Rows, plan_rows
+from shardtune.data.packing import Rows, lay_out_rows
 from shardtune.data.schedule import Cost, Position, Schedule, assign_rows
 from shardtune.model.flops import ModelFlops, cost_of, count_flops
 
@@ -109,7 +109,7 @@ def useful_shares(
     lengths = log_normal_lengths(records, 500, 4096, 0)
     trained = trained_counts(lengths, *trained_shares)
     per_step = ranks * accumulation * rows_per_micro_batch
-    rows = plan_rows(lengths, 4096, True, 1, 0)
+    rows = lay_out_rows(lengths, 4096, True, 1, 0)
     worked = by_step = by_micro_batch = 0.0
     for begin in range(0, len(rows) - per_step + 1, per_step):
         step = rows.part(begin, begin + per_step)
