@@ -39,12 +39,13 @@ from shardtune.training.context import Run, TrainContext
 from shardtune.training.evaluate import evaluate
 from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
-from shardtune.training.memory import state_bytes, step_fits, weights_fit
 from shardtune.training.metrics import Metrics, StepLog, StepStats, all_gather_step_stats
+from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.prefetch import prefetch
 from shardtune.training.profiler import StepProfiler
 from shardtune.training.reshard import choose_reshard_policy
 from shardtune.training.sinks import open_sinks
+from shardtune.training.states import state_bytes
 from shardtune.training.stragglers import Stragglers
 
 

@@ -11,8 +11,8 @@ from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.model.experts import gathered_numel
 from shardtune.model.support import decoder_layers
-from shardtune.training.memory import StateBytes
 from shardtune.training.reshard import unsharded_bytes
+from shardtune.training.states import StateBytes
 
 # Generous, because a bound that is too low would let a run begin that cannot end. Tests hold it
 # against simulated steps.

@@ -22,7 +22,6 @@ from shardtune.planner.simulate import Measured, fake_world
 from shardtune.planner.storage import Storage, plan_storage
 from shardtune.planner.tracker import Cause, Collective, Peak
 from shardtune.training.low_precision_optim import PIECE, LowPrecisionAdamW
-from shardtune.training.memory import StateBytes, state_bytes
 from shardtune.training.optim import build_optimizer
 from shardtune.training.reshard import (
     ReshardPolicy,
@@ -30,6 +29,7 @@ from shardtune.training.reshard import (
     keeps_gradients_whole,
     unsharded_bytes,
 )
+from shardtune.training.states import StateBytes, state_bytes
 
 # For each element of the piece that LowPrecisionAdamW works on, as measured: 16 numbers of 4 bytes.
 _UPDATE_BYTES_PER_ELEMENT = 64

@@ -41,9 +41,9 @@ from shardtune.planner.machine import Machine
 from shardtune.planner.plan import arithmetic_s, count_step_flops, make_plan
 from shardtune.planner.text import verdict
 from shardtune.training.context import Run
-from shardtune.training.memory import state_bytes
 from shardtune.training.metrics import Metrics, peak_memory_bytes, read_entries
 from shardtune.training.optim import build_optimizer
+from shardtune.training.states import state_bytes
 
 _BOUND_SUFFICES = 0.1  # of the memory
 _SIMULATED_WITHIN_S = 180.0

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.planner.machine import DISK_BYTES_PER_S, Machine
-from shardtune.training.memory import StateBytes
+from shardtune.training.states import StateBytes
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.build import compute_dtype
 from shardtune.model.experts import gathered_numel
-from shardtune.training.memory import StateBytes
+from shardtune.training.states import StateBytes
 
 _SHARE = 0.5  # of the free memory that may be taken; the rest is for activations
 

@@ -41,11 +41,12 @@ from shardtune.model.files import (
 )
 from shardtune.model.lora import describe_adapters
 from shardtune.training.context import Run
-from shardtune.training.memory import StateBytes, weights_fit
 from shardtune.training.metrics import read_entries
 from shardtune.training.optim import learning_rate, warmup_steps
+from shardtune.training.out_of_memory import weights_fit
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.sinks import require_packages
+from shardtune.training.states import StateBytes
 
 # Node 0's values hold for these, so nodes may differ in them.
 _MAY_DIFFER_BY_NODE = {"run.dir", "distributed.join_timeout_s"}

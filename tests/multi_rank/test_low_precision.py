@@ -29,8 +29,8 @@ from shardtune.distributed.tensors import copy_slice, to_local
 from shardtune.model.build import build_model
 from shardtune.training import reshard
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
-from shardtune.training.memory import state_bytes
 from shardtune.training.optim import build_optimizer
+from shardtune.training.states import state_bytes
 
 BFLOAT16, EIGHT_BITS = "model.master_dtype=bfloat16", "optimizer.name=adamw8bit"
 

@@ -95,9 +95,9 @@ def _measure(options: argparse.Namespace) -> Peaks:
     from shardtune.model.files import read_model_config
     from shardtune.model.loss import summed_loss, use_loss_head
     from shardtune.training.expert_balance import ExpertBalance
-    from shardtune.training.memory import state_bytes
     from shardtune.training.optim import build_optimizer
     from shardtune.training.reshard import choose_reshard_policy
+    from shardtune.training.states import state_bytes
 
     given = [f"model.path={options.model}", "model.init=random", *options.assignments]
     config = load_config(options.config, given, {})

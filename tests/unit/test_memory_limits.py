@@ -11,7 +11,7 @@ import torch
 from helpers.ranks import config_for
 
 from shardtune.errors import OutOfMemory
-from shardtune.training.memory import step_fits, weights_fit
+from shardtune.training.out_of_memory import step_fits, weights_fit
 
 
 def test_memory_that_python_lacks_is_said_too(models: dict[str, Path], tmp_path: Path) -> None:
