@@ -96,7 +96,7 @@ def test_every_command_is_run_by_a_test() -> None:
     assert set(COMMANDS) == tested | {*TORCHRUN_AND_TOOLS, *OTHER_STARTS, *ELSEWHERE}
 
 
-def test_two_nodes_and_their_log(repository: Path) -> None:
+def test_two_nodes_train_and_the_documented_greps_find_their_lines(repository: Path) -> None:
     """Both commands of the README on this machine, then the lines that it looks for."""
     worker = repository.parent / "worker"
     worker.mkdir()
@@ -135,12 +135,12 @@ def test_a_run_on_one_machine_resumed_verified_and_exported(repository: Path) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", OTHER_STARTS, ids=lambda command: command.split()[0])
-def test_other_ways_to_start_a_run(command: str, repository: Path) -> None:
+def test_every_documented_launcher_starts_a_run(command: str, repository: Path) -> None:
     assert "Step 1/1 | Loss:" in run(command, repository)
 
 
 @pytest.mark.full
-def test_asking_the_model(repository: Path, models: dict[str, Path]) -> None:
+def test_the_documented_question_is_answered(repository: Path, models: dict[str, Path]) -> None:
     run_dir = repository / "runs/demo"
     shutil.copytree(models["llama"], run_dir / "model")
     (run_dir / "config.yaml").write_text("data: {template_options: {}}\n", encoding="utf-8")
@@ -148,7 +148,7 @@ def test_asking_the_model(repository: Path, models: dict[str, Path]) -> None:
 
 
 @pytest.mark.full
-def test_a_node_alone_and_one_device(repository: Path) -> None:
+def test_one_node_and_one_device_train_as_documented(repository: Path) -> None:
     """With the rung of the ladder in docs/troubleshooting.md that needs one device."""
     rungs = re.findall(r"^\| one .+? \| `(.+?)` \|", TEXTS["docs/troubleshooting.md"], re.MULTILINE)
     assert len(rungs) == 2 and len(ALONE) == 1
@@ -158,7 +158,7 @@ def test_a_node_alone_and_one_device(repository: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_rehearsal(repository: Path) -> None:
+def test_the_documented_rehearsal_passes(repository: Path) -> None:
     assert "Rehearsed: every check passed." in run(REHEARSAL, repository, 400).splitlines()[-1]
 
 
@@ -189,7 +189,7 @@ def demo(run_dir: Path, *arguments: str, timeout_s: float = 400) -> str:
     return run(f"make demo RUN={run_dir} DEMO_ARGS='{' '.join(arguments)}'", REPOSITORY, timeout_s)
 
 
-def test_make_demo(tmp_path: Path) -> None:
+def test_make_demo_trains_asks_and_reports(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
     said = demo(run_dir, "train.max_steps=2", "data.max_length=256", "eval.baseline=false")
     assert "\r" not in said

@@ -69,7 +69,9 @@ def require_end(nodes: Nodes, code: int, pattern: str) -> None:
         pytest.param(2, "os._exit(0)", "with code 0", marks=FULL),
     ],
 )
-def test_a_rank_that_ends_while_it_imports(rank: int, effect: str, how: str, folder: Path) -> None:
+def test_a_rank_that_ends_while_it_imports_is_named(
+    rank: int, effect: str, how: str, folder: Path
+) -> None:
     with two_nodes(folder, **while_it_imports(folder, str(rank), effect)) as nodes:
         nodes.wait_for_words("nodes agree")
         line = f"rank {rank} on {HOST}: ended {how}, before it had met the others - .*"
@@ -78,7 +80,7 @@ def test_a_rank_that_ends_while_it_imports(rank: int, effect: str, how: str, fol
 
 
 @FULL
-def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
+def test_a_rank_that_hangs_while_it_imports_is_named_as_absent(folder: Path) -> None:
     """Slow or stuck, nobody can know before the time to meet is over."""
     fault = while_it_imports(folder, "1", "time.sleep(3600)")
     with two_nodes(folder, GPUS_PER_NODE="1", JOIN_TIMEOUT="25", **fault) as nodes:
@@ -107,7 +109,7 @@ def test_a_rank_that_hangs_while_it_imports(folder: Path) -> None:
         ),
     ],
 )
-def test_a_rank_that_ends_or_stops(
+def test_a_rank_that_ends_or_stops_is_named(
     ranks_per_node: int, rank: int, where: tuple[str, str], effect: str, line: str, folder: Path
 ) -> None:
     """One line says it: a rank that only lost a connection prints no traceback."""
@@ -122,7 +124,7 @@ def test_a_rank_that_ends_or_stops(
 
 
 @FULL
-def test_the_rank_that_ended_first(folder: Path) -> None:
+def test_the_rank_that_ended_first_is_the_one_named(folder: Path) -> None:
     """All others are killed behind it, before they can tell of it."""
     siblings = "$(cat /proc/%d/task/*/children)"
     others = f"os.system('(sleep 0.3; kill -9 {siblings} 2> /dev/null) &' % os.getppid())"
@@ -142,7 +144,7 @@ def test_the_rank_that_ended_first(folder: Path) -> None:
         pytest.param(2, 2, 1, FORWARD, "forward and backward", "summed_loss", marks=FULL),
     ],
 )
-def test_a_rank_that_does_not_arrive(
+def test_a_rank_that_does_not_arrive_is_named(
     rank: int,
     ranks_per_node: int,
     replicas: int,
@@ -170,7 +172,9 @@ def test_a_rank_that_does_not_arrive(
         pytest.param("exec('for _ in range(2 * 10**8): pass')", 0, marks=FULL),
     ],
 )
-def test_a_rank_that_takes_long_outside_of_steps(effect: str, code: int, folder: Path) -> None:
+def test_a_rank_may_take_long_outside_of_steps_while_it_works(
+    effect: str, code: int, folder: Path
+) -> None:
     """It may take its time as long as it works. One node is watched as two are."""
     fault = break_rank(folder, 1, LOADING, effect, nth=1)
     one_node = {"NNODES": "1", "GPUS_PER_NODE": "2"}
@@ -189,7 +193,9 @@ def test_a_rank_that_takes_long_outside_of_steps(effect: str, code: int, folder:
     ("node", "is_training"),
     [(0, True), *(pytest.param(*case, marks=FULL) for case in ((1, True), (0, False), (1, False)))],
 )
-def test_an_agent_that_is_killed(node: int, is_training: bool, folder: Path) -> None:
+def test_an_agent_that_is_killed_ends_its_ranks_and_the_other_node(
+    node: int, is_training: bool, folder: Path
+) -> None:
     """Its ranks end with it, also before they have met; the other node says so at once."""
     fault = {} if is_training else while_it_imports(folder, "train_fsdp.py", "time.sleep(10)")
     with two_nodes(folder, **fault) as nodes:
@@ -210,7 +216,7 @@ def test_an_agent_that_is_killed(node: int, is_training: bool, folder: Path) -> 
 
 
 @FULL
-def test_an_agent_that_is_stopped(folder: Path) -> None:
+def test_an_agent_that_is_stopped_is_out_of_reach(folder: Path) -> None:
     """The other node ends within a minute, and the stopped one when it goes on."""
     with two_nodes(folder, GPUS_PER_NODE="1") as nodes:
         nodes.wait_for_step(4)
@@ -227,7 +233,7 @@ def test_an_agent_that_is_stopped(folder: Path) -> None:
 @needs_namespaces
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("how", ["power", "cable"])
-def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
+def test_a_node_that_is_lost_is_named(lost: int, how: str, folder: Path) -> None:
     """Nothing comes from it any more, not even the end of its connections."""
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
         prefixes = (places[0].prefix, places[1].prefix)
@@ -254,7 +260,7 @@ def test_a_node_that_is_lost(lost: int, how: str, folder: Path) -> None:
 
 @FULL
 @needs_namespaces
-def test_a_rank_that_ends_while_node_0_cannot_be_reached(folder: Path) -> None:
+def test_a_rank_that_ends_while_node_0_cannot_be_reached_is_named_on_its_node(folder: Path) -> None:
     with namespaces.joined_nodes(["10.11.7.50", "10.11.7.51"], "enp26s0np0") as places:
         prefixes = (places[0].prefix, places[1].prefix)
         place = {"MASTER_ADDR": "10.11.7.50", "NCCL_SOCKET_IFNAME": "enp26s0np0"}

@@ -51,7 +51,7 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
     return tmp_path
 
 
-def test_one_node(folder: Path) -> None:
+def test_one_node_trains(folder: Path) -> None:
     """Through a symbolic link, from another directory; nothing stays in the folder of temporary
     files."""
     (folder / "elsewhere").mkdir()
@@ -83,7 +83,7 @@ def test_one_node(folder: Path) -> None:
     ]
 
 
-def test_two_nodes_of_different_size(folder: Path) -> None:
+def test_two_nodes_of_different_size_train(folder: Path) -> None:
     """The worker comes first; only node 0 tells the run, and one process a node where it runs."""
     port = a_free_port()
     worker = start("launch_node1.sh", "--config", "config.yaml", cwd=folder, MASTER_PORT=port)
@@ -132,7 +132,7 @@ def test_a_refusal_ends_both_nodes_with_its_code(folder: Path) -> None:
         assert errors.count(last) == 1
 
 
-def test_a_node_that_waits_in_vain(folder: Path) -> None:
+def test_a_node_that_waits_in_vain_says_so_in_its_last_line(folder: Path) -> None:
     """It says so in its last line, and has looked for node 0."""
     port = a_free_port()
     settings = {"MASTER_PORT": port, "JOIN_TIMEOUT": "2"}
@@ -153,7 +153,7 @@ def test_a_node_that_waits_in_vain(folder: Path) -> None:
         (signal.SIGKILL, "waiting for node 1 of 2"),
     ],
 )
-def test_a_launch_that_is_ended_before_the_nodes_have_met(
+def test_a_launch_that_is_ended_before_the_nodes_have_met_leaves_nothing(
     number: signal.Signals, words: str, folder: Path
 ) -> None:
     here = {"MASTER_PORT": a_free_port(), "TMPDIR": str(folder)}
@@ -193,7 +193,7 @@ def test_bad_settings_are_refused_together(folder: Path) -> None:
         require_error_line(line)
 
 
-def test_help(folder: Path) -> None:
+def test_the_help_of_the_scripts_names_every_variable(folder: Path) -> None:
     code, output, errors = end(start("launch_node1.sh", "--help", cwd=folder))
     assert (code, errors) == (0, "") and "usage: " in output and "Launching" not in output
     contract = {**DEFAULTS, "JOIN_TIMEOUT": "300", "MAX_RESTARTS": "0"}
@@ -203,7 +203,9 @@ def test_help(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["VIRTUAL_ENV", "CONDA_PREFIX"])
 @pytest.mark.parametrize("is_old", [False, True])
-def test_an_environment_that_is_gone_or_too_old(name: str, is_old: bool, folder: Path) -> None:
+def test_an_environment_that_is_gone_or_too_old_is_refused(
+    name: str, is_old: bool, folder: Path
+) -> None:
     words = rf"ERROR: {folder}/other/bin/python does not exist - .+\n"
     if is_old:
         a_python(folder / "other/bin", "python").write_text("#!/bin/sh\nexit 1\n")
@@ -224,7 +226,7 @@ def a_python(path: Path, name: str) -> Path:
     return file
 
 
-def test_the_choice_of_python(tmp_path: Path) -> None:
+def test_the_scripts_take_the_python_of_the_active_environment_first(tmp_path: Path) -> None:
     """The active environment's, else .venv beside the script, else python3."""
     copy = tmp_path / "copy"
     active = a_python(tmp_path / "active/bin", "python")
@@ -254,7 +256,7 @@ def test_the_choice_of_python(tmp_path: Path) -> None:
     assert output(VIRTUAL_ENV="").startswith(f"{on_path} ")
 
 
-def test_a_slurm_job(tmp_path: Path) -> None:
+def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
     """On two nodes of different size, with stand-ins for `srun` and `scontrol`."""
     a_python(tmp_path / "bin", "python")
     stubs = {

@@ -79,7 +79,7 @@ CASES = [
 
 @needs_namespaces
 @pytest.mark.parametrize("fault", CASES)
-def test_fault(fault: Fault, machines: list[Machine]) -> None:
+def test_each_fault_is_named_on_every_node(fault: Fault, machines: list[Machine]) -> None:
     fault.prepare(*machines)
     started_s = time.monotonic()
     started = [machine.start() for machine in machines]
@@ -126,7 +126,7 @@ def wait_for(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(output)
 
 
-def test_nodes_that_agree(inputs: Callable[[str], Path]) -> None:
+def test_nodes_that_agree_pass_the_preflight(inputs: Callable[[str], Path]) -> None:
     """They have different sizes."""
     folder, port = inputs("both"), a_free_port()
     master = on_loopback(0, folder, port)
@@ -149,7 +149,7 @@ def test_nodes_that_agree(inputs: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGTERM])
-def test_a_node_0_that_dies_while_another_node_waits(
+def test_a_node_0_that_dies_while_another_node_waits_is_named(
     cause: signal.Signals, inputs: Callable[[str], Path]
 ) -> None:
     folder, port = inputs("all"), a_free_port()
@@ -168,7 +168,7 @@ def test_a_node_0_that_dies_while_another_node_waits(
 
 
 @pytest.mark.full
-def test_a_node_0_that_is_stopped_while_others_wait(inputs: Callable[[str], Path]) -> None:
+def test_a_node_0_that_is_stopped_while_others_wait_is_named(inputs: Callable[[str], Path]) -> None:
     folder, port = inputs("all"), a_free_port()
     nodes = [on_loopback(node, folder, port, NNODES="3") for node in (0, 1)]
     wait_for(nodes[1], "has found node 0")
@@ -185,7 +185,9 @@ def test_a_node_0_that_is_stopped_while_others_wait(inputs: Callable[[str], Path
 @pytest.mark.full
 @needs_namespaces
 @pytest.mark.parametrize("address", ["10.11.7.60", "192.168.77.50"])
-def test_master_at_a_second_address(address: str, machines: list[Machine]) -> None:
+def test_nodes_meet_at_a_second_address_of_the_master(
+    address: str, machines: list[Machine]
+) -> None:
     """It has a label, as old tools give one, and is in the nodes' network or in a second one."""
     network = address.rpartition(".")[0]
     for number, machine in enumerate(machines):
@@ -199,7 +201,7 @@ def test_master_at_a_second_address(address: str, machines: list[Machine]) -> No
     assert "Preflight: all 2 nodes agree" in output and "Saved the final model" in output
 
 
-def test_ranks_that_fail(inputs: Callable[[str], Path]) -> None:
+def test_ranks_that_cannot_meet_are_named_on_both_nodes(inputs: Callable[[str], Path]) -> None:
     """gloo finds no such interface: what failed is named, on both nodes, with what it said."""
     folder, port = inputs("both"), a_free_port()
     nodes = [on_loopback(node, folder, port, GLOO_SOCKET_IFNAME="eth77") for node in range(2)]
@@ -228,14 +230,16 @@ def test_a_child_dies_with_its_parent() -> None:
     parent.communicate(timeout=10)  # which ends when nobody holds its output any more
 
 
-def test_a_child_that_ends_without_a_message() -> None:
+def test_a_child_that_ends_without_a_message_is_a_problem_of_its_node() -> None:
     child = Child("node 0 (host0)", lambda pipe: os._exit(3))
     (problem,) = child.result()["problems"]
     child.end()
     assert problem == "node 0 (host0) ended without a message (exit code 3) - see above"
 
 
-def test_a_rank_that_does_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_finish_the_measurement_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is named with the part in which it stands: here the other one never comes."""
     monkeypatch.setattr(microbenchmark, "_ALL_TIMEOUT_S", 2.0)
     job = {"logs": str(tmp_path), "node": 0, "name": "node 0 (host0)", "sizes": [1, 1]}
@@ -262,7 +266,7 @@ def test_the_store_of_a_running_job_is_a_stranger() -> None:
 
 
 @pytest.mark.parametrize("command", [["./launch_node0.sh"], ["python", "-m", "distTest.preflight"]])
-def test_a_python_without_the_packages(command: list[str], tmp_path: Path) -> None:
+def test_a_python_without_the_packages_is_refused(command: list[str], tmp_path: Path) -> None:
     venv.create(tmp_path / "empty", with_pip=False)
     if command[0] == "python":
         command = [str(tmp_path / "empty/bin/python"), *command[1:]]

@@ -48,7 +48,7 @@ def passed(output: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
+def test_a_rehearsal_over_loopback_passes(tmp_path: Path, here: dict[str, str]) -> None:
     """A value of the user's reaches the scripts; variables of the real cluster do not."""
     options = "--loopback --procs-per-node 1 -- optimizer.lr=2e-3 data.max_length=99"
     options += " parallel.expert=2"
@@ -72,7 +72,9 @@ def test_over_loopback(tmp_path: Path, here: dict[str, str]) -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize("ranks_per_node", [2, pytest.param(8, marks=pytest.mark.full)])
-def test_in_namespaces(ranks_per_node: int, tmp_path: Path, here: dict[str, str]) -> None:
+def test_a_rehearsal_in_namespaces_passes(
+    ranks_per_node: int, tmp_path: Path, here: dict[str, str]
+) -> None:
     """16 ranks run every key of config.yaml as it is shipped."""
     fewer = ["--", "parallel.expert=2"] if ranks_per_node < 8 else []
     arguments = rehearsal("--procs-per-node", str(ranks_per_node), *fewer)
@@ -87,7 +89,7 @@ def test_in_namespaces(ranks_per_node: int, tmp_path: Path, here: dict[str, str]
 
 
 @pytest.mark.full
-def test_three_nodes_with_a_configuration_of_ones_own(
+def test_three_nodes_rehearse_a_configuration_of_ones_own(
     tmp_path: Path, here: dict[str, str], models: dict[str, Path]
 ) -> None:
     """A dense model, evaluation data taken from train, few lines, and no resume."""
@@ -108,7 +110,7 @@ def test_three_nodes_with_a_configuration_of_ones_own(
     assert "others ended with [1, 1], " in done.stdout
 
 
-def test_a_launch_that_fails(tmp_path: Path, here: dict[str, str]) -> None:
+def test_a_rehearsal_that_fails_names_its_logs(tmp_path: Path, here: dict[str, str]) -> None:
     """Its logs are kept and named."""
     there = here | {"VIRTUAL_ENV": str(tmp_path / "nothing")}
     done = run(*rehearsal("--loopback", "--procs-per-node", "1"), cwd=tmp_path, env=there)

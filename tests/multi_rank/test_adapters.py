@@ -253,7 +253,7 @@ def test_targets_that_mean_nothing_or_a_router_are_refused(
 
 
 @pytest.mark.full
-def test_the_same_ranks_resume_to_the_bit_with_dropout(
+def test_adapters_with_dropout_resume_to_the_bit_on_the_same_ranks(
     sharp: dict[str, Path], tmp_path: Path
 ) -> None:
     dropout = ("lora.dropout=0.3", "checkpoint.every_steps=2", "export.final=false")

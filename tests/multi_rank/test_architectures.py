@@ -174,7 +174,7 @@ def test_a_rank_without_rows_disturbs_no_gradient(tokenizer, tmp_path):
     assert_same_steps(tmp_path / "run", expected)
 
 
-def test_what_no_rank_uses_is_left_as_it_is(tokenizer, tmp_path):
+def test_weights_that_no_rank_uses_stay_as_they_are(tokenizer, tmp_path):
     """An indexer only chooses what attention sees, so it has no gradient, in a layer of experts
     neither."""
     config = DeepseekV32Config(

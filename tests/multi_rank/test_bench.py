@@ -54,7 +54,7 @@ def test_unequal_work_is_refused(side: Side, text: str) -> None:
     assert text.split(" and ")[0] in refused["ours"]
 
 
-def test_without_a_reference_nothing_counts() -> None:
+def test_no_figure_counts_without_the_losses_of_the_reference() -> None:
     equal, refused = gated({"peer": [], "ours": [ROUNDED]}, "peer", 1e-4)
     assert not equal
     assert refused == dict.fromkeys(("peer", "ours"), "peer did not run to its end")
@@ -69,7 +69,7 @@ def test_equal_losses_that_do_not_move_say_nothing() -> None:
     assert not equal and set(refused) == {"peer", "ours"}
 
 
-def test_sides_take_turns() -> None:
+def test_benchmark_sides_take_turns() -> None:
     assert list(in_turns(["a", "b", "c"], 2)) == [
         (0, "a"),
         (0, "b"),

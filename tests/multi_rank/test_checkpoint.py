@@ -206,7 +206,7 @@ def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved: dict[str, Path]
         } <= manifest["tensors"].keys()
 
 
-def test_nothing_but_tensors_and_text_is_stored(saved: dict[str, Path]) -> None:
+def test_a_checkpoint_stores_nothing_but_tensors_and_text(saved: dict[str, Path]) -> None:
     directory = checkpoint(saved["glm"] / "run", 3)
     assert names(directory) == [
         "COMPLETE",
@@ -310,7 +310,7 @@ def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_as_many_are_kept_as_were_asked_for(
+def test_as_many_checkpoints_are_kept_as_were_asked_for(
     keep: int, tmp_path: Path, models: dict[str, Path]
 ) -> None:
     """Never fewer, although a save fails and the run is killed while it deletes.
@@ -408,7 +408,7 @@ def three_steps(tmp_path: Path, saved: dict[str, Path], models: dict[str, Path])
 CONTINUE = (*SETTINGS, *CONSTANT, "checkpoint.keep=9", "export.final=false", "train.max_steps=4")
 
 
-def test_moving_aside_loses_nothing(three_steps: Path) -> None:
+def test_moving_a_checkpoint_aside_loses_no_file(three_steps: Path) -> None:
     checkpoints = three_steps / "run/checkpoints"
     (checkpoints / "checkpoint_0000003/COMPLETE").unlink()
     for taken in ("checkpoint_0000003.aside1", "checkpoint_0000009"):

@@ -222,7 +222,7 @@ def test_compiled_layers_exchange_tokens(
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_mesh_is_exact(
+def test_losses_are_exact_on_every_mesh_of_experts(
     family: str,
     mesh: Mesh,
     models: Callable[[str], Path],

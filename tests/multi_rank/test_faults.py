@@ -249,7 +249,9 @@ def waits_for(path: str) -> Any:
         *(pytest.param(name, name, marks=pytest.mark.full) for name in ("open", "close")),
     ],
 )
-def test_a_rank_later_than_the_deadline(slow, stopped, folder, undisturbed):
+def test_a_save_is_given_up_when_a_rank_is_later_than_its_deadline(
+    slow, stopped, folder, undisturbed
+):
     """All ranks give the save up, and training continues."""
     faults = [*late(slow, 2, waits_for), *late(stopped, 4, stops_until)]
     arguments = command("train.max_steps=5", "checkpoint.keep=9")
@@ -264,7 +266,7 @@ def test_a_rank_later_than_the_deadline(slow, stopped, folder, undisturbed):
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.full)])
-def test_nothing_is_committed_after_the_deadline(mode, folder):
+def test_no_save_is_committed_after_its_deadline(mode, folder):
     """Even if all ranks have reported in time."""
     arguments = command("train.max_steps=3", "checkpoint.keep=9", f"checkpoint.mode={mode}")
     done = on_ranks(1, run_with_deadlines, {2: 0}, [], arguments, cwd=folder)
@@ -313,7 +315,7 @@ def test_no_rank_trains_while_a_stalled_disk_reads_the_tensors_of_the_run(folder
 
 
 @pytest.mark.parametrize("operation", ["rename", pytest.param("open", marks=pytest.mark.full)])
-def test_rank_0_decides_after_the_others_gave_up(operation, folder, undisturbed):
+def test_rank_0_decides_on_a_save_that_the_others_gave_up(operation, folder, undisturbed):
     """The checkpoints that it logs as saved are whole, although the others have given up."""
     stopped = Fault(operation, "*/.checkpoint_0000002.*", stops(3), 0)
     arguments = command("train.max_steps=4", "checkpoint.keep=9", "checkpoint.mode=sync")

@@ -68,7 +68,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 1), ("glm", 2)])
-def test_without_learning_the_source_comes_back(
+def test_a_run_that_learns_nothing_exports_its_source(
     name: str,
     ranks: int,
     folder: Path,
@@ -93,7 +93,9 @@ def test_without_learning_the_source_comes_back(
         assert {key: new.get(key) for key in old} == old, file
 
 
-def test_a_source_without_a_generation_config(folder: Path, models: dict[str, Path]) -> None:
+def test_a_model_without_a_generation_config_is_exported_without_one(
+    folder: Path, models: dict[str, Path]
+) -> None:
     source = Path(shutil.copytree(models["llama"], folder / "source"))
     (source / "generation_config.json").unlink()
     assert train(1, *STILL, "model.path=source", cwd=folder).returncode == 0

@@ -9,7 +9,7 @@ from helpers.commands import REPOSITORY
 from helpers.data_run import chat, save_model, write
 
 
-def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
+def test_inspect_data_ends_quietly_when_its_reader_leaves(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     train = write(tmp_path / "many.jsonl", [chat(f"number {i}") for i in range(3000)])
     config = tmp_path / "run.yaml"

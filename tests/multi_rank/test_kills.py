@@ -115,7 +115,9 @@ def points(folder: Path) -> Iterator[tuple[int, str, str, int]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("when", [kills(), then(kills())], ids=["before", "after"])
-def test_killed_at_every_point(when, folder, tmp_path, inputs, undisturbed):
+def test_a_run_killed_at_every_point_of_a_save_resumes_with_the_same_numbers(
+    when, folder, tmp_path, inputs, undisturbed
+):
     clean = Path(shutil.copytree(inputs, tmp_path / "clean"))
     faults = [
         Fault(operation, pattern, when, rank, nth)

@@ -223,7 +223,7 @@ def measure_bytes(config: Config, out: Path) -> None:
     ("more", "weight", "moments"),
     [((), 4, 8), ((BFLOAT16,), 2, 4), ((BFLOAT16, EIGHT_BITS), 2, 2)],
 )
-def test_the_bytes_of_each_rank_are_those_said(
+def test_the_states_of_each_rank_take_the_bytes_that_the_log_says(
     more: tuple[str, ...], weight: int, moments: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = config_for(models["qwen3"], tmp_path, "model.compute_dtype=float32", *more)

@@ -63,7 +63,7 @@ def test_a_run_says_its_mfu(tmp_path: Path, models: dict[str, Path]) -> None:
     assert f"tok/s | MFU {mean:.1%} | {steps[-1]['memory_bytes'] / 1e9:.1f} GB | ETA" in line
 
 
-def test_a_run_without_one_says_so_once(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_run_without_mfu_says_so_once(tmp_path: Path, models: dict[str, Path]) -> None:
     config = AutoConfig.for_model(
         "lfm2",
         vocab_size=331,

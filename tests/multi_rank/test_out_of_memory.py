@@ -47,7 +47,7 @@ def run_in_little_memory(since: str, arguments: list[str]) -> None:
     ("since", "place"),
     [("trial", "loading the model"), ("step", r"step 2 \(forward and backward\)")],
 )
-def test_what_does_not_fit_the_memory_is_said_with_the_keys_that_shrink_it(
+def test_a_run_out_of_memory_names_the_keys_that_shrink_it(
     since: str, place: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Scores of four heads over 2048 tokens take 67 MB."""

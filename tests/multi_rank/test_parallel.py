@@ -72,7 +72,9 @@ def run(model: Path, folder: Path, ranks: int, *more: str, room: bool = True) ->
     ), run_dir
 
 
-def test_a_resumed_run_decides_anew_where_it_must(sharp: dict[str, Path], tmp_path: Path) -> None:
+def test_a_resumed_run_decides_on_resharding_anew_where_it_must(
+    sharp: dict[str, Path], tmp_path: Path
+) -> None:
     """With one micro-batch a step there was nothing to decide about gradients."""
     said, _ = run(
         sharp["llama"], tmp_path, 2, "train.gradient_accumulation_steps=1", "train.max_steps=1"
@@ -82,7 +84,7 @@ def test_a_resumed_run_decides_anew_where_it_must(sharp: dict[str, Path], tmp_pa
     assert "Gradients: reduced once a step" in run(sharp["llama"], tmp_path, 2, *more)[0]
 
 
-def test_a_decision_is_said_with_what_it_was_made_on(
+def test_the_decision_on_resharding_is_said_with_its_bytes(
     sharp: dict[str, Path], tmp_path: Path
 ) -> None:
     """Whole gradients stay whole after a resume, where there is no room left for anything."""

@@ -49,7 +49,7 @@ import shardtune.training.evaluate
         ),
     ],
 )
-def test_a_run_that_is_killed_again_and_again(
+def test_a_run_that_is_killed_again_and_again_repeats_and_skips_no_row(
     name: str, ranks: int, seed: int, tmp_path: Path, models: dict[str, Path]
 ) -> None:
     """With dropout, accumulation and packing; half of the kills hit a save."""
@@ -94,7 +94,7 @@ def test_a_run_that_is_killed_again_and_again(
         ),
     ],
 )
-def test_other_numbers_of_ranks(
+def test_a_checkpoint_resumes_on_other_numbers_of_ranks(
     name: str, sizes: tuple[int, ...], tmp_path: Path, models: dict[str, Path]
 ) -> None:
     """Two steps on each, mid-epoch, with the same twelve rows a step."""
@@ -181,7 +181,9 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(
     assert (tmp_path / "run/model/model.safetensors").is_file()
 
 
-def test_other_micro_batches_see_the_same_records(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_resume_with_other_micro_batches_sees_the_same_records(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     write_inputs(tmp_path, models["qwen3"])
     for run_dir, shapes in (("whole", [(9, 1, 4)]), ("run", [(3, 1, 4), (6, 4, 1), (9, 2, 2)])):
         for last, rows, accumulation in shapes:

@@ -264,7 +264,7 @@ def test_a_large_seed_and_a_name_that_the_terminal_cannot_show(
     assert r"\u017ar\xf3d\u0142o" in done.stdout
 
 
-def test_what_is_switched_off_is_said(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_options_that_others_switch_off_are_said(tmp_path: Path, models: dict[str, Path]) -> None:
     write_inputs(tmp_path, models["llama"])
     settings = ["data.eval=null", "eval.every_steps=2", "export.final=false"]
     settings += ["train.max_steps=5", "logging.every_steps=2", "checkpoint.every_steps=0"]

@@ -133,7 +133,7 @@ def assignments(changes: dict[str, tuple[str, str]]) -> list[str]:
     return [f"{key}={new}" for key, (_, new) in changes.items()]
 
 
-def test_each_change_is_said(tmp_path: Path, run_again: RunAgain) -> None:
+def test_a_resume_says_each_changed_key(tmp_path: Path, run_again: RunAgain) -> None:
     done = run_again(*assignments(MAY_CHANGE), ranks=2)
     assert done.returncode == 0, done.stderr
     changes = [
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert steps_of(tmp_path / "run") == undisturbed
 
 
-def test_without_an_intact_checkpoint_nothing_is_touched(
+def test_a_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(
     tmp_path: Path, run_again: RunAgain
 ) -> None:
     for saved, damage in zip(
@@ -273,7 +273,7 @@ def test_starting_anew_sets_the_earlier_run_aside(tmp_path: Path, run_again: Run
     ]
 
 
-def test_resuming_from_a_named_checkpoint_leaves_what_came_after_it(
+def test_a_resume_from_a_named_checkpoint_sets_later_ones_aside(
     tmp_path: Path,
     run_again: RunAgain,
 ) -> None:
@@ -292,7 +292,9 @@ def test_resuming_from_a_named_checkpoint_leaves_what_came_after_it(
     assert steps_of(run_dir) == undisturbed
 
 
-def test_resuming_from_another_runs_checkpoint(tmp_path: Path, run_again: RunAgain) -> None:
+def test_a_run_may_begin_with_the_checkpoint_of_another(
+    tmp_path: Path, run_again: RunAgain
+) -> None:
     """The other run keeps its files; what lay in this run's folder is set aside."""
     undisturbed = steps_of(tmp_path / "run")
     before = digests(tmp_path / "run")
@@ -340,7 +342,7 @@ def run_with_small_files(arguments: list[str], bytes_per_file: int) -> None:
 
 
 @pytest.mark.parametrize(("max_steps", "what"), [(4, ".* was not saved: "), (3, "")])
-def test_a_disk_that_takes_no_more(
+def test_a_full_disk_ends_the_run_which_goes_on_when_there_is_room(
     max_steps: int,
     what: str,
     tmp_path: Path,

@@ -136,7 +136,7 @@ def test_a_tracker_that_hangs_takes_no_time(
     silent.close()
 
 
-def test_the_numbers_of_each_kind_have_their_names() -> None:
+def test_each_metric_has_its_name_in_the_sinks() -> None:
     assert scalars({"kind": "step", "step": 3, "loss": 1.5, "mfu": None}) == {"train/loss": 1.5}
     named = {"kind": "eval", "set": "code", "step": 3, "perplexity": 9.0}
     assert scalars(named) == {"eval/code/perplexity": 9.0}
@@ -154,7 +154,9 @@ def test_the_numbers_of_each_kind_have_their_names() -> None:
 @pytest.mark.full
 @needs_wandb
 @pytest.mark.parametrize("mode", ["offline", "silent server"])
-def test_weights_and_biases(mode: str, folder: Path) -> None:
+def test_a_run_logs_to_weights_and_biases_offline_and_past_a_dead_server(
+    mode: str, folder: Path
+) -> None:
     """Offline it writes its files without an account; a server that does not answer is said."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -78,7 +78,7 @@ def go_together(*processes: subprocess.Popen[str]) -> None:
         process.stdin.flush()
 
 
-def test_runs_that_race_share_the_entry_that_one_of_them_reads(
+def test_runs_that_race_share_the_cache_entry_that_one_of_them_writes(
     model: Path, tmp_path: Path, cache: Path
 ) -> None:
     files = [write(tmp_path / f"{i}.jsonl", [chat(f"number {i}")]) for i in range(60)]
@@ -92,7 +92,7 @@ def test_runs_that_race_share_the_entry_that_one_of_them_reads(
     assert len(list(cache.iterdir())) == len(files)
 
 
-def test_workers_write_the_same_entry(
+def test_workers_write_the_cache_entry_of_one_process(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [chat(f"number {i}", "x" * (i % 50), id=i) for i in range(1500)]
@@ -152,7 +152,7 @@ def test_no_worker_outlives_a_killed_run(model: Path, long_data: Path) -> None:
     assert not any(command_line(pid) for pid in workers)
 
 
-def test_an_interrupted_run_leaves_nothing_and_says_one_line(
+def test_an_interrupted_tokenization_leaves_nothing_and_says_one_line(
     model: Path, long_data: Path, cache: Path
 ) -> None:
     process = start(model, 0, long_data)

@@ -76,7 +76,7 @@ def last_files(*folders: Path) -> dict[str, str]:
     }
 
 
-def test_a_run_goes_on_as_on_one_disk(a: Path, b: Path, whole: Path) -> None:
+def test_a_run_on_two_disks_goes_on_as_on_one(a: Path, b: Path, whole: Path) -> None:
     done = train_on_nodes([(a, 2), (b, 1)], *SAVES, "train.max_steps=6")
     assert done.returncode == 0 and "Resumed from checkpoint_0000004\n" in done.stdout, done.stderr
     assert steps_of(a / "run") == steps_of(whole)
@@ -130,7 +130,7 @@ def test_ranks_may_find_their_parts_on_another_disk(
         pytest.param({"a": 1, "c": 1, "b": 2}, marks=pytest.mark.full),
     ],
 )
-def test_another_number_of_ranks_and_of_disks(
+def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(
     sizes: dict[str, int], tmp_path: Path, models: dict[str, Path]
 ) -> None:
     settings = (*SAVES, "export.final=true")
@@ -271,7 +271,9 @@ def die_at_the_last_rename(arguments: list[str], node: str) -> None:
 
 
 @pytest.mark.parametrize("node", ["0", pytest.param("1", marks=pytest.mark.full)])
-def test_a_node_that_dies_where_it_would_rename(node: str, a: Path, b: Path, whole: Path) -> None:
+def test_a_node_that_dies_before_its_last_rename_loses_no_step(
+    node: str, a: Path, b: Path, whole: Path
+) -> None:
     arguments = ["--config", "config.yaml", *SAVES, "train.max_steps=6"]
     killed = on_nodes([(a, 2), (b, 1)], die_at_the_last_rename, arguments, node)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

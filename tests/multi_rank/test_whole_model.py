@@ -109,7 +109,7 @@ def test_every_file_beside_the_weights_comes_back(folder: Path) -> None:
         assert (model / file).read_bytes() == (source / file).read_bytes(), file
 
 
-def test_export_with_and_without_the_source(
+def test_an_export_without_the_source_says_what_it_leaves_out(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = str(checkpoint(folder / "runs/config", 2))

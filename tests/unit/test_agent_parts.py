@@ -21,7 +21,7 @@ GPUs per Node: 8
 ========================================"""
 
 
-def test_the_defaults_are_the_guides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_defaults_of_the_launch_scripts_are_the_guides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"NODE_RANK": "1", "OMP_NUM_THREADS": "3"})
     environment = read_environment(os.environ, [])
     set_defaults(environment)

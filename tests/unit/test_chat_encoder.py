@@ -34,7 +34,7 @@ from shardtune.errors import UserError
 
 
 @pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: case["name"])
-def test_case(case: dict) -> None:
+def test_a_chat_trains_the_tokens_that_its_case_marks(case: dict) -> None:
     chat = encoder(
         TEMPLATES[case["template"]],
         case.get("loss_on", "assistant"),
@@ -118,7 +118,7 @@ def test_turns_that_would_merge_are_one_sequence_each() -> None:
 # Where a turn ends
 
 
-def test_a_stop_token_that_swallows_the_line_break_behind_it() -> None:
+def test_a_stop_token_that_swallows_the_line_break_behind_it_is_trained() -> None:
     # Phi-3's end token strips to its right
     tokenizer = bytes_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=True, rstrip=True)], special_tokens=True)
@@ -150,7 +150,7 @@ CALLS = CHATML.replace(
     "write", ["{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}"]
 )
 @pytest.mark.parametrize("content", [None, "", "I call"])
-def test_tool_calls(write: str, content: str | None) -> None:
+def test_tool_calls_are_trained(write: str, content: str | None) -> None:
     arguments = {
         "s": 'a "b" \\ \n é',
         "n": 1.5,
@@ -193,7 +193,7 @@ def test_a_template_with_todays_date_gets_the_given_one() -> None:
     "directives",
     ["%x %c %T", "%D %F %R %r %n%t", "%e %-d %_m %^a", "%u%U%W%V%G%g%C%h%k%l%I", "%%Y 5%%"],
 )
-def test_every_directive_of_a_date(directives: str) -> None:
+def test_every_directive_of_a_date_is_written(directives: str) -> None:
     chat = encoder("{{ strftime_now('" + directives + "') }}!" + CHATML)
     (sequence,) = chat.encode_messages(TWO_TURNS).sequences
     written = show(chat.tokenizer, sequence).partition("!")[0]
@@ -298,7 +298,7 @@ def test_flags_that_loss_on_all_cannot_follow() -> None:
 
 
 @pytest.mark.parametrize("kind", ["always", "first", "unigram"])
-def test_tokenizers_with_words(kind: str) -> None:
+def test_a_tokenizer_of_words_trains_the_answers_alone(kind: str) -> None:
     tokenizer = words_tokenizer(kind)
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id, stop], "assistant", DATE)
@@ -330,7 +330,7 @@ def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart() -> None
     assert show(tokenizer, sequence).endswith("assistant\n\n‹x<|im_end|>›\n")
 
 
-def test_templates_by_name_and_no_template() -> None:
+def test_a_template_is_chosen_by_name_and_chats_need_one() -> None:
     tokenizer = bytes_tokenizer({"default": CHATML, "tool_use": "tools!" + CHATML})
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE, "T")
     tools = [{"type": "function", "function": {"name": "g"}}]
@@ -343,7 +343,7 @@ def test_templates_by_name_and_no_template() -> None:
     assert chat.encode_text("a").sequences
 
 
-def test_stop_tokens_that_the_tokenizer_cannot_write() -> None:
+def test_stop_tokens_that_the_tokenizer_cannot_write_are_left_out() -> None:
     tokenizer = bytes_tokenizer()
     eos = tokenizer.eos_token_id
     with pytest.raises(UserError, match="has no stop token"):
@@ -357,7 +357,7 @@ def test_an_encoder_can_be_pickled() -> None:
     assert copy.encode_messages(TWO_TURNS) == chat.encode_messages(TWO_TURNS)
 
 
-def test_fields_of_messages_that_the_template_does_not_mention() -> None:
+def test_fields_of_messages_that_the_template_does_not_mention_are_unread() -> None:
     more = {"weight": 0, "train": False, "name": "n", "none": None, "tool_call_id": "1"}
     messages = [user("q"), answer("a", thinking="t", **more), answer("b", train=True)]
     record = {"messages": messages, "tools": [{"x": 1}]}
@@ -369,7 +369,7 @@ def test_fields_of_messages_that_the_template_does_not_mention() -> None:
     assert named.unread_fields({"text": "a"}) == []
 
 
-def test_stop_token_ids(tmp_path: Path) -> None:
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path: Path) -> None:
     tokenizer = bytes_tokenizer()
     eos = tokenizer.eos_token_id
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 7}))

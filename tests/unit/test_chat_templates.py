@@ -348,7 +348,9 @@ def check_accepted(encoder: ChatEncoder, case: str, row: Row, turns: list[str]) 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last"])
 @pytest.mark.parametrize("name", ROWS)
-def test_stock_template(templates: Path, name: str, loss_on: str) -> None:
+def test_a_stock_template_trains_its_answers_or_is_refused(
+    templates: Path, name: str, loss_on: str
+) -> None:
     row = ROWS[name]
     template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = make_tokenizer(row.stops, template)

@@ -28,7 +28,7 @@ def problems(
     return lines
 
 
-def test_defaults(tmp_path: Path) -> None:
+def test_every_key_has_its_default(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert to_dict(config) == DEFAULTS
     assert config.optimizer.betas == (0.9, 0.95)
@@ -103,7 +103,9 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("key", "text", "expected"), ACCEPTED)
-def test_accepted(tmp_path: Path, key: str, text: str, expected: Any) -> None:
+def test_an_allowed_value_is_accepted_from_the_file_and_the_command_line(
+    tmp_path: Path, key: str, text: str, expected: Any
+) -> None:
     section, _, name = key.partition(".")
     sections = yaml.safe_load(MINIMAL)
     sections.setdefault(section, {})[name] = "HERE"
@@ -153,7 +155,9 @@ NOT_ALLOWED = {
 @pytest.mark.parametrize(
     ("key", "text"), [(key, text) for key in NOT_ALLOWED for text in NOT_ALLOWED[key][1].split()]
 )
-def test_not_allowed(tmp_path: Path, key: str, text: str) -> None:
+def test_a_value_that_is_not_allowed_is_refused_with_those_that_are(
+    tmp_path: Path, key: str, text: str
+) -> None:
     (problem,) = problems(tmp_path, f"{key}={text}")
     assert problem.startswith(f"{key} = ")
     assert problem.endswith(f" (command line) is not allowed - use {NOT_ALLOWED[key][0]}")
@@ -250,7 +254,9 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, name: str, nearest: str) 
         ),
     ],
 )
-def test_a_problem_of_the_file(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_problem_of_the_configuration_file_is_named(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     assert problems(tmp_path, text=f"{MINIMAL}{text}\nlogging:\n") == [problem]
 
 
@@ -272,7 +278,9 @@ def test_a_problem_of_the_file(tmp_path: Path, text: str, problem: str) -> None:
         (None, "No such file"),
     ],
 )
-def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | bytes | None, reason: str) -> None:
+def test_a_configuration_file_that_cannot_be_read_is_refused(
+    tmp_path: Path, text: str | bytes | None, reason: str
+) -> None:
     file = tmp_path / "small.yaml"
     if isinstance(text, str):
         file.write_text(MINIMAL + text if "line 3" in reason else text, encoding="utf-8")
@@ -285,7 +293,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | bytes | None, re
     assert reason in problem.replace(f'"{file}"', '"FILE"') and "\n" not in problem
 
 
-def test_required_keys(tmp_path: Path) -> None:
+def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
     required = [
         f"{key} is required - set it in the file, or write {key}=..."
         for key in ("model.path", "data.train")

@@ -49,7 +49,7 @@ def test_a_resume_may_change_some_keys() -> None:
     assert {key for key in KEYS if resume_may_change(key)} == allowed
 
 
-def test_configuration_saved_by_another_version(tmp_path: Path) -> None:
+def test_a_configuration_saved_by_another_version_is_compared_by_its_keys(tmp_path: Path) -> None:
     current = load(tmp_path, "train.epochs=5", "lora.targets=[q]")
     saved = to_dict(load(tmp_path))
     assert changed_keys(saved, load(tmp_path)) == []

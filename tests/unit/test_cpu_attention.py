@@ -36,7 +36,9 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("key_heads", "value_width"), [(6, 16), (2, 16), (1, 16), (2, 12)])
-def test_tiles_are_as_near_to_float64_as_the_fused_kernel(key_heads: int, value_width: int) -> None:
+def test_tiled_attention_is_as_near_to_float64_as_the_fused_kernel(
+    key_heads: int, value_width: int
+) -> None:
     given = projections(key_heads, value_width)
     exact = tuple(x.detach().double().requires_grad_() for x in given)
     gradient = torch.randn(1, sum(LENGTHS), 6, value_width).bfloat16()
@@ -67,7 +69,7 @@ def test_a_document_sees_no_other() -> None:
     assert torch.equal(row[start : start + LENGTHS[4]], expected)
 
 
-def test_the_operator_keeps_its_promises() -> None:
+def test_the_operator_of_tiled_attention_passes_torchs_checks() -> None:
     """Fake outputs like the real ones, registered gradients, nothing changed in place."""
     query, key, value = (x[0].detach().requires_grad_() for x in projections(2, 12))
     torch.library.opcheck(causal_documents, (query, key, value, LENGTHS, 0.25))

@@ -76,7 +76,7 @@ def articles(page: str) -> list[tuple[set[str], list[tuple[str, str]]]]:
     ]
 
 
-def test_what_is_marked_is_what_is_trained(
+def test_the_page_marks_the_tokens_that_are_trained(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = page_of(folder)
@@ -96,7 +96,7 @@ def test_what_is_marked_is_what_is_trained(
     assert not re.search(r'(?:src|href)="[^#]|<script', page) and page.count("<svg") == 3
 
 
-def test_each_reason(folder: Path) -> None:
+def test_the_page_says_why_a_turn_is_not_trained(folder: Path) -> None:
     (_, prompt), (_, turns), (_, text), (_, completion) = articles(page_of(folder))[:4]
     assert prompt[0][0].startswith("message 0 (user) is context; what the template writes before")
     reasons = [reason for reason, _ in turns if reason]
@@ -112,7 +112,7 @@ def test_each_reason(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("overflow", ["turns", "truncate", "drop"])
-def test_what_is_cut_and_what_is_dropped(folder: Path, overflow: str) -> None:
+def test_the_page_shows_cut_and_dropped_records(folder: Path, overflow: str) -> None:
     page = page_of(
         *(folder, f"data.train={folder}/long.jsonl", "data.max_length=60"),
         *(f"data.overflow={overflow}", "--records", "9"),
@@ -125,7 +125,7 @@ def test_what_is_cut_and_what_is_dropped(folder: Path, overflow: str) -> None:
 
 
 @pytest.mark.parametrize("overflow", ["turns", "truncate"])
-def test_what_is_cut_off_stands_behind_what_is_kept(folder: Path, overflow: str) -> None:
+def test_the_cut_part_of_a_record_stands_behind_the_kept_one(folder: Path, overflow: str) -> None:
     write(folder / "cut.jsonl", [MANY_TURNS])
     train = f"data.train={folder}/cut.jsonl"
     (_, whole), *_ = articles(page_of(folder, train))
@@ -174,7 +174,7 @@ def test_dropped_records_are_found_wherever_they_are(folder: Path) -> None:
     assert page.count("held out for evaluation") < 6  # only those of the first two
 
 
-def test_extremes_are_records(folder: Path) -> None:
+def test_the_longest_and_the_least_trained_are_chosen_by_record(folder: Path) -> None:
     in_rows = {"messages": 40 * chat("q " * 40, "fine")["messages"]}  # more than 20 sequences
     records = [in_rows, *(chat("q " * i, "fine") for i in range(30))]
     write(folder / "extremes.jsonl", records)
@@ -185,7 +185,9 @@ def test_extremes_are_records(folder: Path) -> None:
     assert {"longest", "least"} <= shown[0][0]
 
 
-def test_no_other_file_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_overwrites_no_other_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = folder / "run.yaml"
     before = config.read_bytes()
     assert run(["inspect-data", "--config", str(config), "--html", str(config)]) == 2

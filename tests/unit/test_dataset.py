@@ -265,7 +265,9 @@ def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -
     assert problem.startswith("data.eval: no token to train in 0 records - ")
 
 
-def test_evaluation_data_of_its_own(model: Path, tmp_path: Path) -> None:
+def test_evaluation_data_of_its_own_leaves_the_train_data_whole(
+    model: Path, tmp_path: Path
+) -> None:
     train = write(tmp_path / "a.jsonl", [chat("q")] * 20)
     other = write(tmp_path / "b.jsonl", [chat("r")])
     prepared = Run(model, train, eval=str(other), eval_fraction=0.5).prepared

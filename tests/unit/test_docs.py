@@ -42,7 +42,7 @@ def test_the_readme_is_short() -> None:
     assert len(text.splitlines()) <= 120 and len(text.split()) <= 900
 
 
-def test_the_record_of_the_readme() -> None:
+def test_the_record_of_the_readme_is_a_chat() -> None:
     (text,) = re.findall(r"^```json\n(.*?)^```$", PAGES[0].read_text(encoding="utf-8"), re.M | re.S)
     assert [message["role"] for message in json.loads(text)["messages"]] == ["user", "assistant"]
 

@@ -93,13 +93,13 @@ def test_one_node_needs_no_interface_address_or_port(changed: dict[str, str]) ->
     assert read_environment({"NNODES": "1"} | changed | port, []).store_port == 29777
 
 
-def test_an_interface_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_that_is_down_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.net_if_stats", lambda: {"lo": SimpleNamespace(isup=False)})
     line = problem(read_environment(LOOPBACK, []), "NCCL_SOCKET_IFNAME is 'lo', and that inter")
     assert " - `ip link set lo up` as root" in line
 
 
-def test_an_address_that_is_read_as_another() -> None:
+def test_an_address_with_octal_digits_is_said_as_it_is_read() -> None:
     """The digits of a number that begins with 0 are octal."""
     environment = read_environment(LOOPBACK | {"MASTER_ADDR": "127.0.0.010"}, [])
     assert environment.master_ip == "127.0.0.8"

@@ -66,7 +66,9 @@ def chunk_of_experts(directory: Path) -> StoredChunk:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_another_dtype(dtype: str, export: Export, tmp_path: Path) -> None:
+def test_an_export_has_the_dtype_that_is_asked_for(
+    dtype: str, export: Export, tmp_path: Path
+) -> None:
     """The tensor that transformers keeps in float32 stays so."""
     assert export(tmp_path / "plain") == export(tmp_path / "other", "--dtype", dtype) == (0, "")
     expected = load_file(tmp_path / "plain/model.safetensors")
@@ -139,7 +141,9 @@ def test_a_folder_that_cannot_be_created_is_refused(
     assert names(tmp_path) == ["copied", "file"]
 
 
-def test_a_full_disk(export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_to_a_full_disk_leaves_nothing(
+    export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = DiskOs(Fault("write", "*/model.safetensors", fails(errno.ENOSPC), nth=9))
     monkeypatch.setattr(durable_fs, "os", full)
     code, error = export(tmp_path / "out")
@@ -148,7 +152,7 @@ def test_a_full_disk(export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names(tmp_path) == ["copied"]
 
 
-def test_an_existing_folder_is_not_touched(export: Export, tmp_path: Path) -> None:
+def test_an_export_touches_no_existing_folder(export: Export, tmp_path: Path) -> None:
     assert export(tmp_path / "out") == (0, "")
     (tmp_path / "out/config.json").write_text("of the user", encoding="utf-8")
     before = digests(tmp_path / "out")

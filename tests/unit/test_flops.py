@@ -86,7 +86,7 @@ def counted(run: Any) -> float:
 
 # A cache of latents projects all of them again with every token.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "latent"])
-def test_forward_of_documents(kind: str) -> None:
+def test_the_flops_of_a_forward_are_those_of_each_document_alone(kind: str) -> None:
     """Fed token by token, a document's tokens meet exactly the keys that causal attention gives
     them."""
     model = build(kind).eval()
@@ -105,7 +105,9 @@ def test_forward_of_documents(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "experts"), [*((kind, "eager") for kind in KINDS), ("experts", "grouped_mm")]
 )
-def test_forward_and_backward_with_the_head_on_trained_positions(kind: str, experts: str) -> None:
+def test_the_flops_of_a_step_have_the_head_on_trained_positions_alone(
+    kind: str, experts: str
+) -> None:
     """Documents of one token, for which the square of a length is the number of its pairs."""
     model = build(kind, experts)
     rows, trained = 5, [0]
@@ -119,7 +121,7 @@ def test_forward_and_backward_with_the_head_on_trained_positions(kind: str, expe
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts", "latent"])
-def test_frozen_weights_have_no_gradients_to_count(kind: str) -> None:
+def test_the_flops_of_frozen_weights_leave_their_gradients_out(kind: str) -> None:
     model = build(kind, "grouped_mm")
     add_adapters(model, LoraConfig(rank=4))
     draw_factors(model, seed=1)
@@ -134,7 +136,7 @@ def test_frozen_weights_have_no_gradients_to_count(kind: str) -> None:
     assert counted(step) == count_flops(model).per_step(np.ones(rows, np.int32), len(trained))
 
 
-def test_recomputation_is_not_counted() -> None:
+def test_the_flops_leave_recomputation_out() -> None:
     model = build("untied")
     before = count_flops(model).per_step(LENGTHS, 5)
     ids = torch.arange(6).view(1, -1)
@@ -145,7 +147,7 @@ def test_recomputation_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize(("span", "is_chunked"), [(0, False), (3, False), (3, True)])
-def test_pairs_are_those_of_the_mask(span: int, is_chunked: bool) -> None:
+def test_the_pairs_of_a_window_are_those_of_its_mask(span: int, is_chunked: bool) -> None:
     def allowed(query: int, key: int) -> bool:
         near = query // span == key // span if is_chunked else query - key < (span or 99)
         return key <= query and near
@@ -160,12 +162,12 @@ def test_pairs_are_those_of_the_mask(span: int, is_chunked: bool) -> None:
     assert attended_pairs(lengths, span, is_chunked) == pairs
 
 
-def test_long_rows_do_not_overflow() -> None:
+def test_the_flops_of_long_rows_do_not_overflow() -> None:
     assert attended_pairs(np.array([200_000], np.int32), 0, False) == 200_000 * 200_001 // 2
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "minimax", "qwen3_next", "gpt_neo"])
-def test_what_does_not_attend_as_others_do_has_no_count(model_type: str) -> None:
+def test_an_architecture_that_attends_otherwise_has_no_flops(model_type: str) -> None:
     settings = {
         "vocab_size": 50,
         "hidden_size": 32,
@@ -196,5 +198,7 @@ def test_what_does_not_attend_as_others_do_has_no_count(model_type: str) -> None
         ("NVIDIA Tomorrow", torch.bfloat16, None),
     ],
 )
-def test_published_peaks(name: str, dtype: torch.dtype, teraflops: float | None) -> None:
+def test_the_peaks_of_gpus_are_the_published_ones(
+    name: str, dtype: torch.dtype, teraflops: float | None
+) -> None:
     assert published_peak(name, dtype) == (teraflops and pytest.approx(1e12 * teraflops))

@@ -57,7 +57,7 @@ def test_loss_and_gradients_equal_plain_pytorch_in_float64(
         )
 
 
-def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_plain_head(
+def test_the_loss_in_bfloat16_is_as_near_to_the_truth_as_the_plain_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     predicting = torch.arange(200)
@@ -81,7 +81,7 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_plain_head(
             assert mine <= 1.25 * theirs + 2e-5
 
 
-def test_nothing_trained_has_a_zero_loss_with_gradients() -> None:
+def test_a_batch_without_a_trained_token_has_a_zero_loss_with_gradients() -> None:
     head, _ = a_head(16, 331, True, torch.float32, torch.arange(0))
     hidden = torch.randn(1, 9, 16, requires_grad=True)
     loss = head(hidden)
@@ -91,7 +91,9 @@ def test_nothing_trained_has_a_zero_loss_with_gradients() -> None:
     )
 
 
-def test_without_gradients_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_makes_gradients_only_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(loss_module, "_Gradients", None)
     head, _ = a_head(16, 331, False, torch.float32, torch.arange(5))
     with torch.no_grad():

@@ -186,7 +186,7 @@ def losses_of(optimizer: torch.optim.Optimizer, weights: list[torch.Tensor]) -> 
     ("dtype", "eight_bit"),
     [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
-def test_it_learns_as_pytorchs_adamw_in_float32(dtype, eight_bit):
+def test_adamw_in_low_precision_learns_as_pytorchs_in_float32(dtype, eight_bit):
     given: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
 
     def run(dtype: torch.dtype, make: Any) -> list[float]:
@@ -258,7 +258,7 @@ def test_the_compiled_update_is_the_eager_one_to_the_last_bit(dtype, eight_bit, 
     ("dtype", "eight_bit", "moments"),
     [(torch.bfloat16, False, 4), (torch.bfloat16, True, 2), (torch.float32, True, 2)],
 )
-def test_the_bytes_of_the_state_are_those_said(dtype, eight_bit, moments):
+def test_the_optimizers_states_take_the_bytes_that_are_said(dtype, eight_bit, moments):
     matrix, vector = torch.zeros(3, 4, 700, dtype=dtype), torch.zeros(700, dtype=dtype)
     optimizer = optimizer_of(matrix, vector, eight_bit=eight_bit)
     for weight in (matrix, vector):

@@ -14,7 +14,7 @@ from shardtune.errors import OutOfMemory
 from shardtune.training.out_of_memory import step_fits, weights_fit
 
 
-def test_memory_that_python_lacks_is_said_too(models: dict[str, Path], tmp_path: Path) -> None:
+def test_memory_that_python_lacks_gets_advice_too(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["llama"], tmp_path)
     said = r"^a micro-batch of 1 \(train.* does not fit the memory \(Unable to allocate .+\) - set"
     with pytest.raises(OutOfMemory, match=said), step_fits(config):
@@ -31,7 +31,9 @@ def test_an_optimizer_without_memory_is_not_told_to_shorten_rows(
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def test_only_what_is_not_set_yet_is_advised(models: dict[str, Path], tmp_path: Path) -> None:
+def test_advice_on_memory_names_only_keys_that_are_not_set_yet(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     def advice(fits: Any, *overrides: str) -> str:
         with (
             pytest.raises(OutOfMemory) as raised,

@@ -116,7 +116,9 @@ def test_a_single_source_has_the_order_that_runs_had_before_there_were_several(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_steps_are_those_of_the_epochs_together(packing: bool, tmp_path: Path) -> None:
+def test_the_steps_of_a_mixture_are_those_of_its_epochs_together(
+    packing: bool, tmp_path: Path
+) -> None:
     sources = [("0.35", 60), ("1.3", 45)]
     dataset = mixture(tmp_path, sources)
     given = RUN | {"packing": packing, "epochs": 4, "weights": weights_of(sources)}

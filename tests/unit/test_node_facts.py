@@ -66,7 +66,7 @@ GPU = {"name": "H100", "memory": (79e9, 80e9)}
         ({"clock_ahead_s": -40.0}, "the clock of node 1 (b) is 40.0 s behind that of node 0 (a)"),
     ],
 )
-def test_facts_that_are_refused(different: dict[str, Any], words: str) -> None:
+def test_nodes_with_different_facts_are_refused(different: dict[str, Any], words: str) -> None:
     facts = [FACTS, FACTS | different]
     if "processes" in different:
         facts[0] = FACTS | {"config": different["config"]}
@@ -76,7 +76,7 @@ def test_facts_that_are_refused(different: dict[str, Any], words: str) -> None:
         require_error_line(f"ERROR: {problem}")
 
 
-def test_a_run_directory_that_some_nodes_share() -> None:
+def test_a_run_directory_that_only_some_nodes_share_is_refused() -> None:
     names = [*NAMES, "node 2 (c)"]
     alone = FACTS | {"shares_run_dir": False}
     (problem,) = compare.problems_of([FACTS, FACTS, alone], names)
@@ -87,7 +87,7 @@ def test_a_run_directory_that_some_nodes_share() -> None:
     assert not compare.problems_of([FACTS, alone, alone], names)  # each has a disk of its own
 
 
-def test_the_first_differences_are_said_last() -> None:
+def test_the_first_differences_between_nodes_are_said_last() -> None:
     """A path that differs stands behind the files that differ for it."""
     code = {f"shardtune/{number:02}.py": "a digest" for number in range(14)}
     problems = compare.problems_of([FACTS, FACTS | {"code": code}], NAMES)
@@ -121,7 +121,9 @@ def test_the_first_differences_are_said_last() -> None:
         ({"rdma_ports": ""}, {"transport": "sockets"}, ""),
     ],
 )
-def test_what_is_warned_of(fact: dict[str, Any], figure: dict[str, Any], words: str) -> None:
+def test_differences_between_nodes_that_only_slow_a_run_are_warned_of(
+    fact: dict[str, Any], figure: dict[str, Any], words: str
+) -> None:
     facts, figures = [FACTS, FACTS | fact], [FIGURES, FIGURES | figure]
     warnings = compare.warnings_of(facts, figures, NAMES)
     assert [words in warning for warning in warnings] == [True] * bool(words)
@@ -143,7 +145,7 @@ def test_what_is_warned_of(fact: dict[str, Any], figure: dict[str, Any], words: 
         ({"memlock": 65536, "gpus": []}, ""),
     ],
 )
-def test_limits_of_a_node_that_are_warned_of(
+def test_low_limits_of_a_node_are_warned_of(
     different: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = {"gpus": [GPU], "model_bytes": 0, "free_bytes": 1e13, "shm": 1e11} | different
@@ -214,7 +216,7 @@ def test_packages_on_which_tokens_or_numbers_depend_are_compared(tmp_path: Path)
         )
 
 
-def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_info, "_gpus", one_gpu)
     facts = node_info.node_facts(environment())
     assert (facts["devices"], facts["backend"]) == ({"the device": "H100"}, "nccl")

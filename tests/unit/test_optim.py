@@ -44,7 +44,7 @@ def test_the_rate_warms_up_and_falls_to_its_minimum_at_the_last_step(name):
         ("linear", 0.03, 1, 1.0, 1.0),
     ],
 )
-def test_runs_of_few_steps(name, warmup, total, first, last):
+def test_the_rate_of_a_run_of_few_steps_still_ends_at_its_minimum(name, warmup, total, first, last):
     config = SchedulerConfig(name=name, warmup_ratio=warmup, min_lr_ratio=0.1)
     assert learning_rate(1, total, 1.0, config) == pytest.approx(first)
     assert learning_rate(total, total, 1.0, config) == pytest.approx(last)

@@ -208,7 +208,7 @@ def test_a_run_that_does_not_fit_gets_changes_that_would_help(
         (["parallel.expert=8"], "has no experts"),
     ],
 )
-def test_what_cannot_be_planned_is_named(
+def test_a_configuration_that_cannot_be_planned_is_refused_by_name(
     arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LLAMA.save_pretrained(tmp_path)

@@ -135,14 +135,14 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("record", "what"), BROKEN)
-def test_broken_records(record: Any, what: str) -> None:
+def test_a_broken_record_is_refused_with_a_remedy(record: Any, what: str) -> None:
     with pytest.raises(RecordError) as error:
         check_record(record)
     assert what in str(error.value)
     assert " - " in str(error.value)
 
 
-def test_the_documented_refusals_are_made() -> None:
+def test_the_documented_refusals_of_records_are_made() -> None:
     messages = ["invalid JSON (column 1)"]
     both = {"prompt": "a", "question": "b"}
     calls = [partial(rename_fields, both, {"prompt": "question"})]

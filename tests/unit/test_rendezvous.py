@@ -212,7 +212,7 @@ async def test_strangers_at_the_master_port_are_let_go(noise: bytes) -> None:
     ],
 )
 @in_loop
-async def test_why_a_worker_does_not_find_node_0(
+async def test_a_worker_says_why_it_does_not_find_node_0(
     result: str, is_own: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(*_: object) -> None:
@@ -227,7 +227,9 @@ async def test_why_a_worker_does_not_find_node_0(
 
 
 @in_loop
-async def test_a_port_of_node_0_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_of_node_0_that_cannot_be_opened_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with network.listen(0) as taken:
         port = str(taken.getsockname()[1])
         line = await refusal(meet(node(0, port), "code"))
@@ -300,7 +302,7 @@ async def test_a_node_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch
     ],
 )
 @in_loop
-async def test_trouble_on_the_way_to_another_node(
+async def test_trouble_on_the_way_to_another_node_is_named_on_both(
     answered: int | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sends back only so many messages. The other node hears of it too."""

@@ -57,7 +57,7 @@ def test_every_kind_of_json_file_gives_the_same_records(
         assert read(folder / name) == records
 
 
-def test_only_newlines_end_a_line(tmp_path: Path) -> None:
+def test_only_newlines_end_a_line_of_json(tmp_path: Path) -> None:
     odd = "a\u2028b\u2029c\x85d"
     lines = [json.dumps({"text": odd}, ensure_ascii=False), "", "  \t", '{"text":\r"hello you"}']
     file = tmp_path / "a.jsonl"

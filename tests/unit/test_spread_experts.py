@@ -34,7 +34,7 @@ SMALL = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "num_hid
         ),
     ],
 )
-def test_what_cannot_be_spread_is_named(
+def test_experts_that_cannot_be_spread_are_named(
     family: str, settings: dict[str, int], degree: int, problem: str | None
 ) -> None:
     small = {**SMALL, **settings}

@@ -7,7 +7,7 @@ import pytest
 from shardtune.training.stragglers import slowest
 
 
-def test_which_rank_is_the_slowest() -> None:
+def test_the_slowest_rank_is_the_one_whose_phases_exceed_the_median() -> None:
     assert slowest([[0.1, 1.0, 0.1], [0.1, 2.3, 0.1], [0.1, 1.1, 0.1]]) == (
         1,
         pytest.approx(2.5 / 1.3),

@@ -14,7 +14,7 @@ from distTest.rehearse import tiny_model as tiny
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm"])
 @pytest.mark.parametrize("ranks", [2, 3, 16])
-def test_a_tiny_model(
+def test_a_tiny_model_has_the_architecture_of_its_source(
     architecture: str, ranks: int, tmp_path: Path, models: dict[str, Path]
 ) -> None:
     line = tiny.make_model(str(models[architecture]), ranks, tmp_path)

@@ -28,7 +28,9 @@ def verified(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, out, err.splitlines()
 
 
-def test_an_intact_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_intact_checkpoint_is_said_to_be_intact(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, errors = verified(saved, capsys)
     assert (code, errors) == (0, [])
     assert out == "checkpoint_0000002: intact, 4 files, 0.00 GB\n"
@@ -52,7 +54,7 @@ def test_each_bad_file_has_a_line(saved: Path, capsys: pytest.CaptureFixture[str
     )
 
 
-def test_a_checkpoint_without_complete_or_manifest(
+def test_a_checkpoint_without_complete_or_manifest_is_refused(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (saved / "manifest.json").rename(saved / "kept")
@@ -78,7 +80,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(
     )
 
 
-def test_each_byte_is_read_once(saved: Path) -> None:
+def test_verify_reads_each_byte_once(saved: Path) -> None:
     def bytes_read() -> int:
         return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text(encoding="utf-8"))[1])
 

@@ -30,7 +30,7 @@ Slowest: rank 3 on node0, 1.31 x the median, in data (a step: data 1 s)
 """
 
 
-def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["watch", str(write_run(tmp_path / "run"))]) == 0
     said = capsys.readouterr().out
     for part in (
@@ -44,7 +44,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert part in " ".join(said.split()), said
 
 
-def test_a_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_view_shows_a_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "multinode_training.log"
     log.write_text(LOG, encoding="utf-8")
     assert run(["watch", str(log)]) == 0
@@ -60,12 +60,14 @@ def test_a_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert part in " ".join(said.split()), said
 
 
-def test_neither_a_run_nor_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_refuses_a_path_that_is_neither_a_run_nor_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["watch", str(tmp_path)]) == 2
     assert "neither a run (it has no metrics.jsonl) nor a log" in capsys.readouterr().err
 
 
-def test_it_follows_lines_in_pieces_and_a_file_written_anew(tmp_path: Path) -> None:
+def test_the_view_follows_lines_in_pieces_and_a_file_written_anew(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3)
     follower = Follower(folder)
     follower.read()

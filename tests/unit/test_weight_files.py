@@ -20,7 +20,7 @@ def edges(size: int) -> list[slice]:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 8 << 20])
-def test_a_box_is_what_slicing_gives(
+def test_a_box_of_a_tensor_is_what_slicing_gives(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "_PIECE_BYTES", piece)
@@ -41,7 +41,7 @@ def test_a_box_is_what_slicing_gives(
                     assert torch.equal(stored[name][box], tensor[box]), (name, box)
 
 
-def test_the_time_is_said_after_the_first_seconds(
+def test_the_time_of_a_load_is_said_after_its_first_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(load, "_FIRST_REPORT_S", 0)
