@@ -23,7 +23,7 @@ from shardtune.config_io import read_run_arguments, write_config
 from shardtune.data.batch import Batch
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Schedule, Step
-from shardtune.distributed.exit import run as run_and_exit
+from shardtune.distributed.exit_code import run as run_and_exit
 from shardtune.distributed.join import join_world
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest, end_on_signal

@@ -33,7 +33,7 @@ from shardtune.checkpoint.run_dir import RunDir, open_run_dir
 from shardtune.checkpoint.train_state import training_state
 from shardtune.config_io import load_config, to_dict
 from shardtune.data.batch import Batch
-from shardtune.distributed.exit import run
+from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World

@@ -22,7 +22,7 @@ import torch
 from transformers import Glm4MoeConfig, PreTrainedModel
 
 from shardtune.config_io import load_config
-from shardtune.distributed.exit import run
+from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
-from shardtune.distributed.exit import run
+from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.distributed.world import World
 from shardtune.model.build import build_model

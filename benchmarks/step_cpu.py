@@ -13,7 +13,7 @@ from typing import Any
 from measure import CPU_LABEL
 
 import train_fsdp
-from shardtune.distributed.exit import run
+from shardtune.distributed.exit_code import run
 
 
 def main() -> None:

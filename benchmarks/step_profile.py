@@ -18,7 +18,7 @@ from measure import PROFILE_LABEL
 from torch.profiler import ProfilerActivity, profile
 
 import train_fsdp
-from shardtune.distributed.exit import run
+from shardtune.distributed.exit_code import run
 
 KINDS = {
     "matrix products": ("mm", "addmm", "addmm_", "bmm", "_grouped_mm"),

@@ -46,6 +46,6 @@ def finish(*_: Any) -> None:
 
 if __name__ == "__main__":
     older_torch.adapt()  # before the project is imported
-    from shardtune.distributed.exit import run
+    from shardtune.distributed.exit_code import run
 
     run(main)

@@ -37,7 +37,7 @@ from shardtune.cluster.environment import (
 from shardtune.cluster.node_info import agents_digest
 from shardtune.cluster.preflight import check_nodes, start_helper
 from shardtune.cluster.rendezvous import meet
-from shardtune.cluster.watch import TICK_S, Limits, RankStatus, stuck_ranks
+from shardtune.cluster.stuck import TICK_S, Limits, RankStatus, stuck_ranks
 from shardtune.config_io import read_run_arguments
 from shardtune.distributed.signals import SIGNALS
 from shardtune.errors import AGAIN, first_line

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from shardtune.cluster.watch import IdleClock, Limits, RankStatus
+from shardtune.cluster.stuck import IdleClock, Limits, RankStatus
 from shardtune.distributed.rank_record import RECORD_BYTES, RECORDS, STACK, STACK_SIGNAL, RankRecord
 from shardtune.errors import first_line
 

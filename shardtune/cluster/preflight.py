@@ -11,8 +11,8 @@ from shardtune.cluster.child import Child, Message, Pipe
 from shardtune.cluster.connectivity import require_paths
 from shardtune.cluster.control import Control, LaunchEnded, say, warn
 from shardtune.cluster.environment import Environment, existing_part
-from shardtune.cluster.measured import write_measured
 from shardtune.cluster.node_info import node_facts
+from shardtune.distributed.measured import write_measured
 
 _FACTS_TIMEOUT_S = 600.0
 _SHORT_TIMEOUT_S = 60.0

@@ -7,9 +7,9 @@ import math
 import os
 from pathlib import Path
 
-from shardtune.cluster.measured import read_measured
 from shardtune.config import Config
 from shardtune.config_io import load_config
+from shardtune.distributed.measured import read_measured
 from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config

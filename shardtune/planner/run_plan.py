@@ -21,10 +21,10 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from shardtune.cluster.measured import read_measured
 from shardtune.config import Config, resume_may_change
 from shardtune.config_io import to_dict
 from shardtune.distributed.host_memory import available_memory
+from shardtune.distributed.measured import read_measured
 from shardtune.distributed.rank_record import RECORDS, STACK
 from shardtune.distributed.signals import die_with_parent
 from shardtune.distributed.tensors import dtype_name

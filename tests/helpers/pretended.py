@@ -49,7 +49,7 @@ def _install_and(gpus: int, work: Any, arguments: tuple[Any, ...]) -> None:
 def _train(assignments: list[str]) -> None:
     sys.path.insert(0, str(REPOSITORY))
     import train_fsdp
-    from shardtune.distributed.exit import run
+    from shardtune.distributed.exit_code import run
 
     take_steps = train_fsdp.prefetch
 

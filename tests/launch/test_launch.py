@@ -20,7 +20,7 @@ from helpers.documented import require_error_line
 from helpers.launches import children, end, environment, start
 
 from shardtune.cluster.environment import DEFAULTS
-from shardtune.cluster.measured import read_measured
+from shardtune.distributed.measured import read_measured
 
 BANNER = """========================================
 Launching {role} NODE (Node {node})

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from shardtune.checkpoint import Saver, durable_fs
 from shardtune.checkpoint import run_dir as run_dir_module
 from shardtune.checkpoint.run_dir import open_run_dir
-from shardtune.distributed.exit import run
+from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config

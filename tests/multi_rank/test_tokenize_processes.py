@@ -23,7 +23,7 @@ import datetime, sys
 from shardtune.config import DataConfig
 from shardtune.data import tokenize
 from shardtune.data.dataset import build_encoder, open_prepared, prepare_data
-from shardtune.distributed.exit import run
+from shardtune.distributed.exit_code import run
 from shardtune.log import setup_logging
 def main():
     model, single_process_s, *files = sys.argv[1:]

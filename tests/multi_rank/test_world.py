@@ -13,7 +13,7 @@ from helpers.ranks import on_nodes, on_ranks
 
 import shardtune.distributed.world
 from shardtune.config import DistributedConfig
-from shardtune.distributed.exit import run
+from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.distributed.world import World
 from shardtune.errors import UserError

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from shardtune.__main__ import run
-from shardtune.cluster.measured import read_measured, write_measured
 from shardtune.config import Config
 from shardtune.config_io import load_config
+from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.model.build import build_on_meta
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shardtune.cluster.watch import FIRST_STEP_TIMEOUT_S, IdleClock, Limits, RankStatus, stuck_ranks
+from shardtune.cluster.stuck import FIRST_STEP_TIMEOUT_S, IdleClock, Limits, RankStatus, stuck_ranks
 from shardtune.distributed.rank_record import RECORD_BYTES, Phase, RankRecord, this_rank
 
 LIMITS = Limits(step_timeout_s=600, save_timeout_s=3600)
