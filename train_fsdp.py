@@ -17,8 +17,8 @@ import torch
 from transformers import PretrainedConfig, set_seed
 
 from shardtune.checkpoint import Checkpoint, Saver, clear_leftovers, load_checkpoint
-from shardtune.checkpoint.best import Best
-from shardtune.checkpoint.export import write_final_model
+from shardtune.checkpoint.export.best import Best
+from shardtune.checkpoint.export.write import write_final_model
 from shardtune.config_io import read_run_arguments, write_config
 from shardtune.data.batch import Batch
 from shardtune.data.dataset import PreparedData

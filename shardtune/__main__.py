@@ -97,7 +97,7 @@ def _verify(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _export(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.checkpoint.export import export_checkpoint
+    from shardtune.checkpoint.export.write import export_checkpoint
     from shardtune.log import quiet_libraries
 
     _add_directories(parser, "CHECKPOINT_DIR", "all parts of one save")

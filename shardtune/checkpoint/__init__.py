@@ -7,9 +7,8 @@ checkpoint_0001000/
                            adapters alone, for the model that they were trained on)
   COMPLETE                 written last; holds the manifest's digest
 
-A save, in this order: train_state, plan, saver, safetensors_writer, commit, manifest.
-A resume: run_dir, resume, resume_rules, verify, load. Models: assets, export, exported, adapter,
-best.
+A save, in this order: train_state, slices, saver, safetensors_writer, commit, manifest.
+A resume: run_dir, resume, resume_rules, verify, load. Models: assets, export/.
 System calls: durable_fs.
 """
 

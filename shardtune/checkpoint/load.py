@@ -11,9 +11,9 @@ import xxhash
 from transformers import PreTrainedModel, set_seed
 
 from shardtune.checkpoint.manifest import Checkpoint, DamagedCheckpoint, StoredChunk
-from shardtune.checkpoint.plan import plan_load
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import tensor_bytes
+from shardtune.checkpoint.slices import slices_to_read
 from shardtune.checkpoint.train_state import RANDOM, restore_random_state, training_state
 from shardtune.distributed.world import World
 from shardtune.log import logger
@@ -47,7 +47,7 @@ def load_checkpoint(
     }
     tensors = training_state(model, optimizer) | random_states
     remote = []
-    for chunk, box, target in world.run_on_all_ranks(lambda: plan_load(tensors, checkpoint)):
+    for chunk, box, target in world.run_on_all_ranks(lambda: slices_to_read(tensors, checkpoint)):
         if run_dir.leader_of[world.rank] in checkpoint.holders[chunk.file]:
             read_chunk(checkpoint, chunk, box, target)
         else:

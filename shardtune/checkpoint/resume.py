@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.best import BEST, recover_best
-from shardtune.checkpoint.export import ADAPTER
+from shardtune.checkpoint.export.best import BEST, recover_best
+from shardtune.checkpoint.export.write import ADAPTER
 from shardtune.checkpoint.manifest import (
     Checkpoint,
     DamagedCheckpoint,

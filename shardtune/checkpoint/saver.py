@@ -25,9 +25,9 @@ from shardtune.checkpoint.manifest import (
     open_checkpoint,
     rank_file,
 )
-from shardtune.checkpoint.plan import plan_save
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.safetensors_writer import write_safetensors
+from shardtune.checkpoint.slices import slices_to_write
 from shardtune.checkpoint.staging import Staging, make_staging
 from shardtune.checkpoint.train_state import random_state, training_state
 from shardtune.config import CheckpointConfig
@@ -60,7 +60,7 @@ class Saver:
         self._assets, self._world = assets, world
         self._tensors = training_state(model, optimizer)
         self._tied_weights = dict(model.all_tied_weights_keys)
-        self._offsets = plan_save(self._tensors, world)
+        self._offsets = slices_to_write(self._tensors, world)
         # None: each save is written from the run's own tensors, while training waits.
         self._staging: Staging | None = None
         if config.mode == "async":

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from shardtune.checkpoint.exported import EXPORT, ExportedModel, read_export
+from shardtune.checkpoint.export.listing import EXPORT, ExportedModel, read_export
 from shardtune.checkpoint.manifest import RESTORE, Checkpoint, DamagedCheckpoint, open_checkpoint
 
 _READ_BYTES = 1 << 22

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardtune.checkpoint import Checkpoint, Saver
-from shardtune.checkpoint.best import Best
+from shardtune.checkpoint.export.best import Best
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config import Config
 from shardtune.data.dataset import PreparedData

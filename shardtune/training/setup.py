@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardtune.checkpoint import agree_on_checkpoint, resume_rules
 from shardtune.checkpoint.assets import SOURCE, model_assets
-from shardtune.checkpoint.export_layout import require_exportable
+from shardtune.checkpoint.export.layout import require_exportable
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.config import Config, ModelConfig
 from shardtune.config_io import remarks, to_dict

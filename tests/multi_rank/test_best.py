@@ -19,7 +19,7 @@ from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, w
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.exported import read_export
+from shardtune.checkpoint.export.listing import read_export
 from shardtune.training import evaluate
 
 KEEP_BEST = (

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from shardtune.__main__ import run
-from shardtune.checkpoint import durable_fs, export, export_layout
+from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint.export import layout, write
 
 Runs = Callable[[str, int], Path]
 # Sampling settings that contradict greedy decoding, which transformers itself refuses to write.
@@ -204,7 +205,7 @@ def test_a_checkpoint_is_enough_by_itself(tmp_path: Path, models: dict[str, Path
 
 
 def run_script_with_small_files(arguments: list[str]) -> None:
-    export_layout._FILE_BYTES = 50_000
+    layout._FILE_BYTES = 50_000
     run_script(arguments)
 
 
@@ -216,7 +217,7 @@ def test_a_large_model_is_in_several_files(
     arguments = ["--config", "config.yaml", *SETTINGS, *CONSTANT, "train.max_steps=1"]
     done = on_ranks(2, run_script_with_small_files, arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(export_layout, "_FILE_BYTES", 50_000)
+    monkeypatch.setattr(layout, "_FILE_BYTES", 50_000)
     out = exported(checkpoint(tmp_path / "run", 1), tmp_path / "out")
     assert digests(out) == digests(tmp_path / "run/model")
 
@@ -279,7 +280,7 @@ def export_until_a_signal(source: str, out: str) -> None:
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("went on")
 
-    export.read_tensor = read
+    write.read_tensor = read
     sys.argv = ["shardtune", "export", source, out]
     runpy.run_module("shardtune.__main__", run_name="__main__")
 

@@ -13,8 +13,8 @@ from helpers import moe_families
 from helpers.moe_families import FAMILIES, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune.checkpoint.adapter import AdapterExport, MergedExport, why_not_merged
 from shardtune.checkpoint.assets import SOURCE, model_assets
+from shardtune.checkpoint.export.adapter import AdapterExport, MergedExport, why_not_merged
 from shardtune.checkpoint.train_state import model_state
 from shardtune.config import LoraConfig
 from shardtune.errors import UserError

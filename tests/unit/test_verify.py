@@ -11,7 +11,7 @@ from helpers.thread_ranks import save_steps
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import verify_checkpoint
-from shardtune.checkpoint.exported import EXPORT, export_json
+from shardtune.checkpoint.export.listing import EXPORT, export_json
 
 
 @pytest.fixture

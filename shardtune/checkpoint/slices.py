@@ -12,7 +12,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_few
 
 
-def plan_save(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, Sequence[int]]:
+def slices_to_write(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, Sequence[int]]:
     """Return which tensors this rank writes its part of, and the first index of each. Collective.
 
     Of a part that several ranks hold, the one that has the least to write so far writes it.
@@ -32,7 +32,7 @@ def plan_save(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, Se
     return own
 
 
-def plan_load(
+def slices_to_read(
     tensors: dict[str, torch.Tensor], checkpoint: Checkpoint
 ) -> list[tuple[StoredChunk, list[slice], torch.Tensor]]:
     """Return the boxes of chunks that this rank reads, and where in its tensors each belongs.

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.assets import SOURCE, with_dtype, without_announcements
-from shardtune.checkpoint.exported import EXPORT, Entries, export_json, read_export
+from shardtune.checkpoint.export.listing import EXPORT, Entries, export_json, read_export
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.adapter import AdapterExport, MergedExport, why_not_merged
 from shardtune.checkpoint.assets import SOURCE
-from shardtune.checkpoint.export_layout import Export, ExportFiles, Kind
-from shardtune.checkpoint.exported import Entries
+from shardtune.checkpoint.export.adapter import AdapterExport, MergedExport, why_not_merged
+from shardtune.checkpoint.export.layout import Export, ExportFiles, Kind
+from shardtune.checkpoint.export.listing import Entries
 from shardtune.checkpoint.load import read_tensor, transfer
 from shardtune.checkpoint.manifest import (
     ASSETS,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardtune.checkpoint.assets import SOURCE
-from shardtune.checkpoint.export_layout import Export, ExportFiles, ExportUnit, Kind, holds, on_meta
+from shardtune.checkpoint.export.layout import Export, ExportFiles, ExportUnit, Kind, holds, on_meta
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.config import LoraConfig
 from shardtune.model.files import model_folder

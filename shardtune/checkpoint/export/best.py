@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.adapter import AdapterExport
-from shardtune.checkpoint.export import unfinished
-from shardtune.checkpoint.export_layout import Export, ExportFiles
-from shardtune.checkpoint.exported import read_export
+from shardtune.checkpoint.export.adapter import AdapterExport
+from shardtune.checkpoint.export.layout import Export, ExportFiles
+from shardtune.checkpoint.export.listing import read_export
+from shardtune.checkpoint.export.write import unfinished
 from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.train_state import model_kinds, model_state
