@@ -1,4 +1,4 @@
-"""The plans in docs/memory-and-speed.md, computed again and written in place.
+"""The plans in docs/planner.md, computed again and written in place.
 
     python benchmarks/plans.py
 
@@ -22,7 +22,7 @@ from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.text import describe, verdict
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGE = REPOSITORY / "docs/memory-and-speed.md"
+PAGE = REPOSITORY / "docs/planner.md"
 GLM = REPOSITORY / "tests/data/configs/glm-4.5-air"
 _BLOCK = re.compile(r"(<!-- plan (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
 _TABLE = re.compile(r"(<!-- plans -->\n\n\|.*\n\|.*\n)((?:\|.*\n)+)")

@@ -1,4 +1,4 @@
-"""The verdicts in docs/memory-and-speed.md, computed again and written in place.
+"""The verdicts in docs/planner.md, computed again and written in place.
 
     python benchmarks/verdicts.py
 
@@ -19,7 +19,7 @@ from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGE = REPOSITORY / "docs/memory-and-speed.md"
+PAGE = REPOSITORY / "docs/planner.md"
 CONFIGS = REPOSITORY / "tests/data/configs"
 TABLE = re.compile(r"(<!-- verdicts -->\n\n\|.*\n\|.*\n)((?:\|.*\n)+)")
 # Of all rows: the defaults of every other key.

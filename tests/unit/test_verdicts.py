@@ -1,4 +1,4 @@
-"""The table of verdicts in docs/memory-and-speed.md is what the code computes."""
+"""The table of verdicts in docs/planner.md is what the code computes."""
 
 from __future__ import annotations
 
