@@ -160,7 +160,7 @@ COMMANDS = {
         "say what a run would take of each GPU, and whether it fits; needs config.json alone",
     ),
     "report": (_report, "write a page of a run's curves, or of several runs to compare them"),
-    "watch": (_watch, "show a run in this terminal, from its directory or its log"),
+    "watch": (_watch, "show a run in this terminal, also while it goes on"),
     "config-schema": (_config_schema, "print the JSON schema of the configuration"),
 }
 

@@ -24,6 +24,7 @@ from shardtune.checkpoint.verify import check_files
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger
+from shardtune.run_files import METRICS
 
 _STAGING = re.compile(r"\.(checkpoint_\d{7,})\.[0-9a-f]{12,}")  # of a SaveAttempt
 _FROM_COPY = "restore it from a copy"
@@ -180,7 +181,7 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
             yield from (durable_fs.move_aside(path) for path in newer if not is_part(path))
             return
         earlier = [run_dir.checkpoints] if checkpoints else []
-        earlier += [run_dir.path / name for name in ("metrics.jsonl", "model", ADAPTER, BEST)]
+        earlier += [run_dir.path / name for name in (METRICS, "model", ADAPTER, BEST)]
         yield from (durable_fs.move_aside(path) for path in earlier if path.exists())
 
     for path in _on_disk_leaders(lambda: list(map(str, clear())), run_dir, world):

@@ -11,6 +11,7 @@ from typing import IO
 
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
+from shardtune.run_files import LOCK
 
 _LOCK_WAIT_S = 10  # the processes of a run that was just killed may take as long to end
 
@@ -77,7 +78,7 @@ def _lock(path: Path) -> IO[str]:
 
     This kind of lock holds between nodes on a shared filesystem, and no child inherits it.
     """
-    file = (path / ".lock").open("a+", encoding="utf-8")
+    file = (path / LOCK).open("a+", encoding="utf-8")
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         try:

@@ -18,6 +18,7 @@ import numpy as np
 from shardtune.report.charts import AXES, PHASE_NAMES, make_charts, network_share
 from shardtune.report.draw import COLOURS, svg, write_png
 from shardtune.report.read_run import Entry, RunRecord
+from shardtune.run_files import METRICS
 
 
 def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
@@ -66,7 +67,7 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
     html = environment.from_string(template).render(
         title=" against ".join(run.name for run in runs),
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        sources=[str(run.path / "metrics.jsonl") for run in runs],
+        sources=[str(run.path / METRICS) for run in runs],
         notes=notes,
         colours=COLOURS,
         axes=AXES,

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from typing_extensions import TypedDict
 
 from shardtune.errors import UserError
+from shardtune.run_files import METRICS
 
 Entry = dict[str, Any]
 FloatArray = npt.NDArray[np.float64]
@@ -186,7 +187,7 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         UserError: it has no `metrics.jsonl` that can be read, or it has not one object of a run.
     """
-    file = path / "metrics.jsonl"
+    file = path / METRICS
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:

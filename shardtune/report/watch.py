@@ -1,4 +1,4 @@
-"""`shardtune watch`: a run in a terminal, from its metrics.jsonl or from its log alone.
+"""`shardtune watch`: a run in a terminal, from its metrics.jsonl and config.yaml.
 
 It reads files and nothing else, so the run does not notice.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import os
 import re
 import shutil
 import signal
@@ -25,34 +26,24 @@ from rich.table import Table
 from shardtune.errors import UserError
 from shardtune.report.charts import smooth
 from shardtune.report.read_run import Entry, FloatArray, RunRecord, read_entry, read_settings
+from shardtune.run_files import LOCK, METRICS
 
 _EVERY_S = 1.0
 _GPUS_EVERY_S = 5.0
 _STEPS_OF_ETA = 20
 _WIDTH = 48  # of the bar and the curve, in characters
 _SPARKS = "▁▂▃▄▅▆▇█"
-_NUMBER = r"(\d+(?:\.\d*)?(?:e[-+]\d+)?|inf|nan)"
-_STEP_LINE = re.compile(
-    rf"Step (\d+)/(\d+) \| Loss: {_NUMBER} \| Grad Norm: {_NUMBER} \| LR: {_NUMBER} \| "
-    rf"{_NUMBER} it/s \| (\d+) tok/s(?: \| MFU {_NUMBER}%)? \| {_NUMBER} GB"
-)
-_EVALUATION_LINE = re.compile(
-    rf"(?:Baseline|Eval) Perplexity: {_NUMBER} \| Loss: {_NUMBER} \| Tokens: (\d+)"
-    r"(?: \| Step: (\d+))?"
-)
-_SAVED_LINE = re.compile(r"Saved checkpoint_(\d+)")
-_SLOWEST_LINE = re.compile(rf"Slowest: rank (\d+) on (\S+), {_NUMBER} x the median, in (\w+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="or a file with the run's output")
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
 
 
 def watch(options: argparse.Namespace) -> None:
     """Show the run until Ctrl-C; elsewhere than on a terminal, show it once.
 
     Raises:
-        UserError: there is neither a run nor a log.
+        UserError: there is no run.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the way to leave, and no failure
     follower = Follower(options.run)
@@ -77,79 +68,42 @@ def _follow(follower: Follower, console: Console) -> None:
 
 
 class Follower:
-    """Reads what was added to a run's metrics.jsonl, or to its log, since the last look.
+    """Reads what was added to a run's metrics.jsonl since the last look.
 
     Raises:
-        UserError: the file is missing.
+        UserError: no run has begun in this directory.
     """
 
     def __init__(self, path: Path) -> None:
-        self._is_log = path.is_file()
-        self._file = path if self._is_log else path / "metrics.jsonl"
+        self._file = path / METRICS
         self._position, self._inode, self._rest = 0, 0, b""
-        self.run = RunRecord(path, path.resolve().name)
-        # A run that still loads has its directory and its lock.
-        if not self._file.is_file() and not (path / "lock").exists():
+        self.run = RunRecord(path, path.resolve().name, settings=read_settings(path))
+        # A run that still loads has its lock and no metrics yet.
+        if not self._file.is_file() and not (path / LOCK).exists():
             raise UserError(
-                f"{path}: neither a run (it has no metrics.jsonl) nor a log - name the run.dir of "
-                "a run that has begun, or the file to which its output goes"
+                f"{path}: no run (neither {METRICS} nor {LOCK} is there) - name the run.dir of a "
+                "run that has begun"
             )
 
     def read(self) -> None:
         """Take in the lines that are complete. A file that was written anew is read anew."""
         try:
             with self._file.open("rb") as file:
-                status = self._file.stat()
+                status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._position:
-                    settings = {} if self._is_log else read_settings(self.run.path)
+                    settings = read_settings(self.run.path)
                     self.run = RunRecord(self.run.path, self.run.name, settings=settings)
                     self._inode, self._position, self._rest = status.st_ino, 0, b""
                 file.seek(self._position)
                 added = file.read()
         except OSError:
-            return  # a resume replaces the file; or a disk hangs for a moment
+            return  # the run still loads; a resume replaces the file; a disk hangs for a moment
         self._position += len(added)
         *lines, self._rest = (self._rest + added).split(b"\n")
-        parse = _entries_of_log if self._is_log else _entries_of_metrics
         entries = {kind: list(of_kind) for kind, of_kind in self.run.entries.items()}
-        for line in lines:
-            for entry in parse(line):
-                entries.setdefault(entry["kind"], []).append(entry)
+        for entry in filter(None, map(read_entry, lines)):
+            entries.setdefault(entry["kind"], []).append(entry)
         self.run = RunRecord(self.run.path, self.run.name, entries, self.run.settings)
-
-
-def _entries_of_metrics(line: bytes) -> Iterator[Entry]:
-    if entry := read_entry(line):
-        yield entry
-
-
-def _entries_of_log(line: bytes) -> Iterator[Entry]:
-    """Yield what a line of the log says, as the object that metrics.jsonl has for it."""
-    text = line.decode(errors="replace")
-    if match := _STEP_LINE.search(text):
-        step, total, loss, norm, lr, rate, tokens, mfu, memory = match.groups()
-        seconds = 1 / float(rate) if float(rate) else None
-        yield {
-            "kind": "step",
-            "step": int(step),
-            "loss": float(loss),
-            "grad_norm": float(norm),
-            "lr": float(lr),
-            "seconds": seconds,
-            "tokens": int(tokens) * seconds if seconds else None,
-            "mfu": float(mfu) / 100 if mfu else None,
-            "memory_bytes": float(memory) * 1e9,
-        }
-        yield {"kind": "start", "step": int(step), "total_steps": int(total)}
-    elif match := _EVALUATION_LINE.search(text):
-        step = int(match[4] or 0)
-        yield {"kind": "eval", "step": step, "perplexity": float(match[1]), "loss": float(match[2])}
-    elif match := _SAVED_LINE.search(text):
-        yield {"kind": "save", "step": int(match[1])}
-    elif match := _SLOWEST_LINE.search(text):
-        rank, host, ratio, phase = match.groups()
-        values = {"slowest_rank": int(rank), "host": host, "ratio": float(ratio), "phase": phase}
-        yield {"kind": "ranks", "step": 0, **values}
 
 
 def view(run: RunRecord, gpus: Sequence[str]) -> RenderableType:

@@ -15,6 +15,7 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config import Config
 from shardtune.data.dataset import PreparedData
 from shardtune.distributed.world import World
+from shardtune.run_files import METRICS
 from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.metrics import Metrics
 from shardtune.training.reshard import ReshardPolicy
@@ -33,7 +34,7 @@ class Run:
 
     @property
     def metrics_file(self) -> Path:
-        return self.directory.path / "metrics.jsonl"
+        return self.directory.path / METRICS
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`shardtune watch`: of a run, of its log alone, and in a terminal while the run goes on."""
+"""`shardtune watch`: what it shows of a run, while it loads, goes on and resumes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.ranks import world_of
 from test_report import write_run
+from torch import distributed as dist
 
 from shardtune.__main__ import run
+from shardtune.checkpoint.run_dir import open_run_dir
+from shardtune.errors import UserError
 from shardtune.report.watch import Follower, sparkline
-
-LOG = """\
-Baseline Perplexity: 15.9812 | Loss: 2.7714 | Tokens: 40961
-Step 9/1503 | Loss: 3.1000 | Grad Norm: 0.9 | LR: 1.00e-05 | 0.0412 it/s | 5120 tok/s | 61.2 GB | \
-ETA 6h12m | 14:03:27
-Step 10/1503 | Loss: 3.0123 | Grad Norm: 0.934 | LR: 1.00e-05 | 0.0412 it/s | 5120 tok/s | \
-MFU 31.0% | 61.2 GB | ETA 6h12m | 14:03:27
-Eval Perplexity: 9.1234 | Loss: 2.2109 | Tokens: 40961 | Step: 10
-Saved checkpoint_0000010
-Slowest: rank 3 on node0, 1.31 x the median, in data (a step: data 1 s)
-"""
 
 
 def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,27 +37,29 @@ def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert part in " ".join(said.split()), said
 
 
-def test_the_view_shows_a_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "multinode_training.log"
-    log.write_text(LOG, encoding="utf-8")
-    assert run(["watch", str(log)]) == 0
-    said = capsys.readouterr().out
-    for part in (
-        "10/1503 (1%) | 24.3 s each | 10:03:58 left",
-        "3.0123",
-        "9.1234 at step 10 | lowest 9.1234 at step 10 | first 15.9812",
-        "5120 tok/s | MFU 31.0% | 61.2 GB",
-        "rank 3 on node0, 1.31 x the median, in data",
-        "checkpoint_0000010, 0 steps ago",
-    ):
-        assert part in " ".join(said.split()), said
-
-
-def test_watch_refuses_a_path_that_is_neither_a_run_nor_a_log(
+def test_a_run_that_still_loads_is_watched_until_its_first_step_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["watch", str(tmp_path)]) == 2
-    assert "neither a run (it has no metrics.jsonl) nor a log" in capsys.readouterr().err
+    with pytest.raises(UserError, match="no run"):
+        Follower(tmp_path / "run")
+    directory = open_run_dir(tmp_path / "run", world_of(0, 1, dist.HashStore()))
+    assert run(["watch", str(directory.path)]) == 0
+    assert "none has ended yet" in capsys.readouterr().out
+    follower = Follower(directory.path)
+    follower.read()
+    assert follower.run.last_step == 0
+    (directory.path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n', "utf-8")
+    follower.read()
+    assert follower.run.last_step == 1
+
+
+@pytest.mark.parametrize("name", ["", "multinode_training.log"])
+def test_watch_refuses_what_is_no_run(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "multinode_training.log").write_text("Saved checkpoint_0000010\n", "utf-8")
+    assert run(["watch", str(tmp_path / name)]) == 2
+    assert "no run (neither metrics.jsonl nor .lock is there)" in capsys.readouterr().err
 
 
 def test_the_view_follows_lines_in_pieces_and_a_file_written_anew(tmp_path: Path) -> None:
