@@ -1,8 +1,9 @@
 """The configuration: every section and key with its type, default and meaning.
 
 The text below a field is its description in `shardtune config-schema` and docs/configuration.md.
-The marks in `json_schema_extra` say whether a resume may change a key, and which of its values are
-built so far. config_io.py reads a configuration. This module does not import torch.
+The marks in `json_schema_extra` say whether a resume may change a key, and with `enum`, where not
+all values are built yet, which ones are. config_io.py reads a configuration. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic.config import JsonDict
+from pydantic.config import JsonDict, JsonValue
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 
 MAY_CHANGE: JsonDict = {"resume": "may change"}  # on a section: all of its keys
 
 
-def _changeable(default: Any) -> Any:
+def _changeable(default: Any, **marks: JsonValue) -> Any:
     """Return a field that a resume may change."""
-    return Field(default=default, json_schema_extra=MAY_CHANGE)
+    return Field(default=default, json_schema_extra=MAY_CHANGE | marks)
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -81,12 +82,15 @@ class ModelConfig(Section):
     """Dtype of forward and backward. `auto`: bfloat16 where the device has it, else float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced and accumulated."""
-    activation_checkpointing: Literal["none", "selective", "full"] = _changeable("none")
-    """Activations to compute again in the backward. `selective`: all but the costly ones."""
+    activation_checkpointing: Literal["none", "selective", "full", "offload"] = _changeable(
+        "none", enum=["none", "selective", "full"]
+    )
+    """Activations to compute again in the backward. `selective`: all but the costly ones;
+    `offload`: as `full`, with the layers' inputs in host memory."""
     attention: Literal["auto", "sdpa", "eager"] = _changeable("auto")
     """`auto`: the fastest implementation on this device that keeps documents apart."""
-    compile: bool = _changeable(False)
-    """Compile each transformer block."""
+    compile: bool | Literal["auto"] = _changeable(False, enum=[True, False])
+    """Compile each transformer block. `auto`: on GPUs, where it works."""
 
 
 class TrainSource(Section):
@@ -148,6 +152,10 @@ class DataConfig(Section):
     pieces, leave it out, or refuse the data."""
     loss_on: LossOn = "assistant"
     """Trained tokens: those of every assistant turn, of the last one, or all."""
+    on_broken: Literal["error", "drop"] = Field(
+        default="error", json_schema_extra={"enum": ["error"]}
+    )
+    """Broken records: refuse the data, or count them and leave them out."""
     packing: bool = True
     """Put several records into a row. They never attend to one another."""
 
@@ -180,8 +188,12 @@ class DataConfig(Section):
 class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):
     """How the model is divided over the ranks."""
 
+    stages: Count = Field(default=1, json_schema_extra={"enum": [1]})
+    """Consecutive parts of the layers, each on a part of the ranks (a pipeline)."""
     replicate: Count = 1
     """Copies of the sharded model (HSDP). 2 keeps sharding traffic inside each of 2 nodes."""
+    context: Count = Field(default=1, json_schema_extra={"enum": [1]})
+    """Consecutive ranks that share each row (sequence parallel). It divides the heads."""
     expert: Count = 1
     """Ranks that share one set of experts, so that tokens travel to the experts instead of the
     experts' weights to the tokens. It divides world size / `replicate` and the number of experts.
@@ -206,6 +218,8 @@ class TrainConfig(Section, json_schema_extra=MAY_CHANGE):
 class OptimizerConfig(Section):
     """The optimizer. Norms and biases have no weight decay."""
 
+    offload: bool = _changeable(False, enum=[False])
+    """Keep master weights and moments in host memory."""
     name: Literal["adamw", "adamw8bit"] = "adamw"
     """The optimizer's name. `adamw8bit`: moments of 8 bits."""
     lr: NotNegative = _changeable(1e-5)
@@ -345,4 +359,13 @@ def resume_may_change(key: str) -> bool:
     if key not in KEYS:
         return False
     section = SECTIONS[key.partition(".")[0]].model_config.get("json_schema_extra")
-    return MAY_CHANGE in (section, KEYS[key].json_schema_extra)
+    return any("resume" in cast(JsonDict, marks or {}) for marks in (section, _marks(key)))
+
+
+def built_values(key: str) -> Any:
+    """Return the values of `section.key` that are built, or None where all of them are."""
+    return _marks(key).get("enum")
+
+
+def _marks(key: str) -> JsonDict:
+    return cast(JsonDict, KEYS[key].json_schema_extra or {})

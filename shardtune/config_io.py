@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource
+from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource, built_values
 from shardtune.errors import UserError
 
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
@@ -144,6 +144,8 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
             problems.append(f"{key} is required - set it in the file, or write {key}=...")
         elif key in refused:
             problems.append(f"{said} is not allowed - use {allowed_values(key)}")
+        elif key in values and values[key] not in (built_values(key) or [values[key]]):
+            problems.append(f"{said} is not built yet - use {allowed_values(key)}")
     if problems:
         raise UserError(*problems)
     return config
@@ -278,10 +280,10 @@ def _in_words(schema: Mapping[str, Any]) -> str:
         return f"a mapping with {', '.join(TrainSource.model_fields)}"
     if "patternProperties" in schema:
         return "a mapping of names (letters, digits, _ . and -, not Step) to such texts"
+    if "enum" in schema:
+        return " or ".join(map(bare, schema["enum"]))
     if "anyOf" in schema:
         return " or ".join(map(_in_words, schema["anyOf"]))
-    if "enum" in schema:
-        return " or ".join(schema["enum"])
     if kind in ("integer", "number"):
         bounds = [f"{word} {schema[bound]}" for bound, word in _BOUNDS.items() if bound in schema]
         return f"{'an integer' if kind == 'integer' else 'a number'} {' and '.join(bounds)}"

@@ -40,7 +40,7 @@ def build_optimizer(model: PreTrainedModel, config: Config) -> torch.optim.Optim
         eps=settings.eps,
         seed=config.run.seed,
         eight_bit=settings.name == "adamw8bit",
-        compiled=config.model.compile,
+        compiled=config.model.compile is True,
     )
 
 

@@ -22,7 +22,7 @@ from shardtune.checkpoint.assets import SOURCE, model_assets
 from shardtune.checkpoint.export.layout import require_exportable
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.config import Config, ModelConfig
-from shardtune.config_io import remarks, to_dict
+from shardtune.config_io import changed_keys, remarks, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Position, Schedule
@@ -281,7 +281,8 @@ def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
     resumed = run.resumed
     if resumed is None or resumed.world_size != run.world.size:
         return None
-    is_alike = resumed.state["config"]["parallel"] == to_dict(run.config)["parallel"]
+    changed = changed_keys(resumed.state["config"], run.config)
+    is_alike = not any(key.startswith("parallel.") for key, *_ in changed)
     return ReshardPolicy(*resumed.state["residency"]) if is_alike else None
 
 

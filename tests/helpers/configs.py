@@ -16,11 +16,12 @@ run: {dir: runs/small, seed: 1234, resume: auto, ignore_plan: false}
 model: {path: m, init: pretrained, master_dtype: float32, compute_dtype: auto,
   reduce_dtype: float32, activation_checkpointing: none, attention: auto, compile: false}
 data: {train: d.jsonl, eval: null, columns: null, template_options: {}, eval_fraction: 0.0,
-  max_length: 4096, overflow: turns, loss_on: assistant, packing: true}
-parallel: {replicate: 1, expert: 1}
+  max_length: 4096, overflow: turns, loss_on: assistant, on_broken: error, packing: true}
+parallel: {stages: 1, replicate: 1, context: 1, expert: 1}
 train: {epochs: 3, max_steps: null, micro_batch_size: 1, gradient_accumulation_steps: 1,
   max_grad_norm: 1.0}
-optimizer: {name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.0}
+optimizer: {offload: false, name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0.00000001,
+  weight_decay: 0.0}
 lora: {rank: null, alpha: null, dropout: 0.0, targets: all-linear}
 scheduler: {name: cosine, warmup_ratio: 0.03, min_lr_ratio: 0.1}
 eval: {baseline: true, every_steps: 0, keep_best: false}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -161,6 +162,31 @@ def test_a_value_that_is_not_allowed_is_refused_with_those_that_are(
     (problem,) = problems(tmp_path, f"{key}={text}")
     assert problem.startswith(f"{key} = ")
     assert problem.endswith(f" (command line) is not allowed - use {NOT_ALLOWED[key][0]}")
+
+
+NOT_BUILT = {
+    "parallel.stages": ("1", "2 4", "0 true"),
+    "parallel.context": ("1", "2 8", "-1 1.5"),
+    "optimizer.offload": ("false", "true", "1"),
+    "data.on_broken": ("error", "drop", "true"),
+    "model.compile": ("true or false", "auto", "1 full"),
+    "model.activation_checkpointing": ("none or selective or full", "offload", "some"),
+}
+
+
+def test_a_value_that_is_not_built_yet_is_refused_by_name(tmp_path: Path) -> None:
+    for key, (built, not_built, wrong) in NOT_BUILT.items():
+        for text in built.split(" or "):
+            assert json.dumps(value(load(tmp_path, f"{key}={text}"), key)).strip('"') == text
+        for why, texts in (("not built yet", not_built), ("not allowed", wrong)):
+            for text in texts.split():
+                (problem,) = problems(tmp_path, f"{key}={text}")
+                assert problem.replace('"', "") == (
+                    f"{key} = {text} (command line) is {why} - use {built}"
+                )
+    several = [f"{key}={not_built.split()[0]}" for key, (_, not_built, _) in NOT_BUILT.items()]
+    lines = problems(tmp_path, "run.seed=-1", *several)
+    assert len(lines) == 1 + len(NOT_BUILT) and lines[0].startswith("run.seed = -1")
 
 
 def test_every_problem_of_a_list_of_sources_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -12,6 +14,8 @@ from helpers.configs import load
 
 from shardtune.config import KEYS, resume_may_change
 from shardtune.config_io import changed_keys, load_config, remarks, to_dict, write_config
+from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.setup import saved_reshard_policy
 
 SHIPPED = REPOSITORY / "config.yaml"
 
@@ -40,7 +44,8 @@ def test_written_configuration_names_the_origin_of_every_value(tmp_path: Path) -
 MAY_CHANGE = """
 run.dir run.resume run.ignore_plan
 model.activation_checkpointing model.attention model.compile
-parallel.* train.* optimizer.lr scheduler.* eval.* checkpoint.* export.* logging.* distributed.*
+parallel.* train.* optimizer.lr optimizer.offload
+scheduler.* eval.* checkpoint.* export.* logging.* distributed.*
 """
 
 
@@ -61,6 +66,26 @@ def test_a_configuration_saved_by_another_version_is_compared_by_its_keys(tmp_pa
         ("train.epochs", 3, 5),
     ]
     assert not resume_may_change("model.gone")
+
+
+def test_a_checkpoint_without_the_newest_keys_keeps_its_choice_of_resharding(
+    tmp_path: Path,
+) -> None:
+    """A key that a checkpoint lacks had its default, so its ranks were arranged alike."""
+    config = load(tmp_path, "parallel.expert=2")
+    saved = to_dict(config)
+    del saved["parallel"]["stages"], saved["parallel"]["context"], saved["optimizer"]["offload"]
+    state = {"config": saved, "residency": [True, False]}
+    resumed: Any = SimpleNamespace(state=state, world_size=4)
+    for world_size, changed, policy in [
+        (4, config, ReshardPolicy(True, False)),
+        (4, load(tmp_path), None),
+        (2, config, None),
+    ]:
+        run: Any = SimpleNamespace(
+            config=changed, resumed=resumed, world=SimpleNamespace(size=world_size)
+        )
+        assert saved_reshard_policy(run) == policy
 
 
 def test_shipped_configuration_holds_every_key_and_has_no_remarks() -> None:
