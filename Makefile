@@ -103,7 +103,7 @@ else
 GPU_PYTHON := $(PYTHON)
 endif
 gpu-check:
-	PYTHONPATH=.:benchmarks:$$PYTHONPATH $(GPU_PYTHON) -m gpu_check $(if $(wildcard $(PEERS)/bin/python),--peers $(PEERS)/bin/python) $(GPU_CHECK_ARGS)
+	$(GPU_PYTHON) -m distTest.gpu_check $(if $(wildcard $(PEERS)/bin/python),--peers $(PEERS)/bin/python) $(GPU_CHECK_ARGS)
 
 # The site of README.md and docs/, in site/. It loads nothing from a network.
 docs: .venv/.installed
@@ -118,15 +118,15 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 	touch $@
 
 bench: $(MODEL)/config.json $(PEERS)/.installed
-	$(WITHOUT_GPUS) $(BIN)/python benchmarks/bench.py --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
-	$(WITHOUT_GPUS) OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/checkpoint.py \
+	$(WITHOUT_GPUS) $(BIN)/python -m benchmarks.bench --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
+	$(WITHOUT_GPUS) OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 -m benchmarks.checkpoint \
 	    --model $(MODEL) --results benchmarks/checkpoint.md
-	$(WITHOUT_GPUS) $(BIN)/python benchmarks/rounding.py --model $(MODEL) --results benchmarks/rounding
-	$(PEERS)/bin/python benchmarks/rounding.py --plot --results benchmarks/rounding
+	$(WITHOUT_GPUS) $(BIN)/python -m benchmarks.rounding --model $(MODEL) --results benchmarks/rounding
+	$(PEERS)/bin/python -m benchmarks.rounding --plot --results benchmarks/rounding
 
 # What really ran with a model: MODEL=DIRECTORY with weights, or MODEL=qwen3_moe, a tiny one of that architecture.
 card: .venv/.installed $(filter models/SmolLM2-135M-Instruct/config.json,$(MODEL)/config.json)
-	$(WITHOUT_GPUS) $(BIN)/python benchmarks/card.py $(MODEL)
+	$(WITHOUT_GPUS) $(BIN)/python -m benchmarks.card $(MODEL)
 
 clean:
 	rm -rf .venv runs models site

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chats import write_chats
-from measure import (
+from transformers import AutoConfig
+
+from benchmarks.measure import (
     REPOSITORY,
     TOLERANCE,
     Unequal,
@@ -25,7 +26,7 @@ from measure import (
     run_pinned,
     settings,
 )
-from transformers import AutoConfig
+from distTest.workloads.chats import write_chats
 
 SMALL_MODEL = {
     "hidden_size": 256,
@@ -56,7 +57,7 @@ def traffic(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         }
         few |= {"data.max_length": 256, "data.overflow": "truncate", "export.final": "false"}
         few |= {"run.dir": options.work / name, "run.resume": "never", "checkpoint.every_steps": 0}
-        script = [REPOSITORY / "benchmarks/traffic.py", options.work / name, vocabulary, "--config"]
+        script = ["-m", "benchmarks.traffic", options.work / name, vocabulary, "--config"]
         script += [
             options.work / "empty.yaml",
             *(f"{key}={value}" for key, value in {**ours, **few}.items()),
@@ -105,7 +106,8 @@ def loss_memory(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         out = options.work / f"head-{way}.json"
         command = [
             sys.executable,
-            REPOSITORY / "benchmarks/head_memory.py",
+            "-m",
+            "benchmarks.head_memory",
             way,
             out,
             tokens,
@@ -181,7 +183,7 @@ def spread_experts(options: argparse.Namespace, chats: Path) -> dict[str, Any]:
         Unequal: their losses differ.
     """
     out = options.work / "experts.json"
-    script = [REPOSITORY / "benchmarks/expert_speed.py", out, 3 * options.rounds]
+    script = ["-m", "benchmarks.expert_speed", out, 3 * options.rounds]
     command = launch([*script, *options.expert_tokens], sys.executable, 2)
     cores = sorted(os.sched_getaffinity(0))[:2]
     if not run_pinned(command, cores, options.work / "experts.log", 1800):

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """shardtune against what people would use instead, on this machine's CPU; writes
 benchmarks/RESULTS.md and its plot.
 
-python benchmarks/bench.py --model DIR --peers PYTHON [--short] [--sections NAME ...]
+python -m benchmarks.bench --model DIR --peers PYTHON [--short] [--sections NAME ...]
 
 All sides train the same weights on the same chats. All of the chats are one optimizer step, so
 every side has the same global batch, however it orders and packs. At every step its loss must
@@ -32,9 +31,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from alone import loss_memory, many_records, scaling, spread_experts, traffic
-from chats import MIXES, write_chats
-from measure import (
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.alone import loss_memory, many_records, scaling, spread_experts, traffic
+from benchmarks.measure import (
     FAILED,
     PROFILE_LABEL,
     REPOSITORY,
@@ -49,9 +49,8 @@ from measure import (
     run_pinned,
     settings,
 )
-from report import NAMES, report
-from transformers import AutoConfig, AutoModelForCausalLM
-
+from benchmarks.report import NAMES, report
+from distTest.workloads.chats import MIXES, write_chats
 from shardtune.model.flops import ModelFlops, count_flops, measure_matmul_rate
 
 PEERS: dict[str, dict[str, Any]] = {
@@ -94,7 +93,7 @@ def main() -> None:
         part["figures"] for name, part in results.items() if name.split()[0] in ("one", "scaling")
     ):
         plot.unlink(missing_ok=True)
-        command = [options.peers, REPOSITORY / "benchmarks/plot.py", results_file, plot]
+        command = [options.peers, "-m", "benchmarks.plot", results_file, plot]
         run_pinned(command, None, options.work / "plot.log", 300)
     options.results.write_text(
         report(results, plot.name if plot.exists() else None), encoding="utf-8"
@@ -236,7 +235,7 @@ def one_thread(options: argparse.Namespace, _: Path, dtype: str, mix: str) -> di
         before = matmul_rate(core, dtype)
         run_name = f"one-{dtype}-{chats.stem}-{name}-{turn}"
         if name == "ours":
-            script = REPOSITORY / "benchmarks/step_cpu.py"
+            script = ("-m", "benchmarks.step_cpu")
             done = run_ours(run_name, options.work, ours, cores=core, script=script)
             shutil.rmtree(options.work / run_name / "checkpoints", ignore_errors=True)
         else:
@@ -310,7 +309,7 @@ def counted(runs: dict[str, list[Side]], reference: str, dtype: str) -> dict[str
 def profile(options: argparse.Namespace, chats: Path, dtype: str) -> dict[str, Any]:
     """Return the seconds of one step of shardtune by kind of operation."""
     ours, _ = settings(options, chats, dtype, options.model)
-    name, script = f"profile-{dtype}", REPOSITORY / "benchmarks/step_profile.py"
+    name, script = f"profile-{dtype}", ("-m", "benchmarks.step_profile")
     is_done = run_ours(
         name, options.work, ours, cores=[max(os.sched_getaffinity(0))], script=script
     )

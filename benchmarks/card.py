@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Verification cards: what was really run with a model, and what came out.
 
-    python benchmarks/card.py MODEL      writes docs/models/NAME.yaml and the page of all cards
-    python benchmarks/card.py            the page alone
+    python -m benchmarks.card MODEL      writes docs/models/NAME.yaml and the page of all cards
+    python -m benchmarks.card            the page alone
 
 MODEL is a directory with weights, or the name of an architecture (`qwen3_moe`): then the card makes
 a tiny model with random weights.
@@ -25,9 +24,9 @@ from typing import Any
 
 import torch
 import yaml
-from measure import REPOSITORY, commit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.measure import REPOSITORY, commit
 from distTest.rehearse.tiny_model import make_model, write_chats
 from shardtune.report.read_run import RunRecord, read_run
 

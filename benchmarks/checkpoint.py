@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Time saving and loading a training state, beside torch.distributed.checkpoint (DCP).
 
-torchrun --nproc_per_node=2 benchmarks/checkpoint.py --model DIR --results FILE \\
+torchrun --nproc_per_node=2 -m benchmarks.checkpoint --model DIR --results FILE \\
     [--rounds 5] [--disk DIR]
 
 Writes a Markdown table. Each round runs all variants on the same state, in another order each time.

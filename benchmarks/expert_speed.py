@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Compare a mixture of experts whose weights travel (FSDP) with one whose tokens do
 (parallel.expert): CPU seconds of one micro-batch.
 
-torchrun --nproc_per_node=N benchmarks/expert_speed.py OUT.json ROUNDS TOKENS [MORE TOKENS]
+torchrun --nproc_per_node=N -m benchmarks.expert_speed OUT.json ROUNDS TOKENS [MORE TOKENS]
 
 Both have the same random weights, in the same processes, and take turns. The CPU time of all ranks
 counts, waiting does not: it is steady on a busy machine. Weights are gathered and gradients reduced

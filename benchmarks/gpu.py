@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """shardtune, TRL and HF Trainer on one GPU: real shapes with random weights; writes
 benchmarks/GPU.md.
 
-python benchmarks/gpu.py --tokenizer DIR --peers .venv/peers/bin/python [--shapes qwen3-1.7b]
-python benchmarks/gpu.py --tokenizer DIR --peers ... --tiny   # shows on a CPU that all of it runs
+python -m benchmarks.gpu --tokenizer DIR --peers .venv/peers/bin/python [--shapes qwen3-1.7b]
+python -m benchmarks.gpu --tokenizer DIR --peers ... --tiny   # shows on a CPU that all of it runs
 
 As in bench.py, all of the chats are one optimizer step, all sides begin with the same weights,
 drawn once, and losses must be equal at every step. With random weights nearly all logits are alike
@@ -27,12 +26,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench import document_lengths, model_flops
-from chats import write_chats
-from measure import FAILED, REPOSITORY, TOLERANCE, Side, gated, in_turns, run_ours, run_peer, spread
-from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.bench import document_lengths, model_flops
+from benchmarks.measure import (
+    FAILED,
+    REPOSITORY,
+    TOLERANCE,
+    Side,
+    gated,
+    in_turns,
+    run_ours,
+    run_peer,
+    spread,
+)
+from distTest.workloads.chats import write_chats
+from distTest.workloads.shapes import SHAPES
 from shardtune.model.flops import measure_matmul_rate, published_peak
 
 TINY = {
@@ -217,7 +226,7 @@ def measure(
     for turn, name in in_turns(options.sides, options.rounds):
         run_name = f"{model.name}-{length}-{name}-{turn}"
         if name == "ours":
-            script = REPOSITORY / "benchmarks/unsaved.py"
+            script = ("-m", "distTest.workloads.unsaved")
             done = run_ours(run_name, options.work, ours, script=script)
             shutil.rmtree(options.work / run_name, ignore_errors=True)
         else:

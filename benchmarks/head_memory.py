@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Measure the peak memory of head and loss, forward and backward, for shardtune's loss head or
 plain logits.
 
-python benchmarks/head_memory.py naive|ours OUT.json TOKENS VOCABULARY
+python -m benchmarks.head_memory naive|ours OUT.json TOKENS VOCABULARY
 
 The model has one thin layer, in bfloat16, and every token is trained: its memory beyond the
 weights is the loss's. Each way has a process of its own, because freed memory is not returned at

@@ -267,7 +267,7 @@ def run_ours(
     ranks: int = 1,
     cores: Sequence[int] | None = None,
     timeout_s: float = 3600,
-    script: Path = REPOSITORY / "train_fsdp.py",
+    script: Sequence[str | Path] = (REPOSITORY / "train_fsdp.py",),
 ) -> Side | None:
     """Run train_fsdp.py as users do, every step on all of the data; return None where it failed."""
     run_dir = folder / name
@@ -285,7 +285,7 @@ def run_ours(
     }
     empty = folder / "empty.yaml"
     empty.touch()
-    command: list[str | Path] = [script, "--config", empty]
+    command: list[str | Path] = [*script, "--config", empty]
     command += [f"{key}={value}" for key, value in settings.items()]
     is_done = run_pinned(
         launch(command, sys.executable, ranks), cores, folder / f"{name}.log", timeout_s
@@ -344,7 +344,7 @@ def run_peer(
         for key, value in options.items()
         for part in ([f"--{key}"] if value is True else [f"--{key}", value])
     ]
-    script = [REPOSITORY / "benchmarks/peers.py", "--side", side, "--out", out, *flags]
+    script = ["-m", "benchmarks.peers", "--side", side, "--out", out, *flags]
     if not run_pinned(launch(script, python, ranks), cores, folder / f"{name}.log", timeout_s):
         return None
     return Side(**json.loads(out.read_text(encoding="utf-8")))

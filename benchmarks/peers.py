@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Run one training of a peer, through its public API and at its best setting, in the peers'
 environment.
 
-python benchmarks/peers.py --side trl_packed --model DIR --data chats.jsonl --out result.json ...
+python -m benchmarks.peers --side trl_packed --model DIR --data chats.jsonl --out result.json ...
 
 All of the data is one optimizer step, so that every side has the same batch, however it orders and
 packs. Writes the fields of `measure.Side`.
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chats import MARKED_TEMPLATE
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -34,6 +32,8 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.utils import is_flash_attn_2_available
+
+from distTest.workloads.chats import MARKED_TEMPLATE
 
 WHOLE_EPOCH = 1 << 20  # micro-batches: more than any epoch has, so that one step takes all of them
 

@@ -1,6 +1,6 @@
 """The plans in docs/planner.md, computed again and written in place.
 
-    python benchmarks/plans.py
+    python -m benchmarks.plans
 
 Behind a line `<!-- plan --gpu-memory 80 key=value ... -->` stands what `shardtune plan` prints for
 config.yaml with these options, without changes that would help. Behind `<!-- plans -->` stands a

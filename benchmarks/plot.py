@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""The plot of RESULTS.md, in the peers' environment: python benchmarks/plot.py RESULTS.json
+"""The plot of RESULTS.md, in the peers' environment: python -m benchmarks.plot RESULTS.json
 RESULTS.png
 """
 

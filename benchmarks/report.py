@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from measure import STEADY, describe_count, describe_losses, spread
+from benchmarks.measure import STEADY, describe_count, describe_losses, spread
 
 MEMORY = (
     "shardtune takes more memory than batches of single chats, because it keeps the "
@@ -71,7 +71,7 @@ def one_thread_lines(figures: dict[str, Any], head: dict[str, int] | None) -> li
         f"## {counts['model']}, one pinned thread, {dtype}, {counts['mix']}",
         "",
         f"One step: {counts['documents']} chats, {tokens}, rows of {counts['max_length']} "
-        f"(`{counts['mix']}` of benchmarks/chats.py). "
+        f"(`{counts['mix']}` of distTest/workloads/chats.py). "
         f"{describe_losses(dtype, rows, counts['reference'])} "
         f"{describe_count(counts['rounds'], counts['steps'] - 1)} The last column compares "
         f"{'CPU seconds' if took else 'trained tokens per second'}.",

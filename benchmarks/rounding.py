@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """How the rounding of weights and moments changes what a run learns.
 
-    python benchmarks/rounding.py --model models/SmolLM2-135M-Instruct --results benchmarks/rounding
-    PEERS_PYTHON benchmarks/rounding.py --plot --results benchmarks/rounding
+    python -m benchmarks.rounding --model models/SmolLM2-135M-Instruct --results benchmarks/rounding
+    PEERS_PYTHON -m benchmarks.rounding --plot --results benchmarks/rounding
 
 The first trains the model four times on the same rows, at the same time, through train_fsdp.py,
 and writes rounding.json and rounding.md. The second draws rounding.png, in the peers' environment,
@@ -75,7 +74,7 @@ def start(name: str, run_dir: Path, options: argparse.Namespace) -> subprocess.P
         f"run.dir={run_dir}",
         *VARIANTS[name],
     ]
-    command = [sys.executable, __file__, "train", name, *given]
+    command = [sys.executable, "-m", "benchmarks.rounding", "train", name, *given]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 

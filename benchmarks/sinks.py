@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""What the trackers take of the training loop: python benchmarks/sinks.py [--steps N]
+"""What the trackers take of the training loop: python -m benchmarks.sinks [--steps N]
 
 It hands over the objects of N steps as a run does, and times the calls alone.
 """

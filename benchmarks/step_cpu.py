@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Run train_fsdp.py, and print the CPU seconds that the process had used at the end of each step.
 
-PYTHONPATH=. python benchmarks/step_cpu.py [arguments of train_fsdp.py]
+python -m benchmarks.step_cpu [arguments of train_fsdp.py]
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ import json
 import time
 from typing import Any
 
-from measure import CPU_LABEL
-
 import train_fsdp
+from benchmarks.measure import CPU_LABEL
 from shardtune.distributed.exit_code import run
 
 

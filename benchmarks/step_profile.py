@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Run train_fsdp.py and print, for each step, its seconds by kind of operation as one line of JSON.
 
 On a GPU these are the seconds of its kernels.
 
-PYTHONPATH=. python benchmarks/step_profile.py [arguments of train_fsdp.py]
+python -m benchmarks.step_profile [arguments of train_fsdp.py]
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from collections import Counter
 from typing import Any
 
 import torch
-from measure import PROFILE_LABEL
 from torch.profiler import ProfilerActivity, profile
 
 import train_fsdp
+from benchmarks.measure import PROFILE_LABEL
 from shardtune.distributed.exit_code import run
 
 KINDS = {

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Run train_fsdp.py and count its collectives and the rows through its head, by watching PyTorch's
 operators.
 
-PYTHONPATH=. torchrun --nproc_per_node=2 benchmarks/traffic.py OUT VOCABULARY [arguments of
+torchrun --nproc_per_node=2 -m benchmarks.traffic OUT VOCABULARY [arguments of
 train_fsdp.py]
 
 Each rank writes OUT.<rank>.json: for each collective the calls and the bytes of its largest

@@ -1,6 +1,6 @@
 """The verdicts in docs/planner.md, computed again and written in place.
 
-    python benchmarks/verdicts.py
+    python -m benchmarks.verdicts
 
 Behind the line `<!-- verdicts -->` stands a table. The first three columns of a row, the model, the
 machine and settings, are the question; the others are the answer.

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from shardtune.cluster.agent import main
+from shardtune.errors import require_packages
 
 if __name__ == "__main__":
+    require_packages()
+    from shardtune.cluster.agent import main
+
     main(sys.argv[1:], checks_only=True)

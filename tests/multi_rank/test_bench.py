@@ -10,15 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import alone
-import bench
-import gpu
-import older_torch
 import pytest
 import torch
 from conftest import REPOSITORY
-from measure import FAILED, Side, Unequal, gated, in_turns, require_equal_work, require_moving_loss
-from report import rate_lines
+
+from benchmarks import alone, bench, gpu
+from benchmarks.measure import (
+    FAILED,
+    Side,
+    Unequal,
+    gated,
+    in_turns,
+    require_equal_work,
+    require_moving_loss,
+)
+from benchmarks.report import rate_lines
+from distTest.workloads import older_torch
 
 PEER = Side(
     losses=[3.0, 2.5],

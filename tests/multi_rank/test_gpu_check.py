@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY
-from gpu_check import __main__ as gpu_check
-from gpu_check import child
-from gpu_check.checks import CHECKS, Check, Skipped
 from helpers.pretended import needs_compiler
+
+from distTest.gpu_check import __main__ as gpu_check
+from distTest.gpu_check import child
+from distTest.gpu_check.checks import CHECKS, Check, Skipped
 
 
 def test_a_crash_is_a_failure_by_name_and_the_other_checks_go_on(
@@ -64,12 +65,12 @@ def test_every_check_passes_on_a_pretended_gpu_but_for_what_it_lacks(tmp_path: P
     pretended = [sys.executable, "-m", "tests.pretend_gpu", "--gpus", "1"]
     speed = "speed-glm-4.5-air"  # the other shapes are as this one
     names = [c.name for c in CHECKS if not c.name.startswith("speed-") or c.name == speed]
-    paths = f"{REPOSITORY}:{REPOSITORY / 'benchmarks'}"
-    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}  # of `make test`
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # of `make test`
     done = subprocess.run(
         [
             *pretended,
-            *(sys.executable, "-m", "gpu_check", "--tiny", "--out", str(out), "--only", *names),
+            *(sys.executable, "-m", "distTest.gpu_check"),
+            *("--tiny", "--out", str(out), "--only", *names),
         ],
         cwd=REPOSITORY,
         env=environment,

@@ -9,11 +9,12 @@ import logging
 import re
 from pathlib import Path
 
-import card
 import pytest
 from conftest import REPOSITORY
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
+
+from benchmarks import card
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
 PAGES += [*sorted(REPOSITORY.glob("docs/*.md"))]
@@ -34,7 +35,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_the_page_of_the_cards_is_made_of_the_cards() -> None:
-    assert card.page() == card.PAGE.read_text(encoding="utf-8"), "run benchmarks/card.py"
+    assert card.page() == card.PAGE.read_text(encoding="utf-8"), "run python -m benchmarks.card"
 
 
 def test_the_readme_is_short() -> None:

@@ -6,7 +6,8 @@ import re
 
 import pytest
 from conftest import REPOSITORY
-from plans import PAGE, plan_of, rewritten
+
+from benchmarks.plans import PAGE, plan_of, rewritten
 
 
 def test_the_shipped_comments_have_the_bytes_of_weights_gradients_and_moments() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from verdicts import CONFIGS, PAGE, TABLE, row
+
+from benchmarks.verdicts import CONFIGS, PAGE, TABLE, row
 
 ROWS = (TABLE.search(PAGE.read_text(encoding="utf-8")) or [""] * 3)[2].splitlines()
 NUMEL = {

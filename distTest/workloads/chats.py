@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "examples/chats/train.jsonl"
+SOURCE = Path(__file__).resolve().parents[2] / "examples/chats/train.jsonl"
 TOKENS_PER_WORD = 1.25
 # SmolLM2's own template, with marks around all that it must generate, the end of turn included.
 MARKED_TEMPLATE = (

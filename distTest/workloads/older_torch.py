@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Run train_fsdp.py on PyTorch 2.11, in which some functions have older names or fewer options.
 
-PYTHONPATH=. python benchmarks/older_torch.py [arguments of train_fsdp.py]
+python -m distTest.workloads.older_torch [arguments of train_fsdp.py]
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import varlen
 
-SCRIPT = Path(__file__).resolve().parent.parent / "train_fsdp.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "train_fsdp.py"
 OLDER_NAMES = {
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
 
 
-def with_grouped_keys(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def with_grouped_keys(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Give the `varlen_attn` of 2.11 the option `enable_gqa` of 2.12, by repeating the heads of
     keys and values.
 
@@ -39,7 +38,7 @@ def with_grouped_keys(attend: Callable[..., torch.Tensor]) -> Callable[..., torc
         *rest: Any,
         enable_gqa: bool,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         groups = query.shape[1] // key.shape[1] if enable_gqa else 1
         return attend(
             query, *(x.repeat_interleave(groups, 1) for x in (key, value)), *rest, **options
@@ -60,7 +59,8 @@ def adapt() -> None:
         def groups(state: Any) -> list[Any]:
             return [state._fsdp_param_group] if state._fsdp_param_group else []
 
-        FSDPState._fsdp_param_groups = property(groups)
+        state_class: Any = FSDPState
+        state_class._fsdp_param_groups = property(groups)
 
 
 def main() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gpu_check.checks import Failed, Outcome, Skipped, is_tiny, require
-from gpu_check.runs import save_model, train, work_folder, write_text
+from distTest.gpu_check.checks import Failed, Outcome, Skipped, is_tiny, require
+from distTest.gpu_check.runs import save_model, train, work_folder, write_text
+from distTest.workloads.shapes import SHAPES
 from shardtune.config_io import load_config
 from shardtune.model.files import read_model_config
 from shardtune.planner.machine import Machine

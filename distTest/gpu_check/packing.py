@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gpu_check.checks import Outcome, is_tiny, require
-from gpu_check.kernels import error
+from distTest.gpu_check.checks import Outcome, is_tiny, require
+from distTest.gpu_check.kernels import error
 from shardtune.data.batch import Batch
 from shardtune.model.attention import DOCUMENT_ATTENTION, documents
 from shardtune.model.loss import summed_loss, use_loss_head

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from functools import partial
 
-from gpu_check.checks import Failed, Outcome, is_tiny, require
-from gpu_check.runs import BENCHMARKS, save_tokenizer, work_folder
+from distTest.gpu_check.checks import Failed, Outcome, is_tiny, require
+from distTest.gpu_check.runs import save_tokenizer, work_folder
 
 # Of each side, what its Python must import.
 _PEERS = {
@@ -25,7 +25,7 @@ def _measure(shape: str) -> Outcome:
     tokenizer, results = work_folder() / "tokenizer", work_folder() / "GPU.md"
     save_tokenizer(tokenizer)
     command = [
-        *(sys.executable, str(BENCHMARKS / "gpu.py"), "--tokenizer", str(tokenizer)),
+        *(sys.executable, "-m", "benchmarks.gpu", "--tokenizer", str(tokenizer)),
         *("--peers", peers, "--results", str(results), "--work", str(work_folder() / "runs")),
         *("--shapes", shape, "--sides", *sides, "--rounds", "1", "--steps", "3"),
         *(["--tiny", "--dtype", "float32"] if is_tiny() else ["--lengths", "4096"]),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import time
+from typing import Any
 
 import torch
 
-from gpu_check.checks import Outcome, is_tiny
+from distTest.gpu_check.checks import Outcome, is_tiny
 
 
 def device() -> Outcome:
@@ -19,7 +20,7 @@ def device() -> Outcome:
     target = torch.empty_like(copied)
     copy_s = seconds(lambda: target.copy_(copied), times)
     free, total = torch.cuda.mem_get_info()
-    figures = {
+    figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "capability": list(torch.cuda.get_device_capability()),
         "memory_bytes": total,

@@ -9,9 +9,9 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from gpu_check.checks import Outcome, Skipped, is_tiny, require
-from gpu_check.packing import FAMILIES, TINY
-from gpu_check.runs import Run, save_model, train, write_chats, write_text
+from distTest.gpu_check.checks import Outcome, Skipped, is_tiny, require
+from distTest.gpu_check.packing import FAMILIES, TINY
+from distTest.gpu_check.runs import Run, save_model, train, write_chats, write_text
 
 _AT_ONCE = 2  # runs: most of their time is that of one core
 # Of losses, relative: sums in another order, and roundings of bfloat16, which send tokens to other

@@ -1,4 +1,4 @@
-"""The process of one check: python -m gpu_check.child NAME RESULT.json."""
+"""The process of one check: python -m distTest.gpu_check.child NAME RESULT.json."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gpu_check.checks import CHECKS, Failed, Skipped
+from distTest.gpu_check.checks import CHECKS, Failed, Skipped
 
-# The oldest versions for which the project has substitutes of what they lack (older_torch.py).
+# The oldest versions for which the project has substitutes (workloads/older_torch.py).
 OLDEST = {"Python": "3.11", "torch": "2.11", "transformers": "5.0"}
 
 
@@ -31,7 +31,7 @@ def main() -> None:
         if check.needs_project:
             require_project()
         module, _, function = check.function.partition(".")
-        summary, figures = getattr(import_module(f"gpu_check.{module}"), function)()
+        summary, figures = getattr(import_module(f"distTest.gpu_check.{module}"), function)()
         outcome = {"verdict": "ok", "summary": summary, "figures": figures}
     except Skipped as why:
         outcome |= {"verdict": "skipped", "summary": str(why)}
@@ -63,7 +63,7 @@ def require_project() -> None:
         found["Python"] = platform.python_version()
         if old := [n for n, oldest in OLDEST.items() if release(found[n]) < release(oldest)]:
             raise Skipped(", ".join(f"needs {n} {OLDEST[n]}, and this is {found[n]}" for n in old))
-        import older_torch
+        from distTest.workloads import older_torch
 
         older_torch.adapt()
         import_module("train_fsdp")

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import chats
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from gpu_check.checks import Failed
+from distTest.gpu_check.checks import Failed
+from distTest.workloads import chats
 
-BENCHMARKS = Path(__file__).resolve().parent.parent
 _TOKENS = 4000  # of the tokenizer
 
 
@@ -64,7 +63,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=again)
     config = folder / "empty.yaml"
     config.touch()
-    script = BENCHMARKS / ("older_torch.py" if saves else "unsaved.py")
+    script = "distTest.workloads." + ("older_torch" if saves else "unsaved")
     settings = [f"run.dir={folder / 'run'}", *assignments]
     if not saves:
         settings += ["checkpoint.every_steps=0", "checkpoint.mode=sync", "export.final=false"]
@@ -76,7 +75,7 @@ def train(
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
     lines = list[tuple[float, str]]()
     with subprocess.Popen(
-        [sys.executable, "-u", str(script), "--config", str(config), *settings],
+        [sys.executable, "-u", "-m", script, "--config", str(config), *settings],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

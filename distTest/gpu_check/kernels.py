@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_check.checks import Outcome, is_tiny, require
-from gpu_check.device import seconds
+from distTest.gpu_check.checks import Outcome, is_tiny, require
+from distTest.gpu_check.device import seconds
 from shardtune.data.batch import Batch
 from shardtune.model.attention import document_attention, documents
 from shardtune.model.loss import LossHead
@@ -72,7 +72,8 @@ def _attend(inputs: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor
     """Return output and gradients of `document_attention`."""
     boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
     documents.set(lengths, boundaries)
-    output, _ = document_attention(nn.Identity(), *inputs, None)
+    query, key, value = inputs
+    output, _ = document_attention(nn.Identity(), query, key, value, None)
     weights = _weights(output)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
 
@@ -107,7 +108,7 @@ def loss_head() -> Outcome:
     """Head and loss in chunks against float64, and their memory against plain logits."""
     tokens, width, vocabulary = (64, 32, 512) if is_tiny() else (4096, 4096, 151552)
     torch.manual_seed(0)
-    hidden = torch.randn(1, tokens, width).to("cuda", torch.bfloat16).requires_grad_()
+    hidden: Any = torch.randn(1, tokens, width).to("cuda", torch.bfloat16).requires_grad_()
     head: Any = nn.Linear(width, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(vocabulary, (tokens,)).cuda()
     everything = torch.arange(tokens, device="cuda")

@@ -1,20 +1,21 @@
-#!/usr/bin/env python3
 """Run the steps of train_fsdp.py, and end before the checkpoint of the last one: a checkpoint of a
 large model takes more time and disk than what is measured.
 
 With DRAW_ON_DEVICE=1 weights of `model.init=random` are drawn on the device: other ones, in seconds
 where a CPU takes minutes. PyTorch 2.11 will do.
 
-PYTHONPATH=. python benchmarks/unsaved.py [arguments of train_fsdp.py] checkpoint.every_steps=0
+python -m distTest.workloads.unsaved [arguments of train_fsdp.py] checkpoint.every_steps=0
 """
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
-import older_torch
 import torch
+
+from distTest.workloads import older_torch
 
 
 class Finished(BaseException):
@@ -22,10 +23,10 @@ class Finished(BaseException):
 
 
 def main() -> None:
-    import train_fsdp
+    script: Any = import_module("train_fsdp")
     from shardtune.model import build
 
-    train_fsdp.save = finish
+    script.save = finish
     if os.environ.get("DRAW_ON_DEVICE") == "1":
         draw = build.draw_weights
 
@@ -35,7 +36,7 @@ def main() -> None:
 
         build.draw_weights = draw_on_device
     try:
-        train_fsdp.main()
+        script.main()
     except Finished:
         print("Finished: nothing is saved", flush=True)
 

@@ -1,6 +1,6 @@
 """Run each check in a process of its own, print a table, and write it beside one JSON.
 
-PYTHONPATH=.:benchmarks python -m gpu_check [--only NAME ...] [--out DIR]
+python -m distTest.gpu_check [--only NAME ...] [--out DIR]
 
 It takes the Python that runs it, of any age: this file needs the standard library alone. A check
 whose PyTorch is too old or whose peer is absent is skipped by name, and one that crashes is a
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_check.checks import CHECKS, Check
+from distTest.gpu_check.checks import CHECKS, Check
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m distTest.gpu_check", description=__doc__)
     names = [check.name for check in CHECKS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/gpu-check")
@@ -71,8 +71,8 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
         return {"verdict": "skipped", "summary": f"{why} - {only}", "figures": {}, "seconds": 0.0}
     log, result = options.out / f"{check.name}.log", options.out / f"{check.name}.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "gpu_check.child", check.name, str(result)]
-    paths = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "distTest.gpu_check.child", check.name, str(result)]
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "HF_HUB_OFFLINE": "1",

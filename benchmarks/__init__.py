@@ -1,0 +1,1 @@
+"""What this project takes of a machine, alone and beside others."""

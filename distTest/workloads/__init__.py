@@ -1,0 +1,1 @@
+"""The chats, shapes and runs that checks and benchmarks share."""
