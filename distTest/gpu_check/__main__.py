@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import signal
@@ -30,7 +29,8 @@ MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
 def main() -> None:
     options = read_options()
     options.out.mkdir(parents=True, exist_ok=True)
-    started, rows = time.monotonic(), list[dict[str, Any]]()
+    rows: list[dict[str, Any]] = []
+    started = time.monotonic()
     for check in CHECKS:
         if options.only and check.name not in options.only:
             continue
@@ -130,7 +130,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def write_results(options: argparse.Namespace, rows: list[dict[str, Any]], seconds: float) -> None:
     """Write results.json and results.md after each check: a machine may be taken away."""
     about = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         "python": sys.version.split()[0],
         "seconds": round(seconds, 1),
         "tiny": options.tiny,
