@@ -6,6 +6,7 @@ This module does not import torch, so that a command line is refused before that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from shardtune.errors import UserError
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
     {key: field.default for key, field in KEYS.items() if not field.is_required()}
 )
+_ORIGINS = "origins.json"
 _TEXT = "text that is not empty (in quotes where YAML would read a number)"
 _IS_LIKE = 0.75  # of two names
 _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above"}
@@ -186,13 +188,28 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Write a file for `load_config`, with the origin of every value behind it."""
+    """Write a file for `load_config`, and the origin of every value: behind it, and as data."""
     lines = []
     for section, values in to_dict(config).items():
         lines.append(f"{section}:")
         for key, value in values.items():
             lines.append(f"  {key}: {_to_yaml(value)}  # {config.origins[f'{section}.{key}']}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.with_name(_ORIGINS).write_text(json.dumps(config.origins, indent=2) + "\n", "utf-8")
+
+
+def read_written(path: Path) -> dict[str, tuple[Any, str]]:
+    """Return each key of a file of `write_config` with its value and its origin.
+
+    An earlier version wrote no origins for programs; they are empty then.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    origins: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        origins = json.loads(path.with_name(_ORIGINS).read_text(encoding="utf-8"))
+    return {key: (value, str(origins.get(key, ""))) for key, value in _read_file(path).items()}
 
 
 def changed_keys(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from shardtune.config_io import bare, read_written
 from shardtune.errors import UserError
 from shardtune.run_files import METRICS
 
@@ -222,15 +222,9 @@ def read_entry(line: bytes | str) -> Entry | None:
 
 
 def read_settings(path: Path) -> dict[str, tuple[str, str]]:
-    """Return each key of the run's config.yaml with its value and its origin, its comment."""
+    """Return each key of the run's config.yaml with its value, as text, and its origin."""
     try:
-        lines = (path / "config.yaml").read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
+        written = read_written(path / "config.yaml")
+    except UserError:
         return {}
-    section, settings = "", {}
-    for line in lines:
-        if key := re.fullmatch(r"  (\w+): (.*)  # (.*)", line):
-            settings[f"{section}.{key[1]}"] = (key[2], key[3])
-        elif head := re.fullmatch(r"(\w+):", line):
-            section = head[1]
-    return settings
+    return {key: (bare(value), origin) for key, (value, origin) in written.items()}

@@ -140,6 +140,7 @@ def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(
         "metrics.jsonl",
         "model",
         "model.aside1",
+        "origins.json",
     ]
     assert (run_dir / "model.aside1/model.safetensors").read_bytes() == earlier
     assert (run_dir / "model.aside1/of_the_earlier").exists()

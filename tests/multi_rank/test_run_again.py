@@ -313,6 +313,7 @@ def test_a_run_may_begin_with_the_checkpoint_of_another(
         "metrics.jsonl.aside1",
         "model",
         "model.aside1",
+        "origins.json",
     ]
 
 
@@ -363,6 +364,7 @@ def test_a_full_disk_ends_the_run_which_goes_on_when_there_is_room(
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "origins.json",
     }
 
     again = run_again(f"train.max_steps={max_steps}")
@@ -424,4 +426,4 @@ def test_a_finished_run_writes_its_model_again(tmp_path: Path, run_again: RunAga
     assert digests(run_dir / "checkpoints") == checkpoints
     assert (run_dir / "metrics.jsonl").read_bytes() == metrics
     kept = [name for name in names(run_dir) if not name.startswith("model.aside")]
-    assert kept == [".lock", "checkpoints", "config.yaml", "metrics.jsonl", "model"]
+    assert kept == [".lock", "checkpoints", "config.yaml", "metrics.jsonl", "model", "origins.json"]

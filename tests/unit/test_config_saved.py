@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import yaml
 from helpers.commands import REPOSITORY
-from helpers.configs import load
+from helpers.configs import load, value
 
 from shardtune.config import KEYS, resume_may_change
-from shardtune.config_io import changed_keys, load_config, remarks, to_dict, write_config
+from shardtune.config_io import (
+    changed_keys,
+    load_config,
+    read_written,
+    remarks,
+    to_dict,
+    write_config,
+)
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.setup import saved_reshard_policy
 
@@ -37,6 +44,8 @@ def test_written_configuration_names_the_origin_of_every_value(tmp_path: Path) -
     write_config(config, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text(encoding="utf-8")
     assert re.findall(r"^  \w+: .*  # (.+)$", text, re.MULTILINE) == list(config.origins.values())
+    values = {key: (value(config, key), origin) for key, origin in config.origins.items()}
+    assert read_written(tmp_path / "config.yaml") == values
     assert "  lr: 3e-05  # command line\n" in text and '  path: "m"  # file\n' in text
     assert "  join_timeout_s: 30.0  # environment\n" in text and "  seed: 1234  # default\n" in text
 

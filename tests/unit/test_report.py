@@ -26,7 +26,7 @@ from shardtune.report.read_run import read_run
 needs_browser = pytest.mark.skipif(
     shutil.which("chromium") is None, reason="no browser: chromium is not installed"
 )
-CONFIG = "model:\n  path: {}  # file\ntrain:\n  epochs: 3  # default\n"
+CONFIG = "model:\n  path: {}\ntrain:\n  epochs: 3\n"
 
 
 def write_run(
@@ -75,6 +75,7 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("\n".join(stamped) + "\n", encoding="utf-8")
     (folder / "config.yaml").write_text(CONFIG.format(model), encoding="utf-8")
+    (folder / "origins.json").write_text('{"train.epochs": "default"}', encoding="utf-8")
     return folder
 
 
@@ -101,6 +102,9 @@ def test_the_page_needs_no_network_and_names_every_figure(
             assert image.format == "PNG" and image.width > 500
     for said in (*lines, "60 of 120", "train.epochs: 3 to 4", "3 on node0", "3 (default)"):
         assert said in page, said
+    (folder / "origins.json").unlink()
+    assert report(folder) == 0, "as an earlier version left it"
+    assert ">3<" in (folder / "report.html").read_text(encoding="utf-8")
     assert "44.5% of a step: bound by communication" in page
     assert page.count("<svg") == 3 * len(figures)
 
