@@ -18,10 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from transformers import PreTrainedModel
 
 PAGE = (REPOSITORY / "docs/support.md").read_text(encoding="utf-8").partition("## Private names")[2]
-FILES = sorted(
-    path for root in ("shardtune", "distTest") for path in (REPOSITORY / root).rglob("*.py")
-)
-FILES.append(REPOSITORY / "train_fsdp.py")
+FILES = [*sorted(REPOSITORY.glob("shardtune/**/*.py")), REPOSITORY / "train_fsdp.py"]
 # Names of their classes stay theirs where a class of ours overrides them.
 OVERRIDDEN = {*dir(PreTrainedModel), *dir(LocalElasticAgent)}
 
