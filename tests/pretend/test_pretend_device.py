@@ -32,6 +32,9 @@ def _check_all() -> None:
         attention_and_its_gradients_are_those_of_each_document_alone,
         grouped_products_are_those_of_each_group,
         waits_are_told_with_their_place,
+        copies_land_for_the_host_when_it_waits,
+        copies_of_a_side_stream_are_in_order_for_those_that_wait_for_it,
+        copies_of_memory_that_is_given_back_too_early_show_it,
         memory_is_counted_by_stream_and_limited,
         fresh_memory_is_nan,
         each_device_has_random_numbers_of_its_own,
@@ -165,6 +168,61 @@ def waits_are_told_with_their_place() -> None:
     y = torch.ones(3, device="cuda", requires_grad=True)
     y.register_hook(lambda gradient: gradient.sum().item() and None)
     assert len(waits(lambda: (y * 2).sum().backward())) == 1, "within a backward too"
+
+
+def copies_land_for_the_host_when_it_waits() -> None:
+    x, host = torch.ones(3, device="cuda"), torch.zeros(3).pin_memory()
+    for wait in (torch.cuda.synchronize, torch.cuda.current_stream().synchronize, x.sum().item):
+        x.add_(1)
+        host.zero_().copy_(x, non_blocking=True)
+        x.add_(1)  # comes after the copy
+        assert host.eq(0).all()
+        wait()
+        assert torch.equal(host, x.cpu() - 1)
+    host.copy_(x)
+    assert torch.equal(host, x.cpu()), "the host waits for other copies"
+
+
+def copies_of_a_side_stream_are_in_order_for_those_that_wait_for_it() -> None:
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    x, host = torch.ones(3, device="cuda"), torch.zeros(3).pin_memory()
+
+    def copy_back_on_the_side() -> None:
+        host.zero_()
+        with torch.cuda.stream(side):
+            host.copy_(x, non_blocking=True)
+        event.record(side)
+
+    copy_back_on_the_side()
+    x.add_(1)
+    event.synchronize()
+    assert host.eq(2).all(), "this stream did not wait"
+    copy_back_on_the_side()
+    torch.cuda.current_stream().wait_event(event)
+    x.add_(1)
+    assert host.eq(0).all()
+    torch.cuda.current_stream().synchronize()
+    assert host.eq(2).all()
+    with torch.cuda.stream(side):
+        x.copy_(host.fill_(7), non_blocking=True)
+    assert x.cpu().eq(3).all()
+    torch.cuda.current_stream().wait_stream(side)
+    assert x.cpu().eq(7).all()
+
+
+def copies_of_memory_that_is_given_back_too_early_show_it() -> None:
+    side, host = torch.cuda.Stream(), torch.zeros(3).pin_memory()
+    x = torch.ones(3, device="cuda")
+    with torch.cuda.stream(side):
+        host.copy_(x, non_blocking=True)
+    del x
+    torch.cuda.synchronize()
+    assert host.isnan().all()
+    x = torch.ones(3, device="cuda")
+    host.copy_(x, non_blocking=True)
+    del x  # what takes its memory on this stream comes after the copy
+    torch.cuda.synchronize()
+    assert host.eq(1).all()
 
 
 def memory_is_counted_by_stream_and_limited() -> None:

@@ -7,14 +7,16 @@ and the grouped product are their definitions, with the checks of the real kerne
 - Fresh and freed memory is NaN, or -1 in integers, so that what reads it shows.
 - What a GPU would refuse is refused: tensors of two devices in an operator, memory beyond the
   GPU's, what the real kernels do not take.
+- A copy between a GPU and pinned memory that does not block is made as late as a GPU may make it:
+  it lands when its stream, or one that waits for its event, goes on; for the host, when that waits.
 - `host_waits()` has each place at which the host would wait for the GPU.
 - `memory()` has the bytes that are held, and the most so far, of each stream too.
 - With `hollow=True` a tensor of more than 2**20 elements has no contents, and operators on it only
   make shapes. A model of any size then takes steps on one core, and its memory is counted. See
   `hollow.py`.
 
-What it cannot show: races between streams, NCCL itself, the rounding and the speed of kernels,
-fragmentation, torch.compile, drivers.
+What it cannot show: races between kernels of two streams, NCCL itself, the rounding and the speed
+of kernels, fragmentation, torch.compile, drivers.
 
 Any command, with N GPUs in all of its processes (needs g++; the first time takes half a minute):
 

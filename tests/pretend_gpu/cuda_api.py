@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from .waits import wait
-
 _NAME, _CAPABILITY = "NVIDIA H100 80GB HBM3", (9, 0)
 _OPS = torch.ops.pretend
 
@@ -96,7 +94,7 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 
 def _synchronize(device: Any = None) -> None:
-    wait("synchronize the device")
+    _OPS.synchronize(_index(device))
 
 
 def _seed(seed: int) -> None:
@@ -175,7 +173,7 @@ _TORCH_CUDA: dict[str, Any] = {
 # Operators that stand for calls of CUDA's, which are none.
 _CALLS = ("device", "set_device", "gpus", "memory", "bytes_per_gpu", "hollow", "on_host", "pin")
 _CALLS += ("on_device", "reset_peak", "empty_cache", "resize_storage", "unpin", "seed")
-_CALLS += ("random_state", "set_random_state")
+_CALLS += ("random_state", "set_random_state", "synchronize")
 
 
 def patch() -> None:

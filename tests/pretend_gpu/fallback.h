@@ -34,8 +34,10 @@ inline Tensor view_on(const Tensor& t, Device device, c10::DispatchKey key, c10:
   made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
   return made;
 }
+// Work that reads or writes it is launched on the current stream.
 inline Tensor on_host(const Tensor& t) {
   if (!is_cuda(t)) return t;
+  late_copies.go_on(current_stream(t.device().index()));
   return view_on(t, Device(DeviceType::CPU), c10::DispatchKey::CPU, c10::GetCPUAllocator());
 }
 inline Tensor on_device(const Tensor& t, Device device) {

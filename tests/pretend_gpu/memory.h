@@ -2,19 +2,16 @@
 #pragma once
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/Stream.h>
 #include <sys/mman.h>
 
 #include <array>
-#include <atomic>
 #include <cstdlib>
-#include <cstring>
-#include <map>
-#include <mutex>
+
+#include "late_copies.h"
 
 namespace pretend {
 
-using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::StreamId;
+using c10::Device, c10::DeviceType;
 
 constexpr int kMostGpus = 16;
 // Hollow tensors with more elements have no contents, and operators on them only make shapes.
@@ -33,12 +30,17 @@ inline thread_local DeviceIndex current_device = 0;
 inline thread_local std::array<StreamId, kMostGpus> current_streams{};
 inline std::atomic<StreamId> last_stream{0};
 
+inline StreamKey current_stream(DeviceIndex device) { return {device, current_streams[device]}; }
+
 // Tell Python that the host waits for the device here.
 using WaitCallback = void (*)(const char*);
 inline std::atomic<WaitCallback> on_wait{nullptr};
-inline void wait_for_device(const char* what) {
+template <typename Awaited>  // an event, a stream or a whole device
+void wait_for_device(const char* what, const Awaited& awaited) {
   if (auto callback = on_wait.load()) callback(what);
+  late_copies.host_waits(awaited);
 }
+inline void wait_for_device(const char* what) { wait_for_device(what, current_stream(current_device)); }
 
 struct Pool {
   int64_t held = 0, peak = 0;  // bytes
@@ -97,6 +99,7 @@ inline FreeBlocks free_blocks;
 
 inline void free_block(void* context) {
   auto* block = static_cast<DeviceBlock*>(context);
+  late_copies.before_free(block->data, block->bytes, {block->device, block->stream});
   {
     std::lock_guard<std::mutex> guard(accounts_lock);
     add_bytes(block->device, block->stream, -static_cast<int64_t>(block->bytes));
@@ -105,6 +108,7 @@ inline void free_block(void* context) {
     munmap(block->data, block->bytes);
   } else {
     std::memset(block->data, 0xFF, block->bytes);
+    late_copies.after_free(block->data, block->bytes);
     if (!free_blocks.keep(block->data, block->bytes)) std::free(block->data);
   }
   delete block;

@@ -13,8 +13,7 @@ namespace pretend {
 
 using c10::Stream;
 
-// Work is done when it is launched, so that events and streams have nothing to wait for; only the
-// host's waits are told.
+// Work is done when it is launched, but for late copies: what streams, events and the host wait for.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static Device indexed(Device device) {
     return {DeviceType::CUDA, device.index() < 0 ? current_device : device.index()};
@@ -52,24 +51,37 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_streams[stream.device_index()] = stream.id();
     return before;
   }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override { wait_for_device("synchronize a stream"); }
-  void synchronizeDevice(DeviceIndex) const override { wait_for_device("synchronize the device"); }
+  static StreamKey key(const Stream& stream) { return {stream.device_index(), stream.id()}; }
+  bool queryStream(const Stream& stream) const override {
+    late_copies.host_waits(key(stream));  // so that it is done
+    return true;
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    wait_for_device("synchronize a stream", key(stream));
+  }
+  void synchronizeDevice(DeviceIndex device) const override {
+    wait_for_device("synchronize the device", device);
+  }
 
-  // An event is the time at which it was recorded, in milliseconds.
-  void record(void** event, const Stream&, DeviceIndex, c10::EventFlag) const override {
+  static Event& known(void* event) { return *static_cast<Event*>(event); }
+  void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    if (!*event) *event = new double;
-    *static_cast<double*>(*event) = std::chrono::duration<double, std::milli>(now).count();
+    if (!*event) *event = new Event;
+    known(*event) = late_copies.record(key(stream), std::chrono::duration<double, std::milli>(now).count());
   }
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override { wait_for_device("synchronize an event"); }
-  void destroyEvent(void* event, DeviceIndex) const noexcept override {
-    delete static_cast<double*>(event);
+  void block(void* event, const Stream& stream) const override {
+    late_copies.make_stream_wait(key(stream), known(event));
   }
+  bool queryEvent(void* event) const override {
+    late_copies.host_waits(known(event));
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    wait_for_device("synchronize an event", known(event));
+  }
+  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete &known(event); }
   double elapsedTime(void* start, void* end, DeviceIndex) const override {
-    return *static_cast<double*>(end) - *static_cast<double*>(start);
+    return known(end).milliseconds - known(start).milliseconds;
   }
 };
 
@@ -103,7 +115,9 @@ struct Hooks final : at::CUDAHooksInterface {
   at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
-  void deviceSynchronize(DeviceIndex) const override { wait_for_device("synchronize the device"); }
+  void deviceSynchronize(DeviceIndex device) const override {
+    wait_for_device("synchronize the device", device);
+  }
 };
 
 }  // namespace pretend
