@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.order import sequences_of_epoch
-from shardtune.data.packing import Rows, best_fit, lay_out_rows
+from shardtune.data.order import Rows, rows_of_epoch, sequences_of_epoch
+from shardtune.data.packing import best_fit
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,6 @@ class Schedule:
     def _sequences(self, epoch: int) -> np.ndarray:
         return sequences_of_epoch(self.dataset, self.weights, self.seed, epoch)
 
-    def _lay_out(self, epoch: int) -> Rows:
-        sequences = self._sequences(epoch)
-        lengths = self.dataset.lengths[sequences]
-        rows = lay_out_rows(lengths, self.max_length, self.packing, self.seed, epoch)
-        return Rows(sequences[rows.members], rows.starts)
-
     def _count_rows(self, sequences: np.ndarray) -> int:
         """Return the number of rows of these sequences, which any seed puts into as many."""
         if not self.packing:
@@ -187,7 +181,9 @@ class Schedule:
         dataset, total_steps = self.dataset, self.total_steps
         number, epoch, first = self.start.step, self.start.epoch, self.start.row
         while number < total_steps:
-            rows = self._lay_out(epoch)
+            rows = rows_of_epoch(
+                dataset, self.weights, self.seed, epoch, self.max_length, self.packing
+            )
             for begin in range(first, len(rows), self.rows_per_step)[: total_steps - number]:
                 number += 1
                 end = min(begin + self.rows_per_step, len(rows))

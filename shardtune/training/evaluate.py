@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardtune.data.batch import build_batch
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.packing import lay_out_rows
+from shardtune.data.order import lay_out_rows
 from shardtune.data.schedule import assign_rows
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest

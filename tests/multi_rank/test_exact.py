@@ -37,7 +37,7 @@ from helpers.small_runs import checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from shardtune.data.packing import lay_out_rows
+from shardtune.data.order import lay_out_rows
 from shardtune.data.schedule import Cost, assign_rows
 
 QUICK = [("llama", 1, True), ("qwen3", 2, False), ("glm", 4, True)]

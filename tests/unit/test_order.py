@@ -11,7 +11,7 @@ from helpers.data_run import log_normal_lengths, random_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtune.data.packing import lay_out_rows
+from shardtune.data.order import lay_out_rows
 
 
 @given(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig
 
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.packing import Rows, lay_out_rows
+from shardtune.data.order import Rows, lay_out_rows
 from shardtune.data.schedule import Cost, Position, Schedule, assign_rows
 from shardtune.model.flops import ModelFlops, cost_of, count_flops
 
