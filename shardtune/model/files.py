@@ -1,31 +1,25 @@
-"""The files behind `model.path`: its configuration, and weights that are present and whole.
-
-They are checked before any weight is read. Weights are safetensors files, of which only the headers
-are read here.
-"""
+"""Read the configuration behind `model.path`, and fetch a hub model's files, before any weight."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import constants, snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
 from shardtune.data.hub import hub_problem
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
-from shardtune.errors import UserError, first_line
+from shardtune.errors import UserError
+from shardtune.model.weight_files import INDEX, describe, files_of_weights, weight_problems
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Configuration, generation settings and tokenizer.
 FILES_BESIDE_WEIGHTS = (
     "config.json",
@@ -70,7 +64,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
             f"use data.max_length={positions} or less"
         )
     if model.init == "pretrained" and Path(path).is_dir():
-        problems += _weight_problems(Path(path))
+        problems += weight_problems(Path(path))
     if problems:
         raise UserError(*problems)
     if config.dtype is None and model.init == "pretrained":
@@ -93,12 +87,12 @@ def fetch_weights(model: ModelConfig) -> str | None:
         "connect to the hub, or copy them into this node's cache",
     ):
         commit = Path(str(cached_file(path, "config.json"))).parent.name
-        small = [*FILES_BESIDE_WEIGHTS, _INDEX]
+        small = [*FILES_BESIDE_WEIGHTS, INDEX]
         folder = Path(snapshot_download(path, revision=commit, allow_patterns=small))
         if model.init == "random":
             return commit
-        snapshot_download(path, revision=commit, allow_patterns=_files_of_weights(folder))
-    if problems := _weight_problems(folder):
+        snapshot_download(path, revision=commit, allow_patterns=files_of_weights(folder))
+    if problems := weight_problems(folder):
         raise UserError(*problems)
     return commit
 
@@ -111,20 +105,6 @@ def model_folder(path: str) -> Path | None:
         if file := cached_file(path, "config.json", local_files_only=True):
             return Path(file).parent
     return None
-
-
-def list_tensors(folder: Path) -> dict[str, list[Any]]:
-    """Return dtype (as safetensors names it), shape and file of each tensor of a model, by name.
-
-    Only the headers are read.
-    """
-    tensors: dict[str, list[Any]] = {}
-    for file_name in _files_of_weights(folder):
-        with safe_open(folder / file_name, framework="pt") as file:
-            for name in sorted(file.keys()):
-                tensor = file.get_slice(name)
-                tensors[name] = [tensor.get_dtype(), tensor.get_shape(), file_name]
-    return tensors
 
 
 @contextmanager
@@ -142,7 +122,7 @@ def _refusing(path: str, problem: str, remedy: str) -> Iterator[None]:
                 f"cannot be reached ({unreachable}) - name a directory, copy the model into "
                 f"{constants.HF_HUB_CACHE}, or connect to the hub"
             ) from error
-        raise UserError(f"model.path={path}: {problem} ({_describe(error)}) - {remedy}") from error
+        raise UserError(f"model.path={path}: {problem} ({describe(error)}) - {remedy}") from error
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
@@ -152,39 +132,3 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
             for name in sorted(opened.keys()):
                 return DTYPES_IN_SAFETENSORS.get(opened.get_slice(name).get_dtype())
     return None
-
-
-def _files_of_weights(folder: Path) -> list[str]:
-    """Return the names of a model's files of weights. Raises UserError."""
-    index = folder / _INDEX
-    if not index.is_file():
-        return [_SINGLE]
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{index}: not a readable index of weights ({_describe(error)}) - fetch the model again"
-        ) from error
-
-
-def _weight_problems(folder: Path) -> list[str]:
-    """Return which of a model's files of weights are missing or damaged. Raises UserError."""
-    problems = []
-    for file in (folder / name for name in _files_of_weights(folder)):
-        try:
-            with safe_open(file, framework="pt"):  # compares the file's size with its header
-                pass
-        except FileNotFoundError:
-            problems.append(
-                f"{file}: this file of weights is missing - fetch the model again, convert it to "
-                "safetensors, or start from model.init=random"
-            )
-        except (OSError, SafetensorError) as error:
-            problems.append(
-                f"{file}: truncated or damaged ({_describe(error)}) - fetch the model again"
-            )
-    return problems
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"

@@ -33,13 +33,9 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.model.build import compute_dtype, require_trainable
-from shardtune.model.files import (
-    fetch_weights,
-    list_tensors,
-    model_folder,
-    read_model_config,
-)
+from shardtune.model.files import fetch_weights, model_folder, read_model_config
 from shardtune.model.lora import describe_adapters
+from shardtune.model.weight_files import list_tensors
 from shardtune.training.context import Run
 from shardtune.training.metrics import read_entries
 from shardtune.training.optim import learning_rate, warmup_steps

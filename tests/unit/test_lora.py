@@ -18,7 +18,6 @@ from shardtune.checkpoint.export.adapter import AdapterExport, MergedExport, why
 from shardtune.checkpoint.train_state import model_state
 from shardtune.config import LoraConfig
 from shardtune.errors import UserError
-from shardtune.model.files import list_tensors
 from shardtune.model.lora import (
     LoraExperts,
     add_adapters,
@@ -26,6 +25,7 @@ from shardtune.model.lora import (
     describe_adapters,
     draw_factors,
 )
+from shardtune.model.weight_files import list_tensors
 
 ALL_FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in FAMILIES},

@@ -24,7 +24,7 @@ from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import AGAIN, RunFailed, UserError
-from shardtune.model.files import list_tensors
+from shardtune.model.weight_files import list_tensors
 
 _FILE_BYTES = 5_000_000_000
 
