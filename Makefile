@@ -109,6 +109,7 @@ gpu-check:
 docs: .venv/.installed
 	$(BIN)/shardtune config-schema > docs/config.schema.json
 	$(BIN)/shardtune config-schema --markdown > docs/configuration.md
+	$(BIN)/python -m shardtune.metrics_schema > docs/metrics.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html, or run $(BIN)/mkdocs serve, with which the search works"
 

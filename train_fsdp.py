@@ -29,6 +29,7 @@ from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest, end_on_signal
 from shardtune.errors import AGAIN, Preempted
 from shardtune.log import logger
+from shardtune.metrics_schema import SaveEntry
 from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import build_model, compile_layers
 from shardtune.model.flops import DevicePeak
@@ -115,7 +116,7 @@ def build_train_context(
     if config.eval.keep_best and data.eval:
         best = Best(run.directory, config, model, assets, world)
         if resumed and (kept := best.undone_by(resumed)):
-            metrics.write("best", **kept, seconds=0.0)  # as the line that the resume has dropped
+            metrics.write(kept)  # as the line that the resume has dropped
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
     timeout_s = config.distributed.save_timeout_s
@@ -147,7 +148,7 @@ def train(
         Preempted: a signal has stopped the run, and its last step is saved.
     """
     config, world, saver = context.run.config, context.run.world, context.saver
-    context.metrics.write("start", **setup.describe_start(context.run, context.data, schedule))
+    context.metrics.write(setup.describe_start(context.run, context.data, schedule))
     every_steps = config.logging.every_steps
     step_log = StepLog(context.metrics, context.model, schedule, every_steps, device_peak, world)
     profiler = StepProfiler(context.run, context.metrics, schedule)
@@ -241,7 +242,12 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
 def save(context: TrainContext, step: Step) -> None:
     """Start the checkpoint of this step."""
     context.run.world.progress.enter(Phase.SAVING)
-    committed = partial(context.metrics.write, "save", step=step.number)
+
+    def committed(seconds: float, stall_seconds: float) -> None:
+        context.metrics.write(
+            SaveEntry(kind="save", step=step.number, seconds=seconds, stall_seconds=stall_seconds)
+        )
+
     context.saver.save(vars(step.end) | context.run_state, context.metrics.sync, committed)
 
 

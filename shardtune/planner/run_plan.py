@@ -31,6 +31,7 @@ from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger, quiet_libraries
+from shardtune.metrics_schema import PlanEntry
 from shardtune.model.build import build_on_meta, compute_dtype
 from shardtune.model.files import read_model_config
 from shardtune.model.flops import device_peak
@@ -125,14 +126,16 @@ class RunPlan:
         run, prediction = self._run, self._prediction
         assert prediction
         first_step = run.resumed.step if run.resumed else 0
-        planned = {
-            "memory_bytes": int(self._machine.memory_bytes),
-            "predicted_peak_bytes": prediction["peak_bytes"] + self._held_bytes,
-            "source": prediction["source"],
-            "predicted_step_seconds": prediction["step_s"],
-            "bound_by": prediction["bound_by"],
-        }
-        metrics.write("plan", step=first_step, **planned)
+        planned = PlanEntry(
+            kind="plan",
+            step=first_step,
+            memory_bytes=int(self._machine.memory_bytes),
+            predicted_peak_bytes=prediction["peak_bytes"] + self._held_bytes,
+            source=prediction["source"],
+            predicted_step_seconds=prediction["step_s"],
+            bound_by=prediction["bound_by"],
+        )
+        metrics.write(planned)
         yield
         (peak,) = run.world.all_reduce_max(peak_memory_bytes(run.world.device))
         if not run.world.is_main:
@@ -143,12 +146,9 @@ class RunPlan:
             return
         # The first step sets things up.
         seconds = statistics.median(entry["seconds"] for entry in steps[1:] or steps)
+        last_step: int = steps[-1]["step"]
         metrics.write(
-            "plan",
-            step=steps[-1]["step"],
-            **planned,
-            peak_bytes=int(peak),
-            step_seconds=seconds,
+            planned | {"step": last_step, "peak_bytes": int(peak), "step_seconds": seconds}
         )
         logger.info(_comparison(prediction, self._held_bytes, peak, seconds))
 

@@ -190,7 +190,7 @@ def _phases(runs: Sequence[RunRecord]) -> Chart:
     for number, run in enumerate(runs):
         entries = run.of_kind("ranks")
         x = run.positions(run.column("ranks", "step"))
-        rows = [entry["seconds"] for entry in entries]
+        rows = [entry.get("seconds", {}) for entry in entries]
         names = dict.fromkeys(name for row in rows for name in row)
         for i, name in enumerate(names):
             y = np.array([100 * row.get(name, 0) / (sum(row.values()) or np.nan) for row in rows])
@@ -206,7 +206,7 @@ def _phases(runs: Sequence[RunRecord]) -> Chart:
 
 def network_share(run: RunRecord) -> float:
     """Return the part of a step that the slowest rank waits in collectives; NaN if not known."""
-    rows = [entry["seconds"] for entry in run.of_kind("ranks")]
+    rows = [entry.get("seconds", {}) for entry in run.of_kind("ranks")]
     total = sum(sum(row.values()) for row in rows)
     return sum(row.get("waiting", 0) for row in rows) / total if total else math.nan
 
@@ -240,7 +240,7 @@ def _experts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
         curves = []
         for number, run in enumerate(runs):
             rows = [
-                [layer[field_name] for layer in entry["layers"] if field_name in layer]
+                [layer[field_name] for layer in entry.get("layers", []) if field_name in layer]
                 for entry in run.of_kind("experts")
             ]
             y = np.array([choose(row) if row else np.nan for row in rows])

@@ -183,8 +183,9 @@ def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]
 def _divisions(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
     """Yield how the profiled steps of rank 0 divide."""
     for entry in run.of_kind("profile"):
-        total = sum(entry["seconds"].values()) or math.nan
-        for phase, seconds in entry["seconds"].items():
+        seconds_by_phase = entry.get("seconds", {})
+        total = sum(seconds_by_phase.values()) or math.nan
+        for phase, seconds in seconds_by_phase.items():
             steps = f"steps {entry.get('first_step')} to {entry['step']}"
             name = f"{_prefix(run, is_one_of_many)}{steps}: {PHASE_NAMES.get(phase, phase)}"
             yield _row(name, [f"{seconds:.4g}", f"{seconds / total:.1%}"])

@@ -5,121 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from shardtune.config_io import bare, read_written
 from shardtune.errors import UserError
+from shardtune.metrics_schema import KINDS, Count, fields_of
 from shardtune.run_files import METRICS
 
 Entry = dict[str, Any]
 FloatArray = npt.NDArray[np.float64]
 
 
-Number = float | None  # None stands for what is missing, NaN and infinity
-_with_others = with_config(ConfigDict(extra="allow"))
-Count = Annotated[int, Field(ge=0, le=10**12)]
-
-
-@_with_others
+@with_config(ConfigDict(extra="allow"))
 class _Object(TypedDict):
-    """What every object of `metrics.jsonl` has. Fields that are not named here are kept."""
+    """What every object has; it may be of a kind that is not known here."""
 
     kind: str
     step: Count
-    time: NotRequired[str]
-
-
-@_with_others
-class _Step(_Object):
-    loss: NotRequired[Number]
-    grad_norm: NotRequired[Number]
-    lr: NotRequired[Number]
-    tokens: NotRequired[Number]
-    tokens_per_second: NotRequired[Number]
-    seconds: NotRequired[Number]
-    data_seconds: NotRequired[Number]
-    mfu: NotRequired[Number]
-    memory_bytes: NotRequired[Number]
-
-
-@_with_others
-class _Evaluation(_Object):
-    loss: NotRequired[Number]
-    perplexity: NotRequired[Number]
-    tokens: NotRequired[Number]
-    set: NotRequired[str]
-
-
-@_with_others
-class _Ranks(_Object):
-    slowest_rank: NotRequired[Count]
-    host: NotRequired[str]
-    ratio: NotRequired[Number]
-    phase: NotRequired[str]
-    seconds: dict[str, float]
-
-
-@_with_others
-class _Save(_Object):
-    seconds: NotRequired[Number]
-    stall_seconds: NotRequired[Number]
-
-
-@_with_others
-class _Layer(TypedDict):
-    entropy: float
-    without_tokens: Count
-    rank_imbalance: NotRequired[float]
-
-
-@_with_others
-class _Experts(_Object):
-    layers: list[_Layer]
-
-
-@_with_others
-class _Profile(_Object):
-    first_step: NotRequired[Count]
-    seconds: dict[str, float]
-
-
-class _Change(TypedDict):
-    key: str
-    old: Any
-    new: Any
-
-
-@_with_others
-class _Start(_Object):
-    total_steps: NotRequired[Count]
-    world_size: NotRequired[Count]
-    changes: NotRequired[list[_Change]]
-    data: NotRequired[list[str]]
-
-
-@_with_others
-class _Plan(_Object):
-    predicted_peak_bytes: NotRequired[Number]
 
 
 _OBJECT = TypeAdapter(_Object)
-_KINDS: dict[str, TypeAdapter[Any]] = {
-    kind: TypeAdapter(fields)
-    for kind, fields in {
-        "step": _Step,
-        "eval": _Evaluation,
-        "ranks": _Ranks,
-        "save": _Save,
-        "experts": _Experts,
-        "profile": _Profile,
-        "start": _Start,
-        "plan": _Plan,
-    }.items()
+# Each field alone: an older run lacks some, and a newer one has others.
+_FIELDS = {
+    kind: {name: TypeAdapter(type_) for name, type_ in fields_of(kind).items()} for kind in KINDS
 }
 
 
@@ -211,12 +124,17 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_entry(line: bytes | str) -> Entry | None:
-    """Return the object of a line of `metrics.jsonl`; None for a broken or foreign line."""
+    """Return the object of a line of `metrics.jsonl`; None for a broken or foreign line.
+
+    Fields that its kind has not are kept as they are.
+    """
     try:
         entry: Entry = dict(_OBJECT.validate_json(line))
-        return (
-            dict(_KINDS[entry["kind"]].validate_python(entry)) if entry["kind"] in _KINDS else entry
-        )
+        fields = _FIELDS.get(entry["kind"], {})
+        known = {
+            name: fields[name].validate_python(entry[name]) for name in fields.keys() & entry.keys()
+        }
+        return entry | known
     except ValidationError:
         return None
 

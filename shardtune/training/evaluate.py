@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from shardtune.data.schedule import assign_rows
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.signals import StopRequest
 from shardtune.log import logger
+from shardtune.metrics_schema import EvalEntry
 from shardtune.model.build import forward_only
 from shardtune.model.flops import cost_of
 from shardtune.model.loss import summed_loss
@@ -47,16 +47,16 @@ def evaluate(context: TrainContext, step: int, stop: StopRequest | None = None) 
             f"{what}: {entry['perplexity']:.4f} | Loss: {entry['loss']:.4f} | "
             f"Tokens: {entry['tokens']}{at_step}"
         )
-    context.metrics.write_all("eval", entries)
-    if context.best and (seconds := context.best.offer(entries[0])) is not None:
-        context.metrics.write("best", **entries[0], seconds=seconds)
+    context.metrics.write(*entries)
+    if context.best and (best := context.best.offer(entries[0])):
+        context.metrics.write(best)
     return True
 
 
-def _entry(step: int, nll_sum: float, tokens: int) -> dict[str, Any]:
+def _entry(step: int, nll_sum: float, tokens: int) -> EvalEntry:
     loss = nll_sum / tokens  # nats per token
     perplexity = math.inf if loss >= 709 else math.exp(loss)  # exp overflows a float there
-    return {"step": step, "loss": loss, "perplexity": perplexity, "tokens": tokens}
+    return EvalEntry(kind="eval", step=step, loss=loss, perplexity=perplexity, tokens=tokens)
 
 
 def _nll_sum(

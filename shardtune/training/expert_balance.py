@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from shardtune.distributed.world import World
 from shardtune.log import logger
+from shardtune.metrics_schema import ExpertsEntry, LayerBalance
 from shardtune.model.experts import count_tokens
 from shardtune.training.metrics import Metrics
 
@@ -61,12 +62,12 @@ class ExpertBalance:
         layers = []
         ends = np.cumsum([len(steps) for steps in self._steps_without.values()])
         for name, of_layer in zip(self._counts, np.split(tokens, ends[:-1], axis=1), strict=True):
-            layers.append({"layer": name, **balance(of_layer, self._degree)})
+            layers.append(balance(name, of_layer, self._degree))
             idle = of_layer.sum(0) == 0
             self._steps_without[name] = np.where(idle, self._steps_without[name] + 1, 0)
         self._warn()
         if is_due:
-            self._metrics.write("experts", step=step, layers=layers)
+            self._metrics.write(ExpertsEntry(kind="experts", step=step, layers=layers))
             logger.info(_summary(layers))
 
     def _warn(self) -> None:
@@ -83,7 +84,7 @@ class ExpertBalance:
             )
 
 
-def balance(tokens: np.ndarray, degree: int) -> dict[str, Any]:
+def balance(layer: str, tokens: np.ndarray, degree: int) -> LayerBalance:
     """Return how evenly the tokens of one layer, [groups, experts], are spread.
 
     `entropy` of the router's choices, -sum(p log p) / log(experts), is 1 where all experts have as
@@ -93,18 +94,19 @@ def balance(tokens: np.ndarray, degree: int) -> dict[str, Any]:
     per_expert = tokens.sum(0)
     share = per_expert[per_expert > 0] / max(1, per_expert.sum())
     entropy = -(share * np.log(share)).sum() / np.log(max(2, len(per_expert)))
-    values = {
-        "tokens": per_expert.astype(int).tolist(),
-        "entropy": float(max(0.0, entropy)),
-        "without_tokens": int((per_expert == 0).sum()),
-    }
+    values = LayerBalance(
+        layer=layer,
+        tokens=per_expert.astype(int).tolist(),
+        entropy=float(max(0.0, entropy)),
+        without_tokens=int((per_expert == 0).sum()),
+    )
     if degree > 1:
         per_rank = tokens.reshape(len(tokens), degree, -1).sum(2)
         values["rank_imbalance"] = float((per_rank.max(1) / per_rank.mean(1).clip(1e-9)).max())
     return values
 
 
-def _summary(layers: list[dict[str, Any]]) -> str:
+def _summary(layers: list[LayerBalance]) -> str:
     entropies = [layer["entropy"] for layer in layers]
     lowest = min(layers, key=lambda layer: layer["entropy"])
     without = sum(layer["without_tokens"] for layer in layers)

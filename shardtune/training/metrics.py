@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -23,6 +23,7 @@ from shardtune.data.schedule import Schedule, Step
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
+from shardtune.metrics_schema import Entry, StepEntry
 from shardtune.model.flops import DevicePeak, MfuMeter
 from shardtune.training.sinks import Sink
 
@@ -118,19 +119,18 @@ class Metrics:
         for sink in self._sinks:
             sink.close()
 
-    def write(self, kind: str, **values: Any) -> None:
-        """Append an object of this kind, with the time; None stands for NaN and infinity."""
-        self.write_all(kind, [values])
+    def write(self, *entries: Entry) -> None:
+        """Append objects, with the time; None stands for NaN and infinity.
 
-    def write_all(self, kind: str, objects: Iterable[dict[str, Any]]) -> None:
-        """Append several objects at once, so that a kill leaves all of them or none."""
+        A kill leaves all objects of a call or none.
+        """
         if self._file is None:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        entries = [{"kind": kind, **_without_infinities(values), "time": now} for values in objects]
-        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        stamped = [{**_without_infinities(entry), "time": now} for entry in entries]
+        lines = "".join(json.dumps(entry) + "\n" for entry in stamped)
         for sink in self._sinks:
-            for entry in entries:
+            for entry in stamped:
                 sink.put(entry)
         try:
             self._append(lines.encode())
@@ -158,10 +158,10 @@ class Metrics:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
+def _without_infinities(entry: Entry) -> dict[str, Any]:
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
+        for key, value in entry.items()
     }
 
 
@@ -221,8 +221,8 @@ class StepLog:
         seconds = time.perf_counter() - self._started
         mfu = self._mfu.per_step(step.lengths, step.trained_tokens, seconds)
         reserved = stats.reserved_memory_bytes or None
-        self._metrics.write(
-            "step",
+        entry = StepEntry(
+            kind="step",
             step=step.number,
             epoch=step.epoch,
             loss=stats.loss,
@@ -237,6 +237,7 @@ class StepLog:
             data_seconds=stats.data_seconds,
             reserved_memory_bytes=reserved,
         )
+        self._metrics.write(entry)
         self._unlogged.append((seconds, step.tokens, (mfu or 0.0) * seconds))
         if not self._schedule.is_due(step.number, self._every_steps):
             return

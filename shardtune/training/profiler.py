@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardtune.data.schedule import Schedule
 from shardtune.errors import first_line
 from shardtune.log import logger, node_logger
+from shardtune.metrics_schema import ProfileEntry
 from shardtune.training.context import Run
 from shardtune.training.metrics import Metrics
 
@@ -87,7 +88,9 @@ class StepProfiler:
         name = f"steps_{self._steps[0]:07d}_{last:07d}_rank_{self._world.rank:05d}"
         steps = last - self._steps[0] + 1
         means = {phase: total / steps for phase, total in self._seconds.items()}
-        self._metrics.write("profile", step=last, first_step=self._steps[0], seconds=means)
+        self._metrics.write(
+            ProfileEntry(kind="profile", step=last, first_step=self._steps[0], seconds=means)
+        )
         profiled.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
         by = "self_device_time_total" if self._is_gpu else "self_cpu_time_total"
         table = profiled.key_averages().table(sort_by=by, row_limit=_OPERATORS)

@@ -32,6 +32,7 @@ from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
+from shardtune.metrics_schema import Change, StartEntry
 from shardtune.model.build import compute_dtype, require_trainable
 from shardtune.model.files import fetch_weights, model_folder, read_model_config
 from shardtune.model.lora import describe_adapters
@@ -295,19 +296,20 @@ def state_of_run(
     }
 
 
-def describe_start(run: Run, data: PreparedData, schedule: Schedule) -> dict[str, Any]:
-    """Return what `metrics.jsonl` says of a start: what it begins from, with what, and how far."""
+def describe_start(run: Run, data: PreparedData, schedule: Schedule) -> StartEntry:
+    """Return the start for `metrics.jsonl`: what the run begins from, with what, and how far."""
     config, world, resumed = run.config, run.world, run.resumed
     changes = resume_rules.changes_since(resumed, config, world) if resumed else []
-    return {
-        "step": resumed.step if resumed else 0,
-        "total_steps": schedule.total_steps,
-        "world_size": world.size,
-        "device": world.device.type,
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "changes": [{"key": key, "old": old, "new": new} for key, old, new in changes],
-        "data": [*data.lines, *_describe_sources(config, data, schedule)],
-    }
+    return StartEntry(
+        kind="start",
+        step=resumed.step if resumed else 0,
+        total_steps=schedule.total_steps,
+        world_size=world.size,
+        device=world.device.type,
+        versions={name: version(name) for name in ("torch", "transformers")},
+        changes=[Change(key=key, old=old, new=new) for key, old, new in changes],
+        data=[*data.lines, *_describe_sources(config, data, schedule)],
+    )
 
 
 def log_model(model: PreTrainedModel, config: Config, state: StateBytes) -> None:

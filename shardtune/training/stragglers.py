@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from shardtune.distributed.progress import STEP_PHASES, Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
+from shardtune.metrics_schema import RanksEntry
 from shardtune.training.metrics import Metrics
 
 _EVERY_STEPS = 10
@@ -77,8 +78,17 @@ class Stragglers:
                 f"(a step: {spent})"
             )
         self._suspect = rank if is_slow else None
-        values = {"slowest_rank": rank, "host": host, "ratio": ratio, "phase": name}
-        self._metrics.write("ranks", step=step, **values, seconds=seconds)
+        self._metrics.write(
+            RanksEntry(
+                kind="ranks",
+                step=step,
+                slowest_rank=rank,
+                host=host,
+                ratio=ratio,
+                phase=name,
+                seconds=seconds,
+            )
+        )
 
 
 def slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, int]:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from distTest.rehearse import namespaces
+from shardtune.metrics_schema import KINDS, fields_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -59,9 +61,16 @@ def launch(
 
 
 def read_metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The objects of this kind, without their time, which has to be in UTC."""
+    """The objects of this kind, without their time, which has to be in UTC.
+
+    All objects must have the fields of their kind.
+    """
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+    entries = list(map(json.loads, lines))
+    for entry in entries:
+        TypeAdapter(KINDS[entry["kind"]]).validate_python(entry, strict=True)
+        assert entry.keys() <= fields_of(entry["kind"]).keys(), entry
+    entries = [entry for entry in entries if entry["kind"] == kind]
     times = [datetime.datetime.fromisoformat(entry.pop("time")) for entry in entries]
     assert all(time.utcoffset() == datetime.timedelta(0) for time in times)
     return entries

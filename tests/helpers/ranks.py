@@ -171,9 +171,9 @@ def _run_command(arguments: list[str]) -> None:
 def _run_script_until(step: int, after_s: float, arguments: list[str]) -> None:
     write = Metrics.write
 
-    def write_and_die(metrics: Metrics, kind: str, **values: Any) -> None:
-        write(metrics, kind, **values)
-        if kind == "step" and values["step"] == step:
+    def write_and_die(metrics: Metrics, *entries: Any) -> None:
+        write(metrics, *entries)
+        if [entry["step"] for entry in entries if entry["kind"] == "step"] == [step]:
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     Metrics.write = write_and_die

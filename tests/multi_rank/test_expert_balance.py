@@ -112,7 +112,7 @@ def test_counts_are_those_of_plain_routing_with_and_without_spread_experts(
 
 def test_imbalance_is_that_of_the_worst_group() -> None:
     """Two groups of two ranks with two experts each."""
-    values = balance(np.array([[1, 1, 1, 1], [4, 2, 0, 2]]), degree=2)
+    values = balance("experts", np.array([[1, 1, 1, 1], [4, 2, 0, 2]]), degree=2)
     assert values["tokens"] == [5, 3, 1, 3]
     assert values["rank_imbalance"] == pytest.approx(6 / 4)
 

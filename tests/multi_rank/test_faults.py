@@ -183,10 +183,10 @@ def run_with_full_metrics(arguments: list[str]) -> None:
         begin(metrics, *rest)
         metrics._file = metrics._file and FullFile(metrics._file)
 
-    def make_room_and_write(metrics: Metrics, kind: str, **values: Any) -> None:
-        if metrics._file and kind == "step":
-            metrics._file.has_room = values["step"] > 2
-        write(metrics, kind, **values)
+    def make_room_and_write(metrics: Metrics, *entries: Any) -> None:
+        if metrics._file and entries[0]["kind"] == "step":
+            metrics._file.has_room = entries[0]["step"] > 2
+        write(metrics, *entries)
 
     Metrics.__init__, Metrics.write = begin_full, make_room_and_write
     run_with([], arguments)

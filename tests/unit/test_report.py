@@ -59,7 +59,8 @@ def write_run(
                 {"kind": "eval", "step": step, "loss": 2, "perplexity": 9 - step / steps} | of
                 for of in ({}, {"set": "chats"}, {"set": "code"})
             ]
-            layers = [{"entropy": 0.9, "without_tokens": 1, "rank_imbalance": 1.2}] * 3
+            numbers = {"tokens": [9, 0], "entropy": 0.9, "without_tokens": 1, "rank_imbalance": 1.2}
+            layers = [{"layer": f"layers.{number}", **numbers} for number in range(3)]
             seconds = {"data": 0.01, "forward_backward": 1.0, "optimizer": 0.1, "waiting": 0.89}
             slow = {"slowest_rank": 3, "host": "node0", "ratio": 1.1, "phase": "data"}
             entries += [

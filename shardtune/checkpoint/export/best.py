@@ -28,6 +28,7 @@ from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 from shardtune.log import logger
+from shardtune.metrics_schema import BestEntry, EvalEntry
 from shardtune.model.files import model_folder
 
 BEST = "best"
@@ -64,8 +65,8 @@ class Best:
     def _gigabytes(self) -> float:
         return self._export.bytes / 1e9
 
-    def undone_by(self, resumed: Checkpoint) -> dict[str, Any] | None:
-        """Return the evaluation of the model that is kept if its step comes after the checkpoint.
+    def undone_by(self, resumed: Checkpoint) -> BestEntry | None:
+        """Return the line of the model that is kept if its step comes after the checkpoint.
 
         The run takes that step again, perhaps otherwise, and replaces the model by a better one
         alone: this is logged.
@@ -76,15 +77,21 @@ class Best:
             f"Best model: kept from step {self._best['step']}, perplexity "
             f"{self._best['perplexity']:.4f}, which comes after {resumed.name}"
         )
-        return {key: self._best[key] for key in _RESULT}
+        return BestEntry(
+            kind="best",
+            step=self._best["step"],
+            loss=self._best["loss"],
+            perplexity=self._best["perplexity"],
+            seconds=0.0,
+        )
 
-    def offer(self, evaluation: Mapping[str, Any]) -> float | None:
-        """Write the model if this evaluation's loss is the lowest so far; return the seconds.
+    def offer(self, evaluation: EvalEntry) -> BestEntry | None:
+        """Write the model if this evaluation's loss is the lowest so far; return its line.
 
         Return None for one that is not the best, or where the model cannot be written, which is
         logged: training goes on.
         """
-        result = {key: evaluation[key] for key in _RESULT}
+        result: dict[str, Any] = {key: value for key, value in evaluation.items() if key in _RESULT}
         if result["step"] == 0 or not result["loss"] < self._best.get("loss", torch.inf):
             return None
         self._world.progress.enter(Phase.EXPORTING, result["step"])
@@ -103,7 +110,14 @@ class Best:
             f"Saved the best model so far, of step {result['step']}, perplexity "
             f"{result['perplexity']:.4f}{speed}"
         )
-        return seconds
+        return BestEntry(
+            kind="best",
+            step=evaluation["step"],
+            loss=evaluation["loss"],
+            perplexity=evaluation["perplexity"],
+            tokens=evaluation["tokens"],
+            seconds=seconds,
+        )
 
     def _write(self, result: Mapping[str, Any]) -> str:
         """Write the files on rank 0, of tensors that all ranks gather. Return rank 0's problem."""

@@ -1,0 +1,47 @@
+"""The schema of metrics.jsonl: its page, and what a reader takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers.commands import REPOSITORY
+
+from shardtune.metrics_schema import KINDS, fields_of, markdown
+from shardtune.report.read_run import read_entry
+
+
+def test_the_committed_page_is_current() -> None:
+    page = REPOSITORY / "docs/metrics.md"
+    assert markdown() == page.read_text(encoding="utf-8"), "run `make docs`"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_says_what_each_field_means(kind: str) -> None:
+    section = markdown().split(f"\n## {kind}\n")[1].split("\n## ")[0]
+    for name in fields_of(kind).keys() - {"kind", "time"}:
+        assert f"\n| `{name}` | " in section, name
+
+
+def test_the_schema_is_read_without_torch() -> None:
+    code = (
+        "import sys, shardtune.metrics_schema as s; s.markdown(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_read"),
+    [
+        ({"kind": "step", "step": 3}, True),  # of an older run
+        ({"kind": "step", "step": 3, "loss": None, "heat": [9]}, True),  # of a newer one
+        ({"kind": "weather", "step": 3, "loss": "low"}, True),
+        ({"kind": "step", "step": 3, "loss": "low"}, False),
+        ({"kind": "step", "step": -1}, False),
+        ({"kind": "experts", "step": 3, "layers": [{"entropy": 1.0}]}, False),
+    ],
+)
+def test_a_line_is_read_by_the_fields_that_it_has(entry: object, is_read: bool) -> None:
+    assert read_entry(json.dumps(entry)) == (entry if is_read else None)
