@@ -84,22 +84,35 @@ def rename(old: Path, new: Path) -> Path | None:
     return aside
 
 
-def replace(new: Path, path: Path) -> None:
-    """Give `new` the name `path`, durably, and delete an earlier directory of this name.
+def unfinished(path: Path) -> Path:
+    """Return the hidden name of a directory that gets the name `path` once it is whole."""
+    return path.with_name(f".{path.name}.writing")
+
+
+def make_unfinished(path: Path) -> Path:
+    """Create `unfinished(path)`, empty even after a write that was killed, and return it."""
+    delete(unfinished(path))
+    make_directory(unfinished(path))
+    return unfinished(path)
+
+
+def replace(path: Path) -> None:
+    """Give `unfinished(path)` the name `path`, durably, and delete an earlier directory of it.
 
     A crash in between leaves the earlier one under another name: see `recover_replaced`.
     """
     if os.path.lexists(path):
         rename(path, _replaced(path))
-    rename(new, path)
+    rename(unfinished(path), path)
     delete(_replaced(path))
 
 
 def recover_replaced(path: Path) -> None:
-    """Give the earlier directory its name back if `replace` did not come to the new one."""
+    """Finish or undo an interrupted `replace`, and delete what was written for it."""
     if os.path.lexists(_replaced(path)) and not os.path.lexists(path):
         rename(_replaced(path), path)
     delete(_replaced(path))
+    delete(unfinished(path))
 
 
 def _replaced(path: Path) -> Path:

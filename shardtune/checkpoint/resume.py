@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.export.best import BEST, recover_best
-from shardtune.checkpoint.export.write import ADAPTER
 from shardtune.checkpoint.manifest import (
     Checkpoint,
     DamagedCheckpoint,
@@ -19,7 +17,7 @@ from shardtune.checkpoint.manifest import (
     open_checkpoint,
     step_of,
 )
-from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_dir import ADAPTER, BEST, RunDir
 from shardtune.checkpoint.verify import check_files
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
@@ -167,7 +165,7 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
     is_of_this_run = any(world.all_gather_json(any(map(is_part, entries))))
 
     def clear() -> Iterable[Path]:
-        recover_best(run_dir.path)
+        durable_fs.recover_replaced(run_dir.path / BEST)
         for entry in entries:
             if entry.name.startswith(".checkpoint_") and not is_part(entry):
                 staging = _STAGING.fullmatch(entry.name)

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from shardtune.checkpoint.export.listing import EXPORT, ExportedModel, read_export
+from shardtune.checkpoint.export.listing import LISTING, Listing, read_listing
 from shardtune.checkpoint.manifest import RESTORE, Checkpoint, DamagedCheckpoint, open_checkpoint
 
 _READ_BYTES = 1 << 22
@@ -28,7 +28,7 @@ def verify(directories: Sequence[Path]) -> list[str]:
     Raises:
         UserError: as open_checkpoint.
     """
-    parts = [path for path in directories if not os.path.lexists(path / EXPORT)]
+    parts = [path for path in directories if not os.path.lexists(path / LISTING)]
     problems = verify_checkpoint(parts) if parts else []
     return problems + [
         problem for path in directories if path not in parts for problem in _verify_model(path)
@@ -49,14 +49,14 @@ def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
 
 
 def _verify_model(folder: Path) -> list[str]:
-    exported = read_export(folder)
+    exported = read_listing(folder)
     if exported is None:
-        return [f"{folder / EXPORT}: is damaged - {_EXPORT_AGAIN}"]
-    problems = _check_all(ExportedModel(folder, exported["files"]))
+        return [f"{folder / LISTING}: is damaged - {_EXPORT_AGAIN}"]
+    problems = _check_all(Listing(folder, exported["files"]))
     return [f"{problem} - {_EXPORT_AGAIN}" for problem in problems.values()]
 
 
-def _check_all(written: Checkpoint | ExportedModel) -> dict[str, str]:
+def _check_all(written: Checkpoint | Listing) -> dict[str, str]:
     """Return the problem of each bad file, under a progress bar; say if there is none."""
     names = sorted(written.files)
     total = sum(int(written.files[n]["bytes"]) * len(written.find_all(n)) for n in names)
@@ -71,7 +71,7 @@ def _check_all(written: Checkpoint | ExportedModel) -> dict[str, str]:
 
 
 def check_files(
-    written: Checkpoint | ExportedModel,
+    written: Checkpoint | Listing,
     names: Sequence[str],
     threads: int = 1,
     on_read: Callable[[int], object] = lambda count: None,

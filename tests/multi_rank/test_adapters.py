@@ -172,7 +172,7 @@ def test_checkpoints_hold_the_factors_alone_and_go_on_with_the_source(
     source.rename(tmp_path / "elsewhere")
     capsys.readouterr()
     assert run_command(["export", str(last), str(without)]) == 0
-    assert f"Left out, the merged model: the files of {source} are not there now" in (
+    assert f"Merged model left out: the files of {source} are not there now" in (
         capsys.readouterr().out
     )
     assert digests(without / "adapter") == digests(out / "adapter")
@@ -297,6 +297,6 @@ def test_the_best_adapter_is_kept_and_nothing_merged_where_nobody_asks(
 @pytest.mark.full
 def test_random_weights_are_not_merged(models: dict[str, Path], tmp_path: Path) -> None:
     output, run_dir = run(models["glm"], tmp_path, 2, "model.init=random", "train.max_steps=1")
-    assert "Left out, the merged model: the frozen weights were drawn at random" in output
+    assert "Merged model left out: the frozen weights were drawn at random" in output
     assert (run_dir / "adapter/adapter_model.safetensors").exists()
     assert not (run_dir / "model").exists()

@@ -19,7 +19,7 @@ from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, w
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.export.listing import read_export
+from shardtune.checkpoint.export.listing import read_listing
 from shardtune.training import evaluate
 
 KEEP_BEST = (
@@ -90,7 +90,7 @@ def test_the_best_model_is_the_export_of_its_step(folder: Path, tmp_path: Path) 
         )
         assert said in done.stdout and "Best model: 0.00 GB, written to run/best" in done.stdout
         about = {"step": step, "loss": losses[step], "perplexity": math.exp(losses[step])}
-        assert read_export(best).items() >= about.items()
+        assert read_listing(best).items() >= about.items()
         out = tmp_path / f"out{step}"
         assert run(["export", str(checkpoint(folder / "run", step)), str(out)]) == 0
         assert model_files(best) == model_files(out)
@@ -109,10 +109,10 @@ def test_the_best_model_is_the_export_of_its_step(folder: Path, tmp_path: Path) 
             "Best model: kept from step 5, perplexity 4.4817, which comes after checkpoint_0000004"
         ) in done.stdout
         assert best_steps(folder) == [1, 2, 5] and best.stat().st_ino == before
-    assert read_export(best)["loss"] == read_metrics(folder / "run", "best")[-1]["loss"] == 1.5
+    assert read_listing(best)["loss"] == read_metrics(folder / "run", "best")[-1]["loss"] == 1.5
     done = on_ranks(1, train_with, losses | {5: 1.75, 6: 1.25}, [*arguments, *more], cwd=folder)
     assert done.returncode == 0 and best_steps(folder) == [1, 2, 5, 6], done.stderr
-    assert read_export(best)["step"] == 6
+    assert read_listing(best)["step"] == 6
 
 
 @pytest.mark.parametrize(("kill", "step"), [("before", 1), ("between", 1), ("after", 2)])
@@ -125,7 +125,7 @@ def test_a_kill_leaves_the_old_best_or_the_new_one(kill: str, step: int, folder:
     again = on_ranks(1, train_with, losses | {2: 8.0}, arguments, cwd=folder)
     assert again.returncode == 0, again.stderr
     assert run(["verify", str(folder / "run/best")]) == 0
-    assert read_export(folder / "run/best")["step"] == step
+    assert read_listing(folder / "run/best")["step"] == step
     assert not any(name.startswith(".best") for name in names(folder / "run"))
 
 
@@ -134,7 +134,7 @@ def test_a_best_model_that_cannot_be_written_does_not_end_the_run(folder: Path) 
     arguments = [*KEEP_BEST, "train.max_steps=2", "eval.every_steps=2"]
     done = on_ranks(2, run_with, [full], arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "Not kept: the best model, of step 2: [Errno 28] No space left" in done.stdout
+    assert "Best model of step 2 not kept: [Errno 28] No space left" in done.stdout
     assert best_steps(folder) == []
     assert not any("best" in name for name in names(folder / "run"))
 
@@ -144,5 +144,5 @@ def test_the_best_model_of_an_earlier_run_is_moved_aside(folder: Path) -> None:
     for losses in ({0: 9.0, 1: 1.0}, {0: 9.0, 1: 2.0}):
         arguments += ["run.resume=never"]
         assert on_ranks(1, train_with, losses, arguments, cwd=folder).returncode == 0
-    assert read_export(folder / "run/best")["loss"] == 2.0
-    assert read_export(folder / "run/best.aside1")["loss"] == 1.0
+    assert read_listing(folder / "run/best")["loss"] == 2.0
+    assert read_listing(folder / "run/best.aside1")["loss"] == 1.0

@@ -130,7 +130,7 @@ def test_an_earlier_model_is_set_aside_with_all_that_is_in_it(
     done = train(1, *moving, "train.max_steps=2", cwd=folder)
     assert (
         done.returncode == 0
-        and "Moved aside, an earlier model: runs/config/model.aside1\n" in done.stdout
+        and "Earlier model moved aside: runs/config/model.aside1\n" in done.stdout
     )
     assert (run_dir / "model/model.safetensors").read_bytes() != earlier
     assert sorted(path.name for path in run_dir.iterdir()) == [

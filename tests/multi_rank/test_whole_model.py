@@ -131,7 +131,7 @@ def test_an_export_without_the_source_says_what_it_leaves_out(
     assert run(["export", saved, str(tmp_path / "without")]) == 0
     (folder / "elsewhere").rename(folder / "source")
     said = capsys.readouterr().out
-    assert f"Left out, since they are not in {folder / 'source'} now: " in said
+    assert f"which {folder / 'source'} now lacks" in said
     assert said.count("; config.json now has num_nextn_predict_layers = 0\n") == 1
     without = all_tensors(tmp_path / "without")
     assert without.keys() == {name for name in plain if not name.startswith(EXTRA)}

@@ -14,7 +14,7 @@ from helpers.moe_families import FAMILIES, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.checkpoint.assets import SOURCE, model_assets
-from shardtune.checkpoint.export.adapter import AdapterExport, MergedExport, why_not_merged
+from shardtune.checkpoint.export.adapter import Adapter, MergedModel, why_not_merged
 from shardtune.checkpoint.train_state import model_state
 from shardtune.config import LoraConfig
 from shardtune.errors import UserError
@@ -81,8 +81,8 @@ def test_adapters_equal_pefts_and_merge(
     out, merged = tmp_path / "adapter", tmp_path / "merged"
     assert why_not_merged(assets) == ""
     for export, folder in (
-        (AdapterExport(kinds, lora, assets), out),
-        (MergedExport(lora, "source", assets, source), merged),
+        (Adapter(kinds, lora, assets), out),
+        (MergedModel(lora, "source", assets, source), merged),
     ):
         folder.mkdir()
         taken = iter(export.stored)

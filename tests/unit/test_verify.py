@@ -11,7 +11,7 @@ from helpers.thread_ranks import save_steps
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import verify_checkpoint
-from shardtune.checkpoint.export.listing import EXPORT, export_json
+from shardtune.checkpoint.export.listing import LISTING, listing_json
 
 
 @pytest.fixture
@@ -98,13 +98,13 @@ def test_verify_reads_each_byte_once(saved: Path) -> None:
     [
         b"[]",
         b"[" * 100_000,
-        export_json({"checkpoint": {}}),
-        export_json({"format": 2, "files": {}}),
+        listing_json({"checkpoint": {}}),
+        listing_json({"format": 2, "files": {}}),
     ],
 )
 def test_an_export_json_that_cannot_be_used_is_named(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / EXPORT).write_bytes(content)
+    (tmp_path / LISTING).write_bytes(content)
     assert run(["verify", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"ERROR: {tmp_path / EXPORT}: is damaged - ")
+    assert capsys.readouterr().err.startswith(f"ERROR: {tmp_path / LISTING}: is damaged - ")

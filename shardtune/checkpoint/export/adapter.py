@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardtune.checkpoint.assets import SOURCE
-from shardtune.checkpoint.export.layout import Export, ExportFiles, ExportUnit, Kind, holds, on_meta
+from shardtune.checkpoint.export.layout import Export, Kind, Unit, WholeModel, holds, on_meta
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.config import LoraConfig
 from shardtune.model.files import model_folder
 from shardtune.model.lora import Target, choose_targets, delta, weights_of_layers
 
 
-class AdapterExport(ExportFiles):
+class Adapter(Export):
     """The factors, in float32, as `PeftModel.from_pretrained` opens them.
 
     `stored` has dtype and shape of each stored factor.
@@ -52,12 +52,10 @@ class AdapterExport(ExportFiles):
                 dtype, shape = stored[f"{MODEL}{name}"]
                 exported = f"{path}.lora_{factor}.weight"
                 kind = (dtype, list(_to_peft(torch.empty(shape, device="meta"), name).shape))
-                units.append(ExportUnit([f"{MODEL}{name}"], {exported: kind}, {exported: exported}))
+                units.append(Unit([f"{MODEL}{name}"], {exported: kind}, {exported: exported}))
         self._files = {"adapter_model.safetensors": units}
 
-    def _convert(
-        self, unit: ExportUnit, read: Callable[[str], torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
+    def _convert(self, unit: Unit, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
         yield from (_to_peft(read(name), name) for name in unit.stored)
 
 
@@ -114,7 +112,7 @@ def _shortest(chosen: Collection[str], names: Collection[str]) -> list[str]:
     return sorted(shortest)
 
 
-class MergedExport(Export):
+class MergedModel(WholeModel):
     """The source's model with the factors added to its weights, in float32, one unit at a time."""
 
     def __init__(
@@ -134,9 +132,7 @@ class MergedExport(Export):
         targets = (self._targets.get(name) for name in super().stored)
         return [f"{MODEL}{factor}" for target in targets if target for factor in target.factors]
 
-    def _convert(
-        self, unit: ExportUnit, read: Callable[[str], torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
+    def _convert(self, unit: Unit, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
         added: dict[str, torch.Tensor] = {}
         if any(name in self._targets for name in unit.stored):
             added = revert_weight_conversion(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.export.adapter import AdapterExport
-from shardtune.checkpoint.export.layout import Export, ExportFiles
-from shardtune.checkpoint.export.listing import read_export
-from shardtune.checkpoint.export.write import unfinished
+from shardtune.checkpoint.export.adapter import Adapter
+from shardtune.checkpoint.export.layout import Export, WholeModel
+from shardtune.checkpoint.export.listing import read_listing
 from shardtune.checkpoint.manifest import Checkpoint
-from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_dir import BEST, RunDir
 from shardtune.checkpoint.train_state import model_kinds, model_state
 from shardtune.config import Config
 from shardtune.distributed.progress import Phase
@@ -31,7 +29,6 @@ from shardtune.log import logger
 from shardtune.metrics_schema import BestEntry, EvalEntry
 from shardtune.model.files import model_folder
 
-BEST = "best"
 _RESULT = ("step", "loss", "perplexity")
 
 
@@ -49,12 +46,12 @@ class Best:
         self._out, self._model, self._world = run_dir.path / BEST, model, world
         source = model_folder(config.model.path)
         kinds, tied = model_kinds(model), model.all_tied_weights_keys
-        self._export: ExportFiles
+        self._export: Export
         if config.lora.rank is None:
-            self._export = Export(kinds, tied, config.export.dtype, assets, source)
+            self._export = WholeModel(kinds, tied, config.export.dtype, assets, source)
         else:
-            self._export = AdapterExport(kinds, config.lora, assets)
-        self._best = world.on_rank0(lambda: read_export(self._out) or {})
+            self._export = Adapter(kinds, config.lora, assets)
+        self._best = world.on_rank0(lambda: read_listing(self._out) or {})
         self._is_first_write = True
         logger.info(
             f"Best model: {self._gigabytes:.2f} GB, written to {self._out} at each evaluation with "
@@ -99,7 +96,7 @@ class Best:
         problems = self._world.all_gather_json(self._write(result))
         seconds = time.perf_counter() - started
         if problems[0]:
-            logger.info(f"Not kept: the best model, of step {result['step']}: {problems[0]}")
+            logger.info(f"Best model of step {result['step']} not kept: {problems[0]}")
             return None
         self._best = result
         speed = ""
@@ -132,23 +129,15 @@ class Best:
 
         problem = ""
         if self._world.is_main:
-            folder = unfinished(self._out)
             try:
-                durable_fs.delete(folder)
-                durable_fs.make_directory(folder)
+                folder = durable_fs.make_unfinished(self._out)
                 entries = self._export.write_files(folder, lambda _: gather(next(names)))
                 self._export.write_rest(folder, entries, result)
-                durable_fs.replace(folder, self._out)
+                durable_fs.replace(self._out)
             except (OSError, RunFailed) as error:
                 problem = str(error)
                 with contextlib.suppress(OSError):
-                    recover_best(self._out.parent)
+                    durable_fs.recover_replaced(self._out)
         for name in names:  # the other ranks', and those after a failure
             gather(name)
         return problem
-
-
-def recover_best(run_dir: Path) -> None:
-    """Leave `best/` whole and nothing beside it, after a write that did not come to its end."""
-    durable_fs.recover_replaced(run_dir / BEST)
-    durable_fs.delete(unfinished(run_dir / BEST))

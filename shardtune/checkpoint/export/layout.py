@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.assets import SOURCE, with_dtype, without_announcements
-from shardtune.checkpoint.export.listing import EXPORT, Entries, export_json, read_export
+from shardtune.checkpoint.export.listing import LISTING, Entries, listing_json, read_listing
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
@@ -32,7 +32,7 @@ Kind = tuple[torch.dtype, list[int]]
 
 
 @dataclass(frozen=True)
-class ExportUnit:
+class Unit:
     """Tensors that are converted together; mostly one, or the experts of a layer.
 
     `stored` are their names in a checkpoint; none for a tensor that is copied from the source.
@@ -52,18 +52,16 @@ def _bytes(kind: Kind) -> int:
     return kind[0].itemsize * torch.Size(kind[1]).numel()
 
 
-class ExportFiles(ABC):
+class Export(ABC):
     """The files of an export and what each holds, the same on every rank."""
 
     remark = ""
     _dtype: str
     _assets: dict[str, bytes]  # the other files
-    _files: dict[str, list[ExportUnit]]
+    _files: dict[str, list[Unit]]
 
     @abstractmethod
-    def _convert(
-        self, unit: ExportUnit, read: Callable[[str], torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
+    def _convert(self, unit: Unit, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield the exported tensors of a unit from the stored tensors that `read` returns."""
 
     @property
@@ -110,8 +108,8 @@ class ExportFiles(ABC):
         for name, content in files.items():
             entries[name] = durable_fs.write_file(out / name, [memoryview(content)]).entry
         files_in_order = dict(sorted(entries.items()))
-        summary = export_json({**about, **self._summary, "files": files_in_order})
-        durable_fs.write_file(out / EXPORT, [memoryview(summary)])
+        summary = listing_json({**about, **self._summary, "files": files_in_order})
+        durable_fs.write_file(out / LISTING, [memoryview(summary)])
         durable_fs.sync_directory(out)
 
     @property
@@ -122,7 +120,7 @@ class ExportFiles(ABC):
     def is_in(self, out: Path, about: Mapping[str, Any]) -> bool:
         """Whether `out` is this model already."""
         expected = {**about, **self._summary}
-        return (read_export(out) or {}).items() >= expected.items()
+        return (read_listing(out) or {}).items() >= expected.items()
 
     def _require_whole(self, out: Path) -> None:
         """Raises RunFailed where the files hold other tensors than they should."""
@@ -141,7 +139,7 @@ class ExportFiles(ABC):
                 )
 
 
-class Export(ExportFiles):
+class WholeModel(Export):
     """A whole model of trained tensors.
 
     `stored` has dtype and shape of each stored tensor, `tied` the stored name of each weight that
@@ -168,16 +166,14 @@ class Export(ExportFiles):
         self._model = on_meta(self._assets["config.json"])
         source = json.loads(assets[SOURCE]) if SOURCE in assets else None
         units = _units(self._model, stored)
-        self._source_files, copied = dict[str, str](), list[ExportUnit]()
+        self._source_files, copied = dict[str, str](), list[Unit]()
         if source is not None:
             units = _named_as(source, units, tied, self._model.base_model_prefix)
             trained = {name for unit in units for name in unit.exported}
             copied = self._untrained(source, trained)
         self._files = _into_files([self._with_dtypes(unit, source) for unit in units + copied])
 
-    def _convert(
-        self, unit: ExportUnit, read: Callable[[str], torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
+    def _convert(self, unit: Unit, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
         dtypes = [dtype for dtype, _ in unit.exported.values()]
         if unit.stored:
             widest = functools.reduce(torch.promote_types, dtypes)
@@ -188,13 +184,13 @@ class Export(ExportFiles):
         for name, dtype in zip(unit.exported, dtypes, strict=True):
             yield converted[unit.converted[name]].to(dtype)
 
-    def _untrained(self, source: Mapping[str, Any], trained: set[str]) -> list[ExportUnit]:
+    def _untrained(self, source: Mapping[str, Any], trained: set[str]) -> list[Unit]:
         """Return the source's other tensors, to be copied; none where its folder lacks them."""
         kinds = {name: kind for name, kind in source["tensors"].items() if name not in trained}
         if not kinds:
             return []
         units = [
-            ExportUnit([], {name: (_source_dtype(dtype), shape)}, {name: name})
+            Unit([], {name: (_source_dtype(dtype), shape)}, {name: name})
             for name, (dtype, shape, _) in kinds.items()
         ]
         size = sum(unit.bytes for unit in units) / 1e9
@@ -211,7 +207,7 @@ class Export(ExportFiles):
         config, changed = without_announcements(self._assets["config.json"])
         self._assets["config.json"] = config
         announced = f"; config.json now has {', '.join(changed)} = 0" if changed else ""
-        self.remark = f"Left out, since they are not in {path} now: {what}{announced}"
+        self.remark = f"Left out: {what}, which {path} now lacks{announced}"
         return []
 
     def _read_source(self, name: str) -> dict[str, torch.Tensor]:
@@ -219,7 +215,7 @@ class Export(ExportFiles):
         with safe_open(self._folder / self._source_files[name], framework="pt") as file:
             return {name: file.get_tensor(name)}
 
-    def _with_dtypes(self, unit: ExportUnit, source: Mapping[str, Any] | None) -> ExportUnit:
+    def _with_dtypes(self, unit: Unit, source: Mapping[str, Any] | None) -> Unit:
         """Give each tensor the dtype of the source, or the one that is asked for."""
         exact = self._model._keep_in_fp32_modules_strict or ()
         dtype_of_config = cast(torch.dtype | None, self._model.config.dtype)
@@ -254,7 +250,7 @@ def holds(folder: Path | None, kinds: Mapping[str, list[Any]]) -> bool:
 def require_exportable(assets: Mapping[str, bytes]) -> None:
     """Raises UserError where an export could not have the names of the source's tensors."""
     model = on_meta(assets["config.json"])
-    Export(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
+    WholeModel(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
 
 
 def on_meta(config: bytes) -> PreTrainedModel:
@@ -271,7 +267,7 @@ def on_meta(config: bytes) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(values)
 
 
-def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[ExportUnit]:
+def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[Unit]:
     """Group the stored tensors: each by itself where that converts alone, else by module."""
     ignored = model._keys_to_ignore_on_save or ()
     tensors = {
@@ -280,11 +276,11 @@ def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[ExportUni
         if name.removeprefix(MODEL) not in ignored
     }
 
-    def unit(names: Sequence[str]) -> ExportUnit:
+    def unit(names: Sequence[str]) -> Unit:
         own = {name.removeprefix(MODEL): tensors[name] for name in names}
         converted = revert_weight_conversion(model, own)
         kinds = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in converted.items()}
-        return ExportUnit(list(names), kinds, {name: name for name in kinds})
+        return Unit(list(names), kinds, {name: name for name in kinds})
 
     together = unit(list(tensors)).exported
     units, by_module = [], dict[str, list[str]]()
@@ -298,8 +294,8 @@ def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[ExportUni
 
 
 def _named_as(
-    source: Mapping[str, Any], units: list[ExportUnit], tied: Mapping[str, str], prefix: str
-) -> list[ExportUnit]:
+    source: Mapping[str, Any], units: list[Unit], tied: Mapping[str, str], prefix: str
+) -> list[Unit]:
     """Give each tensor the names that the source has for it; tied weights may have several.
 
     Some sources leave out the prefix of the model without its head.
@@ -348,15 +344,15 @@ def _source_dtype(name: str) -> torch.dtype:
     return DTYPES_IN_SAFETENSORS[name]
 
 
-def _into_files(units: list[ExportUnit]) -> dict[str, list[ExportUnit]]:
+def _into_files(units: list[Unit]) -> dict[str, list[Unit]]:
     """Divide the units into files of at most _FILE_BYTES, each with its wide dtypes first."""
-    files: list[list[ExportUnit]] = [[]]
+    files: list[list[Unit]] = [[]]
     for unit in units:
         if files[-1] and sum(other.bytes for other in files[-1]) + unit.bytes > _FILE_BYTES:
             files.append([])
         files[-1].append(unit)
 
-    def width(unit: ExportUnit) -> int:
+    def width(unit: Unit) -> int:
         return -max(dtype.itemsize for dtype, _ in unit.exported.values())
 
     count = len(files)

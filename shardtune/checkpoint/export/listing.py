@@ -10,14 +10,14 @@ from typing import Any
 
 import xxhash
 
-EXPORT = "export.json"
+LISTING = "export.json"
 Entries = Mapping[str, Mapping[str, int | str]]  # size and digest of each file
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class ExportedModel:
-    """The files of an exported model, as `Checkpoint` has those of a checkpoint."""
+class Listing:
+    """The files that a folder's export.json lists, as `Checkpoint` has those of a checkpoint."""
 
     folder: Path
     files: Entries
@@ -36,17 +36,17 @@ class ExportedModel:
         return f"{self.folder / file}: is missing"
 
 
-def export_json(values: Mapping[str, Any]) -> bytes:
+def listing_json(values: Mapping[str, Any]) -> bytes:
     """Return the file, whose last value is the digest of the others."""
     values = {"format": _FORMAT, **values}
     return (json.dumps({**values, "xxh3_128": _digest(values)}, indent=2) + "\n").encode()
 
 
-def read_export(folder: Path) -> dict[str, Any] | None:
+def read_listing(folder: Path) -> dict[str, Any] | None:
     """Return the content of a folder's file; None if it has none, or one that is damaged or of
     another format."""
     try:
-        values: dict[str, Any] = json.loads((folder / EXPORT).read_bytes())
+        values: dict[str, Any] = json.loads((folder / LISTING).read_bytes())
         intact = values.pop("xxh3_128") == _digest(values)
         is_readable = values["format"] == _FORMAT and isinstance(values["files"], dict)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):

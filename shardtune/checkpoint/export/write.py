@@ -13,8 +13,8 @@ from typing import Any
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.assets import SOURCE
-from shardtune.checkpoint.export.adapter import AdapterExport, MergedExport, why_not_merged
-from shardtune.checkpoint.export.layout import Export, ExportFiles, Kind
+from shardtune.checkpoint.export.adapter import Adapter, MergedModel, why_not_merged
+from shardtune.checkpoint.export.layout import Export, Kind, WholeModel
 from shardtune.checkpoint.export.listing import Entries
 from shardtune.checkpoint.load import read_tensor, transfer
 from shardtune.checkpoint.manifest import (
@@ -24,7 +24,7 @@ from shardtune.checkpoint.manifest import (
     DamagedCheckpoint,
     open_checkpoint,
 )
-from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_dir import ADAPTER, RunDir
 from shardtune.checkpoint.train_state import MODEL
 from shardtune.checkpoint.verify import check_files
 from shardtune.config import Config, LoraConfig
@@ -33,8 +33,6 @@ from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
 from shardtune.model.files import model_folder
-
-ADAPTER = "adapter"
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, Kind]:
@@ -53,13 +51,13 @@ def _lora(checkpoint: Checkpoint) -> LoraConfig | None:
 
 def checkpoint_export(
     checkpoint: Checkpoint, dtype: str, assets: Mapping[str, bytes], folder: Path | None
-) -> ExportFiles:
+) -> Export:
     """Return the export of a checkpoint's whole model; with adapters they are merged."""
     if lora := _lora(checkpoint):
         assert folder
-        return MergedExport(lora, dtype, assets, folder)
+        return MergedModel(lora, dtype, assets, folder)
     tied = checkpoint.manifest["tied_weights"]
-    return Export(_stored(checkpoint), tied, dtype, assets, folder)
+    return WholeModel(_stored(checkpoint), tied, dtype, assets, folder)
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -87,10 +85,10 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
             raise UserError(f"{problem} - name all parts of the checkpoint")
         assets = _read_assets(checkpoint)
         source = json.loads(assets[SOURCE])["path"] if SOURCE in assets else ""
-        exports: dict[str, ExportFiles] = {}
+        exports: dict[str, Export] = {}
         lora, problem = _lora(checkpoint), ""
         if lora:
-            exports[ADAPTER] = AdapterExport(_stored(checkpoint), lora, assets)
+            exports[ADAPTER] = Adapter(_stored(checkpoint), lora, assets)
             problem = why_not_merged(assets)
         if not problem:
             exports["."] = checkpoint_export(checkpoint, dtype, assets, model_folder(source))
@@ -105,7 +103,7 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
                 print(export.remark)
         if lora:
             print(f"Saved the adapter in {out / ADAPTER}, which peft opens")
-        print(f"Left out, the merged model: {problem}" if problem else f"Saved the model in {out}")
+        print(f"Merged model left out: {problem}" if problem else f"Saved the model in {out}")
     except DamagedCheckpoint as error:
         raise RunFailed(f"{error} - {RESTORE}") from error
     except OSError as error:
@@ -136,7 +134,7 @@ def write_final_model(
     world.progress.enter(Phase.EXPORTING, last.step)
     problem = ""
     if lora := _lora(last):
-        adapter = AdapterExport(_stored(last), lora, assets)
+        adapter = Adapter(_stored(last), lora, assets)
         _write(adapter, last, run_dir.path / ADAPTER, run_dir, world)
         if not config.export.merge:
             return
@@ -144,17 +142,17 @@ def write_final_model(
         reports = world.all_gather_json([why_not_merged(assets), world.node_name])
         problem = next((f"{problem} ({node})" for problem, node in reports if problem), "")
     if problem:
-        logger.info(f"Left out, the merged model: {problem}")
+        logger.info(f"Merged model left out: {problem}")
         return
     source = model_folder(config.model.path)
     export = checkpoint_export(last, config.export.dtype, assets, source)
     _write(export, last, run_dir.path / "model", run_dir, world)
 
 
-def _write(export: ExportFiles, last: Checkpoint, out: Path, run_dir: RunDir, world: World) -> None:
+def _write(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World) -> None:
     if world.on_rank0(lambda: export.is_in(out, _about(last))):
         return
-    hidden = contextlib.nullcontext(unfinished(out))
+    hidden = contextlib.nullcontext(durable_fs.unfinished(out))
     with new_folder(out) if world.is_main else hidden as folder:
         world.all_gather_json("created")
         if run_dir.is_shared:
@@ -171,7 +169,7 @@ def _write(export: ExportFiles, last: Checkpoint, out: Path, run_dir: RunDir, wo
 
 
 def _write_on_rank0(
-    export: ExportFiles, last: Checkpoint, out: Path, run_dir: RunDir, world: World
+    export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World
 ) -> Entries:
     chunks = [chunk for name in export.stored for chunk in last.chunks[name]]
     received = transfer(last, [(0, chunk, chunk.whole) for chunk in chunks], run_dir, world)
@@ -185,10 +183,8 @@ def _write_on_rank0(
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Make a hidden folder, which gets the name `out` at the end, or is deleted after an error."""
-    folder = unfinished(out)
     try:
-        durable_fs.delete(folder)  # of an export that was killed
-        durable_fs.make_directory(folder)
+        folder = durable_fs.make_unfinished(out)
     except OSError as error:
         raise UserError(
             f"{out} cannot be created: {error.strerror} ({error.filename}) - name another directory"
@@ -196,14 +192,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         yield folder
         if aside := durable_fs.rename(folder, out):
-            logger.info(f"Moved aside, an earlier model: {aside}")
+            logger.info(f"Earlier model moved aside: {aside}")
     except BaseException:
         durable_fs.delete(folder)
         raise
-
-
-def unfinished(out: Path) -> Path:
-    return out.with_name(f".{out.name}.writing")
 
 
 def _read_assets(checkpoint: Checkpoint) -> dict[str, bytes]:
