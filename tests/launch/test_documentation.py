@@ -14,7 +14,9 @@ from subprocess import PIPE
 
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, write_jsonl
+from helpers.commands import needs_namespaces
 
+from distTest.rehearse.namespaces import joined_nodes
 from shardtune.config_io import load_config, write_config
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -42,7 +44,7 @@ def starting(*prefixes: str) -> list[str]:
 
 # Those that other tests run: `make demo` and the rest of the targets, and the preflight alone.
 ELSEWHERE = starting("make ", "python -m distTest.preflight", "python -m tests.pretend_gpu")
-NODES, ALONE, GREPS = starting("./launch_node"), starting("NNODES=1 "), starting("grep")
+NODES, ALONE, GREPS = starting("MASTER_ADDR="), starting("NNODES=1 "), starting("grep")
 (BY_SSH,), (BY_SLURM,) = starting("ssh"), starting("sbatch")
 (REHEARSAL,), (ASKING,) = starting("python -m distTest.rehearse"), starting("python examples/ask")
 TORCHRUN_AND_TOOLS = starting("torchrun", "python -m shardtune")
@@ -96,22 +98,28 @@ def test_every_command_is_run_by_a_test() -> None:
     assert set(COMMANDS) == tested | {*TORCHRUN_AND_TOOLS, *OTHER_STARTS, *ELSEWHERE}
 
 
+@needs_namespaces
 def test_two_nodes_train_and_the_documented_greps_find_their_lines(repository: Path) -> None:
-    """Both commands of the README on this machine, then the lines that it looks for."""
+    """Both commands as they stand, at their address and on their interface, then the greps."""
     worker = repository.parent / "worker"
     worker.mkdir()
     (repository / "runs").mkdir(exist_ok=True)
     for entry in repository.iterdir():
         (worker / entry.name).symlink_to(entry)
-    loopback = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
-    here = environment(**loopback, MASTER_PORT=a_free_port(), GPUS_PER_NODE="1")
     assert len(NODES) == 2
-    shell = partial(subprocess.Popen, env=here, text=True, stdout=PIPE, stderr=subprocess.STDOUT)
-    nodes = [
-        shell(["bash", "-o", "pipefail", "-c", command], cwd=cwd)
-        for command, cwd in zip(NODES, (repository, worker), strict=True)
-    ]
-    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    settings = r"^MASTER_ADDR=(\S+) NCCL_SOCKET_IFNAME=(\S+) ./launch_node\d.sh --config "
+    ((address, interface),) = {*re.findall(settings, "\n".join(NODES), re.MULTILINE)}
+    shell = partial(subprocess.Popen, text=True, stdout=PIPE, stderr=subprocess.STDOUT)
+    with joined_nodes([address, "10.0.0.2"], interface) as places:
+        nodes = [
+            shell(
+                [*place.prefix, "bash", "-o", "pipefail", "-c", command],
+                cwd=cwd,
+                env=environment(GPUS_PER_NODE="1"),
+            )
+            for place, command, cwd in zip(places, NODES, (repository, worker), strict=True)
+        ]
+        outputs = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
     for greps in GREPS:
         found = run(greps, repository)
