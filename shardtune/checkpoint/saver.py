@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +37,24 @@ from shardtune.errors import AGAIN, RunFailed
 from shardtune.log import logger, node_logger
 
 _STUCK_AFTER_S = 90  # past the deadline; by then every attempt has ended whose disk still answers
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the thread of a save needs of the step that is saved.
+
+    `tensors` are this rank's own parts, `random` its random states. `began` is a time of
+    perf_counter; `stall_s` is None where training waits until the save has ended.
+    """
+
+    attempt: SaveAttempt
+    state: Mapping[str, Any]
+    tensors: dict[str, torch.Tensor]
+    random: dict[str, torch.Tensor]
+    before_write: Callable[[], None]
+    committed: Callable[..., None]
+    began: float
+    stall_s: float | None
 
 
 class Saver:
@@ -91,12 +109,29 @@ class Saver:
         training waited. A save that fails is logged, and training continues.
         """
         began = time.perf_counter()
-        self._wait()
+        self._wait()  # for the save before, over whose copies this one writes
+        attempt = self._new_attempt(state["step"])
+        # What the next step changes is taken now; the thread writes it while training goes on.
+        tensors = self._own_tensors()
+        random = random_state(self._world.rank, self._world.device)
+        stall_s = None
+        if self._staging:
+            self._staging.copy(tensors)
+            stall_s = time.perf_counter() - began
+        work = _Work(attempt, state, tensors, random, before_write, committed, began, stall_s)
+        self._outcome = None
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+        if not self._staging:
+            self._wait()
+
+    def _new_attempt(self, step: int) -> SaveAttempt:
         if self._world.is_main and self._attempts:
-            delete_messages(self._attempts[-1])
+            delete_messages(self._attempts[-1])  # all ranks have waited for its end
         number = len(self._attempts) + 1
-        name, directory = checkpoint_name(state["step"]), self._run_dir.checkpoints
+        name, directory = checkpoint_name(step), self._run_dir.checkpoints
         attempt = SaveAttempt(
+            # No other attempt has this name, of this run or of one that was killed.
             staging=directory / f".{name}.{self._run_id}{number:04d}",
             final=directory / name,
             rank=self._world.rank,
@@ -107,48 +142,36 @@ class Saver:
             timeout_s=self._timeout_s,
         )
         self._attempts.append(attempt)
-        tensors, staging = self._own_tensors(), self._staging
-        random = random_state(self._world.rank, self._world.device)
-        if staging:
-            staging.copy(tensors)
+        return attempt
 
-        def write(directory: Path) -> dict[str, Any]:
-            before_write()
-            written = (staging.wait() if staging else tensors) | random
-            return _write_rank_file(directory / rank_file(self._world.rank), written, self._offsets)
-
-        describe = partial(
-            build_manifest,
-            tensors=self._tensors,
-            tied_weights=self._tied_weights,
-            state=state,
-            hosts=self._hosts,
-            world=self._world,
-        )
-        stall = time.perf_counter() - began
-
-        def report() -> None:
-            seconds = time.perf_counter() - began
-            committed(seconds=seconds, stall_seconds=stall if staging else seconds)
-
-        self._outcome = None
-        self._thread = threading.Thread(
-            target=self._run, args=(attempt, report, write, describe), daemon=True
-        )
-        self._thread.start()
-        if not staging:
-            self._wait()
-
-    def _run(self, attempt: SaveAttempt, committed: Callable[[], None], *work: Any) -> None:
-        problem = None
+    def _run(self, work: _Work) -> None:
+        """Write and commit, in the thread. `_wait` exchanges the outcomes of all ranks."""
+        name, problem = work.attempt.final.name, None
         try:
-            write_and_commit(attempt, *work)
-            logger.info(f"Saved {attempt.final.name}")
-            committed()
+            describe = partial(self._describe, work.state)
+            write_and_commit(work.attempt, partial(self._write, work), describe)
+            logger.info(f"Saved {name}")
+            seconds = time.perf_counter() - work.began
+            stall_s = seconds if work.stall_s is None else work.stall_s
+            work.committed(seconds=seconds, stall_seconds=stall_s)
         except Exception as error:
-            problem = attempt.describe(error)
-            node_logger.info(f"Not saved: {attempt.final.name}: {problem}")
+            problem = work.attempt.describe(error)
+            node_logger.info(f"Not saved: {name}: {problem}")
         self._outcome = [problem]
+
+    def _write(self, work: _Work, directory: Path) -> dict[str, Any]:
+        """Write this rank's file, and return its report."""
+        work.before_write()
+        # A GPU may still be copying: the thread waits for it, training does not.
+        tensors = self._staging.wait() if self._staging else work.tensors
+        path = directory / rank_file(self._world.rank)
+        return _write_rank_file(path, tensors | work.random, self._offsets)
+
+    def _describe(self, state: Mapping[str, Any], reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the manifest of the files that all ranks reported."""
+        return build_manifest(
+            reports, self._tensors, self._tied_weights, state, self._hosts, self._world
+        )
 
     def finish(self) -> Checkpoint:
         """Wait for the current save, and open it.
