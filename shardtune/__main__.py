@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtune.errors import Ending, RunFailed, first_line, require_packages
+from shardtune.errors import Ending, RunFailed, first_line, print_errors, require_packages
 
 if TYPE_CHECKING:
     from shardtune.config_io import Parser
@@ -41,20 +41,16 @@ def exit_code(work: Callable[[], None]) -> int:
         work()
         sys.stdout.flush()
     except Ending as ending:
-        return _fail(ending.code, *ending.problems)
+        print_errors(*ending.problems)
+        return ending.code
     except BrokenPipeError:
         # The reader has enough. Buffered text would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         traceback.print_exc()
-        return _fail(1, f"{type(error).__name__}: {first_line(error)} - see the lines above")
+        print_errors(f"{type(error).__name__}: {first_line(error)} - see the lines above")
+        return 1
     return 0
-
-
-def _fail(code: int, *problems: str) -> int:
-    for problem in problems:
-        print(f"ERROR: {problem}", file=sys.stderr)
-    return code
 
 
 def _run_command(arguments: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -103,13 +104,19 @@ def divisors(number: int) -> str:
     return ", ".join(str(other) for other in range(1, number + 1) if number % other == 0)
 
 
+def print_errors(*problems: str) -> None:
+    """Print an `ERROR:` line for each problem: the last lines of a process that fails."""
+    with contextlib.suppress(OSError):  # `tee` may have ended before
+        for problem in problems:
+            print(f"ERROR: {problem}", file=sys.stderr, flush=True)
+
+
 def require_packages() -> None:
     """End with code 2 and one line if this Python lacks a package that a run imports."""
     names = ("torch", "transformers", "datasets", "accelerate", "psutil", "pydantic", "yaml")
     if missing := [name for name in names if not find_spec(name)]:
-        print(
-            f"ERROR: {sys.executable} has no {', '.join(missing)} - activate the environment that "
-            "has requirements.txt (make setup; source .venv/bin/activate)",
-            file=sys.stderr,
+        print_errors(
+            f"{sys.executable} has no {', '.join(missing)} - activate the environment that has "
+            "requirements.txt (make setup; source .venv/bin/activate)"
         )
         sys.exit(2)

@@ -21,7 +21,7 @@ async def require_paths(control: Control, environment: Environment) -> None:
     """Connect every node with every other, and send messages both ways.
 
     Raises:
-        LaunchEnded: on every node, with the nodes that cannot reach each other, and how.
+        UserError: on every node, with the nodes that cannot reach each other, and how.
     """
     server = await asyncio.start_server(_echo, environment.local_ip, 0)
     place = {

@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine
 from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from shardtune.errors import first_line
+from shardtune.errors import UserError, first_line
 from shardtune.log import logger
 
 Message = dict[str, Any]
@@ -27,14 +27,6 @@ _POLL_S = 0.2
 
 class ConnectionLost(Exception):
     """The other end closed the connection, is lost, or sends something else than messages."""
-
-
-class LaunchEnded(Exception):
-    """This launch ends on every node: with this exit code and these last lines."""
-
-    def __init__(self, code: int, lines: Iterable[str]) -> None:
-        self.code, self.lines = code, list(dict.fromkeys(lines))
-        super().__init__("\n".join(self.lines))
 
 
 class NodeHello(BaseModel, frozen=True):
@@ -148,15 +140,15 @@ class Control:
         """The next message while this node waits for `what`, or None after a moment.
 
         Raises:
-            LaunchEnded: another node ends the launch, or is lost.
+            UserError: another node refuses the launch, or is lost.
         """
         received = await self.next(_POLL_S)
         message = received[1] if received else {}
         if "problems" in message:
-            raise LaunchEnded(message["code"], message["problems"])
+            raise UserError(*message["problems"])
         if "lost" in message:
             line = f"{message['name']} went away ({message['lost']}, {what})"
-            raise LaunchEnded(2, [f"{line} - see its log, and start every node again"])
+            raise UserError(f"{line} - see its log, and start every node again")
         return received
 
     async def _listen(self, peer: Peer) -> None:
@@ -191,7 +183,7 @@ class Control:
         """Every node's value, in the order of their ranks, on every node.
 
         Raises:
-            LaunchEnded: on every node, with the `problems` that a value names, or because a node
+            UserError: on every node, with the `problems` that a value names, or because a node
                 is lost or late.
         """
         self._round += 1
@@ -225,9 +217,14 @@ class Control:
         self.report({"round": number, "value": value})
 
     def _refuse(self, problems: list[str]) -> NoReturn:
-        """Raise LaunchEnded here and on every other node."""
-        self.tell({"problems": problems, "code": 2})
-        raise LaunchEnded(2, problems)
+        """Raise UserError here and on every other node."""
+        self.tell(refusal(problems))
+        raise UserError(*problems)
+
+
+def refusal(problems: list[str]) -> Message:
+    """Return the message that ends a launch. Agents of other versions understand it, too."""
+    return {"problems": problems, "code": 2}
 
 
 def say(line: str) -> None:

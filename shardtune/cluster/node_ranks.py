@@ -127,7 +127,7 @@ class NodeRanks(threading.Thread):
     def have_finished(self) -> bool:
         outcomes = [record.outcome for record in self.records]
         all_ended = len(self.exit_codes) == len(self.records)
-        return all_ended and all(outcome and outcome["code"] == 0 for outcome in outcomes)
+        return all_ended and all(outcome and outcome.code == 0 for outcome in outcomes)
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank that runs."""

@@ -9,10 +9,11 @@ from pathlib import Path
 from shardtune.cluster import compare
 from shardtune.cluster.child import Child, Message, Pipe
 from shardtune.cluster.connectivity import require_paths
-from shardtune.cluster.control import Control, LaunchEnded, say, warn
+from shardtune.cluster.control import Control, say, warn
 from shardtune.cluster.environment import Environment, existing_part
 from shardtune.cluster.node_info import node_facts
 from shardtune.distributed.measured import write_measured
+from shardtune.errors import UserError
 
 _FACTS_TIMEOUT_S = 600.0
 _SHORT_TIMEOUT_S = 60.0
@@ -43,14 +44,14 @@ async def check_nodes(
     The master port is free then.
 
     Raises:
-        LaunchEnded: on every node, with the reasons why this run cannot start.
+        UserError: on every node, with the reasons why this run cannot start.
     """
     if len(control.nodes) > 1:
         await require_paths(control, environment)
     facts = await _facts(control, environment, helper)
     names = [node.name for node in control.nodes]
     if problems := compare.problems_of(facts, names):
-        raise LaunchEnded(2, problems)
+        raise UserError(*problems)
     if control.node == 0:
         for line in compare.agreement(facts):
             say(line)

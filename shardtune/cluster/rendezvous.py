@@ -19,13 +19,13 @@ from shardtune.cluster.control import (
     SAY_EVERY_S,
     ConnectionLost,
     Control,
-    LaunchEnded,
     NodeHello,
     Peer,
+    refusal,
     say,
 )
 from shardtune.cluster.environment import Environment
-from shardtune.errors import first_few
+from shardtune.errors import UserError, first_few
 
 _HELLO_TIMEOUT_S = 10.0
 # A node with a problem of its own waits so long for others to tell them.
@@ -42,7 +42,7 @@ async def meet(environment: Environment, code: str) -> Control:
     """Meet the other nodes. `code` is a digest of the programs that meet.
 
     Raises:
-        LaunchEnded: not all nodes came in time, they contradict one another, or one has a problem.
+        UserError: not all nodes came in time, they contradict one another, or one has a problem.
     """
     problems = [
         problem if environment.is_alone else f"{environment.name}: {problem}"
@@ -51,7 +51,7 @@ async def meet(environment: Environment, code: str) -> Control:
     is_listener = environment.node == 0 and (environment.owns_master or not environment.master_ip)
     nobody_can_hear = environment.port is None or environment.is_alone
     if problems and (nobody_can_hear or not (is_listener or environment.master_ip)):
-        raise LaunchEnded(2, problems)
+        raise UserError(*problems)
     me = NodeHello(
         node=environment.node,
         nodes=environment.nodes,
@@ -78,7 +78,7 @@ class _Reception:
         self._num_came = 0
 
     async def wait_for_all(self) -> None:
-        """Fill `control` with all nodes. Raises LaunchEnded, which the nodes that came hear too."""
+        """Fill `control` with all nodes. Raises UserError, which the nodes that came hear too."""
         port = self._environment.port
         assert port is not None
         try:
@@ -91,12 +91,12 @@ class _Reception:
                 f"port {port} of {self._me.name} is {by} - end that (a stale process of the last "
                 "run?), or set another MASTER_PORT on every node"
             )
-            raise LaunchEnded(2, [*self._problems, problem]) from error
+            raise UserError(*self._problems, problem) from error
         server = await asyncio.start_server(self._greet, sock=listener, limit=LONGEST_BYTES)
         await self._wait()
         server.close()
         if self._problems:
-            raise LaunchEnded(2, self._problems)
+            raise UserError(*self._problems)
         peers = sorted(self._control.peers, key=lambda peer: peer.hello.node or 0)
         self._control.nodes = [self._me, *(peer.hello for peer in peers)]
         self._control.tell({"met": [node.model_dump() for node in self._control.nodes]})
@@ -128,7 +128,7 @@ class _Reception:
                     f"can be tested there: nc -vz {master} {port}){_likely_causes(started)}"
                 )
             await self._control.next(0.1)
-        self._control.tell({"problems": self._problems, "code": 2})
+        self._control.tell(refusal(self._problems))
         deadline = time.monotonic() + _TELL_S
         while self._num_came < (self._me.nodes or 2) - 1 and time.monotonic() < deadline:
             await self._control.next(0.1)
@@ -146,7 +146,7 @@ class _Reception:
         peer.send({"welcome": time.time(), "host": self._me.host})
         self._problems += self._contradictions(peer.hello)
         if self._problems:
-            peer.send({"problems": self._problems, "code": 2})
+            peer.send(refusal(self._problems))
         self._num_came += 1
         self._control.add(peer)
 
@@ -211,7 +211,7 @@ async def say_hello(control: Control, ip: str, port: int) -> None:
 
 
 async def _find_node_0(environment: Environment, control: Control) -> None:
-    """Fill `control` when every node is with node 0. Raises LaunchEnded."""
+    """Fill `control` when every node is with node 0. Raises UserError."""
     me, ip, port = control.me, environment.master_ip, environment.port
     assert ip is not None and port is not None
     patience_s = environment.join_timeout_s
@@ -235,7 +235,7 @@ async def _find_node_0(environment: Environment, control: Control) -> None:
             lasted_s, waited_s = time.monotonic() - kind_since, time.monotonic() - started
             if lasted_s >= _GIVE_UP_AFTER_S[kind] or waited_s >= patience_s:
                 problem = _why_not_found(kind, str(result), lasted_s, environment)
-                raise LaunchEnded(2, me.problems or [problem]) from result
+                raise UserError(*(me.problems or [problem])) from result
             await asyncio.sleep(max(0.0, now + _TRY_EVERY_S - time.monotonic()))
     if not me.problems:
         say(f"{me.name} has found {control.peers[0].hello.name} at {ip}:{port}")

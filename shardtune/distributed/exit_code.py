@@ -19,9 +19,16 @@ from typing import cast
 
 import torch.distributed as dist
 
-from shardtune.distributed.rank_record import RECORDS, STACK, STACK_SIGNAL, RankRecord, this_rank
+from shardtune.distributed.rank_record import (
+    RECORDS,
+    STACK,
+    STACK_SIGNAL,
+    Failure,
+    RankRecord,
+    this_rank,
+)
 from shardtune.distributed.signals import die_with_parent, end_on_signal, ignore_signals
-from shardtune.errors import AGAIN, Aborted, Ending, OutOfMemory, first_line
+from shardtune.errors import AGAIN, Aborted, Ending, OutOfMemory, first_line, print_errors
 
 _AGENT_ENDS_US_S = 120.0
 _FIRST_RANK_SPEAKS_S = 1.0
@@ -38,40 +45,33 @@ def run(main: Callable[[], None]) -> None:
     end_on_signal(
         "before the first step, with nothing to save - run the same command again", code=1
     )
-    code, lines, is_shared = 0, list[str](), False
-    lost_connection, may_restart = False, True
+    failure, is_shared = Failure(0, []), False
     try:
         main()
     except Ending as ending:
-        code, lines = ending.code, ending.problems
-        # Before they have met, all ranks of this node have the same signal.
-        is_shared = not isinstance(ending, Aborted) or not dist.is_initialized()
         lost_connection = _is_of_a_connection(ending.__cause__)
         may_restart = not isinstance(ending, Aborted)
+        failure = Failure(ending.code, ending.problems, lost_connection, may_restart)
+        # Before they have met, all ranks of this node have the same signal.
+        is_shared = not isinstance(ending, Aborted) or not dist.is_initialized()
     except Exception as error:
-        code, lines = 1, [_describe(error, record)]
-        lost_connection = _is_of_a_connection(error)
-        if not lost_connection:  # else another rank is the cause, and says so
+        failure = Failure(1, [_describe(error, record)], _is_of_a_connection(error))
+        if not failure.lost_connection:  # else another rank is the cause, and says so
             with contextlib.suppress(OSError):
                 traceback.print_exc()
     ignore_signals()
-    record.outcome = {
-        "code": code,
-        "lines": lines,
-        "may_restart": may_restart,
-        "lost_connection": lost_connection,
-    }
+    record.outcome = failure
     if RECORDS not in os.environ:
-        _print_lines(lines, is_shared)
-    elif lost_connection:
+        _print_lines(failure.lines, is_shared)
+    elif failure.lost_connection:
         # The agent knows soon which rank or node is gone, and ends this one.
         time.sleep(_AGENT_ENDS_US_S)
-    if dist.is_initialized() and code == 0:
+    if dist.is_initialized() and failure.code == 0:
         dist.destroy_process_group()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     # A failed rank must not wait in interpreter shutdown for collectives that will never complete.
-    os._exit(code)
+    os._exit(failure.code)
 
 
 def _start_record() -> RankRecord:
@@ -93,9 +93,7 @@ def _print_lines(lines: list[str], is_shared: bool) -> None:
         # The launcher ends the others when one has ended: let the first rank speak before.
         time.sleep(_FIRST_RANK_SPEAKS_S)
         return
-    with contextlib.suppress(OSError):  # `tee` may have ended before
-        for line in lines:
-            print(f"ERROR: {line}", file=sys.stderr, flush=True)
+    print_errors(*lines)
 
 
 def _is_of_a_connection(error: BaseException | None) -> bool:

@@ -12,9 +12,9 @@ import json
 import mmap
 import os
 import signal
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 RECORDS = "SHARDTUNE_RANK_RECORDS"  # path of the node's records, set by the agent
 FIRST_STEP_TIMEOUT_S = 1800.0  # it also compiles, warms up disks and evaluates
@@ -46,6 +46,25 @@ _PHASES = list(Phase)
 def place(phase: Phase, step: int | None) -> str:
     """`step 5 (data)`, or the phase alone before the first step."""
     return str(phase) if step is None else f"step {step} ({phase})"
+
+
+@dataclass
+class Failure:
+    """Why a rank or a launch ends: its exit code and its last lines. Code 0 is a success.
+
+    `lost_connection`: a rank lost its connection to another one, which may be the cause.
+    `may_restart`: the same ranks may go on after a restart. An agent adds the rest. `stuck`: ranks
+    that hold up the run. `restart`: the number of the restart that follows, or 0; `resume` is its
+    run.resume where that changes.
+    """
+
+    code: int
+    lines: list[str]
+    lost_connection: bool = False
+    may_restart: bool = True
+    stuck: list[int] = field(default_factory=list)
+    restart: int = 0
+    resume: str = ""
 
 
 class RankRecord(ctypes.Structure):
@@ -91,18 +110,19 @@ class RankRecord(ctypes.Structure):
         return place(self.phase, self.step)
 
     @property
-    def outcome(self) -> dict[str, Any] | None:
-        """How the rank has ended, if it has said so: JSON with `code` and `lines`.
+    def outcome(self) -> Failure | None:
+        """How the rank has ended, if it has said so; code 0 is a success.
 
         Only the first outcome counts, and of its lines the last ones.
         """
-        return json.loads(self._outcome) if self._has_outcome else None
+        return Failure(**json.loads(self._outcome)) if self._has_outcome else None
 
     @outcome.setter
-    def outcome(self, outcome: dict[str, Any]) -> None:
+    def outcome(self, outcome: Failure) -> None:
         if not self._has_outcome:
-            lines = [line[:_LINE_CHARACTERS] for line in outcome["lines"][-_MOST_LINES:]]
-            self._outcome = json.dumps(outcome | {"lines": lines}).encode()
+            lines = [line[:_LINE_CHARACTERS] for line in outcome.lines[-_MOST_LINES:]]
+            self._outcome = json.dumps(asdict(outcome) | {"lines": lines}).encode()
+            # Last, and never taken back: the agent may read at any moment.
             self._has_outcome = True
 
 

@@ -17,9 +17,10 @@ from helpers.commands import a_free_port
 from helpers.documented import require_error_line
 
 from shardtune.cluster import connectivity, control, network, rendezvous
-from shardtune.cluster.control import Control, LaunchEnded, NodeHello, Peer
+from shardtune.cluster.control import Control, NodeHello, Peer
 from shardtune.cluster.environment import Environment, read_environment
 from shardtune.cluster.rendezvous import NotFound, meet, say_hello
+from shardtune.errors import UserError
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo", "GPUS_PER_NODE": "2"}
 NODES = [
@@ -56,10 +57,10 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 async def refusal(work: Awaitable[object]) -> str:
     """The last line of a node that does this."""
-    with pytest.raises(LaunchEnded) as ended:
+    with pytest.raises(UserError) as ended:
         await work
     assert ended.value.code == 2
-    line = f"ERROR: {ended.value.lines[-1]}"
+    line = f"ERROR: {ended.value.problems[-1]}"
     require_error_line(line)
     return line
 

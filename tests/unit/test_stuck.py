@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shardtune.cluster.stuck import FIRST_STEP_TIMEOUT_S, IdleClock, Limits, RankStatus, stuck_ranks
-from shardtune.distributed.rank_record import RECORD_BYTES, Phase, RankRecord, this_rank
+from shardtune.distributed.rank_record import RECORD_BYTES, Failure, Phase, RankRecord, this_rank
 
 LIMITS = Limits(step_timeout_s=600, save_timeout_s=3600)
 STEP, DATA = Phase.FORWARD_BACKWARD, Phase.DATA
@@ -97,10 +97,8 @@ def test_a_record_keeps_its_first_outcome_and_fits_its_memory() -> None:
     writer.step, writer.phase, writer.arrivals, writer.thread = 3, Phase.SAVING, 17, 1 << 47
     assert (reader.place, reader.arrivals, reader.thread) == ("step 3 (saving)", 17, 1 << 47)
     assert reader.outcome is None and RankRecord.from_buffer(memory, 0).outcome is None
-    writer.outcome = {"code": 2, "lines": [f"{number} {'ü' * 5000}" for number in range(200)]}
-    writer.outcome = {"code": 1, "lines": ["later"]}
+    writer.outcome = Failure(2, [f"{number} {'ü' * 5000}" for number in range(200)])
+    writer.outcome = Failure(1, ["later"])
     outcome = reader.outcome
-    assert outcome is not None and outcome["code"] == 2
-    assert (
-        outcome["lines"][-1].startswith("199 ü") and RankRecord.from_buffer(memory).outcome is None
-    )
+    assert outcome is not None and outcome.code == 2
+    assert outcome.lines[-1].startswith("199 ü") and RankRecord.from_buffer(memory).outcome is None
