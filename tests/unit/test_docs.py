@@ -34,6 +34,23 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert missing == []
 
 
+def test_each_test_that_a_page_names_exists() -> None:
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    named = [
+        (page, file, test)
+        for page, text in texts.items()
+        for file, test in re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    ]
+    assert len([page for page, _, _ in named if page == "elsewhere.md"]) >= 18
+    missing = [
+        f"{page}: {file}::{test}"
+        for page, file, test in named
+        if not (path := REPOSITORY / file).exists()
+        or not re.search(rf"^(async )?def {test}\(", path.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert missing == []
+
+
 def test_the_page_of_the_cards_is_made_of_the_cards() -> None:
     assert card.page() == card.PAGE.read_text(encoding="utf-8"), "run python -m benchmarks.card"
 
