@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import REPOSITORY
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
@@ -53,6 +55,17 @@ def test_each_test_that_a_page_names_exists() -> None:
 
 def test_the_page_of_the_cards_is_made_of_the_cards() -> None:
     assert card.page() == card.PAGE.read_text(encoding="utf-8"), "run python -m benchmarks.card"
+
+
+def test_the_workflow_runs_make_test_on_the_oldest_python_that_is_supported() -> None:
+    text = (REPOSITORY / ".github/workflows/test.yml").read_text(encoding="utf-8")
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    assert job["steps"][-1]["run"].endswith(" make test")
+    (python,) = [step["with"] for step in job["steps"] if "python-version" in step.get("with", {})]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == f">={python['python-version']}"
+    for file in python["cache-dependency-path"].split():
+        assert (REPOSITORY / file).exists()
 
 
 def test_the_readme_is_short() -> None:
