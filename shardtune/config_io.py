@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_core import to_jsonable_python
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource, built_values
 from shardtune.errors import UserError
@@ -128,26 +128,26 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
     for key in KEYS.keys() & values.keys():
         section, _, name = key.partition(".")
         sections[section][name] = values[key]
-    refused: set[str] = set()
+    refused: dict[str, list[ErrorDetails]] = {}
     try:
         config = Config.model_validate({**sections, "origins": origins})
     except ValidationError as error:
-        refused = {".".join(map(str, each["loc"][:2])) for each in error.errors()}
+        for each in error.errors():
+            refused.setdefault(".".join(map(str, each["loc"][:2])), []).append(each)
     problems = [_no_assignment(argument) for argument in assignments if "=" not in argument]
     problems += [f"{key}={texts[key]} (command line): {what}" for key, what in objections.items()]
     problems += [_unknown(name, origins[name]) for name in values if name not in KEYS]
     for key in (key for key in KEYS if key not in objections):
         said = f"{key} = {_to_yaml(values.get(key))} ({origins[key]})"
-        if key == "data.train" and isinstance(values.get(key), list) and values[key]:
-            problems += _source_problems(values[key], origins[key])
-        elif key == "data.columns" and isinstance(values.get(key), dict):
-            problems += _column_problems(values[key], origins[key])
-        elif key in refused and key not in values:
+        if key in refused and key not in values:
             problems.append(f"{key} is required - set it in the file, or write {key}=...")
         elif key in refused:
-            problems.append(f"{said} is not allowed - use {allowed_values(key)}")
+            problems += list(_inner_problems(key, refused[key], origins[key])) or [
+                f"{said} is not allowed - use {allowed_values(key)}"
+            ]
         elif key in values and values[key] not in (built_values(key) or [values[key]]):
             problems.append(f"{said} is not built yet - use {allowed_values(key)}")
+    problems += _contradictions(values, origins)
     if problems:
         raise UserError(*problems)
     return config
@@ -230,7 +230,7 @@ def changed_keys(
 def allowed_values(key: str) -> str:
     """Describe in words the values that `section.key` accepts."""
     section, _, name = key.partition(".")
-    return _field_in_words(SECTIONS[section], name)
+    return _in_words(SECTIONS[section].model_json_schema()["properties"][name])
 
 
 def bare(value: Any) -> str:
@@ -238,57 +238,47 @@ def bare(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _source_problems(sources: list[Any], origin: str) -> Iterator[str]:
-    """Yield every problem of the list `data.train`."""
-    fields = ", ".join(TrainSource.model_fields)
-    for i, source in enumerate(sources):
-        where, refused = f"data.train[{i}]", list[str]()
-        try:
-            TrainSource.model_validate(source)
-        except ValidationError as error:
-            refused = [".".join(map(str, each["loc"][:1])) for each in error.errors()]
-        for name in dict.fromkeys(refused):
-            if not name:
-                said, use = f"{where} = {_to_yaml(source)}", f"a mapping with {fields}"
-            elif name not in TrainSource.model_fields:
-                said, use = f"{where}.{name} = {_to_yaml(source[name])}", fields
-            elif name not in source:
-                said, use = f"{where} without {name}", f"{name}: ..."
-            else:
-                said = f"{where}.{name} = {_to_yaml(source[name])}"
-                use = _field_in_words(TrainSource, name)
-            yield f"{said} ({origin}) is not allowed - use {use}"
-    mappings = [source for source in sources if isinstance(source, dict)]
-    names = Counter(
-        str(source.get("name") or Path(source["path"]).stem)
-        for source in mappings
-        if isinstance(source.get("path"), str)
-    )
-    for name in [name for name, count in names.items() if count > 1]:
-        yield f"data.train ({origin}) has several sources named {name} - give each its own name"
-    if mappings and all(source.get("weight", 1) == 0 for source in mappings):
-        yield f"data.train ({origin}) has no weight above 0 - give a source one"
+def _inner_problems(key: str, errors: Iterable[ErrorDetails], origin: str) -> Iterator[str]:
+    """Yield the problems inside a list of sources or a mapping of columns, in pydantic's words."""
+    names = {"data.train": TrainSource.model_fields, "data.columns": RECORD_FIELDS}.get(key, ())
+    for error in errors:
+        # A place that may hold several types has the type's name in the path of its errors.
+        path = [part for part in error["loc"][2:] if not re.search(r"[\[(]", str(part))]
+        if not path or not names:
+            continue
+        name = key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+        said, use = f"{name} = {_to_yaml(error['input'])} ({origin})", error["msg"]
+        if error["type"] == "missing":
+            yield f"{name} is required - give this source one"
+        elif error["type"] == "extra_forbidden" or error["loc"][-1] == "[key]":
+            nearest, _ = _nearest(str(path[-1]), names)
+            yield f"{name} ({origin}) is not known - the nearest known one is {nearest}"
+        elif error["type"] == "model_type":
+            yield f"{said} is not allowed - use a mapping with {', '.join(names)}"
+        else:
+            yield f"{said} is not allowed - {use.replace('Input', 'it')}"
 
 
-def _field_in_words(model: type[BaseModel], name: str) -> str:
-    return _in_words(model.model_json_schema()["properties"][name])
+def _contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield why sources, or columns, do not go together."""
+    sources, columns = (values.get(key) for key in ("data.train", "data.columns"))
+    if isinstance(sources, list):
+        said = f"data.train ({origins['data.train']})"
+        mappings = [source for source in sources if isinstance(source, dict)]
+        paths = [source for source in mappings if isinstance(source.get("path"), str)]
+        for name in _repeated(str(each.get("name") or Path(each["path"]).stem) for each in paths):
+            yield f"{said} has several sources named {name} - give each its own name"
+        if mappings and all(source.get("weight", 1) == 0 for source in mappings):
+            yield f"{said} has no weight above 0 - give a source one"
+    if isinstance(columns, dict):
+        for column in _repeated(each for each in columns.values() if isinstance(each, str)):
+            ours = " and ".join(str(name) for name, other in columns.items() if other == column)
+            said = f"data.columns ({origins['data.columns']})"
+            yield f"{said} reads {column} as {ours} - keep one of them"
 
 
-def _column_problems(columns: dict[Any, Any], origin: str) -> Iterator[str]:
-    """Yield a problem for each entry of data.columns that is not allowed."""
-    for name, column in columns.items():
-        said = f"data.columns.{name} = {_to_yaml(column)} ({origin})"
-        if name not in RECORD_FIELDS:
-            nearest = max(
-                RECORD_FIELDS, key=lambda field: SequenceMatcher(None, str(name), field).ratio()
-            )
-            yield f"{said}: records have no field {name} - the nearest one is {nearest}"
-        elif column is not None and not (column and isinstance(column, str)):
-            yield f"{said} is not allowed - use {_TEXT} or null"
-    counts = Counter(column for column in columns.values() if isinstance(column, str))
-    for column in [column for column, count in counts.items() if count > 1]:
-        ours = " and ".join(str(name) for name, other in columns.items() if other == column)
-        yield f"data.columns ({origin}) reads {column} as {ours} - keep one of them"
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _in_words(schema: Mapping[str, Any]) -> str:
