@@ -1,4 +1,4 @@
-"""Every system call that changes a checkpoint directory.
+"""Every system call that changes a checkpoint directory, or the metrics that go with it.
 
 Their order decides what survives a crash. Tests replace this module's `os` to record or fail them.
 """
@@ -57,6 +57,29 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> WrittenFile:
     finally:
         os.close(handle)
     return WrittenFile({"bytes": size, "xxh3_128": whole.hexdigest()}, part_digests)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file this content, durably, or leave it as it was."""
+    new = path.with_suffix(".tmp")
+    delete(new)
+    write_file(new, [memoryview(content)])
+    os.rename(new, path)
+    sync_directory(path.parent)
+
+
+class AppendedFile:
+    """A file that exists, to whose end bytes are added. They last from `sync` on."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, data: bytes) -> int:
+        """Return how many bytes were written: a write may be short."""
+        return os.write(self._handle, data)
+
+    def sync(self) -> None:
+        os.fsync(self._handle)
 
 
 def sync_directory(path: Path) -> None:

@@ -6,13 +6,12 @@ import contextlib
 import datetime
 import json
 import math
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,19 +96,15 @@ class Metrics:
         resumed_step: int | None,
         open_sinks: Callable[[], list[Sink]] = list,
     ) -> None:
-        self._file: IO[bytes] | None = None
+        self._file: durable_fs.AppendedFile | None = None
         self._sinks: list[Sink] = []
         self._lock = threading.Lock()
         self._unwritten, self._has_warned = b"", False
         if not world.is_main:
             return
         kept = read_entries(path, resumed_step) if resumed_step is not None else ()
-        temporary = path.with_suffix(".tmp")
-        self._file = temporary.open("wb", buffering=0)
-        self._append(b"".join(line for _, line in kept))
-        self.sync()
-        temporary.replace(path)
-        durable_fs.sync_directory(path.parent)
+        durable_fs.replace_file(path, b"".join(line for _, line in kept))
+        self._file = durable_fs.AppendedFile(path)
         self._sinks = open_sinks()
 
     def __enter__(self) -> Metrics:
@@ -148,7 +143,7 @@ class Metrics:
         """
         if self._file is not None:
             self._append(b"")
-            os.fsync(self._file.fileno())
+            self._file.sync()
 
     def _append(self, lines: bytes) -> None:
         assert self._file is not None

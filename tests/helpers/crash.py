@@ -43,6 +43,8 @@ from shardtune.checkpoint.verify import check_files
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger
+from shardtune.run_files import METRICS
+from shardtune.training.metrics import read_entries
 
 SAVES = (1, 2)
 CHECKPOINTS = "checkpoints"
@@ -319,6 +321,8 @@ class Judge:
         return checkpoint.step if checkpoint else 0
 
     def _require_saved(self, roots: list[Path], step: int) -> None:
+        steps = [entry["step"] for entry, _ in read_entries(roots[0] / METRICS, step)]
+        assert steps == [each for each in SAVES if each <= step], f"metrics.jsonl has {steps}"
         checkpoint = open_checkpoint(
             *(root / CHECKPOINTS / checkpoint_name(step) for root in roots)
         )

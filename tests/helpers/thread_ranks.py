@@ -19,6 +19,8 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.train_state import random_state, training_state
 from shardtune.config import CheckpointConfig
 from shardtune.distributed.world import World
+from shardtune.run_files import METRICS
+from shardtune.training.metrics import Metrics
 
 T = TypeVar("T")
 State = dict[str, torch.Tensor]
@@ -87,7 +89,17 @@ def save_steps(
         saved[step] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         for world in worlds:
             saved[step] |= random_state(world.rank, world.device)
+        # As runs of one save each, every one resumed from the one before.
+        path, resumed = run_dirs[0] / METRICS, max(saved.keys() - {step}, default=None)
+        metrics = [Metrics(path, world, resumed) for world in worlds]
+        for each in metrics:
+            each.write({"kind": "step", "step": step})
         state = {"step": step, "config": {}}
-        on_threads(worlds, lambda world, state=state: savers[world.rank].save(state))
+        on_threads(
+            worlds,
+            lambda world, state=state, metrics=metrics: savers[world.rank].save(
+                state, metrics[world.rank].sync
+            ),
+        )
     on_threads(worlds, lambda world: savers[world.rank].finish())
     return saved

@@ -40,7 +40,6 @@ from helpers.small_runs import steps_of
 
 from shardtune.checkpoint import commit, durable_fs, saver
 from shardtune.checkpoint.manifest import step_of
-from shardtune.training.metrics import Metrics
 
 
 @pytest.fixture(scope="session")
@@ -160,42 +159,21 @@ def test_short_writes_are_continued(folder, undisturbed):
     assert steps_of(folder / "run") == undisturbed(4)
 
 
-class FullFile:
-    """metrics.jsonl on a disk that takes half a line, and then no more until `has_room`."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self._is_full, self.has_room = file, False, False
-
-    def write(self, data: bytes) -> int:
-        if self._is_full and not self.has_room:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        self._is_full = True
-        return int(self._file.write(data[:100]))
-
-    def fileno(self) -> int:
-        return int(self._file.fileno())
-
-
-def run_with_full_metrics(arguments: list[str]) -> None:
-    begin, write = Metrics.__init__, Metrics.write
-
-    def begin_full(metrics: Metrics, *rest: Any) -> None:
-        begin(metrics, *rest)
-        metrics._file = metrics._file and FullFile(metrics._file)
-
-    def make_room_and_write(metrics: Metrics, *entries: Any) -> None:
-        if metrics._file and entries[0]["kind"] == "step":
-            metrics._file.has_room = entries[0]["step"] > 2
-        write(metrics, *entries)
-
-    Metrics.__init__, Metrics.write = begin_full, make_room_and_write
-    run_with([], arguments)
+def is_full_until_step_3(do: Callable[..., Any], handle: int, data: bytes) -> Any:
+    if not re.search(rb'"step": [34],', data):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    return do(handle, data)
 
 
 def test_no_checkpoint_is_ahead_of_the_metrics(folder, undisturbed):
     """While their disk is full, training continues, nothing is saved, and no line is lost."""
-    arguments = command("train.max_steps=4", "checkpoint.mode=sync", "checkpoint.keep=9")
-    done = on_ranks(2, run_with_full_metrics, arguments, cwd=folder)
+    half_a_line = Fault("write", "*metrics.jsonl", writes_less(100))
+    full = Fault("write", "*metrics.jsonl", is_full_until_step_3, nth=2, times=ALWAYS)
+    done = run(
+        folder,
+        *("train.max_steps=4", "checkpoint.mode=sync", "checkpoint.keep=9"),
+        faults=(half_a_line, full),
+    )
     assert done.returncode == 0, done.stderr
     reason = os.strerror(errno.EDQUOT)
     assert (
