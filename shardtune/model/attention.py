@@ -199,8 +199,10 @@ def _check_mask(*, local_size: int | None = None, **arguments: Any) -> None:
     # A window of 0 is made for layers of a type that the model does not have.
     if local_size == 0:
         return
-    lengths = torch.tensor(documents.lengths, device=documents.boundaries.device)
-    document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    lengths = documents.boundaries.diff()
+    document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
+        lengths, output_size=sum(documents.lengths)
+    )
     expected = (document[:, None] == document).tril()
     mask = sdpa_mask(**arguments | {"allow_is_causal_skip": False})
     if mask is None or not torch.equal(mask.expand(1, 1, *expected.shape)[0, 0], expected):

@@ -6,72 +6,161 @@ A document's logits must be the same alone and behind others, and the same behin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.world import World
-from shardtune.errors import UserError
+from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
 from shardtune.model.attention import DOCUMENT_ATTENTION, attention_trial, documents
 from shardtune.model.build import forward_only
+from shardtune.model.small_copy import small_copy
 from shardtune.model.support import can_be_packed
 
 # Tokens of each document of the row for trials; the logits of the last document are compared.
-_TRIAL_LENGTHS = (11, 5, 16)
+TRIAL_LENGTHS = (11, 5, 16)
+_COPY_ROW = 128  # the longest row of a small copy
+
+
+@dataclass
+class LogitsTrial:
+    """Compares the logits of a document in packed rows with those that it has alone."""
+
+    model: PreTrainedModel
+    config: Config
+    device: torch.device
+    all_gather: Callable[[float], list[float]]  # the ranks must agree
+    alone: torch.Tensor | None = None  # (tokens, vocabulary)
+
+    def attend_alone(self) -> None:
+        """Make the logits of the document alone, as the model attends now."""
+        self.alone = _last_document_logits(self.model, TRIAL_LENGTHS[-1:], self.device)
+
+    def leak(self) -> float:
+        """Return how far they are from those in a packed row, as the model attends now, or 0 within
+        rounding.
+
+        The unit is the logits' spread; the rank with the largest distance counts. The document
+        stands behind two others, and, where that shows nothing, at the end of the longest row of a
+        micro-batch: some models go by the place in the row, and others lack positions for a long
+        one.
+        """
+        assert self.alone is not None
+        max_length = self.config.data.max_length
+        text_config = self.model.config.get_text_config()
+        longest = min(max_length, getattr(text_config, "max_position_embeddings", 0) or max_length)
+        last, rows = TRIAL_LENGTHS[-1], self.config.train.micro_batch_size
+        trials = [TRIAL_LENGTHS, (*[longest] * (rows - 1), longest - last, last)]
+        for lengths in trials[: 2 if longest > sum(TRIAL_LENGTHS) else 1]:
+            packed, disturbed = (
+                _last_document_logits(self.model, lengths, self.device, neighbour)
+                for neighbour in (0, 1)
+            )
+            leak = max(self.all_gather(_beyond_rounding(self.alone, packed, disturbed)))
+            if leak:
+                return float(leak)
+        return 0.0
+
+
+class Attention(NamedTuple):
+    """How a model attends."""
+
+    is_flat: bool  # rows are records one behind the other, without padding
+    by_document: bool
+    text: str
 
 
 def choose_attention(
     model: PreTrainedModel, config: Config, longest_document: int, world: World
 ) -> bool:
-    """Let the model attend document by document if that is exact, and log the choice and its
-    reason.
+    """Decide how the loaded model attends, and log it with the reason. Collective.
 
-    Returns whether rows are flat: records one behind the other, without padding. A sliding window
-    counts only if it is narrower than the longest document, in tokens.
+    Returns whether rows are flat.
+
+    Raises:
+        RunFailed: data.packing is on, and a document sees the one before it.
+    """
+    trial = LogitsTrial(model, config, world.device, world.all_gather_json)
+    attention = decide_attention(model, config, longest_document, world.device, trial)
+    detail = f" ({documents.way}); rows have no padding" if attention.by_document else ""
+    logger.info(f"Attention: {attention.text}{detail}")
+    if leak := _leak_under_mask(attention, trial):
+        raise RunFailed(_mixing(model, leak, "its logits"))
+    return attention.is_flat
+
+
+def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> None:
+    """Try a small copy of the model, for which its config.json is enough.
 
     Raises:
         UserError: data.packing is on, and a document sees the one before it.
     """
-    kind, usual = model.config.model_type, model.config._attn_implementation
-    packing, reason = config.data.packing, f"model.attention={config.model.attention}"
+    copy = small_copy(model_config, config.model.attention) if config.data.packing else None
+    if copy is None:
+        return
+    # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
+    data = config.data.model_copy(update={"max_length": min(config.data.max_length, _COPY_ROW)})
+    train = config.train.model_copy(update={"micro_batch_size": 1})
+    config, device = config.model_copy(update={"data": data, "train": train}), torch.device("cpu")
+    trial = LogitsTrial(copy, config, device, lambda leak: [leak])
+    try:
+        # No window is narrower than 0 tokens: the data, which may fit into one, is not read yet.
+        leak = _leak_under_mask(decide_attention(copy, config, 0, device, trial), trial)
+    except Exception:  # a width that `small_copy` does not know shows in the forward alone
+        return
+    if leak:
+        raise UserError(_mixing(copy, leak, "the logits of a small copy with random weights"))
+
+
+def _leak_under_mask(attention: Attention, trial: LogitsTrial) -> float:
+    return trial.leak() if attention.is_flat and not attention.by_document else 0.0
+
+
+def _mixing(model: PreTrainedModel, leak: float, whose: str) -> str:
+    return (
+        f"{model.config.model_type} lets a packed document see the one before it ({whose} change "
+        f"by {leak:.1%} of their spread) - use data.packing=false"
+    )
+
+
+def decide_attention(
+    model: PreTrainedModel,
+    config: Config,
+    longest_document: int,
+    device: torch.device,
+    trial: LogitsTrial | None = None,
+) -> Attention:
+    """Let the model attend document by document if that is exact, else under a mask.
+
+    A sliding window counts only if it is narrower than the longest document, in tokens. Fake
+    tensors have no logits to compare, so that `trial` is left out.
+    """
+    usual, packing = model.config._attn_implementation, config.data.packing
     if not can_be_packed(type(model)):
-        logger.info(
-            f"Attention: {kind}'s own, in padded rows (it keeps a state or takes no positions)"
-        )
-        return False
-    if config.model.attention != "auto" and not packing:
-        logger.info(f"Attention: {usual} under a mask of row x row ({reason})")
-        return False
-    alone = _last_document_logits(model, _TRIAL_LENGTHS[-1:], world.device)
-    if config.model.attention == "auto":
+        why = "it keeps a state or takes no positions"
+        return Attention(False, False, f"{model.config.model_type}'s own, in padded rows ({why})")
+    is_auto, reason = config.model.attention == "auto", f"model.attention={config.model.attention}"
+    if trial and (is_auto or packing):
+        trial.attend_alone()
+    if is_auto:
         documents.longest_of_run = longest_document
-        reasons = world.all_gather_json(_try_document_attention(model, alone, config, world))
-        reason = next(filter(None, reasons), "")
+        reason = _try_document_attention(model, device, trial)
         if not reason:
-            logger.info(
-                f"Attention: within each document, without a mask ({documents.way}); rows have no "
-                "padding"
-            )
-            return True
+            return Attention(True, True, "within each document, without a mask")
         model.set_attn_implementation(usual)
     # The rows of a packed micro-batch are one row for the model.
     side = config.data.max_length * (config.train.micro_batch_size if packing else 1)
-    logger.info(
-        f"Attention: {usual} under a mask of row x row, up to {side} tokens a side ({reason})"
-    )
-    if packing and (leak := _leak(model, alone, config, world)):
-        raise UserError(
-            f"{kind} lets a packed document see the one before it (its logits change by "
-            f"{leak:.1%} of their spread) - use data.packing=false"
-        )
-    return packing
+    mask = f"{usual} under a mask of row x row, up to {side} tokens a side ({reason})"
+    return Attention(packing, False, mask)
 
 
 def _try_document_attention(
-    model: PreTrainedModel, alone: torch.Tensor, config: Config, world: World
+    model: PreTrainedModel, device: torch.device, trial: LogitsTrial | None
 ) -> str:
     """Switch the model to `document_attention`, and return the reason to switch back, or ""."""
     model_type = model.config.model_type
@@ -81,41 +170,16 @@ def _try_document_attention(
     model.set_attn_implementation(DOCUMENT_ATTENTION)
     with attention_trial() as objections:
         try:
-            _last_document_logits(model, _TRIAL_LENGTHS, world.device)
+            _last_document_logits(model, TRIAL_LENGTHS, device)
         except (TypeError, AttributeError):  # they get None
             objections.append("layers that read the mask")
     if objections:
         return f"{model_type} has {objections[0]}"
     if not documents.way:
         return no_interface
-    if leak := _leak(model, alone, config, world):
+    if trial and (leak := trial.leak()):
         return f"{model_type}'s logits change without the mask, by {leak:.1%} of their spread"
     return ""
-
-
-def _leak(model: PreTrainedModel, alone: torch.Tensor, config: Config, world: World) -> float:
-    """Return how far a packed document's logits are from its logits alone, or 0 within rounding.
-
-    The unit is the logits' spread; the rank with the largest distance counts. The document stands
-    behind two others, and, where that shows nothing, at the end of the longest row of a
-    micro-batch: some models go by the place in the row, and others lack positions for a long one.
-    """
-    max_length = config.data.max_length
-    text_config = model.config.get_text_config()
-    longest = min(max_length, getattr(text_config, "max_position_embeddings", None) or max_length)
-    last = _TRIAL_LENGTHS[-1]
-    rows = [
-        _TRIAL_LENGTHS,
-        (*[longest] * (config.train.micro_batch_size - 1), longest - last, last),
-    ]
-    for lengths in rows[: 2 if longest > sum(_TRIAL_LENGTHS) else 1]:
-        packed, disturbed = (
-            _last_document_logits(model, lengths, world.device, neighbour) for neighbour in (0, 1)
-        )
-        leak = max(world.all_gather_json(_beyond_rounding(alone, packed, disturbed)))
-        if leak:
-            return float(leak)
-    return 0.0
 
 
 def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch.Tensor) -> float:
@@ -141,7 +205,7 @@ def _last_document_logits(
     """
     vocabulary = model.config.get_text_config().vocab_size
     earlier = torch.arange(sum(lengths[:-1]), device=device).flip(0) + neighbour * (vocabulary // 2)
-    last = torch.arange(lengths[-1], device=device) + sum(_TRIAL_LENGTHS[:-1])
+    last = torch.arange(lengths[-1], device=device) + sum(TRIAL_LENGTHS[:-1])
     row = {
         "input_ids": torch.cat([earlier, last]) % vocabulary,
         "position_ids": torch.cat([torch.arange(length, device=device) for length in lengths]),

@@ -24,6 +24,7 @@ from shardtune.model.build import forward_only
 _CHUNK_BYTES = 1 << 28  # of logits, in the dtype of the matrix product
 _SOFTMAX_BYTES = 1 << 26  # of logits in float32
 _BLOCK_ROWS = 1 << 13  # of the head's weight
+HEAD_TRIAL_TOKENS = 8
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -163,10 +164,12 @@ def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
     kind: Any = type(head)
     if kind is not nn.Linear:
         return f"for every position, since its head is {kind.__name__}"
-    ids = torch.arange(8, device=device).view(1, -1) % model.config.get_text_config().vocab_size
-    documents.set([8], torch.tensor([0, 8], dtype=torch.int32, device=device))
+    tokens = HEAD_TRIAL_TOKENS
+    ids = torch.arange(tokens, device=device).view(1, -1)
+    ids %= model.config.get_text_config().vocab_size
+    documents.set([tokens], torch.tensor([0, tokens], dtype=torch.int32, device=device))
     seen: list[int] = []  # positions in each call of the head
-    marker = torch.zeros(1, 8, head.weight.shape[0], device=device)
+    marker = torch.zeros(1, tokens, head.weight.shape[0], device=device)
 
     def stand_in(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(hidden.shape[:-1].numel())
@@ -178,7 +181,7 @@ def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
             logits = model(input_ids=ids).logits
     finally:
         del head.forward
-    if seen != [8]:
+    if seen != [tokens]:
         return "for every position, since its forward does not call the head once for all tokens"
     head.__class__ = LossHead
     head.batch, head.is_last = None, logits is marker

@@ -24,10 +24,10 @@ from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
-from shardtune.model.attention import DOCUMENT_ATTENTION, UnexpectedFeature, documents
+from shardtune.model.attention_check import TRIAL_LENGTHS, decide_attention
 from shardtune.model.build import build_on_meta, forward_only
-from shardtune.model.loss import summed_loss, use_loss_head
-from shardtune.model.support import can_be_packed, decoder_layers
+from shardtune.model.loss import HEAD_TRIAL_TOKENS, summed_loss, use_loss_head
+from shardtune.model.support import decoder_layers
 from shardtune.planner.tracker import Cause, Collective, NotSimulated, Peak, Tracker
 from shardtune.training.reshard import ReshardPolicy
 
@@ -107,9 +107,11 @@ def simulate(
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
-            tracker.read_by_host = _exchanged(_TRIAL_TOKENS, model, config, imbalance)
-            attention, is_flat = _prepare(model, config, device)
-            batch = _full_batch(config, is_flat, device)
+            tracker.read_by_host = _exchanged(sum(TRIAL_LENGTHS), model, config, imbalance)
+            attention = decide_attention(model, config, config.data.max_length, device)
+            tracker.read_by_host = _exchanged(HEAD_TRIAL_TOKENS, model, config, imbalance)
+            use_loss_head(model, device)
+            batch = _full_batch(config, attention.is_flat, device)
             if policy.keep_parameters:
                 cast(Any, model).set_reshard_after_forward(False)
             _watch_layers(model, tracker)
@@ -129,10 +131,7 @@ def simulate(
                 loss.backward()
                 del loss
     layers = len(decoder_layers(model))
-    return Measured(layers, tracker.peaks, tracker.pools, tracker.traffic, attention)
-
-
-_TRIAL_TOKENS = 8  # those of `use_loss_head`
+    return Measured(layers, tracker.peaks, tracker.pools, tracker.traffic, attention.text)
 
 
 def _full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
@@ -150,41 +149,6 @@ def _full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
         [length] * rows,
         torch.zeros(rows + 1, dtype=torch.int32, device=device),
     )
-
-
-def _prepare(model: PreTrainedModel, config: Config, device: torch.device) -> tuple[str, bool]:
-    """Choose attention and head as `choose_attention` does, but without a look at numbers.
-
-    Returns the attention, and whether rows are flat.
-    """
-    usual, packing = model.config._attn_implementation, config.data.packing
-    objection = ""
-    if not can_be_packed(type(model)):
-        objection, packing = "it keeps a state or takes no positions", False
-    elif config.model.attention != "auto":
-        objection = f"model.attention={config.model.attention}"
-    elif not model._can_set_attn_implementation():
-        objection = "it does not use transformers' attention interface"
-    else:
-        objection = _objection(model, config, device)
-    if not objection:
-        return "within each document, without a mask", True
-    model.set_attn_implementation(usual)
-    use_loss_head(model, device)
-    return f"{usual} under a mask of row x row ({objection})", packing
-
-
-def _objection(model: PreTrainedModel, config: Config, device: torch.device) -> str:
-    """Let the model attend by documents, and give it its head; return why it cannot, or ""."""
-    model.set_attn_implementation(DOCUMENT_ATTENTION)
-    documents.way, documents.longest_of_run = "", config.data.max_length
-    try:
-        use_loss_head(model, device)
-    except UnexpectedFeature as error:  # outside of the trial of a run it raises
-        return f"{model.config.model_type} has {error.feature}"
-    except (TypeError, AttributeError):  # they get None
-        return f"{model.config.model_type} has layers that read the mask"
-    return "" if documents.way else "it does not use transformers' attention interface"
 
 
 def _exchanged(

@@ -141,6 +141,8 @@ class Tracker(TorchDispatchMode):
             return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number(args[0])
+        if func is torch.ops.aten.equal.default:
+            return True  # a mask is taken for the one that is expected
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
             result = _grouped_product(*args)
         else:

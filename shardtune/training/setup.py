@@ -33,6 +33,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError, all_of
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.metrics_schema import Change, StartEntry
+from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.build import compute_dtype, require_trainable
 from shardtune.model.files import fetch_weights, model_folder, read_model_config
 from shardtune.model.lora import describe_adapters
@@ -114,6 +115,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
                 lambda: require_packages(config.logging) if world.is_main else None,
             )
         )
+        world.on_rank0(lambda: require_documents_apart(config, model_config))
     revision = world.on_local_rank0(lambda: fetch_weights(config.model))
     what = f"the hub's revision of model.path={config.model.path}"
     _require_same({what: revision}, "fetch one revision, or name a directory", world)

@@ -21,7 +21,7 @@ from shardtune.config import Config
 from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.distributed.world import World
-from shardtune.errors import UserError
+from shardtune.errors import RunFailed
 from shardtune.log import logger
 from shardtune.model.attention_check import choose_attention
 from shardtune.model.build import shard
@@ -225,7 +225,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
         refusal = (
             rf"{model.config.model_type} lets a packed document see .* use data\.packing=false"
         )
-        with pytest.raises(UserError, match=refusal):
+        with pytest.raises(RunFailed, match=refusal):
             choose_attention(model, config, config.data.max_length, world)
 
     for dtype in torch.float32, torch.bfloat16:

@@ -10,7 +10,8 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.ranks import on_nodes, run_script
+from helpers.ranks import on_nodes, on_ranks, run_script
+from helpers.tiny_models import small_opt
 
 HOST = socket.gethostname()
 
@@ -83,3 +84,17 @@ def test_nodes_must_have_the_same_revision_and_its_weights(
         names = [re.escape(f"node {number} ({HOST})") for number in (0, 1)]
         last = done.stderr.splitlines()[-1]
         assert re.match(f"ERROR: {message.format(*names)}", last), last
+
+
+def test_documents_that_would_mix_are_refused_before_the_weights_are_fetched(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "train.jsonl", chats(20))
+    (tmp_path / "config.yaml").touch()
+    cache(models["llama"], tmp_path, A, "*.safetensors")
+    small_opt().config.save_pretrained(tmp_path / "hub/models--acme--tiny/snapshots" / A)
+    arguments = ["--config", "config.yaml", "model.path=acme/tiny", "data.train=train.jsonl"]
+    done = on_ranks(1, train_offline, [*arguments, "data.max_length=64"], cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ERROR: opt lets a packed document see the one before it (the logits")

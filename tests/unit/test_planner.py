@@ -219,12 +219,12 @@ def test_a_configuration_that_cannot_be_planned_is_refused_by_name(
 @pytest.mark.parametrize(
     ("model_config", "assignments", "attention"),
     [
-        (GPT_OSS, [], "under a mask of row x row (gpt_oss has "),
+        (GPT_OSS, [], "under a mask of row x row, up to 256 tokens a side (gpt_oss has "),
         (GLM, ["model.compute_dtype=float32"], "within each document, without a mask"),
         pytest.param(
             LLAMA,
             ["data.packing=false", "model.attention=sdpa"],
-            "sdpa under a mask of row x row (model.attention=sdpa)",
+            "sdpa under a mask of row x row, up to 256 tokens a side (model.attention=sdpa)",
             marks=pytest.mark.full,
         ),
     ],

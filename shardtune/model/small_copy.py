@@ -1,0 +1,88 @@
+"""A small copy of an architecture, for a trial before the weights are there."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+_WIDTH = 16  # of MLPs, of experts and of low-rank projections
+_VOCABULARY = 512
+_MOST_PARAMETERS = 25 * 10**7  # 1 GB
+_INNER = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|_lora_rank)$")
+_HIDDEN = re.compile(r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embedding_size|proj_dim)$")
+
+
+def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedModel | None:
+    """Build the architecture with few and narrow heads, random weights and float32, on the CPU.
+
+    What tells documents apart is kept: every layer with its type, windows, masks and flags; the
+    width of a head, which tables of a rope have; and the number of experts, which groups divide.
+
+    Returns None where no such copy can be built, because widths depend on one another in some other
+    way, or where it would not be small. Then the trial on the loaded weights decides alone.
+    """
+    implementation = None if attention == "auto" else attention
+    # Building changes the configuration, and must not change the run's random numbers.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            narrow = _narrow(model_config)
+            with torch.device("meta"):
+                on_meta = AutoModelForCausalLM.from_config(copy.deepcopy(narrow))
+            if on_meta.num_parameters() > _MOST_PARAMETERS:
+                return None
+            model = AutoModelForCausalLM.from_config(
+                narrow, attn_implementation=implementation, dtype=torch.float32
+            )
+        except Exception:  # each architecture checks its settings in its own way
+            return None
+    model.config.use_cache = False
+    return model
+
+
+def _narrow(model_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of the configuration with smaller widths."""
+    narrow = copy.deepcopy(model_config)
+    text: Any = narrow.get_text_config()
+    for section in _sections(narrow):
+        for name, value in list(vars(section).items()):
+            if _INNER.search(name):
+                setattr(section, name, _at_most(_WIDTH, value))
+            elif name.startswith("vocab_size"):
+                setattr(section, name, _at_most(_VOCABULARY, value))
+            elif name.endswith("_token_id"):
+                setattr(section, name, _at_most(_VOCABULARY - 1, value))
+        if section not in (narrow, text):  # it sees or hears, and no text reaches it
+            for name in {"num_hidden_layers", "depth"} & vars(section).keys():
+                setattr(section, name, 1)
+    heads, hidden = text.num_attention_heads, text.hidden_size
+    key_heads = getattr(text, "num_key_value_heads", None)
+    fewer_key_heads = min(2, key_heads or heads)
+    fewer = fewer_key_heads if key_heads in (None, heads) else 2 * fewer_key_heads
+    for name, value in list(vars(text).items()):
+        if value == hidden and _HIDDEN.search(name):
+            setattr(text, name, hidden // heads * fewer)
+    text.num_attention_heads = fewer
+    if key_heads:
+        text.num_key_value_heads = fewer_key_heads
+    return narrow
+
+
+def _sections(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yield a configuration and those within it, such as that of a tower for images."""
+    yield config
+    for name in config.sub_configs:
+        if isinstance(section := getattr(config, name, None), PreTrainedConfig):
+            yield from _sections(section)
+
+
+def _at_most(limit: int, value: Any) -> Any:
+    """Return a setting of one number or of a number for each layer, at most `limit`."""
+    if isinstance(value, list):
+        return [_at_most(limit, each) for each in value]
+    return min(limit, value) if type(value) is int else value

@@ -1,0 +1,59 @@
+"""A small copy of an architecture shows whether documents stay apart before a weight is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.moe_families import SMALL, build
+from helpers.tiny_models import small_opt
+from transformers import AutoConfig, MistralConfig, PreTrainedConfig
+
+from shardtune.config import Config
+from shardtune.config_io import load_config
+from shardtune.errors import UserError
+from shardtune.model.attention_check import require_documents_apart
+from shardtune.model.small_copy import small_copy
+
+REPOSITORY = Path(__file__).parents[2]
+GLM = REPOSITORY / "tests/data/configs/glm-4.5-air"
+
+
+def configured(*assignments: str) -> Config:
+    return load_config(REPOSITORY / "examples/demo.yaml", ["model.path=unread", *assignments], {})
+
+
+def test_a_copy_of_a_large_model_is_small_and_keeps_the_parts_that_tell_documents_apart() -> None:
+    whole = AutoConfig.from_pretrained(GLM)
+    before = torch.get_rng_state()
+    copy = small_copy(whole, "auto")
+    assert copy and torch.equal(torch.get_rng_state(), before)
+    assert copy.num_parameters() < 1e8 and copy.dtype == torch.float32
+    for name in ("num_hidden_layers", "head_dim", "n_routed_experts", "first_k_dense_replace"):
+        assert getattr(copy.config, name) == getattr(whole, name), name
+    assert copy.config.rope_parameters == whole.rope_parameters
+    require_documents_apart(configured(), whole)
+
+
+@pytest.mark.parametrize(
+    "model_config",
+    [build("gpt_oss").config, small_opt().config],
+    ids=["a mask without positions", "places counted along the row"],
+)
+def test_documents_that_would_mix_are_refused_by_name(model_config: PreTrainedConfig) -> None:
+    said = rf"^{model_config.model_type} lets a packed document see .* - use data\.packing=false$"
+    with pytest.raises(UserError, match=said):
+        require_documents_apart(configured(), model_config)
+    require_documents_apart(configured("data.packing=false"), model_config)
+
+
+def test_a_narrow_window_is_no_reason_to_refuse() -> None:
+    """The mask of these layers keeps documents apart, and data that fits into it needs none."""
+    require_documents_apart(configured(), MistralConfig(**SMALL, sliding_window=4))
+
+
+def test_an_architecture_without_a_copy_is_left_to_its_weights() -> None:
+    """The widths of DBRX stand in sections of their own."""
+    assert small_copy(AutoConfig.for_model("dbrx"), "auto") is None
+    require_documents_apart(configured(), AutoConfig.for_model("dbrx"))
