@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import datetime
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,20 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from shardtune.data.chat_template import ChatError, ChatTemplate, Conversation, Tools, Turn
+from shardtune.data.chat_template import (
+    ChatError,
+    ChatTemplate,
+    Conversation,
+    Note,
+    Tools,
+    Turn,
+)
 from shardtune.data.messages import Message, is_empty, train_flag, without_flags
+from shardtune.data.outcomes import Outcome
 from shardtune.errors import UserError
 
-_EMPTY = "WARNING: answers without a text, trained to end at once"
+_EMPTY: Note = (Outcome.EMPTY_ANSWER, "")
+Record = dict[str, Any]
 Text = str | list[Message]
 Offsets = list[tuple[int, int]]
 
@@ -65,14 +74,14 @@ class EncodedRecord:
 
     `added_tokens`: how many tokens more they have than one rendering of the whole conversation.
     `appended_stop`: the rendering lacks the last turn's stop token, which was appended. `notes`:
-    sentences for the user. `too_long`: the sequences of the whole record, if they did not fit and
-    `sequences` are those of its leading turns.
+    what else happened to it, each with its detail. `too_long`: the sequences of the whole record,
+    if they did not fit and `sequences` are those of its leading turns.
     """
 
     sequences: list[EncodedSequence]
     added_tokens: int = 0
     appended_stop: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     too_long: list[EncodedSequence] = field(default_factory=list)
 
     def fits(self, max_length: int) -> bool:
@@ -156,24 +165,48 @@ class ChatEncoder:
         encoder.loss_on = loss_on
         return encoder
 
+    def encode(self, record: Record) -> EncodedRecord:
+        """Encode the used fields of a record, as `check_record` returns them.
+
+        Raises:
+            RecordError: the record cannot be encoded exactly.
+            UserError: it has messages and the tokenizer has no chat template.
+        """
+        if "text" in record:
+            return self.encode_text(record["text"])
+        tools = record.get("tools")
+        if "messages" in record:
+            return self.encode_messages(record["messages"], tools)
+        return self.encode_prompt_completion(record["prompt"], record["completion"], tools)
+
     def encode_messages(
-        self,
-        messages: list[Message],
-        tools: Tools = None,
-        first: int = 0,
-        max_length: int | None = None,
+        self, messages: list[Message], tools: Tools = None, first: int = 0
     ) -> EncodedRecord:
         """Encode a conversation, in which assistant turns before index `first` are context.
 
         A message's own flag, `train` or `weight`, decides before that and `loss_on`.
 
-        Where `max_length` is given and a sequence has more tokens, the record is encoded from its
-        leading messages: the most that end with an assistant turn and fit. The turns to train are
-        chosen from the whole record.
-
         Raises:
             ChatError: the template raises, or its text does not show what must be generated.
+            UserError: the tokenizer has no chat template.
         """
+        return self.part_encoder(messages, tools, first)(len(messages))
+
+    def part_encoder(
+        self, messages: list[Message], tools: Tools, first: int = 0
+    ) -> Callable[[int], EncodedRecord]:
+        """Return a function that encodes messages[:end], of which it gets `end`.
+
+        The turns to train are chosen from all messages, as `encode_messages` says, which has the
+        errors too. Each turn is rendered and verified once, however often the function is called.
+        """
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"the data has messages, and the tokenizer of {self.tokenizer.name_or_path} has no "
+                "chat template - use an instruction-tuned model's tokenizer, put a "
+                "chat_template.jinja beside it, or write records with prompt and completion, or "
+                "text"
+            )
         chat = Conversation(self.template, [without_flags(m) for m in messages], tools)
         assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         flags = {i: flag for i, m in enumerate(messages) if (flag := train_flag(m)) is not None}
@@ -191,18 +224,13 @@ class ChatEncoder:
         encode = (
             partial(self._encode_all, untrained) if self.loss_on == "all" else self._encode_turns
         )
-        end = len(messages)
-        encoded = whole = encode(chat, trained, end)
-        while max_length is not None and not encoded.fits(max_length):
-            # A sequence begins with the prompts of its turns: longer ones do not fit either.
-            cut = [t.message for s in encoded.sequences for t in s.turns if t.end > max_length]
-            limit = min([end - 1, *cut])
-            end = max((i + 1 for i in assistant if i < limit), default=0)
+
+        def encode_part(end: int) -> EncodedRecord:
             encoded = encode(chat, trained, end)
-        empty = sum(is_empty(messages[i]) for i in trained if i < end)
-        notes = (*whole.notes, *[_EMPTY] * empty)
-        too_long = [] if encoded is whole else whole.sequences
-        return replace(encoded, notes=notes, too_long=too_long)
+            empty = [_EMPTY for i in trained if i < end and is_empty(messages[i])]
+            return replace(encoded, notes=(*encoded.notes, *empty))
+
+        return encode_part
 
     def _encode_turns(self, chat: Conversation, trained: list[int], end: int) -> EncodedRecord:
         """Encode messages[:end], in which these turns are trained."""

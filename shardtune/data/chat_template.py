@@ -25,9 +25,11 @@ from shardtune.data.messages import (
     with_marks,
     with_tags,
 )
+from shardtune.data.outcomes import Outcome
 from shardtune.data.records import RecordError
 
 Tools = list[dict[str, Any]] | None
+Note = tuple[Outcome, str]  # what happened to a record, and its detail
 
 _NEXT_TEXT = "Qq0Probe0qQ"  # content of a probe message; letters and digits, as MARK
 _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")
@@ -273,35 +275,30 @@ class Conversation:
                 "remove it from the record, or use a template that writes it"
             )
 
-    def notes(self, text: str) -> list[str]:
+    def notes(self, text: str) -> list[Note]:
         """Return what is unusual about `text`, the rendering of all messages, but exact.
 
         Raises:
             ChatError: the template writes contents as code.
         """
-        name, normalized, notes = self.template.name, normalize(text), []
+        normalized, notes = normalize(text), []
         for message in self.messages:
             content, role = message.get("content"), message["role"]
             if isinstance(content, list) and contains(normalized, str(content)):
                 raise ChatError(
-                    f"{name} writes a list of text parts as code - "
+                    f"{self.template.name} writes a list of text parts as code - "
                     "give the content of a message as one text"
                 )
             if role != "assistant" and (missing := first_missing(message, normalized)):
-                notes.append(f"{name} leaves out the {missing} of a {role} message")
+                notes.append((Outcome.LEFT_OUT, f"{missing} of a {role} message"))
             if role == "assistant" and stop_count(self.template.stop, message):
-                notes.append(
-                    "an assistant turn holds the text of a stop token: generation would end there"
-                )
+                notes.append((Outcome.STOP_IN_TEXT, ""))
             for call in message.get("tool_calls") or []:
                 arguments = tool_function(call).get("arguments")
                 if isinstance(arguments, str) and '"' in arguments and arguments not in text:
-                    notes.append(
-                        f"{name} encodes tool-call arguments given as JSON text again: "
-                        "give them as objects"
-                    )
+                    notes.append((Outcome.ARGUMENTS_AS_TEXT, ""))
         if any(str(tool_function(tool).get("name")) not in text for tool in self.tools or []):
-            notes.append(f"{name} leaves out the tools")
+            notes.append((Outcome.LEFT_OUT, "tools"))
         return list(dict.fromkeys(notes))
 
 

@@ -6,8 +6,7 @@ import contextlib
 import datetime
 import json
 import time
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from itertools import chain
@@ -23,9 +22,10 @@ from shardtune.config import DataConfig
 from shardtune.data.cache import cache_key, cache_root, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.hub import hub_problem
+from shardtune.data.outcomes import TOO_LONG, OutcomeCounts
 from shardtune.data.records import read_fields
 from shardtune.data.sources import Source, find_source, read_records
-from shardtune.data.tokenize import EFFECT, ChunkTokenizer, SetChunk, tokenize_chunks
+from shardtune.data.tokenize import ChunkTokenizer, SetChunk, TokenizedChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
 from shardtune.log import logger
 
@@ -40,7 +40,6 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "source": np.uint16,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
-_TOTALS = ("records", "sequences", "tokens", "trained tokens")
 _NAMED_PROBLEMS = 10
 _LOG_EVERY_S = 10.0
 
@@ -229,11 +228,12 @@ class _SetWriter:
         self._digests = {column: xxhash.xxh3_128() for column in _DIGESTED}
         if n_sources > 1:
             self._digests["source"] = xxhash.xxh3_128()
-        self.name, self.counts = f"data.{name}", Counter[str]()
+        self.name, self.outcomes = f"data.{name}", OutcomeCounts()
+        self.n_records = self.n_sequences = self.n_tokens = self.n_trained = 0
 
     def add(self, chunk: SetChunk, source: int) -> None:
-        begin = self.counts["tokens"]
-        self.counts.update(chunk.counts)
+        self.n_records += chunk.n_records
+        self.outcomes.update(chunk.outcomes)
         if not chunk.sequences:
             return
         tokens, trained, record = zip(*chunk.sequences, strict=True)
@@ -241,7 +241,7 @@ class _SetWriter:
         columns = {
             "tokens": np.concatenate(tokens),
             "trained": np.concatenate(trained),
-            "starts": begin + lengths.cumsum() - lengths,
+            "starts": self.n_tokens + lengths.cumsum() - lengths,
             "lengths": lengths,
             "trained_counts": [flags.sum() for flags in trained],
             "record": record,
@@ -253,39 +253,51 @@ class _SetWriter:
                 file.write(values)
             if column in self._digests:
                 self._digests[column].update(values)
+        self.n_sequences += len(lengths)
+        self.n_tokens += int(lengths.sum())
+        self.n_trained += int(sum(columns["trained_counts"]))
 
     def digest(self) -> str:
         return " ".join(digest.hexdigest() for digest in self._digests.values())
 
     def lines(self) -> list[str]:
-        """Return a line of totals, and one for each other kind of thing that happened."""
-        records, sequences, tokens, trained = map(self.counts.get, _TOTALS)
-        return [
-            f"{self.name}: {records} records in {sequences} sequences, {tokens} tokens, {trained} "
-            "of them trained",
-            *(f"{self.name}: {what}" for what in other_counts(self.counts)),
-        ]
+        """Return a line of totals, and one for each outcome of records."""
+        totals = (
+            f"{self.n_records} records in {self.n_sequences} sequences, {self.n_tokens} tokens, "
+            f"{self.n_trained} of them trained"
+        )
+        return [f"{self.name}: {line}" for line in (totals, *self.outcomes.lines())]
 
 
-def _nothing_to_train(key: str, spec: str, counts: Counter[str]) -> str:
-    """Say so of the source that `spec`, the value of `key`, names, with what would help."""
-    causes = "; ".join(other_counts(counts)).replace("WARNING: ", "")
-    is_long = " or raise data.max_length" * ("longer than data.max_length" in causes)
+@dataclass
+class _SourceSums:
+    """Sums over the records of one source: read and broken ones, and those of its own set."""
+
+    n_read: int = 0
+    n_broken: int = 0
+    n_records: int = 0  # of its own set: neither broken nor held out
+    n_sequences: int = 0
+    outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
+    fields: set[str] = field(default_factory=set)
+
+    def add(self, chunk: TokenizedChunk) -> None:
+        own = chunk.sets[chunk.set_name]
+        self.n_read += chunk.n_records
+        self.n_broken += len(chunk.problems)
+        self.n_records += own.n_records
+        self.n_sequences += len(own.sequences)
+        self.outcomes.update(own.outcomes)
+        self.fields |= chunk.fields
+
+
+def _nothing_to_train(key: str, spec: str, n_records: int, outcomes: OutcomeCounts) -> str:
+    """Return the problem of a source without a token to train; `spec` is the value of `key`."""
+    causes = "; ".join(outcomes.lines(warning=""))
+    longer = " or raise data.max_length" if any(o in TOO_LONG for o, *_ in outcomes) else ""
     return (
-        f"{key}: no token to train in {counts['records']} records{causes and f' ({causes})'} - "
-        f"write records with turns to train in {spec}{is_long}"
+        f"{key}: no token to train in {n_records} records{causes and f' ({causes})'} - "
+        f"write records with turns to train in {spec}{longer}"
     )
-
-
-def other_counts(counts: Counter[str]) -> list[str]:
-    """Return each thing that happened, other than the totals, with its number and its effects."""
-    lines: dict[str, str] = {}
-    for what, count in counts.items():
-        cause, _, effect = what.partition(EFFECT)
-        if count and what not in _TOTALS:
-            line = f"{lines[cause]}{EFFECT}{effect}" if effect else what
-            lines[cause] = f"{line}: {count}"
-    return list(lines.values())
 
 
 def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenizer) -> None:
@@ -303,43 +315,36 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     }
     n_bytes, n_done = sum(source.n_bytes for source in sources.values()), 0
     logged_at = time.monotonic()
-    n_records, n_broken = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
-    counts = {key: Counter[str]() for key in sources}
-    fields: dict[tuple[str, int], set[str]] = {key: set() for key in sources}
+    sums = {key: _SourceSums() for key in sources}
     problems: list[str] = []
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
         for chunk in chunks:
             for name, sequences in chunk.sets.items():
                 writers[name].add(sequences, chunk.source)
-            key = chunk.set_name, chunk.source
-            counts[key].update(chunk.sets[chunk.set_name].counts)
-            n_records[key] += chunk.n_records
-            n_broken[key] += len(chunk.problems)
-            fields[key] |= chunk.fields
+            sums[chunk.set_name, chunk.source].add(chunk)
             problems += chunk.problems[: _NAMED_PROBLEMS - len(problems)]
             n_done += chunk.n_bytes
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at, percent = time.monotonic(), 100 * n_done // max(1, n_bytes)
-                logger.info(f"Data: {n_records.total()} records tokenized, {percent}% of the data")
-    problems += _unmatched_columns(data, set().union(*fields.values()))
+                n_read = sum(each.n_read for each in sums.values())
+                logger.info(f"Data: {n_read} records tokenized, {percent}% of the data")
+    problems += _unmatched_columns(data, set().union(*(each.fields for each in sums.values())))
     for key, source in sources.items():
-        problems += _source_problems(source, n_records[key], n_broken[key], counts[key], data)
-    if holds_out and not problems and not writers["eval"].counts["sequences"]:
-        problems = [
-            _nothing_to_train("data.eval", sources["train", 0].spec, writers["eval"].counts)
-            + ", or raise data.eval_fraction"
-        ]
+        problems += _source_problems(source, sums[key], data)
+    if holds_out and not problems and not (held_out := writers["eval"]).n_sequences:
+        spec = sources["train", 0].spec
+        problem = _nothing_to_train("data.eval", spec, held_out.n_records, held_out.outcomes)
+        problems = [f"{problem}, or raise data.eval_fraction"]
     if problems:
         raise UserError(*problems)
     digests = " ".join(writer.digest() for writer in writers.values())
-    template = tokenizer.encoder.template
-    unread = (f"the chat template does not read {option}" for option in template.unread_options)
-    lines = [line for writer in writers.values() for line in writer.lines()]
+    options = tokenizer.encoder.template.unread_options
+    unread = (f"the chat template does not read {option}" for option in options)
     meta = {
         "sets": names,
         "lines": [
             *(f"data.template_options: WARNING: {line}" for line in unread),
-            *(line.replace(template.name, "the chat template") for line in lines),
+            *(line for writer in writers.values() for line in writer.lines()),
         ],
         "key": xxhash.xxh3_128_hexdigest(digests.encode()),
     }
@@ -356,22 +361,15 @@ def _unmatched_columns(data: DataConfig, fields: set[str]) -> list[str]:
     ]
 
 
-def _source_problems(
-    source: Source,
-    n_records: int,
-    n_broken: int,
-    counts: Counter[str],
-    data: DataConfig,
-) -> list[str]:
+def _source_problems(source: Source, sums: _SourceSums, data: DataConfig) -> list[str]:
     """Return why this source cannot be used."""
-    problems = []
-    if n_broken:
-        share = f"{n_broken} of {n_records} records"
-        problems.append(f"{source.key}: {share} broken - repair or remove them")
-    elif not n_records:
-        problems.append(f"{source.name}: no record in it - name data that has some")
-    elif not counts["sequences"]:
-        all_held_out = data.eval is None and data.eval_fraction > 0 and not counts["records"]
-        lower = " or lower data.eval_fraction" * all_held_out
-        problems.append(_nothing_to_train(source.key, source.spec, counts) + lower)
-    return problems
+    if sums.n_broken:
+        share = f"{sums.n_broken} of {sums.n_read} records"
+        return [f"{source.key}: {share} broken - repair or remove them"]
+    if not sums.n_read:
+        return [f"{source.name}: no record in it - name data that has some"]
+    if sums.n_sequences:
+        return []
+    problem = _nothing_to_train(source.key, source.spec, sums.n_records, sums.outcomes)
+    all_held_out = data.eval is None and data.eval_fraction > 0 and not sums.n_records
+    return [f"{problem} or lower data.eval_fraction" if all_held_out else problem]

@@ -1,15 +1,116 @@
-"""Sequences longer than `data.max_length` are truncated, split, dropped or refused.
+"""What happens to a record that is longer than `data.max_length`: `data.overflow` decides.
 
-With `data.overflow=turns` only texts are still too long here: tokenize.py has left out the turns
-of a conversation that do not fit.
+`encode_to_fit` encodes a record. With `turns` it leaves out what does not fit whole: the last turns
+of a conversation, or a prompt with its completion. `cut_to_rows` brings every sequence that is
+still too long into rows, with `turns` only those of texts, and names the outcome for the log.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
+from shardtune.config import DataConfig
+from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord, Record
+from shardtune.data.chat_template import Tools
+from shardtune.data.messages import Message
+from shardtune.data.outcomes import Outcome, OutcomeCounts
 from shardtune.data.records import RecordError
+
+_OUTCOMES = {
+    "turns": Outcome.SPLIT,  # of texts; the turns of conversations are left out before
+    "truncate": Outcome.TRUNCATED,
+    "split": Outcome.SPLIT,
+    "drop": Outcome.PARTLY_DROPPED,  # the template rewrites turns, and not all sequences fit
+}
+
+
+def encode_to_fit(encoder: ChatEncoder, record: Record, data: DataConfig) -> EncodedRecord:
+    """Encode a record; with `data.overflow=turns`, only what fits whole, `too_long` being the rest.
+
+    A text stays as long as it is.
+
+    Raises:
+        RecordError, UserError: as `ChatEncoder.encode`.
+    """
+    if data.overflow == "turns" and "messages" in record:
+        tools = record.get("tools")
+        return leading_turns(encoder, record["messages"], tools, data.max_length)
+    encoded = encoder.encode(record)
+    if data.overflow == "turns" and "prompt" in record and not encoded.fits(data.max_length):
+        return EncodedRecord([], notes=encoded.notes, too_long=encoded.sequences)
+    return encoded
+
+
+def leading_turns(
+    encoder: ChatEncoder, messages: list[Message], tools: Tools, max_length: int
+) -> EncodedRecord:
+    """Encode a conversation, or its leading messages: the most that fit and end with an answer.
+
+    The turns to train are chosen from the whole conversation: with `loss_on=last` nothing is
+    trained unless all of it fits.
+
+    Raises:
+        RecordError, UserError: as `ChatEncoder.encode`.
+    """
+    encode = encoder.part_encoder(messages, tools)
+    assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    end = len(messages)
+    encoded = whole = encode(end)
+    while not encoded.fits(max_length):
+        # The prompt of a turn is in front of it in its sequence, so nothing behind the first turn
+        # that ends too late can fit either. Further turns may have to go: a template may write
+        # more behind the last turn, and a shorter conversation otherwise than the longer one.
+        too_late = [t.message for s in encoded.sequences for t in s.turns if t.end > max_length]
+        limit = min([end - 1, *too_late])
+        end = max((i + 1 for i in assistant if i < limit), default=0)
+        encoded = encode(end)
+    if encoded is whole:
+        return whole
+    # Only the whole conversation is compared with its rendering; empty answers that are cut off
+    # are not trained.
+    notes = [note for note in whole.notes if note[0] is not Outcome.EMPTY_ANSWER]
+    return replace(encoded, notes=(*notes, *encoded.notes), too_long=whole.sequences)
+
+
+def cut_to_rows(
+    encoded: EncodedRecord, data: DataConfig, outcomes: OutcomeCounts
+) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+    """Return the token ids and trained flags of each row of a record; count it if it is too long.
+
+    Raises:
+        RecordError: it is too long and `data.overflow` is `error`.
+    """
+    rows = []
+    n_kept = n_trained = n_repeated = n_turns = n_cut = 0
+    for sequence in encoded.sequences:
+        tokens = np.asarray(sequence.input_ids, np.uint32)
+        kept = np.zeros(len(tokens), np.bool_)
+        for piece, trained in fit_to_length(sequence.trained, data.max_length, data.overflow):
+            rows.append((tokens[piece], trained))
+            n_trained += int(trained.sum())
+            n_repeated += int(kept[piece].sum())
+            kept[piece] = True
+        n_kept += int(kept.sum())
+        for turn in sequence.turns:
+            in_row = kept[turn.begin : turn.end]
+            n_turns += bool(in_row.any())
+            n_cut += bool(in_row.any() and not in_row[-1])
+    whole = encoded.too_long or encoded.sequences
+    if any(len(sequence.input_ids) > data.max_length for sequence in whole):
+        cut = Outcome.CUT_BEHIND_A_TURN if encoded.too_long else _OUTCOMES[data.overflow]
+        outcomes.add(
+            cut if rows else Outcome.DROPPED,
+            str(data.max_length),
+            answers_trained_without_their_end=n_cut,
+            trained_turns_lost=sum(len(sequence.turns) for sequence in whole) - n_turns,
+            tokens_lost=sum(len(sequence.input_ids) for sequence in whole) - n_kept,
+            trained_tokens_lost=sum(sum(s.trained[1:]) for s in whole) - n_trained,
+            tokens_repeated_as_context=n_repeated,
+        )
+    return rows
 
 
 def fit_to_length(

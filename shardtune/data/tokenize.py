@@ -19,22 +19,14 @@ import xxhash
 
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
-from shardtune.data.overflow import fit_to_length
+from shardtune.data.outcomes import Outcome, OutcomeCounts
+from shardtune.data.overflow import cut_to_rows, encode_to_fit
 from shardtune.data.records import RecordError, check_record, rename_fields
 from shardtune.data.sources import RecordChunk
 from shardtune.distributed.signals import die_with_parent
-from shardtune.errors import UserError
 
 _SINGLE_PROCESS_S = 5.0  # starting the workers takes about as long
 _CHUNKS_PER_WORKER = 4
-EFFECT = " | "  # stands between a cause and each of its effects
-# What becomes of a record that is too long, by data.overflow.
-_OVERFLOWS = {
-    "turns": "cut behind the last turn that fits",
-    "truncate": "truncated",
-    "split": "split into rows",
-    "drop": "partly dropped",  # those of its turns that do not fit
-}
 
 
 @dataclass
@@ -42,62 +34,26 @@ class SetChunk:
     """The sequences of one chunk that belong to one set.
 
     `sequences`: token ids uint32 [length], trained flags bool [length] and the index of the record
-    of each. `counts`: how often each kind of thing happened, in the words that the log has for it.
+    of each. `n_records`: how many records they are of, the untrained and the dropped ones counted.
     """
 
     sequences: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+    n_records: int = 0
+    outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
 
     def add(self, record: int, encoded: EncodedRecord, data: DataConfig) -> None:
         """Add the sequences of the record with index `record`, cut to `data.max_length`."""
-        counts = self.counts
-        counts["records"] += 1
-        counts.update(encoded.notes)
-        whole = encoded.too_long or encoded.sequences
-        if not any(any(sequence.trained[1:]) for sequence in whole):
-            counts["WARNING: records without a token to train, dropped"] += 1
+        self.n_records += 1
+        for note in encoded.notes:
+            self.outcomes.add(*note)
+        if not any(any(s.trained[1:]) for s in encoded.too_long or encoded.sequences):
+            self.outcomes.add(Outcome.UNTRAINED)
             return
-        counts["records to which the end token was appended"] += encoded.appended_stop
+        self.outcomes.add(Outcome.END_APPENDED, records=int(encoded.appended_stop))
         if len(encoded.sequences) > 1:
-            self._count(
-                "records whose earlier turns the template rewrites: a sequence per turn",
-                tokens_added=encoded.added_tokens,
-            )
-        n_rows = n_kept = n_trained = n_repeated = n_turns = n_cut = 0
-        for sequence in encoded.sequences:
-            tokens = np.asarray(sequence.input_ids, np.uint32)
-            kept = np.zeros(len(tokens), np.bool_)
-            for piece, trained in fit_to_length(sequence.trained, data.max_length, data.overflow):
-                self.sequences.append((tokens[piece], trained, record))
-                n_rows += 1
-                counts["tokens"] += len(trained)
-                n_trained += int(trained.sum())
-                n_repeated += int(kept[piece].sum())
-                kept[piece] = True
-            n_kept += int(kept.sum())
-            for turn in sequence.turns:
-                in_row = kept[turn.begin : turn.end]
-                n_turns += bool(in_row.any())
-                n_cut += bool(in_row.any() and not in_row[-1])
-        counts["trained tokens"] += n_trained
-        counts["sequences"] += n_rows
-        if any(len(sequence.input_ids) > data.max_length for sequence in whole):
-            overflow = "turns" if encoded.too_long else data.overflow.replace("turns", "split")
-            outcome = _OVERFLOWS[overflow] if n_rows else "dropped"
-            self._count(
-                f"records longer than data.max_length={data.max_length}, {outcome}",
-                answers_trained_without_their_end=n_cut,
-                trained_turns_lost=sum(len(sequence.turns) for sequence in whole) - n_turns,
-                tokens_lost=sum(len(sequence.input_ids) for sequence in whole) - n_kept,
-                trained_tokens_lost=sum(sum(s.trained[1:]) for s in whole) - n_trained,
-                tokens_repeated_as_context=n_repeated,
-            )
-
-    def _count(self, cause: str, **effects: int) -> None:
-        """Count a record with this cause, and its effects, in one line of the log."""
-        self.counts[cause] += 1
-        for effect, count in effects.items():
-            self.counts[f"{cause}{EFFECT}{effect.replace('_', ' ')}"] += count
+            self.outcomes.add(Outcome.TURNS_APART, tokens_added=encoded.added_tokens)
+        rows = cut_to_rows(encoded, data, self.outcomes)
+        self.sequences += [(tokens, trained, record) for tokens, trained in rows]
 
 
 @dataclass
@@ -129,7 +85,6 @@ class ChunkTokenizer:
         result.sets[chunk.set_name] = SetChunk()
         encoder = self.encoder.with_loss_on(chunk.loss_on or self.data.loss_on)
         columns = self.data.field_names
-        max_length = self.data.max_length if self.data.overflow == "turns" else None
         unread: Counter[str] = Counter(dict.fromkeys(chunk.unread_columns, len(chunk.numbers)))
         if columns:
             result.fields.update(chunk.unread_columns)
@@ -140,16 +95,15 @@ class ChunkTokenizer:
                 record, unread_names, form = check_record(rename_fields(value, columns))
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
                 sequences = result.sets.setdefault(set_name, SetChunk())
-                encoded = encode_record(encoder, record, max_length)
+                encoded = encode_to_fit(encoder, record, self.data)
                 if form:
-                    sequences.counts[f"records in the form of {form}"] += 1
+                    sequences.outcomes.add(Outcome.FOREIGN_FORM, form)
                 sequences.add(chunk.first_record + i, encoded, self.data)
                 unread.update([*unread_names, *self.encoder.template.unread_fields(record)])
             except RecordError as error:
                 result.problems.append(f"{chunk.place(i)}: {error}")
         for name, n_records in unread.items():
-            counts = result.sets[chunk.set_name].counts
-            counts[f"records with the field {name}, which nothing reads"] = n_records
+            result.sets[chunk.set_name].outcomes.add(Outcome.UNREAD_FIELD, name, n_records)
         return result
 
     def is_held_out(self, record: dict[str, Any]) -> bool:
@@ -158,36 +112,6 @@ class ChunkTokenizer:
             return False
         canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
         return xxhash.xxh3_64_intdigest(canonical) < self.data.eval_fraction * 2**64
-
-
-def encode_record(
-    encoder: ChatEncoder, record: dict[str, Any], max_length: int | None = None
-) -> EncodedRecord:
-    """Encode the used fields of a record, as `check_record` returns them.
-
-    Where `max_length` is given, a conversation keeps the leading turns that fit, and a prompt with
-    its completion has no sequence unless both fit.
-
-    Raises:
-        RecordError: the record cannot be encoded exactly.
-        UserError: it has messages and the tokenizer has no chat template.
-    """
-    if "text" in record:
-        return encoder.encode_text(record["text"])
-    has_messages = any(isinstance(value, list) for value in record.values())
-    if has_messages and not encoder.tokenizer.chat_template:
-        raise UserError(
-            f"the data has messages, and the tokenizer of {encoder.tokenizer.name_or_path} has no "
-            "chat template - use an instruction-tuned model's tokenizer, put a chat_template.jinja "
-            "beside it, or write records with prompt and completion, or text"
-        )
-    tools = record.get("tools")
-    if "messages" in record:
-        return encoder.encode_messages(record["messages"], tools, max_length=max_length)
-    encoded = encoder.encode_prompt_completion(record["prompt"], record["completion"], tools)
-    if max_length is not None and not encoded.fits(max_length):
-        encoded = EncodedRecord([], notes=encoded.notes, too_long=encoded.sequences)
-    return encoded
 
 
 def tokenize_chunks(

@@ -25,15 +25,15 @@ from shardtune.data.dataset import (
     build_encoder,
     find_sources,
     open_prepared,
-    other_counts,
     prepare_data,
 )
 from shardtune.data.messages import train_flag
-from shardtune.data.overflow import fit_to_length
+from shardtune.data.outcomes import TOO_LONG
+from shardtune.data.overflow import encode_to_fit, fit_to_length
 from shardtune.data.packing import best_fit
 from shardtune.data.records import check_record, rename_fields
 from shardtune.data.sources import RecordChunk, read_records
-from shardtune.data.tokenize import ChunkTokenizer, SetChunk, encode_record
+from shardtune.data.tokenize import ChunkTokenizer, SetChunk
 from shardtune.errors import UserError
 from shardtune.log import quiet_libraries
 from shardtune.report.command import require_page
@@ -135,8 +135,7 @@ def _conversations(
     sets = [prepared.train]
     if data.eval is None and data.eval_fraction:
         sets.append(prepared.sets["eval"])  # numbered as the records of data.train
-    drops = any(line.startswith("data.train:") and "dropped" in line for line in prepared.lines)
-    n_dropped = _EXTREMES if drops else 0  # still to find
+    n_dropped = _EXTREMES  # still to find
     for chunk in read_records({"train": find_sources(data)["train"]}):
         if chunk.first_record > last and n_dropped <= 0:
             return
@@ -175,16 +174,16 @@ def _conversation(
 ) -> Conversation:
     data = tokenizer.data
     encoder = tokenizer.encoder.with_loss_on(chunk.loss_on or data.loss_on)
-    encoded = encode_record(encoder, record, data.max_length if data.overflow == "turns" else None)
+    encoded = encode_to_fit(encoder, record, data)
     counted = SetChunk()
     counted.add(index, encoded, data)
-    notes, title = other_counts(counted.counts), _title(index, counted)
+    notes, title = counted.outcomes.lines(), _title(index, counted)
     pieces = [] if is_held_out else list(_pieces(encoded, data))
     if is_held_out:
         title = f"Record {index}: {_HELD_OUT}"
     elif not pieces:
         kinds = kinds | {"dropped"}
-    elif encoded.too_long or any("longer than" in note for note in notes):
+    elif any(outcome in TOO_LONG for outcome, *_ in counted.outcomes):
         kinds = kinds | {"cut"}
     sequences = [
         _spans(piece, record, encoder, len(pieces) > 1) + _span(encoder, rest, _CUT_OFF)
@@ -197,11 +196,11 @@ def _conversation(
 
 
 def _title(index: int, counted: SetChunk) -> str:
-    sequences, tokens, trained = (
-        counted.counts[name] for name in ("sequences", "tokens", "trained tokens")
-    )
-    several = f" in {sequences} sequences" if sequences > 1 else ""
-    return f"Record {index}: {tokens} tokens{several}, {trained} trained"
+    n_tokens = sum(len(tokens) for tokens, *_ in counted.sequences)
+    n_trained = sum(int(trained.sum()) for _, trained, _ in counted.sequences)
+    n_sequences = len(counted.sequences)
+    several = f" in {n_sequences} sequences" if n_sequences > 1 else ""
+    return f"Record {index}: {n_tokens} tokens{several}, {n_trained} trained"
 
 
 def _pieces(

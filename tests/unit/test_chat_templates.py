@@ -15,6 +15,7 @@ from helpers.chat_cases import answer, bytes_tokenizer, show, user
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, EncodedSequence
+from shardtune.data.outcomes import Outcome
 
 DATE = datetime.date(2026, 1, 2)
 
@@ -323,9 +324,8 @@ def check_accepted(encoder: ChatEncoder, case: str, row: Row, turns: list[str]) 
     assert len(record.sequences) == (1 if one_sequence else len(turns))
     assert record.appended_stop == row.appended
     assert (record.added_tokens > 0) == (not one_sequence)
-    assert {note for note in record.notes if "leaves out" in note} == (
-        {f"T leaves out {what}" for what in row.left_out} if case == "tools" else set()
-    )
+    left_out = {f"the {detail}" for outcome, detail in record.notes if outcome is Outcome.LEFT_OUT}
+    assert left_out == (set(row.left_out) if case == "tools" else set())
     found = [(s, first, end) for s in record.sequences for first, end in runs(s)]
     assert [tokenizer.decode(s.input_ids[first:end]) for s, first, end in found] == turns
     positions = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

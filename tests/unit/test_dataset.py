@@ -179,6 +179,24 @@ def test_overflow_is_counted(
     assert not any(run.prepared.train[i][1][0] for i in range(len(run.prepared.train)))
 
 
+def test_a_prompt_with_its_completion_is_kept_up_to_the_last_token_of_a_row(
+    model: Path, tmp_path: Path
+) -> None:
+    """Eleven tokens with the end token, as texts, and some more as messages."""
+    messages = chat("q", "012")["messages"]
+    for prompt, completion in (("01234", "56789"), (messages[:1], messages[1:])):
+        train = write(
+            tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}, {"text": "a"}]
+        )
+        n_tokens = int(Run(model, train).prepared.train.lengths[0])
+        kept, lost = (Run(model, train, max_length=n_tokens - less) for less in (0, 1))
+        assert kept.prepared.train.lengths.tolist() == [n_tokens, 2]
+        assert not any("longer than" in line for line in kept.prepared.lines)
+        assert lost.prepared.train.record.tolist() == [1]
+        long = f"data.train: records longer than data.max_length={n_tokens - 1}, dropped: 1 | "
+        assert any(line.startswith(long) for line in lost.prepared.lines)
+
+
 def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(
     model: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.data.chat_encoder import EncodedSequence
-from shardtune.data.overflow import fit_to_length
+from shardtune.data.overflow import fit_to_length, leading_turns
 from shardtune.data.records import RecordError
 
 SEQUENCES = st.lists(st.booleans(), max_size=40).map(lambda flags: np.array([False, *flags]))
@@ -86,7 +86,7 @@ def test_every_turn_that_is_trained_is_whole(
     messages = conversation(rounds, silent_end, reasons=template != "chatml")
     chat = encoder(TEMPLATES[template], loss_on, STOPS[template])
     whole = chat.encode_messages(messages)
-    cut = chat.encode_messages(messages, max_length=max_length)
+    cut = leading_turns(chat, messages, None, max_length)
     assert cut.fits(max_length)
     kept, unlimited = turn_tokens(cut.sequences), turn_tokens(whole.sequences)
     assert kept == {i: unlimited[i] for i in kept}
@@ -116,7 +116,7 @@ def test_the_most_turns_that_fit_are_kept(
     ends = [len(messages), *range(last + 1, 0, -2)]
     end = next((end for end in ends if sum(lengths[:end]) <= max_length), 0)
     turns = [i for i in range(1, end, 2) if loss_on != "last" or i == last]
-    sequences = chat.encode_messages(messages, max_length=max_length).sequences
+    sequences = leading_turns(chat, messages, None, max_length).sequences
     if not (end if loss_on == "all" else turns):
         assert sequences == []
         return

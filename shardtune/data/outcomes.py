@@ -1,0 +1,71 @@
+"""What happens to records on their way to sequences, and the lines of the log that count it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+
+
+class Outcome(Enum):
+    """One thing that happens to records: its sentence in the log, and whether it is a warning.
+
+    `{}` in a sentence stands for a detail, such as a name.
+    """
+
+    FOREIGN_FORM = "records in the form of {}"
+    UNREAD_FIELD = "records with the field {}, which nothing reads"
+    LEFT_OUT = "the chat template leaves out the {}"
+    STOP_IN_TEXT = "an assistant turn holds the text of a stop token: generation would end there"
+    ARGUMENTS_AS_TEXT = (
+        "the chat template encodes tool-call arguments given as JSON text again: "
+        "give them as objects"
+    )
+    EMPTY_ANSWER = "answers without a text, trained to end at once", True
+    UNTRAINED = "records without a token to train, dropped", True
+    END_APPENDED = "records to which the end token was appended"
+    TURNS_APART = "records whose earlier turns the template rewrites: a sequence per turn"
+    # The detail of these is data.max_length; overflow.py chooses among them.
+    CUT_BEHIND_A_TURN = "records longer than data.max_length={}, cut behind the last turn that fits"
+    TRUNCATED = "records longer than data.max_length={}, truncated"
+    SPLIT = "records longer than data.max_length={}, split into rows"
+    PARTLY_DROPPED = "records longer than data.max_length={}, partly dropped"
+    DROPPED = "records longer than data.max_length={}, dropped"
+
+    def __init__(self, sentence: str, warns: bool = False) -> None:
+        self.sentence, self.warns = sentence, warns
+
+
+TOO_LONG = frozenset(
+    {
+        Outcome.CUT_BEHIND_A_TURN,
+        Outcome.TRUNCATED,
+        Outcome.SPLIT,
+        Outcome.PARTLY_DROPPED,
+        Outcome.DROPPED,
+    }
+)
+
+
+class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
+    """How often each outcome happened, by its detail, and the sum of each of its effects.
+
+    The third part of a key is the effect, or "" for the number of records.
+    """
+
+    def add(self, outcome: Outcome, detail: str = "", records: int = 1, **effects: int) -> None:
+        self[outcome, detail, ""] += records
+        for effect, count in effects.items():
+            self[outcome, detail, effect.replace("_", " ")] += count
+
+    def lines(self, warning: str = "WARNING: ") -> list[str]:
+        """Return a line for each outcome, in the order of their first records, with its effects.
+
+        `warning`: what stands before an outcome that warns.
+        """
+        lines: dict[tuple[Outcome, str], str] = {}
+        for (outcome, detail, effect), count in self.items():
+            if count:
+                line = lines.get((outcome, detail), warning if outcome.warns else "")
+                words = f" | {effect}" if effect else outcome.sentence.format(detail)
+                lines[outcome, detail] = f"{line}{words}: {count}"
+        return list(lines.values())
