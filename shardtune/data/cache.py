@@ -1,8 +1,12 @@
-"""The cache of tokenized data: a directory for each content, published whole by one rename."""
+"""The cache of tokenized data: a directory for each content, published whole by one rename.
+
+A file of digests in it tells a damaged entry, which is made anew.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -16,6 +20,8 @@ import xxhash
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder
 from shardtune.data.sources import Source
+
+_DIGESTS = "digests.xxh128"  # in the form that `xxhsum -c` reads
 
 
 def cache_root() -> Path:
@@ -45,11 +51,35 @@ def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: C
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
+def damaged_files(entry: Path) -> list[str]:
+    """Return the names of the files that are missing, or not as they were written.
+
+    Reads every byte. An entry without digests is damaged as well.
+    """
+    try:
+        recorded = (entry / _DIGESTS).read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return [_DIGESTS]
+    return sorted({line.partition("  ")[2] for line in {*recorded} ^ {*_digests(entry)}})
+
+
+def _digests(folder: Path) -> list[str]:
+    """Return a line of digest and name for each file that can be read, but for the digests."""
+    lines = []
+    # NFS keeps the bytes of a replaced file that a run maps under a hidden name.
+    for file in sorted(each for each in folder.glob("[!.]*") if each.name != _DIGESTS):
+        with contextlib.suppress(OSError), file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+            lines.append(f"{digest}  {file.name}")
+    return lines
+
+
 @contextlib.contextmanager
 def new_entry(entry: Path) -> Iterator[Path]:
     """Yield a hidden directory to fill, which becomes `entry` where the block ends without error.
 
-    Several processes may build the same entry; the first one's stays, as it may be in use.
+    Several processes may build the same entry, and it may be there, damaged. As its key decides
+    every byte of it, files take the places of equal or damaged ones; who maps those keeps them.
 
     Raises:
         OSError: the cache cannot be written.
@@ -58,6 +88,7 @@ def new_entry(entry: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
         yield folder
+        (folder / _DIGESTS).write_text("".join(f"{line}\n" for line in _digests(folder)), "utf-8")
         for file in folder.iterdir():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
@@ -66,5 +97,7 @@ def new_entry(entry: Path) -> Iterator[Path]:
         except OSError:
             if not entry.exists():
                 raise
+            for file in folder.iterdir():
+                file.replace(entry / file.name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,7 @@ import xxhash
 from transformers import AutoTokenizer
 
 from shardtune.config import DataConfig
-from shardtune.data.cache import cache_key, cache_root, new_entry
+from shardtune.data.cache import cache_key, cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.hub import hub_problem
 from shardtune.data.outcomes import TOO_LONG, OutcomeCounts
@@ -27,7 +27,7 @@ from shardtune.data.records import read_fields
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, TokenizedChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, first_few, first_line
-from shardtune.log import logger
+from shardtune.log import logger, node_logger
 
 # One file for each column of a set; tokens and trained flags stand end to end.
 _COLUMNS: dict[str, type[np.generic]] = {
@@ -182,10 +182,10 @@ def find_sources(data: DataConfig) -> dict[str, list[Source]]:
 
 
 def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
-    """Tokenize `data` unless the cache has it; returns the entry for `open_prepared`.
+    """Tokenize `data` unless the cache has it intact; returns the entry for `open_prepared`.
 
-    One process per node calls this. Large data starts worker processes, which import the main
-    module anew.
+    One process per node calls this, and the others trust its verdict. Large data starts worker
+    processes, which import the main module anew.
 
     Raises:
         UserError: no such source, broken records (ten are named), nothing to train, or the cache
@@ -199,8 +199,14 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
             logger.info(f"{source.name}: ignored (not .json, .jsonl, .parquet): {names}")
     entry = cache_root() / cache_key(sets, data, encoder)
     if entry.exists():
-        logger.info(f"Data: cached in {entry}")
-        return entry
+        if not (damaged := damaged_files(entry)):
+            logger.info(f"Data: cached in {entry}")
+            return entry
+        # Other nodes may have an intact entry, so that this node says it.
+        node_logger.warning(
+            f"{entry}: damaged ({first_few(damaged, 10)}) - the data is tokenized anew; if this "
+            "happens again, check the disk"
+        )
     try:
         with new_entry(entry) as folder:
             _build(folder, sets, ChunkTokenizer(encoder, data))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
+
+from shardtune.data.dataset import open_prepared
+from shardtune.log import node_logger
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +54,83 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
     assert first.prepared.key not in {run.prepared.key for run in changed[:1] + changed[4:]}
     # Nothing was long enough to be split, and neither data nor template have a text.
     assert {run.prepared.key for run in changed[1:4]} == {first.prepared.key}
+
+
+def test_options_of_a_source_and_versions_of_libraries_make_an_entry_of_their_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = {"path": str(write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello")]))}
+    options: list[dict[str, object]] = [{}, {"loss_on": "all"}, {"max_records": 1}]
+    entries = [Run(model, [source | option]).entry for option in options]
+    for name in ("transformers", "tokenizers", "jinja2"):
+        metadata = tmp_path / name / f"{name}-99.0.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n", "utf-8")
+        with monkeypatch.context() as path:
+            path.syspath_prepend(tmp_path / name)
+            entries.append(Run(model, [source]).entry)
+    assert len(set(entries)) == 6
+    assert Run(model, [source]).entry == entries[0]
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, lambda file: os.truncate(file, 3), Path.unlink])
+@pytest.mark.parametrize(
+    "name", ["train.tokens", "train.starts", "train.source", "meta.json", "digests.xxh128"]
+)
+def test_a_damaged_entry_is_made_anew_and_said_once(
+    name: str,
+    damage: Callable[[Path], None],
+    model: Path,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_logger, "propagate", True)
+    train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
+    first = Run(model, train)
+    before = {file.name: file.read_bytes() for file in first.entry.iterdir()}
+    damage(first.entry / name)
+    again = Run(model, train)
+    damaged, tokenized = again.lines
+    assert damaged.startswith(f"{first.entry}: damaged (")
+    assert f"({name})" in damaged or name == "digests.xxh128"
+    assert tokenized.startswith("Data: tokenized in ")
+    assert {file.name: file.read_bytes() for file in first.entry.iterdir()} == before
+    assert again.prepared.key == first.prepared.key
+    assert Run(model, train).lines == [f"Data: cached in {first.entry}"]
+    assert list(cache.iterdir()) == [first.entry]
+
+
+def test_a_run_keeps_the_data_that_it_maps_when_another_makes_the_entry_anew(
+    model: Path, tmp_path: Path
+) -> None:
+    train = write(tmp_path / "a.jsonl", [chat("how are you"), chat("hello", "world")])
+    first = Run(model, train)
+    texts = first.texts()
+    shutil.copy(first.entry / "train.record", tmp_path)
+    (first.entry / "train.record").unlink()
+    (first.entry / ".nfs0001").touch()  # not the cache's
+    Run(model, train)
+    assert first.texts() == texts
+    assert (first.entry / "train.record").read_bytes() == (tmp_path / "train.record").read_bytes()
+    assert open_prepared(first.entry).key == first.prepared.key
+    assert Run(model, train).lines == [f"Data: cached in {first.entry}"]
+
+
+def test_the_digests_of_an_entry_are_those_of_its_files(model: Path, tmp_path: Path) -> None:
+    entry = Run(model, write(tmp_path / "a.jsonl", [chat("q")])).entry
+    lines = (entry / "digests.xxh128").read_text("utf-8").splitlines()
+    digests = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    files = {file.name: file for file in entry.iterdir() if file.name != "digests.xxh128"}
+    assert digests == {
+        name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for name, file in files.items()
+    }
 
 
 def test_an_unwritable_cache_is_refused(
