@@ -20,6 +20,7 @@ from benchmarks import card
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
 PAGES += [*sorted(REPOSITORY.glob("docs/*.md"))]
+ARCHITECTURE = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -51,6 +52,33 @@ def test_each_test_that_a_page_names_exists() -> None:
         or not re.search(rf"^(async )?def {test}\(", path.read_text("utf-8"), re.MULTILINE)
     ]
     assert missing == []
+
+
+def test_the_page_of_the_architecture_has_the_layers_that_imports_are_held_to() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = [
+        contract["layers"]
+        for contract in project["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers"
+    ]
+    (picture,) = re.findall(r"```text\n(train_fsdp\.py .*?)```", ARCHITECTURE, re.DOTALL)
+    rooms = [line.split() for line in picture.splitlines()]
+    assert rooms == [["train_fsdp.py", "distTest"], *(line.split(" : ") for line in layers)]
+
+
+def test_the_page_of_the_architecture_has_every_room_of_the_tree() -> None:
+    table = ARCHITECTURE.partition("| room |")[2].partition("\n\n")[0]
+    named = re.findall(r"`([\w/]+(?:/|\.py))`", "".join(re.findall(r"^\| .+? \|", table, re.M)))
+    rooms = {f"shardtune/{path.name}" for path in (REPOSITORY / "shardtune").glob("*.py")}
+    rooms |= {
+        f"{path.parent.relative_to(REPOSITORY)}/" for path in REPOSITORY.glob("*/__init__.py")
+    }
+    rooms |= {
+        f"{path.parent.relative_to(REPOSITORY)}/"
+        for path in REPOSITORY.glob("shardtune/*/__init__.py")
+    }
+    assert set(named) == rooms - {"shardtune/", "shardtune/__init__.py"}
+    assert len(named) == len(set(named))
 
 
 def test_the_page_of_the_cards_is_made_of_the_cards() -> None:
