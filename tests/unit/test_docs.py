@@ -70,13 +70,8 @@ def test_the_page_of_the_architecture_has_every_room_of_the_tree() -> None:
     table = ARCHITECTURE.partition("| room |")[2].partition("\n\n")[0]
     named = re.findall(r"`([\w/]+(?:/|\.py))`", "".join(re.findall(r"^\| .+? \|", table, re.M)))
     rooms = {f"shardtune/{path.name}" for path in (REPOSITORY / "shardtune").glob("*.py")}
-    rooms |= {
-        f"{path.parent.relative_to(REPOSITORY)}/" for path in REPOSITORY.glob("*/__init__.py")
-    }
-    rooms |= {
-        f"{path.parent.relative_to(REPOSITORY)}/"
-        for path in REPOSITORY.glob("shardtune/*/__init__.py")
-    }
+    for pattern in ("*/__init__.py", "shardtune/*/__init__.py"):
+        rooms |= {f"{path.parent.relative_to(REPOSITORY)}/" for path in REPOSITORY.glob(pattern)}
     assert set(named) == rooms - {"shardtune/", "shardtune/__init__.py"}
     assert len(named) == len(set(named))
 
