@@ -99,7 +99,7 @@ class TrainSource(Section):
     path: PathText
     """A file, a directory or a hub dataset."""
     weight: NotNegative = 1.0
-    """Passes over this source in an epoch: of 0.1, ten epochs use each record once."""
+    """Passes over this source in an epoch. With 0.1, ten epochs use each record once."""
     name: Text | None = None
     """Its name in the log. `null`: the path without folders and suffix."""
     loss_on: LossOn | None = None

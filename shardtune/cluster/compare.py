@@ -1,4 +1,4 @@
-"""Compares the facts and figures of all nodes: what is refused, warned of and shown."""
+"""Compares the facts and figures of all nodes: refuses, warns of and shows differences."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def table(facts: Sequence[Message], figures: Sequence[Message], hosts: Sequence[
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s else "-"  # of one rank
+    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s else "-"  # one rank has no all-reduce
 
 
 def warnings_of(

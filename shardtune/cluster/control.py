@@ -127,7 +127,7 @@ class Control:
             self.tell(message)
 
     async def next(self, timeout_s: float) -> tuple[int, Message] | None:
-        """The next message, behind the node that sent it, or None after this time.
+        """Return the next message, behind the node that sent it, or None after this time.
 
         `{"lost": why}` is the last one of a node.
         """
@@ -137,7 +137,7 @@ class Control:
         return None
 
     async def next_of_launch(self, what: str) -> tuple[int, Message] | None:
-        """The next message while this node waits for `what`, or None after a moment.
+        """Return the next message while this node waits for `what`, or None after a moment.
 
         Raises:
             UserError: another node refuses the launch, or is lost.
@@ -168,7 +168,7 @@ class Control:
             self._queue.put_nowait((peer.hello.node or 0, {"lost": why, "name": peer.hello.name}))
 
     async def _beat(self) -> None:
-        """Ticks are counted, not time: a process that was stopped itself accuses nobody."""
+        """Count ticks, not time: a process that was stopped itself then accuses nobody."""
         while True:
             await asyncio.sleep(_TICK_S)
             for peer in self.peers[:]:
@@ -180,7 +180,7 @@ class Control:
     async def gather(
         self, what: str, value: Message | Awaitable[Message], timeout_s: float
     ) -> list[Message]:
-        """Every node's value, in the order of their ranks, on every node.
+        """Return every node's value in the order of the nodes, on every node.
 
         Raises:
             UserError: on every node, with the `problems` that a value names, or because a node
@@ -236,5 +236,5 @@ def warn(line: str) -> None:
 
 
 def printable(text: str) -> str:
-    """One line without control characters: another machine wrote it."""
+    """Return one line without control characters: another machine wrote it."""
     return "".join(c if c.isprintable() else "?" for c in text)[:2000]

@@ -171,7 +171,7 @@ def _path_problems(config: Config) -> list[str]:
 
 
 def existing_part(path: Path) -> Path:
-    """The directory itself, or the nearest existing one above it."""
+    """Return the directory itself, or the nearest existing one above it."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
@@ -213,7 +213,7 @@ def _master_ip(master: str, local_ip: str | None, problems: list[str]) -> str | 
 def _route_problems(
     interface: str, master: str, master_ip: str, owns_master: bool, node: int | None
 ) -> list[str]:
-    """Whether node 0 is where the others look for it, and the interface on the way there."""
+    """Say where node 0 is not at its address, or the interface not on the way to it."""
     if node == 0 and not owns_master:
         return [
             f"MASTER_ADDR {master} is not an address of node 0, which has "

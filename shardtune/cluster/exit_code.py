@@ -138,6 +138,6 @@ class Judge:
         assert self._environment.config is not None
         run = self._environment.config.run
         has_checkpoint = any((Path(run.dir) / "checkpoints").glob("checkpoint_*"))
-        # Once a run has begun, run.dir holds nothing but its own: what it found is moved aside.
+        # Once a run has begun, all checkpoints of run.dir are its own: others are moved aside.
         if begun and (run.resume == "never" or has_checkpoint):
             failure.resume = "auto"

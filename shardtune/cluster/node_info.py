@@ -21,13 +21,13 @@ from shardtune.cluster.environment import DATA_SUFFIXES, REPOSITORY, Environment
 from shardtune.config import Config
 from shardtune.config_io import to_dict
 
-# Of the larger files of a set over this size only blocks at even distances are read.
+# In a set of files over this size, a large file is read in blocks at even distances alone.
 _WHOLE_BYTES = 4 << 30
 _BLOCK_BYTES = 1 << 20
 _BLOCKS = 32
-# Variables of NCCL and gloo, but for those that name a node's devices and files or log more.
+# Variables of NCCL and gloo, unless they name a node's own devices and files or only log more.
 _TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
-# Ranks with one of these do at the start, or before each collective, what the others would not.
+# With one of these a rank talks to the others at moments when ranks without it do not.
 _RANKS_VARIABLES = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_DIST_INIT_BARRIER", "MAX_RESTARTS")
 _GPU_TIMEOUT_S = 300.0  # without persistence mode the driver starts for each GPU
 _RDMA_PORTS = Path("/sys/class/infiniband")
@@ -189,7 +189,7 @@ def agents_digest() -> str:
 
 
 def _files_in(path: Path) -> list[Path]:
-    """The file itself, or those of a directory that are not hidden."""
+    """Return the file itself, or the files of a directory that are not hidden."""
     entries = sorted(path.iterdir()) if path.is_dir() else [path]
     return [entry for entry in entries if entry.is_file() and not entry.name.startswith(".")]
 
@@ -224,5 +224,5 @@ def digest(file: Path, is_whole: bool) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """A short name for anything that JSON holds."""
+    """Return a short name for anything that JSON holds."""
     return xxhash.xxh3_64(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]

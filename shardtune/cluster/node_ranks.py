@@ -166,7 +166,7 @@ class NodeRanks(threading.Thread):
                 status.frame = f"{last.name}, {Path(last.filename).name}:{last.lineno}"
 
     def stack(self, index: int) -> list[traceback.FrameSummary]:
-        """Where the Python code of a rank is, outermost call first; empty if it does not answer."""
+        """Return the calls in which a rank is, outermost first; none if it does not answer."""
         record = self.records[index]
         if not record.has_started or index in self.exit_codes:
             return []
@@ -197,7 +197,7 @@ class NodeRanks(threading.Thread):
 
 
 def _frames(text: str, thread: int) -> list[traceback.FrameSummary]:
-    """The frames of one thread in what faulthandler writes, outermost call first."""
+    """Parse the frames of one thread from faulthandler's text, outermost call first."""
     threads: dict[int, list[traceback.FrameSummary]] = {}
     frames: list[traceback.FrameSummary] = []
     for line in text.splitlines():

@@ -134,7 +134,7 @@ class _Reception:
             await self._control.next(0.1)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take in a node. Whatever says no hello, such as a port scan, is let go."""
+        """Take in a node, and let go of a connection without a hello, such as a port scan's."""
         peer = Peer(reader, writer)
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
@@ -174,7 +174,7 @@ class _Reception:
 
 
 class NotFound(Exception):
-    """What a connection met instead of node 0: a key of _GIVE_UP_AFTER_S, and words."""
+    """Something else than node 0 was met: a key of _GIVE_UP_AFTER_S, and words."""
 
     def __init__(self, kind: str, words: str) -> None:
         self.kind = kind

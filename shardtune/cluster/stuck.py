@@ -1,4 +1,4 @@
-"""Which rank is stuck: decided by node 0 from what every agent sees of its ranks once a second."""
+"""Which rank is stuck: node 0 decides it, and every agent looks at its ranks once a second."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a rank may come no further, by its phase."""
+    """For how long a rank may stand still, by its phase."""
 
     step_timeout_s: float
     save_timeout_s: float
 
     def of(self, status: RankStatus) -> tuple[str, float]:
-        """The key that names the limit, and the limit in seconds."""
+        """Return the key that names the limit, and the limit in seconds."""
         if status.phase in _WHILE_SAVING:
             return "save_timeout_s", self.save_timeout_s + _SAVER_GIVES_UP_S
         if status.is_in_step and not status.limits_steps:
@@ -100,16 +100,16 @@ class IdleClock:
             status.idle_s += TICK_S
 
     def _worked_s(self) -> float:
-        """How long the process would have worked at the rates below which one is stuck."""
+        """Return the seconds in which a process at the least rates of work would do as much."""
         cpu, io = self._process.cpu_times(), self._process.io_counters()
         moved = io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
         return (cpu.user + cpu.system) / _WORKING_CPUS + moved / _WORKING_BYTES_PER_S
 
 
 def stuck_ranks(statuses: Sequence[RankStatus], limits: Limits) -> tuple[list[int], str] | None:
-    """The ranks that hold up the run and the line that says so, or None.
+    """Return the ranks that hold up the run and the line that says so, or None.
 
-    Those with the fewest arrivals do, when another one has waited for them for too long.
+    Ranks with the fewest arrivals hold it up once another rank has waited too long for them.
     """
     stopped = [s for s in statuses if s.stopped_s >= min(_STOPPED_S, limits.of(s)[1])]
     if stopped:

@@ -97,13 +97,13 @@ def _print_lines(lines: list[str], is_shared: bool) -> None:
 
 
 def _is_of_a_connection(error: BaseException | None) -> bool:
-    """Whether a rank gets this error when another one is gone."""
+    """Return whether a rank gets this error when another one is gone."""
     is_gloo = isinstance(error, RuntimeError) and "/gloo/" in str(error)
     return isinstance(error, dist.DistError) or is_gloo
 
 
 def _describe(error: Exception, record: RankRecord) -> str:
-    # Without gloo's guesses.
+    # gloo guesses at causes, and another rank knows its own.
     text = first_line(error).partition(" This is typically caused by")[0]
     what = f"{type(error).__name__}: {text}" if str(error) else text
     remedy = f"see the traceback there; {AGAIN}"

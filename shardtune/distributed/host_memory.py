@@ -12,8 +12,8 @@ def available_memory(
 ) -> int:
     """Return the bytes that this process's node can give without swapping.
 
-    Slurm, Kubernetes and Docker limit processes by a cgroup (v2), and kill what goes beyond. Each
-    folder above it may have a limit, too.
+    Slurm, Kubernetes and Docker limit processes by a cgroup (v2), and kill a process that goes
+    beyond. Each folder above it may have a limit, too.
     """
     available = [psutil.virtual_memory().available]
     for line in own.read_text(encoding="utf-8").splitlines():
@@ -25,7 +25,7 @@ def available_memory(
 
 
 def _available_in(cgroup: Path) -> int:
-    """Return the limit, less what is used and cannot be dropped as cached files can."""
+    """Return the limit less the memory in use; cached files count as free, for they can go."""
     limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
     if limit == "max":
         return psutil.virtual_memory().total

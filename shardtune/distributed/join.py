@@ -78,7 +78,7 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
 
 
 def mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield why so many ranks cannot be divided as configured."""
+    """Yield why `size` ranks cannot be divided as configured."""
     replicate, expert = parallel.replicate, parallel.expert
     if size % replicate:
         yield (
@@ -114,9 +114,10 @@ def _launcher_numbers() -> Iterator[int]:
     names = [*_LAUNCHER_NUMBERS, "MASTER_ADDR", "MASTER_PORT"]
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
+        present = ", ".join(name for name in names if name not in missing)
         raise UserError(
-            f"{', '.join(missing)} not set, and {', '.join(n for n in names if n not in missing)} "
-            "are, as by a launcher - start with torchrun or a launch script, or unset all of them"
+            f"the environment has {present} and lacks {', '.join(missing)} - start with torchrun "
+            "or a launch script, which set all of them, or unset them"
         )
     return map(_variable, _LAUNCHER_NUMBERS)
 
@@ -156,7 +157,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Sto
 
 
 def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, str]:
-    """gloo always serves CPU tensors; nccl serves the GPUs' when there are any."""
+    """Return this rank's device and backends: gloo for CPU tensors, nccl for those of GPUs."""
     has_gpu = torch.cuda.is_available()
     if backend != "gloo" and (problem := unseen_gpus()):
         raise UserError(problem)
@@ -175,7 +176,7 @@ def _device_and_backend(backend: str, local_rank: int) -> tuple[torch.device, st
 
 
 def describe(world: World) -> str:
-    """The `Training Configuration:` block of this node."""
+    """Return the `Training Configuration:` block of this node."""
     is_launched = "RANK" in os.environ  # else an address may be set all the same, and is not used
     master, nodes = "none, a single process", 1
     if is_launched:

@@ -13,18 +13,18 @@ _FILE = "preflight.json"
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Nodes, the ranks of each, and what the slowest of them reached; None: not measured."""
+    """The numbers of ranks of the nodes, and figures of the slowest; None: not measured."""
 
     ranks: list[int]
     node_bytes_per_s: float | None  # all-reduce of all nodes, bus bandwidth as in nccl-tests
-    rank_bytes_per_s: float | None  # all-reduce inside a node, likewise
+    rank_bytes_per_s: float | None  # all-reduce inside a node, bus bandwidth
     flops_per_s: float | None  # of one rank's matrix products
 
 
 def write_measured(
     run_dir: Path, ranks: list[int], figures: Sequence[Mapping[str, Any]]
 ) -> MeasuredMachine:
-    """Write what all nodes have measured. Raises OSError."""
+    """Write the figures that all nodes have measured. Raises OSError."""
     measured = MeasuredMachine(
         ranks,
         min(figure["between"] for figure in figures) or None,
@@ -37,7 +37,7 @@ def write_measured(
 
 
 def read_measured(run_dir: Path, nodes: int, ranks_per_node: int) -> MeasuredMachine:
-    """Read what was measured with as many ranks, else a machine without ranks or figures."""
+    """Read the figures of a check with these nodes and ranks, else a machine without any."""
     nothing = MeasuredMachine([], None, None, None)
     try:
         measured = MeasuredMachine(**json.loads((run_dir / _FILE).read_text(encoding="utf-8")))

@@ -31,7 +31,7 @@ class Progress:
         self._waits: list[tuple[str, Any, Any]] = []
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
-        """From now on this rank is in `phase`; the step is the one before unless it is named."""
+        """Say that this rank is in `phase` from now on, in the same step unless one is named."""
         now = time.perf_counter()
         self._seconds[self.record.phase] += now - self._entered
         self._entered, self.record.phase = now, phase
@@ -46,7 +46,7 @@ class Progress:
     def waiting(self) -> Iterator[None]:
         """Hold a collective: the first rank waits in it for the last.
 
-        Its time counts as the others': on a GPU the current stream's, else the host's.
+        The clock is that of the current stream on a GPU, else the host's.
         """
         self.arrive()
         start = self._mark()

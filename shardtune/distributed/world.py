@@ -49,7 +49,7 @@ class World:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the sharded model there are."""
+        """The number of copies of the sharded model."""
         return self.size // self.mesh["shard"].size()
 
     @property
@@ -148,7 +148,7 @@ class World:
         return cast(T, self.all_gather_json(result)[0])
 
     def on_local_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank of each node, likewise; return its result on the node."""
+        """Run `work` on rank 0 of each node, as `on_rank0`; return its result on that node."""
         result = self.run_on_all_ranks(lambda: work() if self.is_node_main else None)
         reports = self.all_gather_json([self.node_rank, result] if self.is_node_main else None)
         return cast(T, dict(filter(None, reports))[self.node_rank])

@@ -263,7 +263,11 @@ NOBODY = {
     ("environment", "arguments", "named"),
     [
         (NOBODY, [], "rank 1 of 2 did not meet the others at 127.0.0.1:1 within 3.0 s"),
-        ({"RANK": "0"}, [], "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"),
+        (
+            {"RANK": "0"},
+            [],
+            "has RANK and lacks WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT - start ",
+        ),
         (NOBODY | {"WORLD_SIZE": "two"}, [], "WORLD_SIZE is 'two', not a number"),
         ({"CUDA_VISIBLE_DEVICES": ""}, ["distributed.backend=nccl"], "distributed.backend is nccl"),
         ({}, ["--optimizer.lr", "1e-3"], "unrecognized arguments: --optimizer.lr"),
