@@ -19,7 +19,8 @@ from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config
 from shardtune.planner.command import add_arguments, machine_of
 from shardtune.planner.plan import Plan, make_plan
-from shardtune.planner.text import describe, verdict
+from shardtune.planner.text import describe
+from shardtune.planner.verdict import verdict
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs/planner.md"

@@ -19,7 +19,8 @@ from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import make_plan
 from shardtune.planner.stand_in import stand_in
-from shardtune.planner.text import describe, describe_changes, verdict
+from shardtune.planner.text import describe, describe_changes
+from shardtune.planner.verdict import verdict
 
 _RATES = {
     "--nic-gbps": (100.0, "Gbit/s of a node, one way"),

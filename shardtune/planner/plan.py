@@ -85,13 +85,20 @@ class Plan:
             "inside a node": sum(inside.values()) / self.machine.rank_bytes_per_s,
         }
         if self.step_flops is not None:
-            floors["arithmetic"] = arithmetic_s(self.step_flops, self.config, self.machine)
+            floors["arithmetic"] = _arithmetic_s(self.step_flops, self.config, self.machine)
         return floors
 
     @property
     def floor_s(self) -> float:
         """The seconds that a step takes at least."""
         return max(self.floors_s.values())
+
+    @property
+    def bound_by(self) -> str | None:
+        """The part of a step that takes the longest, or None where no rate is known."""
+        floors = self.floors_s
+        longest = max(floors, key=lambda part: floors[part])
+        return longest if floors[longest] else None
 
 
 def make_plan(
@@ -101,56 +108,70 @@ def make_plan(
     simulations: Simulations | None = None,
     reason: str = "",
 ) -> Plan:
-    """Plan a run without a device, weights, tokenizer or data.
-
-    Plans of one model may share `simulations`. With a `reason` none is made, and memory is bounded
-    by the shapes alone, as it is where a step of the model cannot be simulated.
+    """Plan a run without a device, weights, tokenizer or data: `plan_in` a world of rank 0 alone.
 
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
     """
     with fake_world(machine.nodes, machine.ranks_per_node, config) as world:
         require_trainable(config, model_config, world)
-        whole = build_on_meta(config, model_config, world)
-        optimizer = build_optimizer(whole, config)
-        states = state_bytes(whole, optimizer, config)
-        policy = _policy(whole, config, states, machine, world)
-        measured = None
-        if not reason:
-            try:
-                simulations = simulations or Simulations(model_config)
-                measured = simulations.measure(whole, config, policy, world)
-            except UserError:
-                raise
-            except Exception as error:  # any architecture may ask for something else
-                kind = model_config.model_type
-                reason = f"no step of {kind} can be simulated: {first_line(error)}"
-        if measured:
-            traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
-            peaks = _peaks(measured, states, _update_bytes(optimizer))
-            pools = _pools(measured, states) if machine.is_gpu else []
-        else:
-            traffic, pools = _least_traffic(whole, config, world), []
-            peaks = {"any phase": _bound(whole, config, states, world)}
-        rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
-        rows *= machine.ranks
-        parameters = list(whole.parameters())
-        return Plan(
-            config=config,
-            machine=machine,
-            parameters=sum(p.numel() for p in parameters),
-            trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-            states=states,
-            policy=policy,
-            peaks=peaks,
-            pools=pools,
-            attention=measured.attention if measured else "",
-            reason=reason,
-            traffic=traffic,
-            step_tokens=rows * config.data.max_length,
-            step_flops=count_step_flops(whole, rows, config.data.max_length),
-            storage=plan_storage(whole, config, model_config, states, machine, world.replicas),
-        )
+        return plan_in(world, config, model_config, machine, simulations, reason)
+
+
+def plan_in(
+    world: World,
+    config: Config,
+    model_config: PreTrainedConfig,
+    machine: Machine,
+    simulations: Simulations | None = None,
+    reason: str = "",
+) -> Plan:
+    """Plan on rank 0 of a world, the real one of a run or a fake one, without the other ranks.
+
+    Plans of one model may share `simulations`. With a `reason` none is made, and memory is bounded
+    by the shapes alone, as it is where a step of the model cannot be simulated. In a real world
+    there must be a reason: a step has collectives.
+    """
+    whole = build_on_meta(config, model_config, world)
+    optimizer = build_optimizer(whole, config)
+    states = state_bytes(whole, optimizer, config)
+    policy = _policy(whole, config, states, machine, world)
+    measured = None
+    if not reason:
+        try:
+            simulations = simulations or Simulations(model_config)
+            measured = simulations.measure(whole, config, policy, world)
+        except UserError:
+            raise
+        except Exception as error:  # any architecture may ask for something else
+            kind = model_config.model_type
+            reason = f"no step of {kind} can be simulated: {first_line(error)}"
+    if measured:
+        traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
+        peaks = _peaks(measured, states, _update_bytes(optimizer))
+        pools = _pools(measured, states) if machine.is_gpu else []
+    else:
+        traffic, pools = _least_traffic(whole, config, policy, world), []
+        peaks = {"any phase": _bound(whole, config, states, world)}
+    rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
+    rows *= machine.ranks
+    parameters = list(whole.parameters())
+    return Plan(
+        config=config,
+        machine=machine,
+        parameters=sum(p.numel() for p in parameters),
+        trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        states=states,
+        policy=policy,
+        peaks=peaks,
+        pools=pools,
+        attention=measured.attention if measured else "",
+        reason=reason,
+        traffic=traffic,
+        step_tokens=rows * config.data.max_length,
+        step_flops=_count_step_flops(whole, rows, config.data.max_length),
+        storage=plan_storage(whole, config, model_config, states, machine, world.replicas),
+    )
 
 
 def _policy(
@@ -212,27 +233,31 @@ def _bound(model: PreTrainedModel, config: Config, states: StateBytes, world: Wo
     return Peak(total, by_cause)
 
 
-def _least_traffic(model: PreTrainedModel, config: Config, world: World) -> Counter[Collective]:
+def _least_traffic(
+    model: PreTrainedModel, config: Config, policy: ReshardPolicy, world: World
+) -> Counter[Collective]:
     """Return what FSDP gathers and reduces in a step, tokens of spread experts left out."""
     parameters, gradients = unsharded_bytes(model, config, world)
     micro_batches = config.train.gradient_accumulation_steps
     shards = tuple(range(world.mesh["shard"].size()))
+    gathered = 1 if policy.keep_parameters else 2 * micro_batches
+    reduced = 1 if policy.keep_gradients else micro_batches
     return Counter(
         {
-            Collective("all-gather", shards): 2 * micro_batches * parameters,
-            Collective("reduce-scatter", shards): micro_batches * gradients,
+            Collective("all-gather", shards): gathered * parameters,
+            Collective("reduce-scatter", shards): reduced * gradients,
         }
     )
 
 
-def arithmetic_s(step_flops: float, config: Config, machine: Machine) -> float:
+def _arithmetic_s(step_flops: float, config: Config, machine: Machine) -> float:
     """Return the seconds that all ranks take at least for a step's FLOPs."""
     # Full checkpointing runs each layer's forward, a third of the rest, once more.
     again = 4 / 3 if config.model.activation_checkpointing == "full" else 1
     return again * step_flops / (machine.ranks * machine.flops_per_s)
 
 
-def count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:
+def _count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:
     """Return the FLOPs of a step of full rows, recomputation left out; None if not known."""
     try:
         return count_flops(model).per_step(np.full(rows, length), rows * (length - 1))

@@ -32,21 +32,19 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger, quiet_libraries
 from shardtune.metrics_schema import PlanEntry
-from shardtune.model.build import build_on_meta, compute_dtype
+from shardtune.model.build import compute_dtype
 from shardtune.model.files import read_model_config
 from shardtune.model.flops import device_peak
-from shardtune.planner.bound import bound_bytes
 from shardtune.planner.changes import helpful_changes
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
-from shardtune.planner.plan import arithmetic_s, count_step_flops, make_plan
-from shardtune.planner.text import verdict
+from shardtune.planner.plan import Plan, make_plan, plan_in
+from shardtune.planner.verdict import verdict
 from shardtune.training.context import Run
 from shardtune.training.metrics import Metrics, peak_memory_bytes, read_entries
-from shardtune.training.optim import build_optimizer
-from shardtune.training.states import state_bytes
 
 _BOUND_SUFFICES = 0.1  # of the memory
+_UNSIMULATED = "no step was simulated"
 _SIMULATED_WITHIN_S = 180.0
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -91,9 +89,8 @@ class RunPlan:
         self._prediction: Prediction | None = None
         self._process: subprocess.Popen[str] | None = None
         if world.is_main:
-            self._bound = _bound(config, model_config, self._machine, world)
-            of_tensors = self._bound["peak_bytes"] - _as_measured(0, self._machine)
-            if of_tensors > _BOUND_SUFFICES * self._machine.memory_bytes:
+            self._bound = plan_in(world, config, model_config, self._machine, reason=_UNSIMULATED)
+            if self._bound.allocated_bytes > _BOUND_SUFFICES * self._machine.memory_bytes:
                 self._process = _simulate(run, self._machine, dtype)
 
     def require_fit(self) -> None:
@@ -153,9 +150,9 @@ class RunPlan:
         logger.info(_comparison(prediction, self._held_bytes, peak, seconds))
 
     def _predict(self) -> Prediction:
-        """Return the plan, on rank 0 and when it is there."""
+        """Wait for the plan, on rank 0."""
         if self._process is None:
-            return self._bound
+            return _prediction(self._bound)
         # The agent ends a rank that does nothing for longer than a step may take.
         timeout_s = min(_SIMULATED_WITHIN_S, self._run.config.distributed.step_timeout_s / 2)
         try:
@@ -168,7 +165,7 @@ class RunPlan:
             ended = f"its process ended with {self._process.returncode}"
             why = (err.strip().splitlines() or [ended])[-1]
         logger.info(f"Plan: no step could be simulated ({why})")
-        return self._bound
+        return _prediction(self._bound)
 
 
 def _memory_bytes(world: World) -> float:
@@ -176,45 +173,6 @@ def _memory_bytes(world: World) -> float:
     if world.device.type == "cuda":
         return torch.cuda.get_device_properties(world.device).total_memory
     return available_memory() / world.local_size
-
-
-def _bound(
-    config: Config, model_config: PreTrainedConfig, machine: Machine, world: World
-) -> Prediction:
-    """Predict from the shapes of the parameters: on rank 0, without the others.
-
-    What is above the bound fits. What is below may fit, unless the states alone do not.
-    """
-    model = build_on_meta(config, model_config, world)
-    states = state_bytes(model, build_optimizer(model, config), config)
-    of_tensors = bound_bytes(model, config, states, world)
-    most = of_tensors + machine.allowance_bytes
-    fits = states.total <= machine.memory_bytes
-    limit = f"{_gb(machine.memory_bytes)} of a rank"
-    if most <= machine.memory_bytes:
-        text = f"The run fits, {limit} hold more than its shapes can take, {_gb(most)}"
-    elif fits:
-        text = (
-            f"The run may fit, {limit} hold {_gb(states.total)} of weights, gradients and "
-            "optimizer; a bound from shapes alone"
-        )
-    else:
-        text = (
-            f"The run does not fit, {limit} do not hold {_gb(states.total)} of weights, gradients "
-            "and optimizer"
-        )
-    rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps * machine.ranks
-    flops = count_step_flops(model, rows, config.data.max_length)
-    step_s = arithmetic_s(flops, config, machine) if flops else 0.0
-    return Prediction(
-        peak_bytes=_as_measured(of_tensors, machine),
-        source="bound from shapes",
-        fits=fits,
-        verdict=text,
-        changes=[],
-        step_s=step_s or None,
-        bound_by="arithmetic" if step_s else None,
-    )
 
 
 def _as_measured(of_tensors: int, machine: Machine) -> int:
@@ -252,22 +210,27 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     plan = make_plan(config, model_config, machine, simulations)
     must_fit = plan.cannot_fit and not config.run.ignore_plan
     changes = helpful_changes(plan, model_config, simulations) if must_fit else []
-    floors = {part: seconds for part, seconds in plan.floors_s.items() if seconds}
-    bound_by = max(floors, key=lambda part: floors[part], default=None)
-    return Prediction(
-        peak_bytes=_as_measured(plan.allocated_bytes, machine),
-        source="bound from shapes" if plan.reason else "simulated step",
-        fits=not plan.cannot_fit,
-        verdict=verdict(plan),
-        changes=[
+    return _prediction(plan) | {
+        "changes": [
             " ".join(f"{key}={value}" for key, value in change.values.items())
             + f" ({_gb(change.plan.peak_bytes)})"
             for change in changes
             if change.plan.fits
             and (not request["is_resumed"] or all(map(resume_may_change, change.values)))
-        ],
-        step_s=floors[bound_by] if bound_by else None,
-        bound_by=bound_by,
+        ]
+    }
+
+
+def _prediction(plan: Plan) -> Prediction:
+    """Return the part of a plan that a run is told, without changes."""
+    return Prediction(
+        peak_bytes=_as_measured(plan.allocated_bytes, plan.machine),
+        source="bound from shapes" if plan.reason else "simulated step",
+        fits=not plan.cannot_fit,
+        verdict=verdict(plan),
+        changes=[],
+        step_s=plan.floor_s or None,
+        bound_by=plan.bound_by,
     )
 
 

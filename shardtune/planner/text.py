@@ -19,22 +19,22 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     trained = "all" if is_whole else f"{plan.trained_parameters:,}"
     yield f"Parameters: {plan.parameters:,} | Trained: {trained}"
     yield (
-        f"States: {_gb(states.total)} GB = {_gb(states.parameters)} GB parameters + "
-        f"{_gb(states.gradients)} GB gradients + {_gb(states.optimizer)} GB optimizer"
+        f"States: {gb(states.total)} GB = {gb(states.parameters)} GB parameters + "
+        f"{gb(states.gradients)} GB gradients + {gb(states.optimizer)} GB optimizer"
     )
     yield from _assumptions(plan)
     yield ""
     yield "Memory of a rank by phase, GB:"
-    causes = [c for c in Cause if any(_gb(p.by_cause[c]) != "0.0" for p in plan.peaks.values())]
+    causes = [c for c in Cause if any(gb(p.by_cause[c]) != "0.0" for p in plan.peaks.values())]
     rows = [
-        [phase, _gb(peak.n_bytes), *(_gb(peak.by_cause[cause]) for cause in causes)]
+        [phase, gb(peak.n_bytes), *(gb(peak.by_cause[cause]) for cause in causes)]
         for phase, peak in plan.peaks.items()
     ]
     yield from table(["", "total", *causes], rows)
     yield ""
     between, inside = link_bytes(plan.traffic, machine)
     yield "Received in a step, GB:"
-    rows = [[kind, _gb(between[kind]), _gb(inside[kind])] for kind in between]
+    rows = [[kind, gb(between[kind]), gb(inside[kind])] for kind in between]
     yield from table(["", "by a node from others", "by a rank in its node"], rows)
     yield ""
     yield "A step takes at least: " + ", ".join(
@@ -71,39 +71,20 @@ def _hours(plan: Plan, length: RunLength | str) -> str:
 def _storage(plan: Plan) -> Iterator[str]:
     storage, nodes = plan.storage, plan.machine.nodes
     yield (
-        f"A checkpoint takes {_gb(storage.checkpoint_bytes)} GB of disk, and "
-        f"{_duration(storage.save_s)} at {_gb(DISK_BYTES_PER_S)} GB/s from each of {nodes} nodes"
+        f"A checkpoint takes {gb(storage.checkpoint_bytes)} GB of disk, and "
+        f"{_duration(storage.save_s)} at {gb(DISK_BYTES_PER_S)} GB/s from each of {nodes} nodes"
     )
     total = storage.checkpoints_bytes + storage.exported_bytes
     yield (
-        f"The run's disk: {_gb(total)} GB = {_gb(storage.checkpoints_bytes)} GB of checkpoints "
+        f"The run's disk: {gb(total)} GB = {gb(storage.checkpoints_bytes)} GB of checkpoints "
         f"(checkpoint.keep={plan.config.checkpoint.keep}, and the next one) + "
-        f"{_gb(storage.exported_bytes)} GB of models"
+        f"{gb(storage.exported_bytes)} GB of models"
     )
     yield (
-        f"A node's own memory: {_gb(storage.loading_bytes)} GB to load, "
-        f"{_gb(storage.staging_bytes)} GB for copies of what is saved "
+        f"A node's own memory: {gb(storage.loading_bytes)} GB to load, "
+        f"{gb(storage.staging_bytes)} GB for copies of what is saved "
         f"(checkpoint.mode={plan.config.checkpoint.mode})"
     )
-
-
-def verdict(plan: Plan) -> str:
-    """Say whether the run fits, and what bounds its speed."""
-    limit = f"{_gb(plan.machine.memory_bytes)} GB"
-    phase = max(plan.peaks, key=lambda name: plan.peaks[name].n_bytes)
-    parts = [f"{_gb(plan.allocated_bytes)} GB allocated in {phase}"]
-    pools = plan.peak_bytes - plan.allocated_bytes - plan.machine.allowance_bytes
-    if pools:
-        parts.append(f"{_gb(pools)} GB kept for streams")
-    parts.append(f"{_gb(plan.machine.allowance_bytes)} GB allowed for the device's own")
-    peak = f"{_gb(plan.peak_bytes)} GB ({' + '.join(parts)})"
-    if plan.fits:
-        bound = max(plan.floors_s, key=lambda part: plan.floors_s[part])
-        bound_by = bound if bound == "arithmetic" else f"traffic {bound}"
-        return f"The run fits, {limit} hold the peak of {peak}; bound by {bound_by}"
-    if plan.cannot_fit:
-        return f"The run does not fit, {limit} do not hold the peak of {peak}"
-    return f"The run may not fit, {limit} are below the bound of {peak}"
 
 
 def describe_changes(changes: Sequence[Change]) -> Iterator[str]:
@@ -114,7 +95,7 @@ def describe_changes(changes: Sequence[Change]) -> Iterator[str]:
     rows = [
         [
             " ".join(f"{key}={value}" for key, value in change.values.items()),
-            _gb(change.plan.peak_bytes),
+            gb(change.plan.peak_bytes),
             "yes" if change.plan.fits else "no",
             f"{change.plan.floor_s:.3g}",
             change.price,
@@ -124,7 +105,7 @@ def describe_changes(changes: Sequence[Change]) -> Iterator[str]:
     yield from table(["change", "peak, GB", "fits", "step, s at least", "price"], rows)
 
 
-def _gb(n_bytes: float) -> str:
+def gb(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:.1f}"
 
 

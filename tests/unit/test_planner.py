@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from pathlib import Path
 
@@ -26,9 +27,10 @@ from shardtune.model.build import build_on_meta
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, link_bytes
-from shardtune.planner.plan import make_plan
+from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.tracker import Collective
+from shardtune.planner.verdict import verdict
 from shardtune.training.reshard import ReshardPolicy
 
 CONFIG = Path(__file__).parents[2] / "examples/demo.yaml"
@@ -264,6 +266,39 @@ def test_an_unknown_architecture_is_bounded_by_its_shapes(
     counted = int(number.replace(",", ""))
     if experts:
         assert numel < counted < 1.5 * numel  # every layer has experts, and a dense product
+
+
+def test_a_bound_says_only_what_it_shows() -> None:
+    """Above it the run fits, and below the states it does not; between them nobody knows."""
+
+    def planned(memory_bytes: float) -> Plan:
+        machine = Machine(1, 2, memory_bytes, math.inf, math.inf, math.inf, is_gpu=False)
+        return make_plan(configured(), LLAMA, machine, reason="no step was simulated")
+
+    most, states = planned(1e12).peak_bytes, planned(1e12).states.total
+    least = states + planned(1e12).machine.allowance_bytes
+    for memory, fits, cannot_fit, words in (
+        (most, True, False, "The run fits, "),
+        (most - 1, False, False, "The run may not fit, "),
+        (least, False, False, "The run may not fit, "),
+        (least - 1, False, True, "The run does not fit, "),
+    ):
+        plan = planned(memory)
+        assert (plan.fits, plan.cannot_fit) == (fits, cannot_fit), memory
+        assert verdict(plan).startswith(words) and "peak of " in verdict(plan)
+        assert "bound by" not in verdict(plan)  # no rate is known
+
+
+def test_a_bound_receives_once_what_is_kept() -> None:
+    def received(memory_bytes: float) -> dict[str, int]:
+        machine = Machine(1, 2, memory_bytes, 1, 1, 1)
+        settings = configured("train.gradient_accumulation_steps=4")
+        plan = make_plan(settings, LLAMA, machine, reason="no step was simulated")
+        return {collective.kind: size for collective, size in plan.traffic.items()}
+
+    kept, freed = received(80e9), received(4e9)
+    assert freed["all-gather"] == 8 * kept["all-gather"]
+    assert freed["reduce-scatter"] == 4 * kept["reduce-scatter"]
 
 
 def test_an_unknown_architecture_without_shapes_is_refused(
