@@ -78,8 +78,9 @@ def _digests(folder: Path) -> list[str]:
 def new_entry(entry: Path) -> Iterator[Path]:
     """Yield a hidden directory to fill, which becomes `entry` where the block ends without error.
 
-    Several processes may build the same entry, and it may be there, damaged. As its key decides
-    every byte of it, files take the places of equal or damaged ones; who maps those keeps them.
+    Another process may have made the entry meanwhile, or it is there and damaged. The key decides
+    every byte of an entry, so the new files replace the old ones, which are equal or damaged. A
+    process that maps an old file keeps it.
 
     Raises:
         OSError: the cache cannot be written.

@@ -1,4 +1,4 @@
-"""The trained tokens of a record: those that the model must generate, through its stop token.
+"""The trained tokens of a record: the model must generate them, the stop token included.
 
 At inference the model gets P = the messages before a turn, rendered with a generation prompt. It
 must then write T = what the template writes after that prompt for the turn, through the stop
@@ -75,7 +75,7 @@ class EncodedRecord:
     `added_tokens`: how many tokens more they have than one rendering of the whole conversation.
     `appended_stop`: the rendering lacks the last turn's stop token, which was appended. `notes`:
     what else happened to it, each with its detail. `too_long`: the sequences of the whole record,
-    if they did not fit and `sequences` are those of its leading turns.
+    if it did not fit and `sequences` hold its leading turns alone.
     """
 
     sequences: list[EncodedSequence]
@@ -92,7 +92,7 @@ class EncodedRecord:
 def stop_token_ids(tokenizer: Any, model_path: str) -> list[int]:
     """Return the ids that end a turn: the tokenizer's eos, then the model's `eos_token_id`s.
 
-    Those come from the generation config or, where that names none, from the model's config.
+    The model's ids are in the generation config or, where that names none, in the model's config.
     `model_path` is a local directory or a hub id.
 
     Raises:
@@ -251,7 +251,7 @@ class ChatEncoder:
     def _encode_all(
         self, untrained: list[int], chat: Conversation, trained: list[int], end: int
     ) -> EncodedRecord:
-        """Encode messages[:end], of which every token is trained but those of `untrained` turns."""
+        """Encode messages[:end]; every token is trained, except in the `untrained` turns."""
         if not end:
             return EncodedRecord([])
         messages, appended = chat.messages[:end], False
@@ -283,9 +283,9 @@ class ChatEncoder:
     ) -> EncodedRecord:
         """Encode a prompt and its completion; the completion and one end token are trained.
 
-        Two texts: the prompt's tokens are those that the model gets at inference, with BOS, even
-        where the completion would merge into the last of them; `loss_on=all` trains them too. Two
-        lists of messages: one conversation, in which only the completion's turns are trained.
+        Two texts: the prompt has the tokens that the model gets at inference, with BOS, even where
+        the completion would merge into the last one; `loss_on=all` trains the prompt too. Two lists
+        of messages: one conversation, in which only the completion's turns are trained.
 
         Raises:
             ChatError: as `encode_messages`, or the tokenizer cannot begin a text as the completion.
@@ -370,7 +370,7 @@ class ChatEncoder:
     def _tokenize_apart(self, text: str, begin: int) -> tuple[list[int], Offsets, int]:
         """Tokenize text[:begin] as inference does, then the rest; also count the prompt's tokens.
 
-        The tokens differ from those of the whole text only where the two would merge.
+        The result differs from the tokens of the whole text only where the two parts would merge.
         """
         joint, offsets = self._tokenize(text)
         length = self._prompt_length(text, joint, offsets, begin)

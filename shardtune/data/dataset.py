@@ -257,6 +257,8 @@ class _SetWriter:
             values = np.asarray(columns[column], dtype).tobytes()
             with self._files[column].open("ab") as file:
                 file.write(values)
+            # The key of the data tells whether a checkpoint or another node has the same tokens.
+            # Names of sources and numbers of records do not matter to it.
             if column in self._digests:
                 self._digests[column].update(values)
         self.n_sequences += len(lengths)
@@ -277,7 +279,7 @@ class _SetWriter:
 
 @dataclass
 class _SourceSums:
-    """Sums over the records of one source: read and broken ones, and those of its own set."""
+    """Sums over one source: its records, its broken ones, and the part that its own set got."""
 
     n_read: int = 0
     n_broken: int = 0
@@ -358,7 +360,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
 
 
 def _unmatched_columns(data: DataConfig, fields: set[str]) -> list[str]:
-    """Return the entries of `data.columns` that name none of `fields`, those of all sources."""
+    """Return a problem for each entry of `data.columns` that names none of the data's `fields`."""
     return [
         f"data.columns.{ours}={column}: no record of any source has {column} - name one of "
         f"{first_few(sorted(fields), 10)}"

@@ -18,7 +18,7 @@ def hub_problem() -> str:
     """Return why the hub cannot be reached, or "".
 
     If it cannot, all its clients in this process read the cache alone from then on: they would
-    retry for half a minute for each file, those in the cache too.
+    retry for half a minute for each file, even one in the cache.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"

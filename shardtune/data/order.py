@@ -21,8 +21,9 @@ import numpy as np
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.packing import best_fit
 
-_SHUFFLE = 1  # keeps these random numbers apart from those of the rows of an epoch
+_SHUFFLE = 1  # one more number in the seed: the rows of an epoch draw other random numbers
 _GROUP_ROWS = 32
+# Where levels of cost end, 3% apart (`shuffle_groups`, with B = 8,192), in tokens.
 # Whole numbers: another machine's last bit must not move a row.
 _LEVEL_EDGES = np.rint(8192 * (1.03 ** np.arange(200) - 1))
 
@@ -65,7 +66,7 @@ def sequences_of_epoch(
 ) -> np.ndarray:
     """Return the sequences in the order of the dataset, int64; one that is used twice, twice.
 
-    `weights`: of each source, its passes per epoch.
+    `weights`: the passes per epoch of each source.
     """
     is_first = dataset.begins_record
     n_records = np.bincount(dataset.source[is_first], minlength=len(weights))

@@ -1,8 +1,8 @@
 """What happens to a record that is longer than `data.max_length`: `data.overflow` decides.
 
 `encode_to_fit` encodes a record. With `turns` it leaves out what does not fit whole: the last turns
-of a conversation, or a prompt with its completion. `cut_to_rows` brings every sequence that is
-still too long into rows, with `turns` only those of texts, and names the outcome for the log.
+of a conversation, or a prompt with its completion. `cut_to_rows` cuts every sequence that is still
+too long (with `turns` only texts are), and counts the outcome for the log.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from shardtune.config import RECORD_FIELDS
 from shardtune.data.messages import REASONING_KEYS, TRAIN_FLAGS
 from shardtune.errors import first_few
 
-# The fields that make a form, and those that may stand beside them.
+# The fields that make a form, and the fields that may stand beside them.
 _FORMS = {
     ("messages",): ("tools",),
     ("conversations",): ("tools", "system"),

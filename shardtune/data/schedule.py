@@ -43,7 +43,7 @@ class Cost:
 def assign_rows(
     rows: Rows, costs: np.ndarray, rank: int, ranks: int, rows_per_micro_batch: int
 ) -> list[list[int]]:
-    """Return the sequences of each of this rank's micro-batches, as many on every rank.
+    """Return the sequences of each of this rank's micro-batches, the same number on every rank.
 
     Ranks wait for one another in each micro-batch. So rows of like cost are in the same
     micro-batch on different ranks, and the rank with the least so far gets the most. Where rows
@@ -52,10 +52,13 @@ def assign_rows(
     Args:
         costs: int64 [rows].
     """
+    # Every rank computes the shares of all ranks, so none has to be sent.
     order, rows_at_once = np.argsort(-costs, kind="stable"), ranks * rows_per_micro_batch
     totals = np.zeros(ranks, np.int64)
     micro_batches = []
     for begin in range(0, len(rows), rows_at_once):
+        # Rows of one micro-batch on all ranks, dearest first: each goes to the share that costs
+        # least so far, no share getting two in a round.
         shares: list[list[int]] = [[] for _ in range(ranks)]
         share_costs = np.zeros(ranks, np.int64)
         for first in range(begin, min(begin + rows_at_once, len(rows)), ranks):
@@ -64,6 +67,7 @@ def assign_rows(
             share_costs[lightest] += costs[chosen]
             for share, row in zip(lightest.tolist(), chosen.tolist(), strict=True):
                 shares[share].append(row)
+        # Then the rank that has the least of the step gets the dearest share.
         heaviest_shares = np.argsort(-share_costs, kind="stable")
         idlest_ranks = np.argsort(totals, kind="stable")
         totals[idlest_ranks] += share_costs[heaviest_shares]
@@ -108,8 +112,8 @@ class Schedule:
     """The steps after `start`, to the end of `epochs` epochs or to step `max_steps`.
 
     Each has `rows_per_step` rows but the last of an epoch. Steps before `start` count as they were
-    taken, even with other `rows_per_step`. `weights`: of each source, its passes per epoch; an
-    epoch in which no source gives a record is skipped.
+    taken, even with other `rows_per_step`. `weights`: the passes per epoch of each source; an epoch
+    in which no source gives a record is skipped.
     """
 
     dataset: TokenDataset
@@ -141,6 +145,7 @@ class Schedule:
     def total_steps(self) -> int:
         total, row = self.start.step, self.start.row
         last = sys.maxsize if self.max_steps is None else max(self.max_steps, total)
+        # Whole weights use every record equally often in each epoch: one count holds for all.
         are_alike = all(weight.denominator == 1 for weight in self.weights)
         for epoch in range(self.start.epoch, self.epochs):
             if total >= last:
@@ -154,13 +159,13 @@ class Schedule:
         return sequences_of_epoch(self.dataset, self.weights, self.seed, epoch)
 
     def _count_rows(self, sequences: np.ndarray) -> int:
-        """Return the number of rows of these sequences, which any seed puts into as many."""
+        """Return the number of rows of these sequences, which does not depend on the seed."""
         if not self.packing:
             return len(sequences)
         return best_fit(self.dataset.lengths[sequences], self.max_length)[1]
 
     def is_due(self, step: int, every_steps: int) -> bool:
-        """Return whether `step` is one of every so many (0: of none), or the last one."""
+        """Return whether `step` is a multiple of `every_steps` (0: never), or the last one."""
         return step == self.total_steps or (every_steps > 0 and step % every_steps == 0)
 
     @property

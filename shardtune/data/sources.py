@@ -33,7 +33,7 @@ class RecordChunk:
     `rows`: JSON texts, or an Arrow table of the read columns; one RecordError if the file cannot be
     read from here on. `numbers`: the line (`.jsonl`) or index of each row in the file.
     `first_record`: the index of the first row in the set `set_name`, of whose sources `source` is
-    the index. `loss_on`: of that source, if it has its own.
+    the index. `loss_on`: that of the source, if it has its own.
     """
 
     file: str
@@ -68,7 +68,7 @@ class RecordChunk:
 
 @dataclass(frozen=True)
 class Source:
-    """The files that `spec`, the value of `key`, names; of a hub dataset those in the hub's cache.
+    """The files that `spec`, the value of `key`, names: here, or in the cache of the hub.
 
     `files`: sorted by name. `ignored`: names in the directory that do not hold records. `loss_on`:
     in place of `data.loss_on`. `max_records`: only so many are read. `fields`: only these are read.

@@ -156,7 +156,7 @@ def _conversations(
 
 
 def _without_sequence(indexes: range, sets: list[TokenDataset]) -> set[int]:
-    """Return those of the records with these indexes that have no sequence in any of the sets."""
+    """Return the indexes of the records among these that have no sequence in any of the sets."""
     missing = set(indexes)
     for each in sets:
         begin, end = np.searchsorted(each.record, (indexes.start, indexes.stop))

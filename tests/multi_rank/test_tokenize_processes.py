@@ -81,9 +81,13 @@ def go_together(*processes: subprocess.Popen[str]) -> None:
 def test_runs_that_race_share_the_cache_entry_that_one_of_them_writes(
     model: Path, tmp_path: Path, cache: Path
 ) -> None:
-    files = [write(tmp_path / f"{i}.jsonl", [chat(f"number {i}")]) for i in range(60)]
-    processes = [start(model, 60, *files) for _ in range(2)]
+    """Also when they find it damaged."""
+    files = [write(tmp_path / f"{i}.jsonl", [chat(f"number {i}")]) for i in range(20)]
+    processes = [start(model, 60, *files, *files) for _ in range(2)]
     for _ in files:
+        go_together(*processes)
+    for file in files:
+        os.truncate(Run(model, file).entry / "train.tokens", 1)
         go_together(*processes)
     for process in processes:
         output, errors = process.communicate(timeout=60)

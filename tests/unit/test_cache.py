@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import xxhash
 from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
+from transformers import GenerationConfig
 
+from shardtune.data import cache as cache_module
 from shardtune.data.dataset import open_prepared
 from shardtune.log import node_logger
 
@@ -24,6 +26,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHARDTUNE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "data"
+
+
+def test_stop_tokens_and_the_code_of_data_are_parts_of_the_key(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = write(tmp_path / "a.jsonl", [chat("how are you")])
+    first = Run(model, train)
+    stops = [first.encoder.tokenizer.eos_token_id, 5]
+    other = save_model(tmp_path / "stops")
+    GenerationConfig(eos_token_id=stops).save_pretrained(other)
+    code = shutil.copytree(Path(cache_module.__file__).parent, tmp_path / "code")
+    entries = [first.entry, Run(other, train).entry]
+    monkeypatch.setattr(cache_module, "__file__", str(code / "cache.py"))
+    assert Run(model, train).entry == first.entry
+    with (code / "messages.py").open("a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    entries.append(Run(model, train).entry)
+    assert len(set(entries)) == 3
 
 
 def test_a_second_start_is_cached_until_something_that_matters_changes(
@@ -79,7 +99,7 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, lambda file: os.truncate(file, 3), Path.unlink])
+@pytest.mark.parametrize("damage", [flip_a_bit, lambda file: os.truncate(file, 0), Path.unlink])
 @pytest.mark.parametrize(
     "name", ["train.tokens", "train.starts", "train.source", "meta.json", "digests.xxh128"]
 )

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from shardtune.__main__ import run
 from shardtune.log import logger
+from shardtune.report.draw import histogram_svg
 
 MANY_TURNS = {
     "messages": [
@@ -193,6 +194,21 @@ def test_the_page_overwrites_no_other_file(
     assert run(["inspect-data", "--config", str(config), "--html", str(config)]) == 2
     assert "this file is not a page" in capsys.readouterr().err
     assert config.read_bytes() == before
+
+
+def test_the_histograms_show_lengths_and_percent(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("data.packing=false", "data.max_length=120")
+    page = page_of(folder, *arguments)
+    capsys.readouterr()
+    assert run(["inspect-data", "--config", f"{folder}/run.yaml", "--json", *arguments]) == 0
+    rows = [json.loads(line)["trained"] for line in capsys.readouterr().out.splitlines()]
+    shares = [100 * sum(flags) / len(flags) for flags in rows]
+    fills = [100 * len(flags) / 120 for flags in rows]
+    assert histogram_svg([*map(len, rows)], "Lengths", "tokens in a sequence", 120) in page
+    assert histogram_svg(shares, "Trained share", "% of a sequence", 100) in page
+    assert histogram_svg(fills, "Row fill", "% of data.max_length", 100) in page
 
 
 def test_html_and_json_exclude_each_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
