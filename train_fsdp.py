@@ -9,20 +9,16 @@ Every rank runs this script, and every function below is collective: all ranks c
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from functools import partial
+import time
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, set_seed
 
-from shardtune.checkpoint import Checkpoint, Saver, clear_leftovers, load_checkpoint
-from shardtune.checkpoint.export.best import Best
+from shardtune.checkpoint import Checkpoint, clear_leftovers
 from shardtune.checkpoint.export.write import write_final_model
-from shardtune.config_io import read_run_arguments, write_config
+from shardtune.config_io import read_run_arguments
 from shardtune.data.batch import Batch
-from shardtune.data.dataset import PreparedData
-from shardtune.data.schedule import Schedule, Step
+from shardtune.data.schedule import Step
 from shardtune.distributed.exit_code import run as run_and_exit
 from shardtune.distributed.join import join_world
 from shardtune.distributed.progress import Phase
@@ -30,24 +26,17 @@ from shardtune.distributed.signals import StopRequest, end_on_signal
 from shardtune.errors import AGAIN, Preempted
 from shardtune.log import logger
 from shardtune.metrics_schema import SaveEntry
-from shardtune.model.attention_check import choose_attention
-from shardtune.model.build import build_model, compile_layers
-from shardtune.model.flops import DevicePeak
-from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.model.loss import summed_loss
 from shardtune.planner.run_plan import RunPlan
 from shardtune.training import optim, setup
-from shardtune.training.context import Run, TrainContext
+from shardtune.training.build_context import build_train_context
+from shardtune.training.context import TrainContext
 from shardtune.training.evaluate import evaluate
-from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.garbage_collection import collected_by_micro_batch, micro_batch_ended
-from shardtune.training.metrics import Metrics, StepLog, StepStats, all_gather_step_stats
+from shardtune.training.metrics import StepStats, all_gather_step_stats
+from shardtune.training.observer import StepEnded
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.prefetch import prefetch
-from shardtune.training.profiler import StepProfiler
-from shardtune.training.reshard import choose_reshard_policy
-from shardtune.training.sinks import open_sinks
-from shardtune.training.states import state_bytes
-from shardtune.training.stragglers import Stragglers
 
 
 def main() -> None:
@@ -70,122 +59,74 @@ def main() -> None:
         )
     else:
         plan.require_fit()
-        context = build_train_context(run, model_config, data, assets)
+        context = build_train_context(run, model_config, data, assets, schedule, plan.device_peak)
         with (
             context.metrics,
             collected_by_micro_batch(),
             step_fits(config),
             plan.compared(context.metrics),
         ):
-            last_checkpoint = train(context, schedule, pending_evaluation, plan.device_peak)
+            last_checkpoint = train(context, pending_evaluation)
     end_on_signal(
         f"after the last step was saved, while the final model was written - {AGAIN}", code=75
     )
     write_final_model(last_checkpoint, config, assets, run.directory, world)
 
 
-def build_train_context(
-    run: Run, model_config: PretrainedConfig, data: PreparedData, assets: Mapping[str, bytes]
-) -> TrainContext:
-    """Build the sharded model and its optimizer, and load the checkpoint that the run resumes from.
-
-    Files of another run are moved aside once that checkpoint is loaded.
-    """
-    config, world, resumed = run.config, run.world, run.resumed
-    world.progress.enter(Phase.LOADING)
-    with weights_fit(config):
-        model = world.run_on_all_ranks(lambda: build_model(config, model_config, world))
-    optimizer = optim.build_optimizer(model, config)
-    state = state_bytes(model, optimizer, config)
-    setup.log_model(model, config, state)
-    reshard = choose_reshard_policy(model, config, state, setup.saved_reshard_policy(run), world)
-    set_seed((config.run.seed + world.rank) % 2**32)
-    with step_fits(config):
-        is_flat = choose_attention(model, config, data.longest, world)
-    if logits := use_loss_head(model, world.device):
-        logger.info(f"Loss: logits are made {logits}")
-    if config.model.compile:
-        compile_layers(model)
-    if resumed:
-        load_checkpoint(resumed, model, optimizer, config.run.seed, run.directory, world)
-    clear_leftovers(run.directory, resumed, world)
-    world.on_rank0(lambda: write_config(config, run.directory.path / "config.yaml"))
-    sinks = partial(open_sinks, config, run.directory.path, resumed.step if resumed else None)
-    metrics = Metrics(run.metrics_file, world, resumed.step if resumed else None, sinks)
-    best = None
-    if config.eval.keep_best and data.eval:
-        best = Best(run.directory, config, model, assets, world)
-        if resumed and (kept := best.undone_by(resumed)):
-            metrics.write(kept)  # as the line that the resume has dropped
-    if resumed:
-        logger.info(f"Resumed from {resumed.name}")
-    timeout_s = config.distributed.save_timeout_s
-    return TrainContext(
-        run=run,
-        data=data,
-        model=model,
-        is_flat=is_flat,
-        optimizer=optimizer,
-        reshard=reshard,
-        metrics=metrics,
-        stragglers=Stragglers(model, metrics, world),
-        expert_balance=ExpertBalance(model, metrics, world),
-        saver=Saver(run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world),
-        best=best,
-        run_state=setup.state_of_run(run, model_config, data, reshard),
-    )
-
-
-def train(
-    context: TrainContext,
-    schedule: Schedule,
-    pending_evaluation: int | None,
-    device_peak: DevicePeak,
-) -> Checkpoint:
+def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
     """Take every step that is left and return the checkpoint of the last one.
 
     Raises:
         Preempted: a signal has stopped the run, and its last step is saved.
     """
-    config, world, saver = context.run.config, context.run.world, context.saver
+    config, schedule, observers = context.run.config, context.schedule, context.observers
     context.metrics.write(setup.describe_start(context.run, context.data, schedule))
-    every_steps = config.logging.every_steps
-    step_log = StepLog(context.metrics, context.model, schedule, every_steps, device_peak, world)
-    profiler = StepProfiler(context.run, context.metrics, schedule)
     if pending_evaluation is not None:
         evaluate(context, pending_evaluation)
     last_checkpoint, stop = context.run.resumed, StopRequest()
-    step_log.start_clock()
+    began = time.perf_counter()
     for step, micro_batches in prefetch(context, schedule):
         lr = optim.learning_rate(
             step.number, schedule.total_steps, config.optimizer.lr, config.scheduler
         )
         optim.set_learning_rate(context.optimizer, lr)
-        profiler.step_begins(step.number)
+        for observer in observers:
+            observer.step_begins(step.number)
         stats = train_step(context, step, micro_batches, stop)
-        seconds_by_phase = context.stragglers.step_ended(step.number)
-        world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
-        step_log.step_ended(step, stats, lr)
-        is_due = schedule.is_due(step.number, every_steps)
-        context.expert_balance.step_ended(step.number, stats.expert_tokens, is_due)
-        profiler.step_ended(step.number, seconds_by_phase, stats.must_stop)
+        report(context, step, stats, lr, time.perf_counter() - began)
 
-        # Before the save: a run that is killed between the two repeats the step and its evaluation.
+        # All ranks know `must_stop` from the gather of the loss, so that they leave together. An
+        # evaluation that a signal skips or cuts short is made after the resume.
         is_evaluated = True
         if context.data.eval and schedule.is_due(step.number, config.eval.every_steps):
             is_evaluated = not stats.must_stop and evaluate(context, step.number, stop)
         must_stop = stats.must_stop or not is_evaluated
         is_finished = step.number == schedule.total_steps and is_evaluated
+
+        # After the evaluation: a run that is killed between the two repeats the step, and both.
         if must_stop or schedule.is_due(step.number, config.checkpoint.every_steps):
             save(context, step)
-        if is_finished or must_stop:
-            last_checkpoint = saver.finish()
-        profiler.write_once()
+        if is_finished or must_stop:  # a thread writes; nothing is said to be saved before it ends
+            last_checkpoint = context.saver.finish()
+        for observer in observers:
+            observer.step_saved()
         if must_stop and not is_finished:
             raise preempted(context, step.number, stop)
-        step_log.start_clock()
+        began = time.perf_counter()  # neither evaluations nor saves are time of a step
     assert last_checkpoint
     return last_checkpoint
+
+
+def report(context: TrainContext, step: Step, stats: StepStats, lr: float, seconds: float) -> None:
+    """Tell every observer of a step that has ended."""
+    config, world = context.run.config, context.run.world
+    seconds_by_phase = world.progress.take_seconds()
+    world.progress.enter(Phase.REPORTING)
+    is_due = context.schedule.is_due(step.number, config.logging.every_steps)
+    ended = StepEnded(step, stats, lr, seconds, seconds_by_phase, is_due)
+    for observer in context.observers:
+        observer.step_ended(ended)
+    world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
 
 
 def train_step(

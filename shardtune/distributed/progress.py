@@ -71,8 +71,9 @@ class Progress:
         finally:
             self.record.thread = main
 
-    def take_seconds(self) -> defaultdict[str, float]:
-        """Return the seconds in each phase since the last call; `waiting` has a step's waits.
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds in each phase of a step since the last call, without its waits, and
+        as `waiting` these.
 
         The device must have finished all work that it was given.
         """
@@ -85,7 +86,7 @@ class Progress:
                 seconds["waiting"] += waited
         self._seconds.clear()
         self._waits.clear()
-        return seconds
+        return {phase: seconds[phase] for phase in (*STEP_PHASES, "waiting")}
 
     def seconds_in(self, phase: Phase) -> float:
         """Return the host's seconds in a finished phase since the last `take_seconds`."""

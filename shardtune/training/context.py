@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from shardtune.checkpoint.export.best import Best
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config import Config
 from shardtune.data.dataset import PreparedData
+from shardtune.data.schedule import Schedule
 from shardtune.distributed.world import World
 from shardtune.run_files import METRICS
 from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.metrics import Metrics
+from shardtune.training.observer import StepObserver
 from shardtune.training.reshard import ReshardPolicy
-from shardtune.training.stragglers import Stragglers
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Run:
     date: datetime.date  # of its first start, for chat templates that print it
 
     @property
+    def resumed_step(self) -> int | None:
+        return self.resumed.step if self.resumed else None
+
+    @property
     def metrics_file(self) -> Path:
         return self.directory.path / METRICS
 
@@ -43,13 +49,14 @@ class TrainContext:
 
     run: Run
     data: PreparedData
+    schedule: Schedule
     model: Any
     is_flat: bool  # a batch is one row without padding
     optimizer: torch.optim.Optimizer
     reshard: ReshardPolicy
     metrics: Metrics
-    stragglers: Stragglers
-    expert_balance: ExpertBalance
+    expert_balance: ExpertBalance  # counts in the forward; one of the observers too
+    observers: Sequence[StepObserver]
     saver: Saver
     best: Best | None  # with eval.keep_best
     run_state: dict[str, Any]  # goes into each checkpoint, beside the position in the data

@@ -20,11 +20,12 @@ from shardtune.log import logger
 from shardtune.metrics_schema import ExpertsEntry, LayerBalance
 from shardtune.model.experts import count_tokens
 from shardtune.training.metrics import Metrics
+from shardtune.training.observer import StepEnded, StepObserver
 
 _STARVING_STEPS = 100
 
 
-class ExpertBalance:
+class ExpertBalance(StepObserver):
     """Count the tokens of each expert, and report them. Does nothing where there are no experts.
 
     `world`: with an `expert_mesh`, tokens per rank are compared within each group of `expert`.
@@ -52,22 +53,19 @@ class ExpertBalance:
         none = torch.empty(0, dtype=torch.float64, device=self._device)
         return torch.cat([none, *layers])
 
-    def step_ended(self, step: int, tokens: np.ndarray, is_due: bool) -> None:
-        """Report a step, where it `is_due`, and experts that have had no tokens for long.
-
-        `tokens`: [groups of `expert` ranks, experts of all layers], of one group without such.
-        """
+    def step_ended(self, ended: StepEnded) -> None:
+        """Report a step that is due, and experts that have had no tokens for long."""
         if not self._counts:
             return
-        layers = []
+        layers, tokens = [], ended.stats.expert_tokens
         ends = np.cumsum([len(steps) for steps in self._steps_without.values()])
         for name, of_layer in zip(self._counts, np.split(tokens, ends[:-1], axis=1), strict=True):
             layers.append(balance(name, of_layer, self._degree))
             idle = of_layer.sum(0) == 0
             self._steps_without[name] = np.where(idle, self._steps_without[name] + 1, 0)
         self._warn()
-        if is_due:
-            self._metrics.write(ExpertsEntry(kind="experts", step=step, layers=layers))
+        if ended.is_due:
+            self._metrics.write(ExpertsEntry(kind="experts", step=ended.step.number, layers=layers))
             logger.info(_summary(layers))
 
     def _warn(self) -> None:

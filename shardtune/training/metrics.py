@@ -1,4 +1,4 @@
-"""The numbers of each step: gathered from all ranks, logged as a line, kept in `metrics.jsonl`."""
+"""The numbers of each step, gathered from all ranks, and `metrics.jsonl`, which keeps them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import json
 import math
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from shardtune.checkpoint import durable_fs
-from shardtune.data.schedule import Schedule, Step
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.metrics_schema import Entry, StepEntry
-from shardtune.model.flops import DevicePeak, MfuMeter
+from shardtune.metrics_schema import Entry
 from shardtune.training.sinks import Sink
 
 
@@ -184,78 +180,3 @@ def reserved_memory_bytes(device: torch.device) -> int:
     It is what other processes and NCCL lack: allocated memory, and what lies free between.
     """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
-
-
-class StepLog:
-    """Write each step to `metrics.jsonl`; log a line every `logging.every_steps` and at the end.
-
-    A line has the mean speed since the line before it.
-    """
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        model: PreTrainedModel,
-        schedule: Schedule,
-        every_steps: int,
-        device_peak: DevicePeak,
-        world: World,
-    ) -> None:
-        self._metrics, self._schedule = metrics, schedule
-        self._every_steps = every_steps
-        self._mfu = MfuMeter(model, device_peak, world.size)
-        # Seconds, tokens, and MFU x seconds of each step since the last line.
-        self._unlogged: list[tuple[float, int, float]] = []
-        self.start_clock()
-
-    def start_clock(self) -> None:
-        """Let the seconds of the next step begin now."""
-        self._started = time.perf_counter()
-
-    def step_ended(self, step: Step, stats: StepStats, lr: float) -> None:
-        seconds = time.perf_counter() - self._started
-        mfu = self._mfu.per_step(step.lengths, step.trained_tokens, seconds)
-        reserved = stats.reserved_memory_bytes or None
-        entry = StepEntry(
-            kind="step",
-            step=step.number,
-            epoch=step.epoch,
-            loss=stats.loss,
-            grad_norm=stats.grad_norm,
-            lr=lr,
-            tokens=step.tokens,
-            trained_tokens=step.trained_tokens,
-            tokens_per_second=step.tokens / seconds,
-            seconds=seconds,
-            mfu=mfu,
-            memory_bytes=stats.peak_memory_bytes,
-            data_seconds=stats.data_seconds,
-            reserved_memory_bytes=reserved,
-        )
-        self._metrics.write(entry)
-        self._unlogged.append((seconds, step.tokens, (mfu or 0.0) * seconds))
-        if not self._schedule.is_due(step.number, self._every_steps):
-            return
-        steps, total = len(self._unlogged), self._schedule.total_steps
-        seconds, tokens, mfu_seconds = map(sum, zip(*self._unlogged, strict=True))
-        fields = [
-            f"Step {step.number}/{total}",
-            f"Loss: {stats.loss:.4f}",
-            f"Grad Norm: {stats.grad_norm:.3f}",
-            f"LR: {lr:.2e}",
-            f"{steps / seconds:#.3g}".rstrip(".") + " it/s",
-            f"{tokens / seconds:.0f} tok/s",
-            *([f"MFU {mfu_seconds / seconds:.1%}"] if mfu is not None else []),
-            f"{stats.peak_memory_bytes / 1e9:.1f} GB",
-            f"ETA {_duration((total - step.number) * seconds / steps)}",
-            time.strftime("%H:%M:%S"),
-            *([f"{reserved / 1e9:.1f} GB reserved"] if reserved else []),
-        ]
-        logger.info(" | ".join(fields))
-        self._unlogged.clear()
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

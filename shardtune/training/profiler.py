@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,12 +13,13 @@ from shardtune.log import logger, node_logger
 from shardtune.metrics_schema import ProfileEntry
 from shardtune.training.context import Run
 from shardtune.training.metrics import Metrics
+from shardtune.training.observer import StepEnded, StepObserver
 
 _OPERATORS = 10  # in the table of the most expensive ones
 _MOST_STEPS = 10  # more would fill the host's memory
 
 
-class StepProfiler:
+class StepProfiler(StepObserver):
     """Profiles the steps from the first to the last of `logging.profile_steps`.
 
     Each rank writes into `profile/` of the run's directory: a Chrome trace, a table of its most
@@ -46,8 +46,8 @@ class StepProfiler:
         self._last_profiled = 0  # where the profile has ended
         self._seconds = Counter[str]()
 
-    def step_begins(self, step: int) -> None:
-        if self._profile or self._last_profiled or step not in self._steps:
+    def step_begins(self, number: int) -> None:
+        if self._profile or self._last_profiled or number not in self._steps:
             return
         activities = [ProfilerActivity.CPU]
         if self._is_gpu:
@@ -56,19 +56,17 @@ class StepProfiler:
         self._profile = profile(activities=activities)
         self._profile.start()
 
-    def step_ended(self, step: int, seconds: Mapping[str, float], must_stop: bool) -> None:
-        """Count the seconds of this rank's phases in the step; end the profile after the last one,
-        or where the run must stop before.
-        """
+    def step_ended(self, ended: StepEnded) -> None:
+        """Count the step's seconds; end the profile after the last one, or where the run stops."""
         if self._profile is None or self._last_profiled:
             return
-        self._seconds.update(seconds)
-        if step == self._steps[-1] or must_stop:
+        self._seconds.update(ended.seconds_by_phase)
+        if ended.step.number == self._steps[-1] or ended.stats.must_stop:
             self._profile.stop()
-            self._last_profiled = step
+            self._last_profiled = ended.step.number
 
-    def write_once(self) -> None:
-        """Write the files of a profile that has ended. It may take long, so a save comes before.
+    def step_saved(self) -> None:
+        """Write the files of a profile that has ended, once.
 
         Files that cannot be written are said, and the run goes on.
         """

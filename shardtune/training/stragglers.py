@@ -20,20 +20,20 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from shardtune.distributed.progress import STEP_PHASES, Phase
+from shardtune.distributed.progress import STEP_PHASES
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.metrics_schema import RanksEntry
 from shardtune.training.metrics import Metrics
+from shardtune.training.observer import StepEnded, StepObserver
 
 _EVERY_STEPS = 10
 _LOG_ABOVE = 1.2  # times the median
-_PHASES = (*STEP_PHASES, "waiting")
 _HOST = socket.gethostname()
 _METHODS_THAT_WAIT = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 
-class Stragglers:
+class Stragglers(StepObserver):
     """Find the slowest rank of every ten steps.
 
     It goes to `metrics.jsonl`, and is logged if it is slow for the second time in a row.
@@ -47,25 +47,17 @@ class Stragglers:
         if world.size > 1:
             _watch_collectives(model, world)
 
-    def step_ended(self, step: int) -> dict[str, float]:
-        """Count the step's seconds. Collective, after the step's host sync.
-
-        Returns:
-            This rank's seconds in each phase of the step, without its waits, and in these.
-        """
-        seconds = self._world.progress.take_seconds()
-        self._world.progress.enter(Phase.REPORTING)
+    def step_ended(self, ended: StepEnded) -> None:
         self._steps += 1
-        of_step = {phase: seconds[phase] for phase in _PHASES}
         if self._steps == 0 or self._world.size == 1:
-            return of_step
-        self._seconds.update(seconds)
+            return
+        self._seconds.update(ended.seconds_by_phase)
         if self._steps % _EVERY_STEPS == 0:
-            means = {phase: self._seconds[phase] / _EVERY_STEPS for phase in _PHASES}
+            means = {phase: total / _EVERY_STEPS for phase, total in self._seconds.items()}
             self._seconds.clear()
             # Through the store: the host does not wait for the device.
-            self._report(step, *zip(*self._world.all_gather_json([_HOST, means]), strict=True))
-        return of_step
+            per_rank = self._world.all_gather_json([_HOST, means])
+            self._report(ended.step.number, *zip(*per_rank, strict=True))
 
     def _report(self, step: int, hosts: Sequence[str], means: Sequence[dict[str, float]]) -> None:
         rank, ratio, phase = slowest([[each[name] for name in STEP_PHASES] for each in means])

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardtune.log import setup_logging
 from shardtune.training.expert_balance import ExpertBalance, balance
+from shardtune.training.observer import StepEnded
 
 # One rank; spread experts, layers computed again; sharded experts, layers computed again in part.
 VARIANTS: list[tuple[int, list[str]]] = [
@@ -124,6 +126,12 @@ def test_a_dense_model_has_no_counts_of_experts_and_they_are_on_its_device() -> 
     assert counts.device.type == "meta" and len(counts) == 0 and counts.dtype == torch.float64
 
 
+def ended(number: int, expert_tokens: np.ndarray) -> Any:
+    """A step that is not due, with these tokens."""
+    stats = SimpleNamespace(expert_tokens=expert_tokens)
+    return StepEnded(cast(Any, SimpleNamespace(number=number)), cast(Any, stats), 0, 0, {}, False)
+
+
 def test_an_expert_that_starves_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -137,7 +145,7 @@ def test_an_expert_that_starves_is_named_once(capsys: pytest.CaptureFixture[str]
     setup_logging(True, True)
     for step in range(1, 301):
         tokens = [3, 0, int(step in (50, 250))]
-        experts.step_ended(step, np.array([tokens]), is_due=False)
+        experts.step_ended(ended(step, np.array([tokens])))
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("Warning: 1 experts have had no tokens for 100 steps, first expert 1 ")
     assert "expert 2 of experts" in second

@@ -1,0 +1,118 @@
+"""Build what the steps of a run share: the model, its optimizer, the metrics and the saver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from transformers import PretrainedConfig, PreTrainedModel, set_seed
+
+from shardtune import checkpoint
+from shardtune.checkpoint.export.best import Best
+from shardtune.config import Config
+from shardtune.config_io import write_config
+from shardtune.data.dataset import PreparedData
+from shardtune.data.schedule import Schedule
+from shardtune.distributed.progress import Phase
+from shardtune.distributed.world import World
+from shardtune.log import logger
+from shardtune.model import build
+from shardtune.model.attention_check import choose_attention
+from shardtune.model.flops import DevicePeak
+from shardtune.model.loss import use_loss_head
+from shardtune.training import optim, reshard, setup
+from shardtune.training.context import Run, TrainContext
+from shardtune.training.expert_balance import ExpertBalance
+from shardtune.training.metrics import Metrics
+from shardtune.training.out_of_memory import step_fits, weights_fit
+from shardtune.training.profiler import StepProfiler
+from shardtune.training.sinks import open_sinks
+from shardtune.training.states import state_bytes
+from shardtune.training.step_log import StepLog
+from shardtune.training.stragglers import Stragglers
+
+
+def build_train_context(
+    run: Run,
+    model_config: PretrainedConfig,
+    data: PreparedData,
+    assets: Mapping[str, bytes],
+    schedule: Schedule,
+    device_peak: DevicePeak,
+) -> TrainContext:
+    """Build the sharded model and its optimizer, and load the checkpoint that the run resumes from.
+
+    Files of another run are moved aside once that checkpoint is loaded.
+    """
+    config, world, resumed = run.config, run.world, run.resumed
+    world.progress.enter(Phase.LOADING)
+    with weights_fit(config):
+        model = world.run_on_all_ranks(lambda: build.build_model(config, model_config, world))
+    optimizer = optim.build_optimizer(model, config)
+    state = state_bytes(model, optimizer, config)
+    setup.log_model(model, config, state)
+    policy = reshard.choose_reshard_policy(
+        model, config, state, setup.saved_reshard_policy(run), world
+    )
+    set_seed((config.run.seed + world.rank) % 2**32)
+    is_flat = prepare_forward(model, config, data.longest, world)
+    if resumed:
+        checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run.directory, world)
+    checkpoint.clear_leftovers(run.directory, resumed, world)
+    world.on_rank0(lambda: write_config(config, run.directory.path / "config.yaml"))
+    sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
+    metrics = Metrics(run.metrics_file, world, run.resumed_step, sinks)
+    best = open_best(run, model, assets, metrics) if data.eval else None
+    if resumed:
+        logger.info(f"Resumed from {resumed.name}")
+    timeout_s = config.distributed.save_timeout_s
+    saver = checkpoint.Saver(
+        run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
+    )
+    expert_balance = ExpertBalance(model, metrics, world)
+    return TrainContext(
+        run=run,
+        data=data,
+        schedule=schedule,
+        model=model,
+        is_flat=is_flat,
+        optimizer=optimizer,
+        reshard=policy,
+        metrics=metrics,
+        expert_balance=expert_balance,
+        observers=[
+            Stragglers(model, metrics, world),  # first: all ranks meet in it
+            StepLog(metrics, model, schedule.total_steps, device_peak, world.size),
+            expert_balance,
+            StepProfiler(run, metrics, schedule),
+        ],
+        saver=saver,
+        best=best,
+        run_state=setup.state_of_run(run, model_config, data, policy),
+    )
+
+
+def open_best(
+    run: Run, model: PreTrainedModel, assets: Mapping[str, bytes], metrics: Metrics
+) -> Best | None:
+    """Return the keeper of the best model where `eval.keep_best` asks for one."""
+    if not run.config.eval.keep_best:
+        return None
+    best = Best(run.directory, run.config, model, assets, run.world)
+    if run.resumed and (kept := best.undone_by(run.resumed)):
+        metrics.write(kept)  # as the line that the resume has dropped
+    return best
+
+
+def prepare_forward(model: PreTrainedModel, config: Config, longest: int, world: World) -> bool:
+    """Choose how the model attends and makes logits, and compile it where that is set.
+
+    Return whether a batch is one row without padding. `longest`: tokens of the longest document.
+    """
+    with step_fits(config):
+        is_flat = choose_attention(model, config, longest, world)
+    if logits := use_loss_head(model, world.device):
+        logger.info(f"Loss: logits are made {logits}")
+    if config.model.compile:
+        build.compile_layers(model)
+    return is_flat
