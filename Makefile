@@ -10,6 +10,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Tests and benchmarks are of CPU ranks, on a machine with GPUs too.
 WITHOUT_GPUS := CUDA_VISIBLE_DEVICES=
 PYTEST := $(WITHOUT_GPUS) $(BIN)/pytest
+BENCHMARKS := $(WITHOUT_GPUS) $(BIN)/python -m benchmarks
 MODEL := models/SmolLM2-135M-Instruct
 # The demo writes here; more settings for it, such as train.max_steps=2.
 RUN ?= runs/demo
@@ -118,16 +119,15 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 	$(PEERS)/bin/python $(PIP_INSTALL) -r benchmarks/requirements-peers.txt
 	touch $@
 
+# `python -m benchmarks SECTION --help` has the options of one.
 bench: $(MODEL)/config.json $(PEERS)/.installed
-	$(WITHOUT_GPUS) $(BIN)/python -m benchmarks.bench --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
-	$(WITHOUT_GPUS) OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 -m benchmarks.checkpoint \
-	    --model $(MODEL) --results benchmarks/checkpoint.md
-	$(WITHOUT_GPUS) $(BIN)/python -m benchmarks.rounding --model $(MODEL) --results benchmarks/rounding
-	$(PEERS)/bin/python -m benchmarks.rounding --plot --results benchmarks/rounding
+	$(BENCHMARKS) all --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
+	$(BENCHMARKS) checkpoint --model $(MODEL) $(filter --short,$(BENCH_ARGS))
+	$(BENCHMARKS) rounding --model $(MODEL) --peers $(PEERS)/bin/python $(filter --short,$(BENCH_ARGS))
 
 # What really ran with a model: MODEL=DIRECTORY with weights, or MODEL=qwen3_moe, a tiny one of that architecture.
 card: .venv/.installed $(filter models/SmolLM2-135M-Instruct/config.json,$(MODEL)/config.json)
-	$(WITHOUT_GPUS) $(BIN)/python -m benchmarks.card $(MODEL)
+	$(BENCHMARKS) card $(MODEL)
 
 clean:
 	rm -rf .venv runs models site

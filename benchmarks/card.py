@@ -1,23 +1,18 @@
 """Verification cards: what was really run with a model, and what came out.
 
-    python -m benchmarks.card MODEL      writes docs/models/NAME.yaml and the page of all cards
-    python -m benchmarks.card            the page alone
-
 MODEL is a directory with weights, or the name of an architecture (`qwen3_moe`): then the card makes
-a tiny model with random weights.
+a tiny model with random weights. Writes docs/models/NAME.yaml and the page of all cards; without a
+model, the page alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,8 +21,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.measure import REPOSITORY, commit
+from benchmarks.machine import commit, cpu, versions
 from distTest.rehearse.tiny_model import make_model, write_chats
+from distTest.workloads.script import REPOSITORY, environment, launch
 from shardtune.report.read_run import RunRecord, read_run
 
 CARDS, PAGE = REPOSITORY / "docs/models", REPOSITORY / "docs/cards.md"
@@ -48,12 +44,14 @@ MODEL=...`. For the name of an architecture it makes a tiny model of random weig
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a directory, or the name of an architecture")
-    if model := parser.parse_args().model:
+
+
+def main(options: Namespace) -> None:
+    if options.model:
         with tempfile.TemporaryDirectory() as folder:
-            card = make_card(model, Path(folder))
+            card = make_card(options.model, Path(folder))
         path = CARDS / f"{card['model']}.yaml"
         path.write_text(yaml.safe_dump(card, sort_keys=False, allow_unicode=True), "utf-8")
         print(path.read_text(encoding="utf-8"))
@@ -89,12 +87,8 @@ def make_card(model: str, folder: Path) -> dict[str, Any]:
         "parameters": parameters,
         "weights": "real" if is_real else "random",
         "date": datetime.date.today().isoformat(),
-        "machine": f"{_cpu()}, {os.cpu_count()} cores",
-        "versions": {
-            "shardtune": commit(),
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
-        },
+        "machine": cpu(),
+        "versions": {"shardtune": commit(), **versions()},
         "made_by": f"make card MODEL={model}",
         "command": f"torchrun --nproc_per_node={_RANKS} {shown}",
         "cpu": {
@@ -132,15 +126,9 @@ def _tiny(architecture: str, folder: Path) -> tuple[Path, list[str]]:
 
 
 def _train(run_dir: Path, ranks: int, given: list[str]) -> RunRecord:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    script = str(REPOSITORY / "train_fsdp.py")
+    command = launch(["train_fsdp.py", *given, f"run.dir={run_dir}"], ranks)
     done = subprocess.run(
-        [sys.executable, *launcher, script, *given, f"run.dir={run_dir}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, env=environment(), cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     if done.returncode:
         sys.exit(f"{done.stdout}\n{done.stderr}\nERROR: the run failed - see the lines above")
@@ -179,12 +167,6 @@ def _answer(path: Path) -> str:
     return str(tokenizer.decode(answer))
 
 
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def page() -> str:
     """Return the page that lists all cards, as Markdown."""
     cards = [yaml.safe_load(path.read_text("utf-8")) for path in sorted(CARDS.glob("*.yaml"))]
@@ -199,7 +181,3 @@ def page() -> str:
         values += [f"{cpu['step_seconds']} s", cpu["resume"], cpu["reshard"], card["date"]]
         lines.append(f"| {' | '.join(values)} |")
     return _HEAD + "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,32 +1,32 @@
 """Time saving and loading a training state, beside torch.distributed.checkpoint (DCP).
 
-torchrun --nproc_per_node=2 -m benchmarks.checkpoint --model DIR --results FILE \\
-    [--rounds 5] [--disk DIR]
-
 Writes a Markdown table. Each round runs all variants on the same state, in another order each time.
-Figures are medians over the rounds, with the smallest and the largest.
+Figures are medians over the rounds, with the smallest and the largest. The processes:
+torchrun --nproc_per_node=2 -m benchmarks.checkpoint MODEL RESULTS ROUNDS [DISK]
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import random
-import resource
 import shutil
-import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from benchmarks.peak_memory import PeakMemory
+from benchmarks.tables import table
+from distTest.workloads.script import REPOSITORY, absolute, environment, launch
 from shardtune import checkpoint
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir
 from shardtune.checkpoint.train_state import training_state
@@ -43,56 +43,41 @@ from shardtune.model.loss import summed_loss
 from shardtune.training.optim import build_optimizer
 
 TOKENS_PER_RANK = 512
+SHORT = {"rounds": 1}
+_RANKS = 2
+_HEADER = (
+    "| | loop waits, s | of the save | of a step | until durable, s | save, GB/s | load, s "
+    "| extra GB of a rank |"
+)
 
 
-class PeakMemory:
-    """The peak memory of this process above that at the start, in bytes; sampled at 100 Hz."""
-
-    def __enter__(self) -> PeakMemory:
-        ctypes.CDLL(None).malloc_trim(0)  # return the memory that an earlier variant freed
-        self._start, self.extra = _resident_bytes(), 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.01):
-            self.extra = max(self.extra, _resident_bytes() - self._start)
-
-    def __exit__(self, *_: Any) -> None:
-        self._ended.set()
-        self._thread.join()
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", type=absolute, required=True)
+    add("--rounds", type=int, default=5)
+    add("--results", type=absolute, default=REPOSITORY / "benchmarks/checkpoint.md")
+    add("--disk", type=absolute, help="a directory on the disk to measure; else temporary files")
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def main(options: Namespace) -> None:
+    given = (options.model, options.results, options.rounds)
+    disk = [options.disk] * bool(options.disk)
+    command = launch(["-m", "benchmarks.checkpoint", *given, *disk], _RANKS)
+    sys.exit(subprocess.run(command, env=environment(), cwd=REPOSITORY, check=False).returncode)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument(
-        "--disk",
-        type=Path,
-        help="a directory on the disk to measure (default: that of temporary files)",
-    )
-    arguments = parser.parse_args()
-    root = Path(__file__).resolve().parent.parent
-    config = load_config(
-        root / "examples/demo.yaml",
-        [f"model.path={arguments.model}", "model.init=random", "eval.baseline=false"],
-        {},
-    )
+def worker() -> None:
+    model, results, rounds, *disk = sys.argv[1:]
+    assignments = [f"model.path={model}", "model.init=random", "eval.baseline=false"]
+    config = load_config(REPOSITORY / "examples/demo.yaml", assignments, {})
     world = join_world(config.distributed)
     quiet_libraries(world.is_main)
-    scratch = Path(world.on_rank0(lambda: tempfile.mkdtemp(prefix="bench", dir=arguments.disk)))
+    folder = disk[0] if disk else None
+    scratch = Path(world.on_rank0(lambda: tempfile.mkdtemp(prefix="bench", dir=folder)))
     try:
-        results = measure(config, world, scratch, arguments.rounds)
+        text = measure(config, world, scratch, int(rounds))
         if world.is_main:
-            arguments.results.write_text(results, encoding="utf-8")
+            Path(results).write_text(text, encoding="utf-8")
     finally:
         if world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -188,7 +173,7 @@ def build_subject(config: Any, world: World, scratch: Path) -> Subject:
 
 def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
     subject = build_subject(config, world, scratch)
-    step_s = _median([_timed(lambda: forward_and_backward(subject.model, world)) for _ in range(3)])
+    step_s = median([_timed(lambda: forward_and_backward(subject.model, world)) for _ in range(3)])
     variants: dict[str, list[Callable[[], dict[str, float]]]] = {
         "shardtune, async": [lambda: subject.save_shardtune("async")],
         "shardtune, sync": [lambda: subject.save_shardtune("sync"), subject.load_shardtune],
@@ -207,7 +192,7 @@ def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
             per_rank = world.all_gather_json(merged)
             results[name].append({key: max(rank[key] for rank in per_rank) for key in merged})
     size_gb = sum(to_local(tensor).nbytes for tensor in subject.tensors.values()) * world.size / 1e9
-    return table(results, size_gb, step_s, world.size, rounds)
+    return report(results, size_gb, step_s, world.size, rounds)
 
 
 def forward_and_backward(model: Any, world: World) -> None:
@@ -231,43 +216,36 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def _median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
-def table(
+def report(
     results: dict[str, list[dict[str, float]]],
     size_gb: float,
     step_s: float,
     ranks: int,
     rounds: int,
 ) -> str:
-    def cell(name: str, key: str, scale: float = 1, digits: int = 2) -> str:
+    def cell(name: str, key: str, scale: float = 1) -> str:
         values = [result[key] * scale for result in results[name] if key in result]
-        if not values:
-            return ""
-        return f"{_median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+        return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else ""
 
+    rows = []
+    for name in results:
+        totals = [result["total"] for result in results[name] if "total" in result]
+        stall_s = median(result["stall"] for result in results[name])
+        of_save = f"{stall_s / median(totals):.0%}" if totals else ""
+        speed = f"{size_gb / median(totals):.2f}" if totals else ""
+        rows.append(
+            f"| {name} | {cell(name, 'stall')} | {of_save} | {stall_s / step_s:.0%} | "
+            f"{cell(name, 'total')} | {speed} | {cell(name, 'load')} | "
+            f"{cell(name, 'memory', 1e-9)} |"
+        )
     lines = [
         f"State: {size_gb:.2f} GB on {ranks} ranks; {rounds} rounds; torch {torch.__version__}.",
         f"A forward and backward of {TOKENS_PER_RANK} tokens on each rank takes {step_s:.2f} s.",
         "",
-        "| | loop waits, s | of the save | of a step | until durable, s | save, GB/s | load, s "
-        "| extra GB of a rank |",
-        "|---|---|---|---|---|---|---|---|",
+        *table(_HEADER, rows),
     ]
-    for name in results:
-        totals = [result["total"] for result in results[name] if "total" in result]
-        speed = f"{size_gb / _median(totals):.2f}" if totals else ""
-        stall_s = _median([result["stall"] for result in results[name]])
-        share_of_save = f"{stall_s / _median(totals):.0%}" if totals else ""
-        lines.append(
-            f"| {name} | {cell(name, 'stall')} | {share_of_save} | {stall_s / step_s:.0%} | "
-            f"{cell(name, 'total')} | {speed} | {cell(name, 'load')} | "
-            f"{cell(name, 'memory', 1e-9)} |"
-        )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    run(main)
+    run(worker)

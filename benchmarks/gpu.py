@@ -1,141 +1,99 @@
 """shardtune, TRL and HF Trainer on one GPU: real shapes with random weights; writes
 benchmarks/GPU.md.
 
-python -m benchmarks.gpu --tokenizer DIR --peers .venv/peers/bin/python [--shapes qwen3-1.7b]
-python -m benchmarks.gpu --tokenizer DIR --peers ... --tiny   # shows on a CPU that all of it runs
-
-As in bench.py, all of the chats are one optimizer step, all sides begin with the same weights,
-drawn once, and losses must be equal at every step. With random weights nearly all logits are alike
-at first, and equal losses would say little. So the learning rate moves the loss by far more than
-the tolerance; where it does not, there is no figure. Where float32 weights, gradients and moments
-(16 bytes a parameter) do not fit the GPU, the model has fewer layers, and the table says how many.
-A model with experts is refused where no layer with experts fits.
+All of the chats are one optimizer step, all sides begin with the same weights, drawn once, and
+losses must be equal at every step. With random weights nearly all logits are alike at first, and
+equal losses would say little. So the learning rate moves the loss by far more than the tolerance;
+where it does not, there is no figure. Where float32 weights, gradients and moments (16 bytes a
+parameter) do not fit the GPU, the model has fewer layers, and the table says how many. A model with
+experts is refused where no layer with experts fits. `--tiny` shows on a CPU that all of it runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import math
 import shutil
 import sys
-from importlib.metadata import version
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.bench import document_lengths, model_flops
-from benchmarks.measure import (
-    FAILED,
-    REPOSITORY,
-    TOLERANCE,
-    Side,
-    gated,
-    in_turns,
-    run_ours,
-    run_peer,
-    spread,
-)
+from benchmarks.machine import model_flops, versions
+from benchmarks.one import document_lengths
+from benchmarks.sides import FAILED, NAMES, TOLERANCE, Job, Side, counted, in_turns
+from benchmarks.small_model import copy_tokenizer
+from benchmarks.tables import spread, table
 from distTest.workloads.chats import write_chats
-from distTest.workloads.shapes import SHAPES
+from distTest.workloads.script import REPOSITORY, absolute
+from distTest.workloads.shapes import SHAPES, slice_of
 from shardtune.model.flops import measure_matmul_rate, published_peak
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 49152,
-}
-PEERS: dict[str, dict[str, Any]] = {
-    "hf_trainer": {},
-    "trl_packed": {},
-    "hf_padded": {"batch-size": 8},
-}
-NAMES = {
-    "ours": "shardtune",
-    "trl_packed": "TRL, packed (bfd)",
-    "hf_trainer": "HF Trainer (batches of 1, no padding)",
-    "hf_padded": "HF Trainer (batches of 8)",
-}
-BYTES_PER_PARAMETER = 16  # float32: weight, gradient, two moments
+_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 49152}
+_TINY |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_BATCH_SIZES = {"hf_trainer": 1, "trl_packed": 1, "hf_padded": 8}
+_BYTES_PER_PARAMETER = 16  # float32: weight, gradient, two moments
 
 
-def main() -> None:
-    options = read_options()
+def add_options(parser: ArgumentParser) -> None:
+    add, sides = parser.add_argument, ("ours", *_BATCH_SIZES)
+    add("--tokenizer", type=absolute, required=True)
+    add("--peers", type=absolute, required=True, help="the Python of the peers' environment")
+    add("--results", type=absolute, default=REPOSITORY / "benchmarks/GPU.md")
+    add("--work", type=absolute, default=REPOSITORY / "runs/gpu", help="inputs and runs; emptied")
+    add("--shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))
+    add("--layers", type=int, help="of every shape, where the GPU is smaller")
+    add("--lengths", type=int, nargs="+", default=[4096, 8192])
+    add("--sides", nargs="+", choices=sides, default=sides)
+    add("--rounds", type=int, default=2)
+    add("--steps", type=int, default=4, help="of each run; the first is not counted")
+    add("--lr", type=float, default=1e-4)
+    add("--rows", type=int, default=8, help="full rows of one step, about")
+    add("--dtype", choices=tuple(TOLERANCE), default="bfloat16")
+    add("--checkpointing", choices=("none", "selective", "full"), default="full")
+    add("--tiny", action="store_true")
+
+
+def main(options: Namespace) -> None:
+    if options.tiny:
+        options.lengths, options.rows, options.steps, options.lr = [256], 3, 3, 1e-2
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    lines = [
+    about = [
         "# One GPU",
         "",
         f"- device: {device}",
         f"- date: {datetime.date.today().isoformat()}",
-        f"- torch {version('torch')}, transformers {version('transformers')}; activation "
-        f"checkpointing "
-        f"{options.checkpointing}; forward and backward in {options.dtype}",
+        f"- torch {versions()['torch']}, transformers {versions()['transformers']}; activation "
+        f"checkpointing {options.checkpointing}; forward and backward in {options.dtype}",
         "",
         "HF Trainer and TRL attend by flash-attn where it is installed, else by sdpa under a mask: "
         "the last column says which.",
         "",
-        "| model | row | layers | side | tokens/s | MFU | peak memory | first and last loss "
-        "| attention |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
+    header = "| model | row | layers | side | tokens/s | MFU | peak memory | first and last loss "
+    rows: list[str] = []
     for shape in options.shapes:
         try:
             model, layers = write_model(options, shape)
         except TooLarge as why:
             FAILED.append(str(why))
-            lines.append(f"| {shape} | | | {why} | | | | | |")
+            rows.append(f"| {shape} | | | {why} | | | | | |")
             continue
         for length in options.lengths:
-            lines += measure(options, shape, model, layers, length)
-            options.results.write_text("\n".join([*lines, ""]), encoding="utf-8")
+            rows += measure(options, shape, model, layers, length)
+            text = "\n".join([*about, *table(f"{header}| attention |", rows)])
+            options.results.write_text(text, encoding="utf-8")
         shutil.rmtree(model)  # several times 10 GB
     print(f"Written: {options.results}")
     if FAILED:
         sys.exit(f"ERROR: {'; '.join(FAILED)} - see the logs in {options.work}")
-
-
-def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument(
-        "--peers", type=Path, required=True, help="the Python of the peers' environment"
-    )
-    parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks/GPU.md")
-    parser.add_argument(
-        "--work", type=Path, default=REPOSITORY / "runs/gpu", help="inputs, logs and runs; emptied"
-    )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))
-    parser.add_argument("--layers", type=int, help="of every shape, where the GPU is smaller")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--sides", nargs="+", choices=("ours", *PEERS), default=("ours", *PEERS))
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--steps", type=int, default=4, help="of each run; the first is not counted"
-    )
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--rows", type=int, default=8, help="full rows of one step, about")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="full")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    if options.tiny:
-        options.lengths, options.rows, options.steps, options.lr = [256], 3, 3, 1e-2
-    return options
 
 
 class TooLarge(Exception):
@@ -144,130 +102,70 @@ class TooLarge(Exception):
     """
 
 
-def write_model(options: argparse.Namespace, shape: str) -> tuple[Path, str]:
+def write_model(options: Namespace, shape: str) -> tuple[Path, str]:
     """Write a model directory with random weights and a tokenizer; return it and the number of its
     layers in words.
 
     Raises:
         TooLarge: the GPU has no room for one layer, or for the first layer with experts.
     """
-    model_type, settings = SHAPES[shape]
-    settings = {
-        **settings,
-        "max_position_embeddings": 2 * max(options.lengths),
-        "pad_token_id": 2,
-        "eos_token_id": 2,
-    }
-    if options.tiny:
-        settings |= TINY
-    folder = options.work / shape.replace(",", "").replace(" ", "-")
-    dense = settings.get("first_k_dense_replace")  # layers before those with experts
-    fewest = 1 if dense is None else dense + 1
-    whole = settings["num_hidden_layers"]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-    layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    beside = model.num_parameters() - sum(layer_sizes)
     room = 0.7 * torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else math.inf
-
-    def needed(layers: int) -> int:
-        return BYTES_PER_PARAMETER * (beside + sum(layer_sizes[:layers]))
-
-    layers = max(fewest, min(options.layers or whole, whole))
-    while layers > fewest and needed(layers) > room:
-        layers -= 1
-    if needed(layers) > room:
-        kind = "" if dense is None else ", the last of them the first with experts"
+    small = _TINY if options.tiny else None
+    most = room / _BYTES_PER_PARAMETER
+    part = slice_of(shape, max(options.lengths), most, options.layers, small)
+    if part.parameters > most:
+        kind = "" if part.dense is None else ", the last of them the first with experts"
+        needed = part.parameters * _BYTES_PER_PARAMETER
         raise TooLarge(
-            f"{shape}: {layers} of {whole} layers{kind}, take {needed(layers) / 1e9:.0f} GB "
-            f"of weights, gradients and "
-            f"moments, and {room / 1e9:.0f} GB is what this GPU has for them - take a GPU "
-            f"with more memory"
+            f"{shape}: {part.layers} of {part.whole} layers{kind}, take {needed / 1e9:.0f} GB of "
+            f"weights, gradients and moments, and {room / 1e9:.0f} GB is what this GPU has for "
+            "them - take a GPU with more memory"
         )
-    description = f"{layers} of {whole} layers" + (
-        "" if dense is None else f", {layers - dense} of them with experts"
-    )
-    config = AutoConfig.for_model(model_type, **{**settings, "num_hidden_layers": layers})
+    folder: Path = options.work / shape.replace(",", "").replace(" ", "-")
+    ends = {"pad_token_id": 2, "eos_token_id": 2}
+    config = AutoConfig.for_model(part.model_type, **part.settings, **ends)
     torch.manual_seed(1234)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     torch.cuda.empty_cache()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(options.tokenizer / name, folder / name)
-    return folder, description
+    copy_tokenizer(options.tokenizer, folder)
+    return folder, str(part)
 
 
-def measure(
-    options: argparse.Namespace, shape: str, model: Path, layers: str, length: int
-) -> list[str]:
-    """Return the lines of the table for one shape and row length."""
+def measure(options: Namespace, shape: str, model: Path, layers: str, length: int) -> list[str]:
+    """Return the rows of the table for one shape and row length."""
     chats = write_chats(options.work / f"chats-{length}.jsonl", options.rows * length, length)
-    options.model, options.max_length = model, length
-    lengths = document_lengths(options, chats)
-    ours = {
-        "model.path": model.resolve(),
-        "model.compute_dtype": options.dtype,
-        "model.activation_checkpointing": options.checkpointing,
-        "data.train": chats.resolve(),
-        "data.max_length": length,
-        "train.epochs": options.steps,
-        "optimizer.lr": options.lr,
-    }
-    peer_flags = {
-        "model": model.resolve(),
-        "data": chats.resolve(),
-        "dtype": options.dtype,
-        "max-length": length,
-        "steps": options.steps,
-        "lr": options.lr,
-        **({"checkpointing": True} if options.checkpointing != "none" else {}),
-    }
+    given = (options.dtype, options.lr, options.checkpointing)
+    job = Job(model, chats, length, options.steps, *given, overflow="turns")
     runs: dict[str, list[Side]] = {name: [] for name in options.sides}
     for turn, name in in_turns(options.sides, options.rounds):
-        run_name = f"{model.name}-{length}-{name}-{turn}"
+        run_dir = options.work / f"{model.name}-{length}-{name}-{turn}"
         if name == "ours":
-            script = ("-m", "distTest.workloads.unsaved")
-            done = run_ours(run_name, options.work, ours, script=script)
-            shutil.rmtree(options.work / run_name, ignore_errors=True)
+            done = job.run_ours(run_dir, ways="unsaved")
         else:
-            done = run_peer(
-                name, run_name, options.work, options.peers, {**peer_flags, **PEERS[name]}
-            )
+            size = _BATCH_SIZES[name]
+            done = job.run_peer(name, run_dir, options.peers, batch_size=size)
         runs[name] += [done] if done else []
-    return table_lines(options, f"| {shape} | {length} | {layers}", model, lengths, runs)
+    return rows_of(f"| {shape} | {length} | {layers}", options.work, job, runs)
 
 
-def table_lines(
-    options: argparse.Namespace,
-    start: str,
-    model: Path,
-    lengths: np.ndarray,
-    runs: dict[str, list[Side]],
-) -> list[str]:
-    """Return a line for each side; a side that did unequal work has the reason."""
-    reference = next(
-        (name for name in (*PEERS, *runs) if runs.get(name)), next(iter(runs))
-    )  # a peer's, if one ran
-    equal, refused = gated(runs, reference, TOLERANCE[options.dtype])
-    FAILED.extend(f"no figure for {NAMES[name]}: {why}" for name, why in refused.items())
-    flops, peak = model_flops(model), peak_flops(options.dtype)
-    lines = []
+def rows_of(start: str, work: Path, job: Job, runs: dict[str, list[Side]]) -> list[str]:
+    """Return a row for each side; a side that did unequal work has the reason."""
+    names = (*_BATCH_SIZES, *runs)
+    reference = next((name for name in names if runs.get(name)), next(iter(runs)))  # a peer's
+    equal, refused = counted(runs, reference, job.dtype)
+    flops, lengths = model_flops(job.model), document_lengths(work, job)
+    rows, peak = [], peak_flops(job.dtype)
     for name, sides in equal.items():
+        step = flops.per_step(lengths, sides[0].trained_tokens)
         seconds = [value for side in sides for value in side.seconds]
-        step_flops = flops.per_step(lengths, sides[0].trained_tokens)
-        mfu = (
-            f"{median(step_flops / value / peak for value in seconds):.1%}"
-            if peak
-            else "unknown peak"
-        )
+        mfu = f"{median(step / s / peak for s in seconds):.1%}" if peak else "unknown peak"
         memory = max(side.memory_bytes for side in sides) / 1e9
         speed = spread([side.tokens / value for side in sides for value in side.seconds])
         losses = f"{sides[0].losses[0]:.4f} {sides[0].losses[-1]:.4f}"
-        lines.append(
-            f"{start} | {NAMES[name]} | {speed} | {mfu} | {memory:.1f} GB | {losses} | "
-            f"{sides[0].attention} |"
-        )
-    return lines + [f"{start} | {NAMES[name]} | {why} | | | | |" for name, why in refused.items()]
+        cells: list[Any] = [NAMES[name], speed, mfu, f"{memory:.1f} GB", losses]
+        rows.append(" | ".join([start, *cells, f"{sides[0].attention} |"]))
+    return rows + [f"{start} | {NAMES[name]} | {why} | | | | |" for name, why in refused.items()]
 
 
 def peak_flops(dtype: str) -> float | None:
@@ -275,7 +173,3 @@ def peak_flops(dtype: str) -> float | None:
         return published_peak(torch.cuda.get_device_name(), getattr(torch, dtype))
     torch.set_num_threads(1)  # what the runs have
     return measure_matmul_rate(getattr(torch, dtype))
-
-
-if __name__ == "__main__":
-    main()

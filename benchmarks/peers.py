@@ -4,7 +4,7 @@ environment.
 python -m benchmarks.peers --side trl_packed --model DIR --data chats.jsonl --out result.json ...
 
 All of the data is one optimizer step, so that every side has the same batch, however it orders and
-packs. Writes the fields of `measure.Side`.
+packs. Writes the fields of `sides.Side`.
 """
 
 from __future__ import annotations

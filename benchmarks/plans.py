@@ -1,19 +1,19 @@
-"""The plans in docs/planner.md, computed again and written in place.
-
-    python -m benchmarks.plans
+"""The plans and verdicts in docs/planner.md, computed again and written in place.
 
 Behind a line `<!-- plan --gpu-memory 80 key=value ... -->` stands what `shardtune plan` prints for
 config.yaml with these options, without changes that would help. Behind `<!-- plans -->` stands a
-table, whose rows name such options in their first column.
+table, whose rows name such options in their first column. Behind `<!-- verdicts -->` stands one
+whose first three columns, model, machine and settings, are the question.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
-from pathlib import Path
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 
+from distTest.workloads.script import REPOSITORY
 from shardtune.config_io import load_config
 from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config
@@ -22,21 +22,35 @@ from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.text import describe
 from shardtune.planner.verdict import verdict
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs/planner.md"
-GLM = REPOSITORY / "tests/data/configs/glm-4.5-air"
+CONFIGS = REPOSITORY / "tests/data/configs"
 _BLOCK = re.compile(r"(<!-- plan (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
-_TABLE = re.compile(r"(<!-- plans -->\n\n\|.*\n\|.*\n)((?:\|.*\n)+)")
+_TABLE = r"(<!-- {} -->\n\n\|.*\n\|.*\n)((?:\|.*\n)+)"
+PLANS, VERDICTS = (re.compile(_TABLE.format(name)) for name in ("plans", "verdicts"))
+# Every verdict is of the defaults of other keys, and of InfiniBand of 400 Gb/s a node.
+_COMMON = (
+    "--config /dev/null --nic-gbps 400 data.train=unread data.max_length=4096 "
+    "train.gradient_accumulation_steps=2"
+)
 
 
-def main() -> None:
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+def add_options(parser: ArgumentParser) -> None:
+    """Add none."""
 
 
-def rewritten(text: str) -> str:
+def main(_: Namespace) -> None:
+    text = with_rows(VERDICTS, verdict_row, with_plans(PAGE.read_text(encoding="utf-8")))
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def with_plans(text: str) -> str:
     """Return the page with every plan as the code computes it now."""
     text = _BLOCK.sub(lambda match: f"{match[1]}{block(match[2])}{match[3]}", text)
-    return _TABLE.sub(lambda match: match[1] + "".join(map(row, match[2].splitlines())), text)
+    return with_rows(PLANS, row, text)
+
+
+def with_rows(table: re.Pattern[str], row_of: Callable[[str], str], text: str) -> str:
+    return table.sub(lambda match: match[1] + "".join(map(row_of, match[2].splitlines())), text)
 
 
 def block(options: str) -> str:
@@ -49,37 +63,44 @@ def block(options: str) -> str:
 
 
 def row(line: str) -> str:
-    """Return a row of the table for the options in its first column."""
+    """Return a row of the table of plans for the options in its first column."""
     options = line.split("|")[1].strip()
     plan = plan_of(options.strip("`"))
-    cells = [
-        options,
-        f"{plan.states.total / 1e9:.1f} GB",
-        f"{plan.peak_bytes / 1e9:.1f} GB",
-        "yes" if plan.fits else "no",
-        *(f"{plan.floors_s[part]:.3g} s" for part in ("between nodes", "inside a node")),
-        f"{plan.floors_s['arithmetic']:.3g} s",
-    ]
+    cells = [options, *_memory(plan, " GB")]
+    for part in ("between nodes", "inside a node", "arithmetic"):
+        cells.append(f"{plan.floors_s[part]:.3g} s")
     return f"| {' | '.join(cells)} |\n"
 
 
+def verdict_row(line: str) -> str:
+    """Return a row of the table of verdicts for the question in its first columns."""
+    model, machine, settings = (cell.strip() for cell in line.split("|")[1:4])
+    nodes, ranks, memory = re.findall(r"\d+", machine)
+    options = f"--nodes {nodes} --gpus-per-node {ranks} --gpu-memory {memory}"
+    plan = plan_of(f"{_COMMON} {options} model.path={CONFIGS / model} {settings.strip('`')}")
+    bound_by = max(plan.floors_s, key=lambda part: plan.floors_s[part])
+    cells = [model, machine, settings, *_memory(plan), f"{plan.floor_s:.3g} s, {bound_by}"]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _memory(plan: Plan, unit: str = "") -> list[str]:
+    sizes = [f"{size / 1e9:.1f}{unit}" for size in (plan.states.total, plan.peak_bytes)]
+    return [*sizes, "yes" if plan.fits else "no"]
+
+
 def plan_of(options: str, reason: str = "") -> Plan:
-    """Plan config.yaml on 2 nodes of 8 GPUs, with the options of `shardtune plan`.
+    """Plan config.yaml on 2 nodes of 8 GPUs, or what the options of `shardtune plan` say.
 
     `reason` is that of `make_plan`.
     """
-    parser = argparse.ArgumentParser()
+    parser = ArgumentParser()
     add_arguments(parser)
     given = parser.parse_intermixed_args(["--config", "config.yaml", *shlex.split(options)])
     quiet_libraries(is_main=False)
-    more = [f"model.path={GLM}", "model.compute_dtype=bfloat16"]
-    more.append("run.dir=none")  # whose preflight would give other rates
-    config = load_config(REPOSITORY / given.config, [*given.assignments, *more], {})
+    before = [f"model.path={CONFIGS}/glm-4.5-air", "model.compute_dtype=bfloat16"]
+    before.append("run.dir=none")  # whose preflight would give other rates
+    config = load_config(REPOSITORY / given.config, [*before, *given.assignments], {})
     machine = machine_of(given, config)
     without_weights = config.model.model_copy(update={"init": "random"})
     model_config = read_model_config(without_weights, config.data.max_length)
     return make_plan(config, model_config, machine, reason=reason)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,14 @@
-"""What the trackers take of the training loop: python -m benchmarks.sinks [--steps N]
+"""What the trackers take of the training loop.
 
-It hands over the objects of N steps as a run does, and times the calls alone.
+Hands over the objects of N steps as a run does, and times the calls alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -16,13 +16,15 @@ from statistics import median
 from shardtune.config import Config
 from shardtune.training.sinks import open_sinks
 
+SHORT = {"steps": 10}
 _STEP_S = 0.005  # between two steps, so that the trackers' threads run as well
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=1000)
-    steps = parser.parse_args().steps
+
+
+def main(options: Namespace) -> None:
     os.environ.setdefault("WANDB_MODE", "offline")
     logging = {"tensorboard": True, "wandb": "benchmark" if find_spec("wandb") else None}
     config = Config.model_validate(
@@ -31,7 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sinks = open_sinks(config, Path(folder), resumed_step=None)
         seconds = []
-        for step in range(1, steps + 1):
+        for step in range(1, options.steps + 1):
             numbers = dict.fromkeys(("loss", "grad_norm", "lr", "mfu", "seconds", "tokens"), 0.5)
             entry = {"kind": "step", "step": step, **numbers}
             began = time.perf_counter()
@@ -43,10 +45,6 @@ def main() -> None:
             sink.close()
     names = " and ".join(name for name, is_on in logging.items() if is_on)
     print(
-        f"{names}, {steps} steps: {1e6 * median(seconds):.1f} us of the loop per step (median), "
-        f"{1e6 * max(seconds):.0f} us at most"
+        f"{names}, {options.steps} steps: {1e6 * median(seconds):.1f} us of the loop per step "
+        f"(median), {1e6 * max(seconds):.0f} us at most"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,68 +1,75 @@
-"""Run train_fsdp.py and count its collectives and the rows through its head, by watching PyTorch's
-operators.
+"""The bytes that one step of two ranks moves, and the rows through its head.
 
-torchrun --nproc_per_node=2 -m benchmarks.traffic OUT VOCABULARY [arguments of
-train_fsdp.py]
-
-Each rank writes OUT.<rank>.json: for each collective the calls and the bytes of its largest
-tensor, which is the one that is gathered or reduced; and as `head` the rows of all products whose
-width is the vocabulary.
+It is a run of three steps less a run of two.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections import defaultdict
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
-import train_fsdp
-from shardtune.distributed.exit_code import run
-
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.default)
+from benchmarks.sides import run_script
+from benchmarks.tables import section
+from distTest.workloads.chats import write_chats
 
 
-class Counter(TorchDispatchMode):
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.vocabulary = vocabulary
-        self.totals: defaultdict[str, dict[str, int]] = defaultdict(
-            lambda: {"count": 0, "bytes": 0}
-        )
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        if operation.namespace in ("c10d", "_c10d_functional"):
-            tensors = [
-                leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)
-            ]
-            name = operation.name().partition("::")[2].strip("_")
-            entry = self.totals[name]
-            entry["count"] += 1
-            entry["bytes"] += max(
-                (tensor.numel() * tensor.element_size() for tensor in tensors), default=0
-            )
-        elif operation in PRODUCTS and result.shape[-1] == self.vocabulary:
-            self.totals["head"]["count"] += result.shape[0]
-        return result
+def measurements(options: Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
+    return {"traffic": partial(measure, options)}
 
 
-def main() -> None:
-    out, vocabulary = Path(f"{sys.argv[1]}.{os.environ.get('RANK', '0')}.json"), int(sys.argv[2])
-    sys.argv = ["train_fsdp.py", *sys.argv[3:]]
-    counter = Counter(vocabulary)
-    with counter:
-        train_fsdp.main()
-    out.write_text(json.dumps(counter.totals), encoding="utf-8")
+def measure(options: Namespace) -> dict[str, Any]:
+    chats = write_chats(options.work / "chats.jsonl", options.tokens, options.max_length)
+    settings = {
+        "model.path": options.model,
+        "model.compute_dtype": "float32",
+        "data.train": chats,
+        "data.max_length": 256,
+        "data.overflow": "truncate",
+        "train.epochs": 99,
+        "train.gradient_accumulation_steps": 2,
+        "checkpoint.every_steps": 0,
+    }
+    vocabulary = AutoConfig.from_pretrained(options.model).vocab_size
+    counts: list[list[dict[str, dict[str, int]]]] = []
+    for steps in (2, 3):
+        run_dir = options.work / f"traffic-{steps}"
+        way, more = f"counted={run_dir}:{vocabulary}", {"train.max_steps": steps}
+        record = run_script(run_dir, settings | more, ways=way, ranks=2)
+        if not record:
+            return {}
+        counts.append([json.loads(Path(f"{run_dir}.{rank}.json").read_text()) for rank in (0, 1)])
+    before, after = counts
+
+    def more_of(rank: int, name: str, key: str) -> int:
+        return after[rank][name][key] - before[rank].get(name, {}).get(key, 0)
+
+    collectives = {
+        name: {key: more_of(0, name, key) for key in ("count", "bytes")}
+        for name in sorted(after[0])
+        if name != "head" and more_of(0, name, "count")
+    }
+    last = record.of_kind("step")[-1]
+    head = {"rows": sum(more_of(rank, "head", "count") for rank in (0, 1))}
+    head |= {key: last[key] for key in ("tokens", "trained_tokens")}
+    return {"collectives": collectives, "head": head}
 
 
-if __name__ == "__main__":
-    run(main)
+def lines(figures: dict[str, Any], _: dict[str, Any]) -> list[str]:
+    head = figures["head"]
+    rows = [
+        f"| {name} | {each['count']} | {each['bytes']} |"
+        for name, each in figures["collectives"].items()
+    ]
+    title = "What one step moves (two ranks, two micro-batches each), float32"
+    header = "| | calls | bytes gathered or reduced |"
+    text = (
+        f"Rows through the head: {head['rows']}, of {head['tokens']} tokens, "
+        f"{head['trained_tokens']} of them trained."
+    )
+    return [*section(title, header=header, rows=rows), text, ""]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from distTest.gpu_check.checks import Failed
 from distTest.workloads import chats
+from distTest.workloads.script import REPOSITORY, environment, train_command
+from shardtune.report.read_run import read_run
 
 _TOKENS = 4000  # of the tokenizer
 
@@ -35,8 +36,7 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        text = (self.directory / "metrics.jsonl").read_text(encoding="utf-8")
-        return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == "step"]
+        return read_run(self.directory).of_kind("step")
 
     def time_of(self, start: str) -> float:
         """Return when the line came that begins so."""
@@ -48,10 +48,9 @@ def train(
     *assignments: str,
     on_cpu: bool = False,
     saves: bool = False,
-    again: bool = False,
     draws_on_device: bool = False,
 ) -> Run:
-    """Run train_fsdp.py in one process, with run.dir `name`; `again` takes it up once more.
+    """Run train_fsdp.py in one process, with run.dir `name`. A run of that name is resumed.
 
     Random weights are those of any run with this seed. With `draws_on_device` they are others, and
     are drawn in seconds.
@@ -60,26 +59,20 @@ def train(
         Failed: it ended with another code than 0.
     """
     folder = work_folder() / name
-    folder.mkdir(parents=True, exist_ok=again)
-    config = folder / "empty.yaml"
-    config.touch()
-    script = "distTest.workloads." + ("older_torch" if saves else "unsaved")
-    settings = [f"run.dir={folder / 'run'}", *assignments]
+    settings = {"run.dir": folder, **dict(each.split("=", 1) for each in assignments)}
+    ways = ["drawn_on_device"] * draws_on_device
     if not saves:
-        settings += ["checkpoint.every_steps=0", "checkpoint.mode=sync", "export.final=false"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "DRAW_ON_DEVICE": "1" if draws_on_device else "",
-    }
-    if on_cpu:
-        environment |= {"CUDA_VISIBLE_DEVICES": ""}
+        settings |= {"checkpoint.every_steps": 0, "checkpoint.mode": "sync", "export.final": False}
+        ways.append("unsaved")
+    more = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     lines = list[tuple[float, str]]()
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", script, "--config", str(config), *settings],
+        train_command(settings, ways=",".join(ways)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env=environment(PYTHONUNBUFFERED="1", **more),
+        cwd=REPOSITORY,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -88,7 +81,7 @@ def train(
     if process.returncode:
         errors = [line for _, line in lines if "ERROR" in line] or [line for _, line in lines[-1:]]
         raise Failed(f"{name} ended with {process.returncode}: {errors[-1]}")
-    return Run(folder / "run", lines)
+    return Run(folder, lines)
 
 
 def save_model(name: str, model_type: str, settings: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""Tokens per second and MFU of real shapes, against TRL and HF Trainer: benchmarks/gpu.py."""
+"""Tokens per second and MFU of real shapes, against TRL and HF Trainer: the benchmarks' `gpu`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _measure(shape: str) -> Outcome:
     tokenizer, results = work_folder() / "tokenizer", work_folder() / "GPU.md"
     save_tokenizer(tokenizer)
     command = [
-        *(sys.executable, "-m", "benchmarks.gpu", "--tokenizer", str(tokenizer)),
+        *(sys.executable, "-m", "benchmarks", "gpu", "--tokenizer", str(tokenizer)),
         *("--peers", peers, "--results", str(results), "--work", str(work_folder() / "runs")),
         *("--shapes", shape, "--sides", *sides, "--rounds", "1", "--steps", "3"),
         *(["--tiny", "--dtype", "float32"] if is_tiny() else ["--lengths", "4096"]),

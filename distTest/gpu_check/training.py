@@ -76,7 +76,7 @@ def resume() -> Outcome:
     once = train("once", *whole, saves=True)
     again = train("again", *whole, saves=True)
     train("halves", *settings, "train.max_steps=2", saves=True)
-    resumed = train("halves", *whole, saves=True, again=True)
+    resumed = train("halves", *whole, saves=True)
     expected, repeated, halves = (_bits(run) for run in (once, again, resumed))
     problems = []
     if repeated != expected:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 _QWEN3 = {
     "num_key_value_heads": 8,
@@ -61,3 +66,53 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The first layers of a shape, in `settings`, and the parameters that they have with all else.
+
+    `dense` is the number of layers before those with experts, where there are any.
+    """
+
+    model_type: str
+    settings: dict[str, Any]
+    parameters: int
+    whole: int
+    dense: int | None
+
+    @property
+    def layers(self) -> int:
+        count: int = self.settings["num_hidden_layers"]
+        return count
+
+    def __str__(self) -> str:
+        experts = f", {self.layers - self.dense} of them with experts" if self.dense else ""
+        return f"{self.layers} of {self.whole} layers{experts}"
+
+
+def slice_of(
+    name: str,
+    length: int,
+    most: float,
+    layers: int | None = None,
+    small: Mapping[str, int] | None = None,
+) -> Slice:
+    """Return as many layers as have at most `most` parameters, at most `layers` of them.
+
+    The fewest, one or those up to the first with experts, may have more. `length` is that of a row,
+    in tokens; `small` replaces values that the shape has.
+    """
+    model_type, shape = SHAPES[name]
+    replaced = {key: value for key, value in (small or {}).items() if key in shape}
+    shape = shape | {"max_position_embeddings": 2 * length} | replaced
+    whole, dense = shape["num_hidden_layers"], shape.get("first_k_dense_replace")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape))
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    fewest = 1 + (dense or 0)
+    count = max(fewest, min(layers or whole, whole))
+    while count > fewest and model.num_parameters() - sum(sizes[count:]) > most:
+        count -= 1
+    parameters = model.num_parameters() - sum(sizes[count:])
+    return Slice(model_type, shape | {"num_hidden_layers": count}, parameters, whole, dense)

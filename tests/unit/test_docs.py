@@ -77,7 +77,7 @@ def test_the_page_of_the_architecture_has_every_room_of_the_tree() -> None:
 
 
 def test_the_page_of_the_cards_is_made_of_the_cards() -> None:
-    assert card.page() == card.PAGE.read_text(encoding="utf-8"), "run python -m benchmarks.card"
+    assert card.page() == card.PAGE.read_text(encoding="utf-8"), "run python -m benchmarks card"
 
 
 def test_the_workflow_runs_make_test_on_the_oldest_python_that_is_supported() -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import REPOSITORY
 
-from benchmarks.plans import PAGE, plan_of, rewritten
+from benchmarks.plans import PAGE, plan_of, with_plans
 
 
 def test_the_shipped_comments_have_the_bytes_of_weights_gradients_and_moments() -> None:
@@ -35,7 +35,7 @@ def test_the_shipped_configuration_fits_and_takes_what_its_comments_say() -> Non
 def test_the_page_has_what_the_code_computes() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert len(re.findall("<!-- plans? ", text)) == 2
-    assert rewritten(text) == text
+    assert with_plans(text) == text
 
 
 @pytest.mark.full

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.verdicts import CONFIGS, PAGE, TABLE, row
+from benchmarks.plans import CONFIGS, PAGE, VERDICTS, verdict_row
 
-ROWS = (TABLE.search(PAGE.read_text(encoding="utf-8")) or [""] * 3)[2].splitlines()
+ROWS = (VERDICTS.search(PAGE.read_text(encoding="utf-8")) or [""] * 3)[2].splitlines()
 NUMEL = {
     "glm-4.5-air": 106_852_245_504,
     "qwen3-30b-a3b": 30_532_122_624,
@@ -32,4 +32,4 @@ def test_the_models_of_the_table_have_the_parameters_of_the_real_ones(model: str
     "line", [*(pytest.param(line, marks=pytest.mark.full) for line in ROWS[:-1]), ROWS[-1]]
 )
 def test_a_row_is_what_the_code_computes(line: str) -> None:
-    assert row(line) == f"{line}\n"
+    assert verdict_row(line) == f"{line}\n"

@@ -1,0 +1,43 @@
+"""python -m benchmarks SECTION [options]; `python -m benchmarks SECTION --help` has its options.
+
+`all` measures every section of RESULTS.md. The other sections write files of their own.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib import import_module
+
+from benchmarks import results
+
+# Each is a module with `add_options(parser)`, `main(options)`, and SHORT where it has a short form:
+# the values of its options then.
+SECTIONS = ("card", "checkpoint", "gpu", "plans", "rounding", "sinks")
+
+
+def main(arguments: Sequence[str]) -> None:
+    names = ("all", *results.SECTIONS, *SECTIONS)
+    parser = ArgumentParser("python -m benchmarks", description=__doc__, usage="%(prog)s SECTION")
+    parser.add_argument("section", choices=names)
+    name = parser.parse_args(arguments[:1]).section
+    module = import_module(f"benchmarks.{name if name in SECTIONS else 'results'}")
+    parser = ArgumentParser(
+        f"python -m benchmarks {name}",
+        description=module.__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    module.add_options(parser)
+    if name in results.SECTIONS:
+        parser.set_defaults(sections=[name])
+    if short := vars(module).get("SHORT"):
+        parser.add_argument("--short", action="store_true", help="shows that all of it runs")
+        parser.set_defaults(**short if "--short" in arguments else {})
+    parser.set_defaults(command=shlex.join(["python", "-m", "benchmarks", *arguments]))
+    module.main(parser.parse_args(arguments[1:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

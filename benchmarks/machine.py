@@ -1,0 +1,48 @@
+"""The machine and the versions that a figure belongs to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from distTest.workloads.script import REPOSITORY
+from shardtune.model.flops import ModelFlops, count_flops
+
+# With changes to these files, the results are not those of a commit.
+_SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")
+
+
+def output_of(*command: Any) -> str:
+    """Return what a command prints, or an empty text where it fails."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def commit() -> str:
+    """Return the commit of this tree, with `-dirty` where its code was changed since."""
+    git = ("git", "-C", REPOSITORY)
+    changed = output_of(*git, "status", "--porcelain", "-uno", "--", *_SOURCES)
+    return output_of(*git, "describe", "--always") + ("-dirty" if changed else "")
+
+
+def cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    installed = {name: version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), **installed}
+
+
+def model_flops(model: Path) -> ModelFlops:
+    with torch.device("meta"):
+        return count_flops(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))

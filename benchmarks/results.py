@@ -1,0 +1,146 @@
+"""shardtune against what people would use instead, on this machine's CPU; writes
+benchmarks/RESULTS.md and its plot.
+
+All sides train the same weights on the same chats. All of the chats are one optimizer step, so
+every side has the same global batch, however it orders and packs. At every step its loss must
+equal the reference's (HF Trainer's, or the first peer's without it) before any of its figures
+counts. In each round the sides take turns, in another order each time. Each runs in its own process
+on one pinned core with one thread. Its first step also sets things up and is not counted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from benchmarks.machine import commit, cpu, output_of, versions
+from benchmarks.sides import FAILED, TOLERANCE, Unequal, run_pinned
+from distTest.workloads.chats import MIXES
+from distTest.workloads.script import REPOSITORY, absolute
+
+# Each is a module with `measurements(options)`, which returns functions that measure, by their
+# names in the results, and `lines(figures, results)`. They are measured in this order.
+SECTIONS = ("traffic", "one", "profile", "two", "head", "scaling", "records", "experts")
+_SHOWN = ("one", "profile", "two", "traffic", "head", "scaling", "records", "experts")
+_PEERS = ("trl_packed", "trl_padded", "trl_single", "hf_trainer")
+SHORT: dict[str, Any] = {"rounds": 1, "steps": 2, "tokens": 1024, "max_length": 512}
+SHORT |= {"ranks": [1, 2], "head_tokens": 256, "records": [1_000], "expert_tokens": [64]}
+SHORT |= {"mixes": ["prompts"]}
+
+
+def add_options(parser: ArgumentParser) -> None:
+    add, sides = parser.add_argument, ("ours", *_PEERS)
+    add("--model", type=absolute, required=True)
+    add("--peers", type=absolute, required=True, help="the Python of the peers' environment")
+    add("--results", type=absolute, default=REPOSITORY / "benchmarks/RESULTS.md")
+    add("--work", type=absolute, default=REPOSITORY / "runs/bench", help="inputs and runs; emptied")
+    add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    add("--sides", nargs="+", choices=sides, default=sides)
+    add("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=default_dtypes())
+    add("--mixes", nargs="+", choices=tuple(MIXES), default=tuple(MIXES), help="of chats")
+    add("--rounds", type=int, default=2)
+    add("--steps", type=int, default=3, help="of each run; the first is not counted")
+    add("--tokens", type=int, default=1536, help="of one step, about")
+    add("--max-length", type=int, default=2048)
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the scaling figure")
+    add("--head-tokens", type=int, default=8192)
+    add("--records", type=int, nargs="+", default=[1_000, 1_000_000], help="of the start-up figure")
+    add("--expert-tokens", type=int, nargs="+", default=[128, 512, 2048], help="of each rank")
+
+
+def default_dtypes() -> list[str]:
+    """Return bfloat16 too where the CPU multiplies it natively: elsewhere nobody would use it."""
+    return ["float32", "bfloat16"] if {"avx512_bf16", "amx_bf16"} & set(_native()) else ["float32"]
+
+
+def _native() -> list[str]:
+    flags = torch.cpu.get_capabilities()
+    return [flag for flag in ("avx512_f", "avx512_bf16", "amx_bf16") if flags.get(flag)]
+
+
+def main(options: Namespace) -> None:
+    """Measure what the options ask for; other results stay as they are."""
+    torch.set_num_threads(1)
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
+    os.environ["SHARDTUNE_CACHE"] = f"{options.work}/cache"  # without an earlier run's tokens
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    file, plot = (options.results.with_suffix(suffix) for suffix in (".json", ".png"))
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    measured_with = machine(options)
+    for section in options.sections:
+        for name, measure in _module(section).measurements(options).items():
+            print(f"{name}:", flush=True)
+            failures, figures = len(FAILED), {}
+            try:
+                figures = measure()
+            except Unequal as difference:
+                FAILED.append(f"{name}: {difference}")
+            results[name] = {"measured_with": measured_with, "figures": figures}
+            results[name]["failed"] = FAILED[failures:]
+            file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    plotted = [part for name, part in results.items() if _section(name) in ("one", "scaling")]
+    if any(part["figures"] for part in plotted):
+        plot.unlink(missing_ok=True)
+        command = [options.peers, "-m", "benchmarks.plot", "results", file, plot]
+        run_pinned(command, options.work / "plot.log")
+    text = report(results, plot.name if plot.exists() else None)
+    options.results.write_text(text, encoding="utf-8")
+    print(f"Written: {options.results}")
+    if FAILED:
+        sys.exit(f"ERROR: {'; '.join(FAILED)} - see the logs in {options.work}")
+
+
+def _section(name: str) -> str:
+    return name.split()[0]
+
+
+def _module(section: str) -> Any:
+    return import_module(f"benchmarks.{section}")
+
+
+def machine(options: Namespace) -> dict[str, str]:
+    code = (
+        "from importlib.metadata import version as v; print(', '.join(f'{n} {v(n)}' for n in "
+        "('torch', 'transformers', 'trl', 'accelerate')))"
+    )
+    ours = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "CPU": f"{cpu()}, {', '.join(_native()) or 'no AVX-512'}",
+        "ours": ours.replace("python", "Python"),
+        "peers": output_of(options.peers, "-c", code),
+        "command": options.command,
+    }
+
+
+def report(results: dict[str, Any], plot: str | None) -> str:
+    """Return the results in Markdown, each part with the run that measured it."""
+    runs: list[dict[str, str]] = []
+    lines: list[str] = []
+    for section in _SHOWN:
+        for name, part in results.items():
+            if _section(name) != section:
+                continue
+            if part["measured_with"] not in runs:
+                runs.append(part["measured_with"])
+            title, *rest = [f"## {name}", ""]
+            if part["figures"]:
+                title, *rest = _module(section).lines(part["figures"], results)
+            lines += [title, "", f"Run {runs.index(part['measured_with']) + 1}.", *rest]
+            lines += [f"Failed: {each}.\n" for each in part["failed"]]
+    described = [
+        f"{number}. " + "; ".join(f"{key}: {value}" for key, value in run.items())
+        for number, run in enumerate(runs, 1)
+    ]
+    image = [f"![trained tokens per second]({plot})", ""] if plot else []
+    return "\n".join(["# Benchmarks", "", "Runs:", "", *described, "", *image, *lines])

@@ -1,0 +1,295 @@
+"""Runs of either side, their measurements, and the gate before any figure."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from distTest.workloads.script import REPOSITORY, environment, launch, train_command
+from distTest.workloads.wrapped import CPU_LABEL
+from shardtune.report.read_run import RunRecord, read_run
+
+FAILED: list[str] = []  # one reason for each measurement of this process that failed
+# A loss must change by so many tolerances: a side that stays within one tolerance has then made the
+# same updates.
+_MOVES = 10
+# Of losses, relative. Float32 sides differ by 1e-6. Bfloat16 sides differ by 9e-4: some keep
+# float32 between layers.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
+# Moves the loss by 15% in two updates, in bfloat16 too, in which smaller updates round away.
+LR = 3e-4
+_TIMEOUT_S = 3600  # of one run
+NAMES = {
+    "ours": "shardtune",
+    "trl_packed": "TRL, packed (bfd)",
+    "trl_padded": "TRL, padded (batches of 4)",
+    "trl_single": "TRL (batches of 1, no padding)",
+    "hf_trainer": "HF Trainer (batches of 1, no padding)",
+    "hf_padded": "HF Trainer (batches of 8)",
+    "transformers_fsdp": "transformers' distributed_config (HF Trainer)",
+}
+
+
+class Unequal(Exception):
+    """Two sides did not do the same work; the message says what differs."""
+
+
+@dataclass
+class Side:
+    """One run: the `seconds` of its steps from the second one on; counts are those of one step
+    over all ranks.
+    """
+
+    losses: list[float]
+    seconds: list[float]
+    memory_bytes: int  # the largest of any rank
+    tokens: int  # real ones
+    trained_tokens: int
+    computed_tokens: int  # padding included
+    head_rows: int | None = None  # where they were counted
+    attention: str = ""
+    mfu: list[float] | None = None  # of the same steps as `seconds`, where the run itself says it
+    # The part of these seconds for which the rank that waited most waited for its batches.
+    data_share: float | None = None
+    cpu_seconds: list[float] = field(default_factory=list)  # of the process, in these steps
+
+
+def require_equal_work(side: Side, reference: Side, tolerance: float) -> None:
+    """The gate: the same tokens, the same trained ones, and the same loss at every step.
+
+    Raises:
+        Unequal: not so, or one of them has taken no step that could be compared.
+    """
+    for name in ("tokens", "trained_tokens"):
+        count, expected = getattr(side, name), getattr(reference, name)
+        if count != expected:
+            raise Unequal(f"{name} of a step are {count} and {expected}")
+    require_equal_losses(side.losses, reference.losses, tolerance)
+
+
+def require_equal_losses(
+    losses: Sequence[float], reference: Sequence[float], tolerance: float
+) -> None:
+    """Raises Unequal where a step's losses differ, or there are none."""
+    if len(losses) != len(reference) or not losses:
+        raise Unequal(f"{len(losses)} and {len(reference)} steps have a loss")
+    for step, (loss, expected) in enumerate(zip(losses, reference, strict=True), start=1):
+        if not abs(loss - expected) <= tolerance * abs(expected):
+            raise Unequal(f"the loss of step {step} is {loss:.6f} and {expected:.6f}")
+
+
+def require_moving_loss(side: Side, tolerance: float) -> None:
+    """Raises Unequal where the first and the last loss of a run are so near that equal losses
+    would say nothing.
+    """
+    first, last = side.losses[0], side.losses[-1]
+    if not abs(first - last) > _MOVES * tolerance * abs(first):
+        raise Unequal(
+            f"the loss goes from {first:.4f} to {last:.4f} only, less than {_MOVES} tolerances"
+        )
+
+
+def gated(
+    runs: dict[str, list[Side]], reference: str, tolerance: float
+) -> tuple[dict[str, list[Side]], dict[str, str]]:
+    """Return the sides whose every run did the reference's work, and why the others did not.
+
+    Where the reference's loss moves too little to tell, no side passes.
+    """
+    equal: dict[str, list[Side]] = {}
+    refused: dict[str, str] = {}
+    try:
+        for side in runs.get(reference, []):
+            require_moving_loss(side, tolerance)
+    except Unequal as difference:
+        return {}, dict.fromkeys(runs, str(difference))
+    for name, sides in runs.items():
+        if missing := next((each for each in (name, reference) if not runs.get(each)), None):
+            refused[name] = f"{missing} did not run to its end"
+            continue
+        try:
+            for side in sides:
+                require_equal_work(side, runs[reference][0], tolerance)
+            equal[name] = sides
+        except Unequal as difference:
+            refused[name] = str(difference)
+    return equal, refused
+
+
+def counted(
+    runs: dict[str, list[Side]], reference: str, dtype: str
+) -> tuple[dict[str, list[Side]], dict[str, str]]:
+    """Return what `gated` does, and record why sides have no figure."""
+    equal, refused = gated(runs, reference, TOLERANCE[dtype])
+    FAILED.extend(f"no figure for {NAMES[name]}: {why}" for name, why in refused.items())
+    return equal, refused
+
+
+def in_turns(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield the round and the side of each run, rotated so that no side always follows the same
+    other one.
+    """
+    for turn in range(rounds):
+        first = turn % len(sides)
+        yield from ((turn, side) for side in (*sides[first:], *sides[:first]))
+
+
+def run_pinned(command: Sequence[Any], log: Path, cores: Sequence[int] | None = None) -> bool:
+    """Run a command on these cores, one thread a process, its output in `log`; return whether it
+    ended well.
+    """
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as stream:
+        try:
+            done = subprocess.run(
+                list(map(str, command)),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                preexec_fn=partial(os.sched_setaffinity, 0, cores) if cores else None,
+                cwd=REPOSITORY,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+            code: Any = done.returncode
+        except subprocess.TimeoutExpired:
+            code = f"after {_TIMEOUT_S} s without an end"
+    took = f"  {log.stem}: {time.monotonic() - started:.0f} s"
+    print(took + (f", exit {code}, see {log}" if code else ""), flush=True)
+    if code:
+        FAILED.append(f"{log.stem} ended with {code}, see {log}")
+    return code == 0
+
+
+def run_script(
+    run_dir: Path,
+    settings: Mapping[str, Any],
+    *,
+    ways: str | None = None,
+    ranks: int = 1,
+    cores: Sequence[int] | None = None,
+) -> RunRecord | None:
+    """Run train_fsdp.py without an export; return None where it failed.
+
+    Its output is in a `.log` beside its directory, from which the checkpoints are removed.
+    """
+    settings = {"run.dir": run_dir, "run.resume": "never", "export.final": False, **settings}
+    command = train_command(settings, ways=ways, ranks=ranks)
+    is_done = run_pinned(command, Path(f"{run_dir}.log"), cores)
+    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+    return read_run(run_dir) if is_done else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The same training for either side: all of the chats are one optimizer step."""
+
+    model: Path
+    chats: Path
+    max_length: int
+    steps: int
+    dtype: str  # of forward and backward
+    lr: float = LR
+    checkpointing: str = "none"
+    overflow: str = "error"
+    more: Mapping[str, Any] = field(default_factory=dict)  # assignments of shardtune
+
+    def run_ours(
+        self,
+        run_dir: Path,
+        *,
+        ways: str | None = None,
+        ranks: int = 1,
+        cores: Sequence[int] | None = None,
+    ) -> Side | None:
+        """Run train_fsdp.py as users do; return None where it failed."""
+        settings = {
+            "model.path": self.model,
+            "model.compute_dtype": self.dtype,
+            "model.activation_checkpointing": self.checkpointing,
+            "data.train": self.chats,
+            "data.max_length": self.max_length,
+            "data.overflow": self.overflow,
+            "train.epochs": self.steps,
+            "train.micro_batch_size": 1,
+            "train.gradient_accumulation_steps": 1 << 16,
+            "optimizer.lr": self.lr,
+            "scheduler.name": "constant",
+            "scheduler.warmup_ratio": 0,
+            "checkpoint.every_steps": 0,
+            "checkpoint.mode": "sync",
+            **self.more,
+        }
+        record = run_script(run_dir, settings, ways=ways, ranks=ranks, cores=cores)
+        return side_of(record) if record else None
+
+    def run_peer(
+        self,
+        side: str,
+        run: Path,
+        python: Path,
+        *,
+        batch_size: int = 1,
+        ranks: int = 1,
+        cores: Sequence[int] | None = None,
+    ) -> Side | None:
+        """Run peers.py once in its own environment; return None where it failed.
+
+        `run` is the path of its files, without their suffixes.
+        """
+        out = Path(f"{run}.json")
+        flags = {
+            "--model": self.model,
+            "--data": self.chats,
+            "--max-length": self.max_length,
+            "--steps": self.steps,
+            "--dtype": self.dtype,
+            "--lr": self.lr,
+            "--batch-size": batch_size,
+        }
+        program = ["-m", "benchmarks.peers", "--side", side, "--out", out]
+        program += [part for flag in flags.items() for part in flag]
+        program += ["--checkpointing"] * (self.checkpointing != "none")
+        if not run_pinned(launch(program, ranks, python), Path(f"{run}.log"), cores):
+            return None
+        return Side(**json.loads(out.read_text(encoding="utf-8")))
+
+
+def side_of(record: RunRecord) -> Side:
+    steps = record.of_kind("step")
+    ((tokens, trained),) = {(step["tokens"], step["trained_tokens"]) for step in steps}
+    log = Path(f"{record.path}.log").read_text(encoding="utf-8").splitlines()
+    mfu = [step["mfu"] for step in steps[1:]]
+    waited, took = (sum(step[key] for step in steps[1:]) for key in ("data_seconds", "seconds"))
+    # Packed rows are flattened, so nothing is padded.
+    return Side(
+        losses=[step["loss"] for step in steps],
+        seconds=[step["seconds"] for step in steps[1:]],
+        memory_bytes=max(step["memory_bytes"] for step in steps),
+        tokens=tokens,
+        trained_tokens=trained,
+        computed_tokens=tokens,
+        attention=next(lines_behind("Attention: ", log)),
+        mfu=None if None in mfu else mfu,
+        data_share=waited / took if took else None,
+        cpu_seconds=differences(json.loads(next(lines_behind(CPU_LABEL, log), "[]"))),
+    )
+
+
+def lines_behind(label: str, log: Sequence[str]) -> Iterator[str]:
+    """Yield the lines that begin with a label, without it."""
+    return (line.removeprefix(label) for line in log if line.startswith(label))
+
+
+def differences(ends: Sequence[float]) -> list[float]:
+    """Return how long each step took, of all but the first."""
+    return [end - start for start, end in pairwise(ends)]
