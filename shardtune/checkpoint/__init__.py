@@ -7,9 +7,9 @@ checkpoint_0001000/
                            adapters alone, for the model that they were trained on)
   COMPLETE                 written last; holds the manifest's digest
 
-A save, in this order: train_state, slices, saver, safetensors_writer, commit, manifest.
-A resume: run_dir, resume, resume_rules, verify, load. Models: assets, export/.
-System calls: durable_fs.
+A save passes train_state, slices, saver, staging, safetensors_writer, commit and manifest; a resume
+run_dir, resume, resume_rules (which refuses a changed key), verify and load. Models are made by
+export/ with assets. Every system call that changes a file is in durable_fs.
 """
 
 from shardtune.checkpoint.load import load_checkpoint

@@ -36,10 +36,10 @@ def agree_on_checkpoint(
 ) -> Checkpoint | None:
     """Choose the checkpoint to resume from. Collective.
 
-    `resume` is `auto`, the newest in run.dir of which every byte matches its digest; `never`, None;
-    or a directory. `require_settings` refuses a checkpoint before its bytes are read. Each file is
-    read by one of the ranks that see it. The reasons against newer checkpoints are logged. One that
-    is prepared on all disks but not committed is committed now.
+    `resume` is `auto` for the newest one in run.dir whose bytes all match their digests, `never`
+    for none, or a checkpoint's directory. `require_settings` refuses a checkpoint before its bytes
+    are read. Each file is read by one of the ranks that see it. The reasons against newer
+    checkpoints are logged. One that is prepared on all disks but not committed is committed now.
 
     Raises:
         UserError: on every rank, if there are checkpoints and none can be used.
@@ -49,7 +49,7 @@ def agree_on_checkpoint(
     is_named = resume != "auto"  # by the user
     paths = [Path(resume)] if is_named else _committed_and_prepared(run_dir.checkpoints)
     candidates, rejected = _candidates(paths, is_named, run_dir, world)
-    is_loss = is_named or bool(rejected)  # an uncommitted checkpoint is none
+    is_loss = is_named or bool(rejected)  # without a committed one there is nothing to lose
     chosen = None
     for path_of in candidates:
         checkpoint = _open(path_of, run_dir, world)
@@ -152,9 +152,9 @@ def _recover(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoin
 def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> None:
     """Leave on every disk only what belongs to the run that goes on from `resumed`. Collective.
 
-    Unfinished saves and deletions are deleted. Moved aside, and logged, is what could be mistaken
-    for this run's own: uncommitted checkpoints; and those newer than the one it resumes from, or,
-    if that is elsewhere, everything that an earlier run left.
+    Unfinished saves and deletions are deleted. Uncommitted checkpoints are moved aside, and logged:
+    they could be mistaken for this run's own. So are checkpoints newer than the one it resumes
+    from, or, if that is elsewhere, everything that an earlier run left.
     """
 
     def is_part(path: Path) -> bool:

@@ -1,4 +1,7 @@
-"""What a resume may change: log every change, or refuse it with both values and the remedies."""
+"""Compare a run with its checkpoint: log what a resume may change, and refuse the rest.
+
+A refusal has both values and the remedies.
+"""
 
 from __future__ import annotations
 

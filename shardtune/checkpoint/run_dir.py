@@ -14,7 +14,7 @@ from shardtune.errors import UserError
 from shardtune.run_files import LOCK
 
 ADAPTER, BEST = "adapter", "best"  # exported models beside `model`
-_LOCK_WAIT_S = 10  # the processes of a run that was just killed may take as long to end
+_LOCK_WAIT_S = 10  # the processes of a run that was just killed may take this long to end
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which rank writes and reads which part of each tensor."""
+"""Divide tensors among ranks: which slices each rank writes, and which it reads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardtune.errors import UserError, first_few
 
 
 def slices_to_write(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, Sequence[int]]:
-    """Return which tensors this rank writes its part of, and the first index of each. Collective.
+    """Return the first index of each slice that this rank writes, by its tensor. Collective.
 
-    Of a part that several ranks hold, the one that has the least to write so far writes it.
+    Where several ranks hold a slice, the one that has the least to write so far writes it.
     """
     local = [[name, first_indices(tensor)] for name, tensor in tensors.items()]
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}

@@ -36,7 +36,7 @@ class Staging:
             _pin(memory)
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Begin to copy these. The copies before must have been written."""
+        """Begin to copy these tensors, over earlier copies that must have been written."""
         if self._stream is None:
             for name, tensor in tensors.items():
                 self._copies[name].copy_(tensor)
@@ -84,7 +84,7 @@ def make_staging(tensors: Mapping[str, torch.Tensor], world: World) -> Staging |
 
 
 def staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the size of the memory for these."""
+    """Return the bytes of host memory that a copy of these tensors takes."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors.values())
 
 

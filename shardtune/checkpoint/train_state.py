@@ -20,9 +20,9 @@ def training_state(
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the training state by a lasting name; tied weights appear once.
 
-    With adapters that is their factors alone: the frozen weights are in the files of `model.path`.
-    The optimizer's state is created here as its first step would. Taking that step changes the
-    weights.
+    With adapters only their factors are trained: the frozen weights are in the files of
+    `model.path`. The optimizer's state is created here, as its first step would. Taking that step
+    changes the weights.
     """
     tied = model.all_tied_weights_keys
     tensors: dict[str, torch.Tensor] = {}
@@ -47,7 +47,7 @@ def _new_adam_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def model_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the parameters and the buffers that are saved, by the same names."""
+    """Return the parameters and buffers that are saved, by their names in `training_state`."""
     tied, persistent = model.all_tied_weights_keys, model.state_dict().keys()
     parameters = {tied.get(name, name): tensor for name, tensor in model.named_parameters()}
     if factors := {name: tensor for name, tensor in parameters.items() if is_factor(name)}:
@@ -57,7 +57,7 @@ def model_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def model_kinds(model: PreTrainedModel) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Return dtype and shape of each of them."""
+    """Return dtype and shape of each tensor of `model_state`."""
     return {name: (t.dtype, list(t.shape)) for name, t in model_state(model).items()}
 
 

@@ -36,7 +36,7 @@ def verify(directories: Sequence[Path]) -> list[str]:
 
 
 def verify_checkpoint(directories: Sequence[Path]) -> list[str]:
-    """Verify one checkpoint, likewise."""
+    """Verify the parts of one checkpoint; return its problems as `verify` does."""
     try:
         checkpoint = open_checkpoint(*directories)
     except DamagedCheckpoint as error:

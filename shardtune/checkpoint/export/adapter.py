@@ -1,7 +1,7 @@
 """Export adapters: in peft's format, and merged with the source's weights.
 
 peft 0.21 changes `target_modules` of models with stacked experts: it also takes the router, and no
-dense MLP. What is named in `target_parameters` it takes as it is.
+dense MLP. It takes the names in `target_parameters` as they are.
 https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -60,7 +60,7 @@ class Adapter(Export):
 
 
 def _to_peft(factor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a factor in peft's layout: of stacked experts A is (E rank, in), B (out, rank E)."""
+    """Return a factor in peft's layout: stacked experts have A (E rank, in) and B (out, rank E)."""
     if factor.dim() == 2:
         return factor
     return factor.flatten(0, 1) if name.endswith("A") else factor.permute(1, 2, 0).flatten(1)

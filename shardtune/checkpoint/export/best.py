@@ -117,7 +117,7 @@ class Best:
         )
 
     def _write(self, result: Mapping[str, Any]) -> str:
-        """Write the files on rank 0, of tensors that all ranks gather. Return rank 0's problem."""
+        """Write the files on rank 0, from tensors that all ranks gather; return its problem."""
         tensors, names = model_state(self._model), iter(self._export.stored)
 
         @torch.no_grad()
@@ -138,6 +138,6 @@ class Best:
                 problem = str(error)
                 with contextlib.suppress(OSError):
                     durable_fs.recover_replaced(self._out)
-        for name in names:  # the other ranks', and those after a failure
+        for name in names:  # each gather needs every rank, also after rank 0 has failed
             gather(name)
         return problem

@@ -119,9 +119,9 @@ def write_final_model(
     run_dir: RunDir,
     world: World,
 ) -> None:
-    """Write `model/` of the run unless it is there; an earlier model is moved aside. Collective.
+    """Write `model/` of the run unless it is there; move an earlier one aside. Collective.
 
-    With adapters `adapter/`, and `model/` where they are to be merged and every node can do so.
+    Adapters are written to `adapter/`, and merged to `model/` where every node can do so.
 
     Ranks that share the disk write in parallel. Otherwise rank 0 writes, and the others send it the
     tensors that its disk does not have.
