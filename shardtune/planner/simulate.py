@@ -111,7 +111,7 @@ def simulate(
             attention = decide_attention(model, config, config.data.max_length, device)
             tracker.read_by_host = _exchanged(HEAD_TRIAL_TOKENS, model, config, imbalance)
             use_loss_head(model, device)
-            batch = _full_batch(config, attention.is_flat, device)
+            batch = full_batch(config, attention.is_flat, device)
             if policy.keep_parameters:
                 cast(Any, model).set_reshard_after_forward(False)
             _watch_layers(model, tracker)
@@ -134,7 +134,7 @@ def simulate(
     return Measured(layers, tracker.peaks, tracker.pools, tracker.traffic, attention.text)
 
 
-def _full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
+def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
     """Return rows of one document each, as long as the row, with every token trained."""
     rows, length = config.train.micro_batch_size, config.data.max_length
     numbers = partial(torch.zeros, dtype=torch.int64, device=device)

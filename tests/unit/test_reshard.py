@@ -1,0 +1,49 @@
+"""What stays unsharded between micro-batches is decided once for all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from helpers.ranks import config_for
+from helpers.thread_ranks import on_threads, thread_worlds
+from torch import nn
+
+from shardtune.training.reshard import ReshardPolicy, choose_reshard_policy
+from shardtune.training.states import StateBytes
+
+
+class Sharded(nn.Linear):
+    """Parameters of 4 MB, and the method that FSDP2 adds."""
+
+    def set_reshard_after_forward(self, reshards: bool) -> None:
+        self.reshards = reshards
+
+
+@pytest.mark.parametrize("fullest", [0, 1])
+def test_the_rank_with_the_least_memory_decides_for_all(
+    fullest: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A rank that gathers what the others keep would wait for them forever."""
+    config = config_for(models["llama"], tmp_path, "train.gradient_accumulation_steps=2")
+    mesh = {"shard": SimpleNamespace(size=lambda: 2)}
+
+    def decided(shares: list[int]) -> list[ReshardPolicy]:
+        """Decide on ranks that have such a share of the host's memory."""
+        worlds = [
+            replace(world, mesh=cast(Any, mesh), local_size=share)
+            for world, share in zip(thread_worlds(2), shares, strict=True)
+        ]
+        state = StateBytes(0, 0, 0)
+        return on_threads(
+            worlds,
+            lambda world: choose_reshard_policy(Sharded(1024, 1024), config, state, None, world),
+        )
+
+    assert decided([1, 1]) == [ReshardPolicy(True, True)] * 2
+    shares = [1, 1]
+    shares[fullest] = 1 << 20
+    assert decided(shares) == [ReshardPolicy(False, False)] * 2

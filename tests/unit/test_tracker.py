@@ -1,0 +1,57 @@
+"""The tracker counts as PyTorch's own does, which knows one micro-batch and no traffic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.moe_families import FAMILIES, SMALL
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from transformers import AutoConfig
+
+from shardtune.config_io import load_config
+from shardtune.model.build import build_on_meta
+from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.planner.simulate import fake_world, full_batch, simulate
+from shardtune.planner.tracker import Cause
+from shardtune.training.reshard import ReshardPolicy
+
+
+@pytest.mark.parametrize(
+    ("family", "assignment"),
+    [
+        ("llama", "model.activation_checkpointing=none"),
+        ("qwen3_moe", "model.activation_checkpointing=full"),
+        ("qwen3_moe", "lora.rank=4"),
+    ],
+)
+def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> None:
+    given = ["model.path=unread", "model.compute_dtype=bfloat16", "data.train=unread"]
+    config = load_config(Path("/dev/null"), [*given, "data.max_length=64", assignment], {})
+    model_config = AutoConfig.for_model(family, **SMALL | FAMILIES.get(family, {}))
+    policy = ReshardPolicy(False, False)
+    with fake_world(1, 4, config) as world:
+        ours = simulate(config, model_config, policy, world, evaluates=False)
+        model = build_on_meta(config, model_config, world)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device=world.device)
+            model.tie_weights()
+            model.set_attn_implementation("documents")
+            use_loss_head(model, world.device)
+            batch = full_batch(config, True, world.device)
+            with FSDPMemTracker(model) as theirs:
+                policy.before_forward(model, is_last_micro_batch=True)
+                summed_loss(model, batch).backward()
+    peak = max(ours.peaks.values(), key=lambda each: each.n_bytes)
+    snapshot = theirs.get_tracker_snapshot("peak")[world.device]
+    found = {str(kind).rpartition(".")[2]: n_bytes for kind, n_bytes in snapshot.items()}
+    rows = (batch.input_ids, batch.position_ids, batch.predicting, batch.targets, batch.boundaries)
+    # They do not count the batch, and ours does.
+    assert (
+        0 <= peak.n_bytes - found["Total"] <= sum(each.nbytes for each in rows if each is not None)
+    )
+    assert peak.by_cause[Cause.PARAMETERS] == found["SHARDED_PARAM"] + found["BUFFER"]
+    assert peak.by_cause[Cause.GATHERED] == found["UNSHARDED_PARAM"] + found["ALL_GATHER"]
+    assert peak.by_cause[Cause.GRADIENTS] == found["SHARDED_GRAD"]
+    assert peak.by_cause[Cause.REDUCED] == found["REDUCE_SCATTER"] + found["UNSHARDED_GRAD"]
