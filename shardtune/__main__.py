@@ -139,24 +139,12 @@ def _config_schema(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 COMMANDS = {
-    "inspect-data": (
-        _inspect_data,
-        "show which tokens of the data are trained; needs a tokenizer and no weights",
-    ),
-    "verify": (
-        _verify,
-        "read every byte of checkpoints and models and compare it with the saved digests",
-    ),
-    "export": (
-        _export,
-        "write the model of a checkpoint as from_pretrained opens it, one tensor at a time",
-    ),
-    "plan": (
-        _plan,
-        "say what a run would take of each GPU, and whether it fits; needs config.json alone",
-    ),
+    "inspect-data": (_inspect_data, "show which tokens are trained; needs a tokenizer, no weights"),
+    "verify": (_verify, "compare every byte of checkpoints and models with the saved digests"),
+    "export": (_export, "write the model of a checkpoint as from_pretrained opens it"),
+    "plan": (_plan, "say what a run takes of each GPU, and whether it fits, from config.json"),
     "report": (_report, "write a page of a run's curves, or of several runs to compare them"),
-    "watch": (_watch, "show a run in this terminal, also while it goes on"),
+    "watch": (_watch, "show a run in this terminal, from its directory"),
     "config-schema": (_config_schema, "print the JSON schema of the configuration"),
 }
 

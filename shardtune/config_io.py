@@ -27,6 +27,7 @@ from shardtune.errors import UserError
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
     {key: field.default for key, field in KEYS.items() if not field.is_required()}
 )
+_OF_A_NODE = {"run.dir", "distributed.join_timeout_s"}
 _ORIGINS = "origins.json"
 _TEXT = "text that is not empty (in quotes where YAML would read a number)"
 _IS_LIKE = 0.75  # of two names
@@ -185,6 +186,14 @@ def remarks(config: Config) -> list[str]:
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Return section -> key -> value, in JSON's types alone."""
     return config.model_dump(mode="json")
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """Return section.key -> value of all keys but those in which nodes may differ.
+
+    The values of node 0 hold for these.
+    """
+    return {key: v for key, v in _flat(to_dict(config)).items() if key not in _OF_A_NODE}
 
 
 def write_config(config: Config, path: Path) -> None:

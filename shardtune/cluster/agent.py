@@ -37,7 +37,7 @@ from shardtune.cluster.exit_code import Judge, local_failure
 from shardtune.cluster.node_info import agents_digest
 from shardtune.cluster.preflight import check_nodes, start_helper
 from shardtune.cluster.rendezvous import meet
-from shardtune.cluster.stuck import TICK_S, Limits
+from shardtune.cluster.stuck import TICK_S
 from shardtune.config_io import read_run_arguments
 from shardtune.distributed.rank_record import Failure
 from shardtune.distributed.signals import SIGNALS
@@ -151,26 +151,25 @@ class Agent:
     async def _run(self, sizes: list[int], temporary: Path) -> Failure:
         """Start the ranks of this node, once for each attempt, and return how the last one ends."""
         environment, control = self._environment, self._control
-        assert environment.config is not None
-        distributed, run_dir = environment.config.distributed, Path(environment.config.run.dir)
-        limits = Limits(distributed.step_timeout_s, distributed.save_timeout_s)
-        judge = Judge(environment, limits, sizes)
+        assert environment.config is not None and environment.store_port is not None
+        judge = Judge(environment, environment.config, sizes)
         node_ranks = await asyncio.to_thread(import_module, "shardtune.cluster.node_ranks")
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):  # it reports less than the agents
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-        assert environment.store_port is not None
         rendezvous = node_ranks.StaticTCPRendezvous(
             environment.master,
             environment.store_port,
             control.node,
             len(sizes),
             "attempt0",
-            int(distributed.join_timeout_s),
+            int(environment.join_timeout_s),
         )
         command = [str(REPOSITORY / "train_fsdp.py"), *self._arguments]
         while True:
-            self._ranks = node_ranks.NodeRanks(command, sizes, rendezvous, run_dir, temporary)
+            self._ranks = node_ranks.NodeRanks(
+                command, sizes, rendezvous, environment.config, temporary
+            )
             if self._signalled is None or judge.attempt == 0:
                 self._ranks.start()
             end = await self._watch(self._ranks, judge)
@@ -194,12 +193,14 @@ class Agent:
         decide_at = next_tick = 0.0
         while True:
             failure = local_failure(ranks, self._signalled)
+            if failure is not None and self._signalled:
+                failure.may_restart = False  # whoever sent the signal wants the launch to end
             if failure is not None and failure != reported:
                 reported = failure
                 control.report({"attempt": attempt, "failure": asdict(failure)})
             if time.monotonic() >= next_tick or ranks.have_finished:
                 next_tick = time.monotonic() + TICK_S
-                await asyncio.to_thread(ranks.tick, judge.limits)
+                await asyncio.to_thread(ranks.tick)
                 running = [
                     asdict(status)
                     for index, status in enumerate(ranks.statuses)

@@ -248,17 +248,16 @@ def set_defaults(environment: Environment) -> None:
 
 
 def banner(environment: Environment) -> str:
+    """Return the lines that a launch begins with."""
     # A carriage return from a file of settings must not rewrite the line.
     shown = {name: v if v.isprintable() else repr(v) for name, v in os.environ.items()}
     role = "MASTER" if shown["NODE_RANK"] == "0" else "WORKER"
     port = environment.store_port or shown["MASTER_PORT"]
     rule = "=" * 40
-    lines = [
-        rule,
-        f"Launching {role} NODE (Node {shown['NODE_RANK']})",
-        f"Master: {shown['MASTER_ADDR']}:{port}",
-        f"Total Nodes: {shown['NNODES']}",
-        f"GPUs per Node: {shown['GPUS_PER_NODE']}",
-        rule,
-    ]
-    return "\n".join(lines)
+    return f"""\
+{rule}
+Launching {role} NODE (Node {shown["NODE_RANK"]})
+Master: {shown["MASTER_ADDR"]}:{port}
+Total Nodes: {shown["NNODES"]}
+GPUs per Node: {shown["GPUS_PER_NODE"]}
+{rule}"""

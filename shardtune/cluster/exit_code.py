@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from shardtune.cluster.control import Message
 from shardtune.cluster.environment import Environment
-from shardtune.cluster.stuck import Limits, RankStatus, stuck_ranks
+from shardtune.cluster.stuck import RankStatus, stuck_ranks
+from shardtune.config import Config
 from shardtune.distributed.rank_record import Failure
 from shardtune.errors import AGAIN
 
@@ -26,13 +27,6 @@ def local_failure(ranks: NodeRanks, signalled: str | None) -> Failure | None:
 
     `signalled` names the signal that this node's agent has received.
     """
-    failure = _local_failure(ranks, signalled)
-    if failure is not None and signalled:
-        failure.may_restart = False  # whoever sent the signal wants the launch to end
-    return failure
-
-
-def _local_failure(ranks: NodeRanks, signalled: str | None) -> Failure | None:
     symptom: Failure | None = None
     if not ranks.were_started:
         return Failure(1, [f"ended by {signalled} before a restart - run the same command again"])
@@ -74,9 +68,8 @@ class Judge:
     the others hear whether node 0 is lost.
     """
 
-    def __init__(self, environment: Environment, limits: Limits, sizes: Sequence[int]) -> None:
-        self.limits = limits
-        self._environment, self._sizes = environment, sizes
+    def __init__(self, environment: Environment, config: Config, sizes: Sequence[int]) -> None:
+        self._environment, self._config, self._sizes = environment, config, sizes
         self._best_step = -1
         self.begin(0)
 
@@ -102,9 +95,7 @@ class Judge:
         every = [status for node in sorted(self._statuses) for status in self._statuses[node]]
         # A rank that has ended has no status, and its node says why it has.
         is_complete = len(every) == sum(self._sizes)
-        if is_complete and (stuck := stuck_ranks(every, self.limits)):
-            return Failure(1, [stuck[1]], stuck=stuck[0])
-        return None
+        return stuck_ranks(every, self._config.distributed) if is_complete else None
 
     def _lost_node(self, node: int, message: Message, ranks: NodeRanks) -> Failure:
         place = f" (while this node was in {ranks.statuses[0].place})"
@@ -135,8 +126,7 @@ class Judge:
             failure.lines[-1] = f"{what}; {given_up} - {remedy}"
             return
         failure.restart = self.attempt + 1
-        assert self._environment.config is not None
-        run = self._environment.config.run
+        run = self._config.run
         has_checkpoint = any((Path(run.dir) / "checkpoints").glob("checkpoint_*"))
         # Once a run has begun, all checkpoints of run.dir are its own: others are moved aside.
         if begun and (run.resume == "never" or has_checkpoint):

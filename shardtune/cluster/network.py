@@ -71,11 +71,6 @@ def address_towards(interface: str, ip: str) -> str:
     return str(max(known, key=lambda one: (one.ip == wanted, wanted in one.network)).ip)
 
 
-def listen(port: int, ip: str = "") -> socket.socket:
-    """Listen on one address, or on all of this machine. Raises OSError."""
-    return socket.create_server((ip, port), backlog=128)
-
-
 def port_holder(port: int) -> str:
     """Name the process that listens on a port of this machine; another user's may be hidden."""
     with contextlib.suppress(psutil.Error, OSError):

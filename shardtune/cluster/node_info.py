@@ -19,7 +19,7 @@ import xxhash
 from shardtune.cluster.control import Message
 from shardtune.cluster.environment import DATA_SUFFIXES, REPOSITORY, Environment, existing_part
 from shardtune.config import Config
-from shardtune.config_io import to_dict
+from shardtune.config_io import bare, shared_settings
 
 # In a set of files over this size, a large file is read in blocks at even distances alone.
 _WHOLE_BYTES = 4 << 30
@@ -55,12 +55,7 @@ def node_facts(environment: Environment) -> Message:
         "code": _code(),
         "environment": {name: os.environ.get(name, "not set") for name in _RANKS_VARIABLES},
         "tuning": {name: value for name, value in os.environ.items() if _TUNING.match(name)},
-        "config": {
-            f"{section}.{key}": value if isinstance(value, str) else json.dumps(value)
-            for section, values in to_dict(environment.config).items()
-            for key, value in values.items()
-            if f"{section}.{key}" not in ("run.dir", "distributed.join_timeout_s")
-        },
+        "config": {key: bare(value) for key, value in shared_settings(environment.config).items()},
         **files,
         **_machine_facts(environment, environment.config, files["model_bytes"]),
     }

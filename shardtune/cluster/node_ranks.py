@@ -23,7 +23,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from shardtune.cluster.stuck import IdleClock, Limits, RankStatus
+from shardtune.cluster.stuck import IdleClock, RankStatus, limit_of
+from shardtune.config import Config
 from shardtune.distributed.rank_record import RECORD_BYTES, RECORDS, STACK, STACK_SIGNAL, RankRecord
 from shardtune.errors import first_line
 
@@ -70,13 +71,15 @@ class NodeRanks(threading.Thread):
         command: Sequence[str],
         sizes: Sequence[int],
         rendezvous: StaticTCPRendezvous,
-        run_dir: Path,
+        config: Config,
         temporary: Path,
     ) -> None:
         super().__init__(name="ranks", daemon=True)
         first_rank, local_size = sum(sizes[: rendezvous.rank]), sizes[rendezvous.rank]
         # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
-        os.environ.setdefault(_DUMP_VARIABLE, str(run_dir.absolute() / "nccl_trace_rank_"))
+        os.environ.setdefault(
+            _DUMP_VARIABLE, str(Path(config.run.dir).absolute() / "nccl_trace_rank_")
+        )
         os.environ.setdefault(_PIPE_VARIABLE, str(temporary / "nccl_pipe_rank_"))
         records = os.memfd_create("shardtune ranks")
         os.ftruncate(records, local_size * RECORD_BYTES)
@@ -91,6 +94,7 @@ class NodeRanks(threading.Thread):
             RankStatus(first_rank + index, socket.gethostname()) for index in range(local_size)
         ]
         self.problem = ""
+        self._config = config.distributed
         self._clocks: dict[int, IdleClock] = {}
         spec = WorkerSpec(
             role="default",
@@ -149,7 +153,7 @@ class NodeRanks(threading.Thread):
         for descriptor in self._descriptors:
             os.close(descriptor)
 
-    def tick(self, limits: Limits) -> None:
+    def tick(self) -> None:
         """Bring `statuses` up to date, once a second."""
         for index, pid in self._agent.pids.items():
             record, status = self.records[index], self.statuses[index]
@@ -158,7 +162,7 @@ class NodeRanks(threading.Thread):
                     self._clocks[index] = IdleClock(pid)
             if clock := self._clocks.get(index):
                 clock.tick(record, status)
-            _, limit_s = limits.of(status)
+            _, limit_s = limit_of(status, self._config)
             if status.idle_s <= limit_s - _STACK_BEFORE_S:
                 status.frame = ""
             elif not status.frame and (frames := self.stack(index)):

@@ -82,7 +82,7 @@ class _Reception:
         port = self._environment.port
         assert port is not None
         try:
-            listener = network.listen(port)
+            listener = socket.create_server(("", port))
         except OSError as error:
             by = f"not open: {error.strerror}"
             if error.errno == errno.EADDRINUSE:

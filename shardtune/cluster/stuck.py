@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import psutil
 
+from shardtune.config import DistributedConfig
 from shardtune.distributed.rank_record import (
     FIRST_STEP_TIMEOUT_S,
     STEP_PHASES,
+    Failure,
     Phase,
     RankRecord,
     place,
@@ -62,20 +64,13 @@ class RankStatus:
         return self.phase in _WITHIN_STEPS
 
 
-@dataclass(frozen=True)
-class Limits:
-    """For how long a rank may stand still, by its phase."""
-
-    step_timeout_s: float
-    save_timeout_s: float
-
-    def of(self, status: RankStatus) -> tuple[str, float]:
-        """Return the key that names the limit, and the limit in seconds."""
-        if status.phase in _WHILE_SAVING:
-            return "save_timeout_s", self.save_timeout_s + _SAVER_GIVES_UP_S
-        if status.is_in_step and not status.limits_steps:
-            return "step_timeout_s", max(self.step_timeout_s, FIRST_STEP_TIMEOUT_S)
-        return "step_timeout_s", self.step_timeout_s
+def limit_of(status: RankStatus, config: DistributedConfig) -> tuple[str, float]:
+    """Return the key and the seconds that limit for how long a rank may stand still."""
+    if status.phase in _WHILE_SAVING:
+        return "save_timeout_s", config.save_timeout_s + _SAVER_GIVES_UP_S
+    if status.is_in_step and not status.limits_steps:
+        return "step_timeout_s", max(config.step_timeout_s, FIRST_STEP_TIMEOUT_S)
+    return "step_timeout_s", config.step_timeout_s
 
 
 class IdleClock:
@@ -106,12 +101,12 @@ class IdleClock:
         return (cpu.user + cpu.system) / _WORKING_CPUS + moved / _WORKING_BYTES_PER_S
 
 
-def stuck_ranks(statuses: Sequence[RankStatus], limits: Limits) -> tuple[list[int], str] | None:
-    """Return the ranks that hold up the run and the line that says so, or None.
+def stuck_ranks(statuses: Sequence[RankStatus], config: DistributedConfig) -> Failure | None:
+    """Return a failure that names the ranks that hold up the run, or None.
 
     Ranks with the fewest arrivals hold it up once another rank has waited too long for them.
     """
-    stopped = [s for s in statuses if s.stopped_s >= min(_STOPPED_S, limits.of(s)[1])]
+    stopped = [s for s in statuses if s.stopped_s >= min(_STOPPED_S, limit_of(s, config)[1])]
     if stopped:
         what = f"no sign of life for {stopped[0].stopped_s:.0f} s, last seen in"
         remedy = f"its process is stopped (SIGSTOP or a debugger): look there; {AGAIN}"
@@ -120,7 +115,7 @@ def stuck_ranks(statuses: Sequence[RankStatus], limits: Limits) -> tuple[list[in
     behind = [status for status in statuses if status.arrivals == fewest]
     ahead = [status for status in statuses if status.arrivals > fewest]
     for status in ahead or statuses:
-        key, limit_s = limits.of(status)
+        key, limit_s = limit_of(status, config)
         if status.idle_s <= limit_s:
             continue
         remedy = f"raise distributed.{key} if that may take so long; {AGAIN}"
@@ -136,8 +131,8 @@ def stuck_ranks(statuses: Sequence[RankStatus], limits: Limits) -> tuple[list[in
     return None
 
 
-def _blame(stuck: Sequence[RankStatus], what: str, remedy: str) -> tuple[list[int], str]:
+def _blame(stuck: Sequence[RankStatus], what: str, remedy: str) -> Failure:
     first, *others = stuck
     more = f" (and {first_few([other.name for other in others], 3)})" if others else ""
     line = f"{first.name}{more}: {what} {first.place} - {remedy}"
-    return [status.rank for status in stuck], line
+    return Failure(1, [line], stuck=[status.rank for status in stuck])

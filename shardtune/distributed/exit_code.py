@@ -19,14 +19,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from shardtune.distributed.rank_record import (
-    RECORDS,
-    STACK,
-    STACK_SIGNAL,
-    Failure,
-    RankRecord,
-    this_rank,
-)
+from shardtune.distributed.rank_record import RECORDS, Failure, this_rank
 from shardtune.distributed.signals import die_with_parent, end_on_signal, ignore_signals
 from shardtune.errors import AGAIN, Aborted, Ending, OutOfMemory, first_line, print_errors
 
@@ -41,7 +34,7 @@ def run(main: Callable[[], None]) -> None:
     """
     for stream in (sys.stdout, sys.stderr):  # a name may have characters that a terminal lacks
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")
-    record = _start_record()
+    _start_record()
     end_on_signal(
         "before the first step, with nothing to save - run the same command again", code=1
     )
@@ -55,12 +48,12 @@ def run(main: Callable[[], None]) -> None:
         # Before they have met, all ranks of this node have the same signal.
         is_shared = not isinstance(ending, Aborted) or not dist.is_initialized()
     except Exception as error:
-        failure = Failure(1, [_describe(error, record)], _is_of_a_connection(error))
+        failure = Failure(1, [_describe(error)], _is_of_a_connection(error))
         if not failure.lost_connection:  # else another rank is the cause, and says so
             with contextlib.suppress(OSError):
                 traceback.print_exc()
     ignore_signals()
-    record.outcome = failure
+    this_rank().outcome = failure
     if RECORDS not in os.environ:
         _print_lines(failure.lines, is_shared)
     elif failure.lost_connection:
@@ -74,18 +67,14 @@ def run(main: Callable[[], None]) -> None:
     os._exit(failure.code)
 
 
-def _start_record() -> RankRecord:
+def _start_record() -> None:
     """Show the agent where this rank is, and how to ask for its stack."""
     faulthandler.enable()  # a crash in native code leaves its stack
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A rank that outlives its launcher would hold GPUs and run.dir.
         die_with_parent(os.getppid())
-    record = this_rank()
-    if STACK in os.environ:
-        stack = os.open(os.environ[STACK], os.O_WRONLY | os.O_APPEND)
-        faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-        record.has_started = True
-    return record
+    if RECORDS in os.environ:
+        this_rank().show_stack_when_asked()
 
 
 def _print_lines(lines: list[str], is_shared: bool) -> None:
@@ -102,7 +91,7 @@ def _is_of_a_connection(error: BaseException | None) -> bool:
     return isinstance(error, dist.DistError) or is_gloo
 
 
-def _describe(error: Exception, record: RankRecord) -> str:
+def _describe(error: Exception) -> str:
     # gloo guesses at causes, and another rank knows its own.
     text = first_line(error).partition(" This is typically caused by")[0]
     what = f"{type(error).__name__}: {text}" if str(error) else text
@@ -111,6 +100,6 @@ def _describe(error: Exception, record: RankRecord) -> str:
         remedy = f"look for the first error of the other ranks; {AGAIN}"
     if isinstance(error, OutOfMemory):  # the same command again would end like this
         what, _, remedy = str(error).partition(" - ")
-    place = f", in {record.place}" if dist.is_initialized() else ""
+    place = f", in {this_rank().place}" if dist.is_initialized() else ""
     rank = os.environ.get("RANK", "0")
     return f"rank {rank} on {socket.gethostname()}: {what}{place} - {remedy}"

@@ -7,6 +7,7 @@ reads them once a second. This module imports nothing heavy.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import json
 import mmap
@@ -124,6 +125,12 @@ class RankRecord(ctypes.Structure):
             self._outcome = json.dumps(asdict(outcome) | {"lines": lines}).encode()
             # Last, and never taken back: the agent may read at any moment.
             self._has_outcome = True
+
+    def show_stack_when_asked(self) -> None:
+        """Write all stacks of this process to the agent's file at each STACK_SIGNAL."""
+        stack = os.open(os.environ[STACK], os.O_WRONLY | os.O_APPEND)
+        faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+        self.has_started = True
 
 
 RECORD_BYTES = ctypes.sizeof(RankRecord)

@@ -22,7 +22,7 @@ from shardtune.checkpoint.assets import SOURCE, model_assets
 from shardtune.checkpoint.export.layout import require_exportable
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.config import Config, ModelConfig
-from shardtune.config_io import changed_keys, remarks, to_dict
+from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Position, Schedule
@@ -46,9 +46,6 @@ from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.sinks import require_packages
 from shardtune.training.states import StateBytes
 
-# Node 0's values hold for these, so nodes may differ in them.
-_MAY_DIFFER_BY_NODE = {"run.dir", "distributed.join_timeout_s"}
-
 
 def start_logging(config: Config, world: World) -> None:
     """Log the `Training Configuration:` block, and every setting that has no effect."""
@@ -61,13 +58,8 @@ def start_logging(config: Config, world: World) -> None:
 
 def require_same_config(config: Config, world: World) -> None:
     """Refuse a node that was started with another configuration than node 0."""
-    settings = {
-        f"{section}.{key}": value
-        for section, values in to_dict(config).items()
-        for key, value in values.items()
-    }
-    shared = {key: settings[key] for key in settings.keys() - _MAY_DIFFER_BY_NODE}
-    _require_same(shared, "start every node with the same configuration", world)
+    remedy = "start every node with the same configuration"
+    _require_same(shared_settings(config), remedy, world)
 
 
 def _require_same(values: Mapping[str, Any], remedy: str, world: World) -> None:

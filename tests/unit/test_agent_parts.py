@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from helpers.configs import load
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from shardtune.cluster.environment import banner, read_environment, set_defaults
@@ -36,7 +37,8 @@ def test_the_flight_recorders_of_a_node_are_asked_and_named(
     """A thread stands in for NCCL, which listens at a pipe in one of two ranks."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     rendezvous = StaticTCPRendezvous("127.0.0.1", 0, 2, 3, "attempt0", 9)
-    ranks = NodeRanks(["-c", "pass"], [2, 2, 2], rendezvous, tmp_path / "run", tmp_path)
+    config = load(tmp_path, f"run.dir={tmp_path}/run")
+    ranks = NodeRanks(["-c", "pass"], [2, 2, 2], rendezvous, config, tmp_path)
     pipe, dump = tmp_path / "nccl_pipe_rank_5.pipe", tmp_path / "run/nccl_trace_rank_5"
     dump.parent.mkdir()
     os.mkfifo(pipe)

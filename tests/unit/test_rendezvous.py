@@ -16,7 +16,7 @@ import pytest
 from helpers.commands import a_free_port
 from helpers.documented import require_error_line
 
-from shardtune.cluster import connectivity, control, network, rendezvous
+from shardtune.cluster import connectivity, control, rendezvous
 from shardtune.cluster.control import Control, NodeHello, Peer
 from shardtune.cluster.environment import Environment, read_environment
 from shardtune.cluster.rendezvous import NotFound, meet, say_hello
@@ -231,15 +231,15 @@ async def test_a_worker_says_why_it_does_not_find_node_0(
 async def test_a_port_of_node_0_that_cannot_be_opened_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with network.listen(0) as taken:
+    with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         line = await refusal(meet(node(0, port), "code"))
         assert f"is taken by process {os.getpid()} (`" in line
 
-    def refuse(port: int) -> socket.socket:
+    def refuse(address: object) -> socket.socket:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(network, "listen", refuse)
+    monkeypatch.setattr(socket, "create_server", refuse)
     assert "is not open: Permission denied - " in await refusal(meet(node(0, "80"), "code"))
 
 
@@ -257,7 +257,7 @@ async def two_that_have_met() -> AsyncIterator[tuple[Control, Control]]:
         peer.send({"welcome": 0.0, "host": "host0"})
         first.add(peer)
 
-    listener = network.listen(0, "127.0.0.1")
+    listener = socket.create_server(("127.0.0.1", 0))
     server = await asyncio.start_server(greet, sock=listener)
     await say_hello(second, *listener.getsockname())
     first.nodes = second.nodes = NODES

@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from shardtune.cluster.stuck import FIRST_STEP_TIMEOUT_S, IdleClock, Limits, RankStatus, stuck_ranks
+from shardtune.cluster.stuck import FIRST_STEP_TIMEOUT_S, IdleClock, RankStatus, stuck_ranks
+from shardtune.config import DistributedConfig
 from shardtune.distributed.rank_record import RECORD_BYTES, Failure, Phase, RankRecord, this_rank
 
-LIMITS = Limits(step_timeout_s=600, save_timeout_s=3600)
+LIMITS = DistributedConfig(step_timeout_s=600, save_timeout_s=3600)
 STEP, DATA = Phase.FORWARD_BACKWARD, Phase.DATA
 
 
@@ -48,22 +49,22 @@ def test_the_rank_behind_the_others_is_blamed(
     statuses: list[RankStatus], blamed: list[int] | None, words: str
 ) -> None:
     verdict = stuck_ranks(statuses, LIMITS)
-    assert (verdict and verdict[0]) == blamed
-    assert verdict is None or words in verdict[1], verdict
+    assert (verdict and verdict.stuck) == blamed
+    assert verdict is None or words in verdict.lines[0], verdict
 
 
 def test_a_stopped_process_is_blamed_whatever_it_does() -> None:
     statuses = ranks((STEP, 9, 40), (DATA, 8, 40))
     statuses[1].stopped_s = 40
     verdict = stuck_ranks(statuses, LIMITS)
-    assert verdict and verdict[0] == [1] and "no sign of life for 40 s" in verdict[1]
+    assert verdict and verdict.stuck == [1] and "no sign of life for 40 s" in verdict.lines[0]
 
 
 def test_a_stopped_process_is_blamed_before_those_that_wait_for_it() -> None:
     statuses = ranks((STEP, 9, 21), (STEP, 9, 21))
     statuses[1].stopped_s = 20
-    verdict = stuck_ranks(statuses, Limits(step_timeout_s=20, save_timeout_s=3600))
-    assert verdict and verdict[0] == [1]
+    verdict = stuck_ranks(statuses, DistributedConfig(step_timeout_s=20, save_timeout_s=3600))
+    assert verdict and verdict.stuck == [1]
 
 
 def test_work_outside_of_steps_is_progress_and_within_them_it_is_not() -> None:
