@@ -154,8 +154,15 @@ class ExpertExchange(EPImplementation):
     def _exchange(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
-        output = _Exchange.apply(rows, sent, received, self._group, self._progress)
-        return cast(torch.Tensor, output)
+        return cast(torch.Tensor, _Exchange.apply(rows, self._all_to_all, sent, received))
+
+    def _all_to_all(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        output = rows.new_empty(sum(received), rows.shape[-1])
+        with self._progress.waiting():
+            dist.all_to_all_single(output, rows.contiguous(), received, sent, group=self._group)
+        return output
 
 
 @torch.library.custom_op("shardtune::count_tokens", mutates_args=("counts",))
@@ -176,37 +183,21 @@ def _add_counts(counts: torch.Tensor, expert_of_pair: torch.Tensor) -> None:
 
 
 class _Exchange(torch.autograd.Function):
-    """Send `sent[r]` rows to rank r of the group and receive `received[r]`; the backward reverses
-    it."""
+    """Send `sent[r]` rows to rank r of the group and receive `received[r]`.
+
+    The backward sends the gradients the other way.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        group: dist.ProcessGroup,
-        progress: Progress,
-    ) -> torch.Tensor:
-        ctx.reverse = received, sent, group, progress
-        return _all_to_all(rows, sent, received, group, progress)
+    def forward(ctx: Any, rows: torch.Tensor, *exchange: Any) -> torch.Tensor:
+        all_to_all, sent, received = exchange
+        ctx.reverse = all_to_all, received, sent
+        return cast(torch.Tensor, all_to_all(rows, sent, received))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        return _all_to_all(gradients[0], *ctx.reverse), None, None, None, None
-
-
-def _all_to_all(
-    rows: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    group: dist.ProcessGroup,
-    progress: Progress,
-) -> torch.Tensor:
-    output = rows.new_empty(sum(received), rows.shape[-1])
-    with progress.waiting():
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
-    return output
+        all_to_all, sent, received = ctx.reverse
+        return all_to_all(gradients[0], sent, received), None, None, None
 
 
 SCALE_BLOCK = 256  # elements of the last dimension that share a scale, with adamw8bit
