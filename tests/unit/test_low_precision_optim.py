@@ -270,3 +270,24 @@ def test_the_optimizers_states_take_the_bytes_that_are_said(dtype, eight_bit, mo
         state = optimizer.state[weight]
         assert sum(t.numel() * t.itemsize for t in state.values()) == size + 4
         assert optimizer.state_bytes(weight) == size
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_weight_and_moments_are_rounded_independently(eight_bit: bool) -> None:
+    """Each is equal everywhere before it is rounded, up in some places and down in the others."""
+    for size in torch.linspace(0.3, 0.9, 60).tolist():
+        weight = torch.ones(64, 256, dtype=torch.bfloat16)
+        weight.requires_grad_(True)
+        optimizer = optimizer_of(weight, eight_bit=eight_bit, lr=2e-3)
+        weight.grad = torch.full((64, 256), size)
+        weight.grad[:, 0] = 1.0  # the scale of each block of 8 bits
+        optimizer.step()
+        state = optimizer.state[weight]
+        stored = [weight.detach(), state["exp_avg"], state["exp_avg_sq"]]
+        is_up = torch.stack([(t == t[:, 1:].max())[:, 1:].flatten() for t in stored]).double()
+        if all(0.3 < share < 0.7 for share in is_up.mean(1)):
+            break
+    else:
+        pytest.fail("no size of the gradients lies between two stored values of all three")
+    correlations = torch.corrcoef(is_up) - torch.eye(3, dtype=torch.float64)
+    assert correlations.abs().max() < 0.05  # six standard deviations
