@@ -119,7 +119,7 @@ class Target:
 
     @property
     def is_stack(self) -> bool:
-        return self.parameter != "weight"
+        return self.group != "router" and not issubclass(self.kind, nn.Linear)
 
     @property
     def factors(self) -> tuple[str, str]:
@@ -150,7 +150,10 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
             above = [modules[path] for path in _paths(name)]
             in_layer = re.sub(r"\.\d+\.", ".N.", f".{name}")[1:]
             parts, full_name = set(name.split(".")), f"{layer_name}.{name}"
-            if re.search(r"attn|attention", name):
+            is_of_expert = re.search(
+                "expert", name + "".join(type(m).__name__ for m in above), re.I
+            )
+            if "router" not in parts and re.search(r"attn|attention", name):
                 group = "attention"
             elif parts & _ROUTERS or any("Router" in type(each).__name__ for each in above):
                 group = "router"
@@ -159,9 +162,11 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
             is_linear = type(module) in (nn.Linear, LoraLinear)
             if is_linear or (group == "router" and hasattr(module, "weight")):
                 yield Target(full_name, "weight", group, in_layer, type(module))
-            elif "Experts" in type(module).__name__:
+            elif is_of_expert:
+                # Experts of an unknown layout may be matrices one below the other, as DBRX's.
+                least = 3 if _is_known(type(module)) else 2
                 for stack, parameter in module.named_parameters(recurse=False):
-                    if parameter.dim() == 3 and not is_factor(stack):
+                    if parameter.dim() >= least and not is_factor(stack):
                         path = f"{in_layer}.{stack}"
                         yield Target(full_name, stack, "experts", path, type(module))
 
@@ -189,7 +194,9 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
                 f"lora.targets: {name} means the router of the experts ({routers[0]}) of {kind} - "
                 "leave it out, or write the names of other layers in full"
             )
-        elif unsupported := {t.kind.__name__ for t in meant if t.is_stack and not _is_known(t)}:
+        elif unsupported := {
+            t.kind.__name__ for t in meant if t.is_stack and not _is_known(t.kind)
+        }:
             problems.append(
                 f"lora.targets: {name} means the experts of {kind}, and adapters do not support "
                 f"their layout ({min(unsupported)}) - use lora.targets=attention or other names"
@@ -204,9 +211,9 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
     return list(chosen.values())
 
 
-def _is_known(target: Target) -> bool:
+def _is_known(kind: type[nn.Module]) -> bool:
     """Whether these experts follow transformers' `use_experts_implementation`."""
-    return hasattr(target.kind, "_apply_gate")
+    return hasattr(kind, "_apply_gate")
 
 
 def _nearest(name: str, weights: list[Target]) -> str:
