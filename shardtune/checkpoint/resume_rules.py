@@ -29,7 +29,9 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
     Each field of `shardtune.config` says whether a resume may change it.
     """
     changes = changed_keys(resumed.state["config"], config)
-    forbidden = [change for change in changes if not resume_may_change(change[0])]
+    # Where the digest of the weights decides, they may lie in another folder.
+    decided = {"model.path"} if "weights" in resumed.state else set()
+    forbidden = [c for c in changes if not (c[0] in decided or resume_may_change(c[0]))]
     _require_equal(resumed, "set it back", forbidden)
 
 
@@ -53,6 +55,21 @@ def require_same_data(resumed: Checkpoint, digest: str) -> None:
     """Raises UserError where `digest`, of the tokenized data, is not the checkpoint's."""
     remedy = "bring the same data, tokenizer and code back"
     _require_equal(resumed, remedy, [("the digest of the data", resumed.state["data"], digest)])
+
+
+def require_same_weights(resumed: Checkpoint, digest: str) -> None:
+    """Raises UserError where `digest`, of the frozen weights, is not the checkpoint's.
+
+    A checkpoint of an older version has none, which is said.
+    """
+    if "weights" not in resumed.state:
+        logger.info(
+            f"{resumed.name} does not say which frozen weights it was trained on: those in "
+            "model.path are taken, and the next checkpoint will say it"
+        )
+        return
+    what = "the digest of the frozen weights in model.path"
+    _require_equal(resumed, "bring the same files back", [(what, resumed.state["weights"], digest)])
 
 
 def require_same_model(resumed: Checkpoint, config: PreTrainedConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -20,11 +21,9 @@ from shardtune.cluster.control import Message
 from shardtune.cluster.environment import DATA_SUFFIXES, REPOSITORY, Environment, existing_part
 from shardtune.config import Config
 from shardtune.config_io import bare, shared_settings
+from shardtune.model.weight_files import WHOLE_BYTES, content_digest, tensors_digest
 
-# In a set of files over this size, a large file is read in blocks at even distances alone.
-_WHOLE_BYTES = 4 << 30
-_BLOCK_BYTES = 1 << 20
-_BLOCKS = 32
+_SAMPLE = 32, 1 << 20  # blocks at even distances, and bytes of each, of a large file
 # Variables of NCCL and gloo, unless they name a node's own devices and files or only log more.
 _TUNING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_(?!.*(IFNAME|HCA|FILE|DEBUG|TRACE|DUMP|HOSTID))")
 # With one of these a rank talks to the others at moments when ranks without it do not.
@@ -175,7 +174,7 @@ def _code() -> dict[str, str]:
     """Digest every file that a run executes, by its path in the repository."""
     patterns = ("train_fsdp.py", "launch_node*.sh", "shardtune/**/*.py")
     files = sorted(file for pattern in patterns for file in REPOSITORY.glob(pattern))
-    return {str(file.relative_to(REPOSITORY)): digest(file, is_whole=True) for file in files}
+    return {str(file.relative_to(REPOSITORY)): _digest(file) for file in files}
 
 
 def agents_digest() -> str:
@@ -190,32 +189,26 @@ def _files_in(path: Path) -> list[Path]:
 
 
 def _digests(what: str, files: Mapping[str, Path], remarks: list[str]) -> dict[str, str]:
-    """Give size and digest of every file, by its name."""
+    """Give size and digest of every file, by its name. Weights have the digest of their tensors."""
     sizes = {name: file.stat().st_size for name, file in files.items()}
-    is_whole = sum(sizes.values()) <= _WHOLE_BYTES
-    if not is_whole:
+    total = sum(sizes.values())
+    if total > WHOLE_BYTES:
         remarks.append(
-            f"{what}: over {_WHOLE_BYTES >> 30} GiB, so each file's size and samples are compared"
+            f"{what}: over {WHOLE_BYTES >> 30} GiB, so each file's size and samples are compared"
         )
     return {
-        name: f"{sizes[name]} bytes, digest {digest(file, is_whole)}"
-        for name, file in files.items()
+        name: f"{sizes[name]} bytes, digest {_digest(file, total)}" for name, file in files.items()
     }
 
 
-def digest(file: Path, is_whole: bool) -> str:
-    """Hash a file's content, or blocks at even distances from the first to the last, with xxh3."""
-    hasher = xxhash.xxh3_64()
-    size = file.stat().st_size
+def _digest(file: Path, all_bytes: int = 0) -> str:
+    """Hash a file, or samples of it where the set that it belongs to is too large."""
+    if file.suffix == ".safetensors":
+        with contextlib.suppress(ValueError):  # raised by one that is damaged
+            return tensors_digest([file], all_bytes)
+    sample = _SAMPLE if all_bytes > WHOLE_BYTES else None
     with file.open("rb") as stream:
-        if is_whole or size <= _BLOCKS * _BLOCK_BYTES:
-            while block := stream.read(8 * _BLOCK_BYTES):
-                hasher.update(block)
-        else:
-            for number in range(_BLOCKS):
-                stream.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
-                hasher.update(stream.read(_BLOCK_BYTES))
-    return hasher.hexdigest()
+        return content_digest(stream.fileno(), 0, file.stat().st_size, sample)
 
 
 def digest_of(value: Any) -> str:

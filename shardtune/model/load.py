@@ -7,7 +7,6 @@ its share of the model and the pieces of one parameter.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
 from shardtune.model.lora import FACTORS
+from shardtune.model.weight_files import stored_tensors
 
 _PIECE_BYTES = 8 << 20  # what one thread reads at a time
 _READERS = 4  # threads per rank
@@ -39,7 +39,6 @@ class StoredTensor:
 
     It stands in for a slice of `safe_open`. That is mapped: a rank that needs columns reads all of
     the rows, and an error of the disk kills the process.
-    https://github.com/huggingface/safetensors#format
     """
 
     def __init__(
@@ -89,14 +88,9 @@ def _open_tensors(paths: Sequence[str], share: float) -> Iterator[dict[str, Stor
         tensors: dict[str, StoredTensor] = {}
         for path in paths:
             file = opened.enter_context(Path(path).open("rb", buffering=0))
-            header_bytes = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-            header = json.loads(os.pread(file.fileno(), header_bytes, 8))
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                reader.total_bytes += end - begin
-                begin += 8 + header_bytes
-                tensors[name] = StoredTensor(file, begin, entry["dtype"], entry["shape"], reader)
+            for name, dtype, shape, begin, size in stored_tensors(file):
+                reader.total_bytes += size
+                tensors[name] = StoredTensor(file, begin, dtype, shape, reader)
         yield tensors
         reader.report_end()
 

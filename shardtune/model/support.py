@@ -1,4 +1,4 @@
-"""Architectures and settings that cannot be trained exactly, and why."""
+"""Architectures and settings that cannot be trained exactly, and why; and those that add noise."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
+
+# Attributes of routers with the width of their noise in training.
+_JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
 
 def unsupported(model: PreTrainedModel, config: Config) -> Iterator[str]:
@@ -39,6 +42,16 @@ def unsupported(model: PreTrainedModel, config: Config) -> Iterator[str]:
             "a record's loss would depend on those before it - lower data.max_length x "
             f"train.micro_batch_size to that, or use {alone}"
         )
+
+
+def router_noise(model: PreTrainedModel) -> str | None:
+    """Return a line on the noise with which a model's routers choose experts in training."""
+    if not any(getattr(module, name, None) for module in model.modules() for name in _JITTER):
+        return None
+    return (
+        f"Routers: {model.config.model_type} chooses experts with noise in training, another on "
+        "each rank, so losses depend on the number of ranks. Evaluation has none"
+    )
 
 
 def _short_rope_length(config: PreTrainedConfig) -> int | None:

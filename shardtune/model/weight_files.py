@@ -1,18 +1,31 @@
 """The weights of a model in its safetensors files: which files there are, and what is in them.
 
-Only headers are read here. Nothing imports torch, so the agents of a launch may use it.
+Their digest says whether two models are the same. Nothing here imports torch, so that the agents of
+a launch can compare their nodes.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from shardtune.errors import UserError, first_line
 
+# Of a model or a set of data over this size only blocks at even distances are read.
+WHOLE_BYTES = 4 << 30
+_SAMPLED_BYTES = 1 << 30  # of such a model, about
+_BLOCK_BYTES = 1 << 15
+_PIECE_BYTES = 8 << 20  # read at a time
+_READERS = 8  # threads
+_HEADER_BYTES = 100_000_000  # at most, as safetensors has it
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -60,6 +73,72 @@ def list_tensors(folder: Path) -> dict[str, list[Any]]:
                 tensor = file.get_slice(name)
                 tensors[name] = [tensor.get_dtype(), tensor.get_shape(), file_name]
     return tensors
+
+
+def stored_tensors(file: IO[bytes]) -> Iterator[tuple[str, str, list[int], int, int]]:
+    """Yield name, dtype, shape, first byte and size of each tensor in a safetensors file.
+
+    https://github.com/huggingface/safetensors#format
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no such file.
+    """
+    header_bytes = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+    try:
+        header = json.loads(os.pread(file.fileno(), min(header_bytes, _HEADER_BYTES), 8))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            yield name, entry["dtype"], entry["shape"], 8 + header_bytes + begin, end - begin
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file.name}: no header of tensors ({describe(error)})") from error
+
+
+def weights_digest(folder: Path) -> str:
+    """Digest a model's weights as `tensors_digest` does. Raises OSError, ValueError, UserError."""
+    return tensors_digest(folder / name for name in files_of_weights(folder))
+
+
+def tensors_digest(paths: Iterable[Path], all_bytes: int | None = None) -> str:
+    """Digest the tensors in some files by name, dtype, shape and content.
+
+    The same tensors in other files have the same digest. Of a model over WHOLE_BYTES each tensor's
+    first and last block count, and blocks at even distances between them; which, follows from the
+    tensors' sizes alone. `all_bytes` is the model's size where these are not all of its files.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, or is not a safetensors file.
+    """
+    with ExitStack() as opened, ThreadPoolExecutor(_READERS) as threads:
+        files = [opened.enter_context(path.open("rb", buffering=0)) for path in paths]
+        tensors = [(*tensor, file.fileno()) for file in files for tensor in stored_tensors(file)]
+        tensors.sort(key=lambda tensor: tensor[0])
+        total = sum(size for *_, size, _ in tensors) if all_bytes is None else all_bytes
+
+        def digest_one(tensor: tuple[str, str, list[int], int, int, int]) -> list[Any]:
+            *what, begin, size, file = tensor
+            blocks = max(2, _SAMPLED_BYTES * size // max(1, total) // _BLOCK_BYTES)
+            sample = None if total <= WHOLE_BYTES else (blocks, _BLOCK_BYTES)
+            return [*what, content_digest(file, begin, size, sample)]
+
+        digests = list(threads.map(digest_one, tensors))
+    return xxhash.xxh3_128(json.dumps(digests).encode()).hexdigest()
+
+
+def content_digest(file: int, begin: int, size: int, sample: tuple[int, int] | None) -> str:
+    """Hash a part of an open file: all of it, or `sample`, at most so many blocks of so many bytes.
+
+    Blocks lie at even distances, from the first to the last byte.
+    """
+    blocks, block_bytes = sample or (0, 0)
+    pieces = [(at, min(_PIECE_BYTES, size - at)) for at in range(0, size, _PIECE_BYTES)]
+    if sample and size > blocks * block_bytes:
+        ends = range(blocks)
+        pieces = [((size - block_bytes) * i // (blocks - 1), block_bytes) for i in ends]
+    hasher = xxhash.xxh3_128()
+    for at, count in pieces:
+        hasher.update(os.pread(file, count, begin + at))
+    return hasher.hexdigest()
 
 
 def describe(error: BaseException) -> str:

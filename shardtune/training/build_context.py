@@ -88,7 +88,7 @@ def build_train_context(
         ],
         saver=saver,
         best=best,
-        run_state=setup.state_of_run(run, model_config, data, policy),
+        run_state=setup.state_of_run(run, model_config, assets, data, policy),
     )
 
 

@@ -37,7 +37,8 @@ from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.build import compute_dtype, require_trainable
 from shardtune.model.files import fetch_weights, model_folder, read_model_config
 from shardtune.model.lora import describe_adapters
-from shardtune.model.weight_files import list_tensors
+from shardtune.model.support import router_noise
+from shardtune.model.weight_files import list_tensors, weights_digest
 from shardtune.training.context import Run
 from shardtune.training.metrics import read_entries
 from shardtune.training.optim import learning_rate, warmup_steps
@@ -114,7 +115,10 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     assets = world.run_on_all_ranks(lambda: _read_assets(config.model))
     if config.model.init == "pretrained":
         # Every disk has a copy, and they must be alike.
-        assets[SOURCE] = world.on_rank0(lambda: _list_source(config.model.path)).encode()
+        source = world.on_rank0(lambda: _list_source(config.model.path))
+        if config.lora.rank is not None:
+            source["weights"] = _identify_frozen(run)
+        assets[SOURCE] = json.dumps(source).encode()
         world.on_rank0(lambda: require_exportable(assets))
     return model_config, assets
 
@@ -131,12 +135,26 @@ def _read_assets(model: ModelConfig) -> dict[str, bytes]:
     return model_assets(folder)
 
 
-def _list_source(path: str) -> str:
-    """Return the tensors in the model's files, for an export to compare with, as JSON."""
+def _identify_frozen(run: Run) -> str:
+    """Return the digest of the weights that adapters leave as they are.
+
+    Refuses other weights than another node or the checkpoint has.
+    """
+    world, path = run.world, run.config.model.path
+    digest = world.on_local_rank0(lambda: weights_digest(model_folder(path) or Path(path)))
+    what = f"the digest of the weights in model.path={path}"
+    _require_same({what: digest}, "copy the same files to every node", world)
+    if run.resumed:
+        resume_rules.require_same_weights(run.resumed, digest)
+    return digest
+
+
+def _list_source(path: str) -> dict[str, Any]:
+    """Return the tensors in the model's files, for an export to compare with."""
     folder = model_folder(path)
     assert folder, path
     absolute = str(folder.absolute()) if Path(path).is_dir() else path
-    return json.dumps({"path": absolute, "tensors": list_tensors(folder)})
+    return {"path": absolute, "tensors": list_tensors(folder)}
 
 
 def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:
@@ -278,14 +296,20 @@ def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
 
 
 def state_of_run(
-    run: Run, model_config: PretrainedConfig, data: PreparedData, reshard: ReshardPolicy
+    run: Run,
+    model_config: PretrainedConfig,
+    assets: Mapping[str, bytes],
+    data: PreparedData,
+    reshard: ReshardPolicy,
 ) -> dict[str, Any]:
     """Return the state that each checkpoint of the run holds beside its tensors and position."""
+    frozen = json.loads(assets.get(SOURCE, b"{}")).get("weights")
     return {
         "date": run.date.isoformat(),
         "data": data.key,
         "config": to_dict(run.config),
         "model": resume_rules.model_settings(model_config),
+        **({"weights": frozen} if frozen else {}),
         "residency": list(vars(reshard).values()),  # the key that older checkpoints have, too
     }
 
@@ -310,6 +334,8 @@ def log_model(model: PreTrainedModel, config: Config, state: StateBytes) -> None
     """Log which weights are trained, and the memory that a rank needs to train them."""
     for line in describe_adapters(model, config.lora) if config.lora.rank else ():
         logger.info(line)
+    if noise := router_noise(model):
+        logger.info(noise)
     total = sum(p.numel() for p in model.parameters())
     logger.info(
         f"Parameters: {total:,} | Per rank: {state.total / 1e9:.2f} GB = "

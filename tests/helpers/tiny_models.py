@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import (
@@ -110,3 +113,19 @@ def small_opt(**settings: Any) -> OPTForCausalLM:
         "word_embed_proj_dim": 32,
     }
     return OPTForCausalLM(OPTConfig(**small | settings))
+
+
+def cut_into_files(source: Path, target: Path) -> Path:
+    """Write a copy of a model whose weights lie in two files, other than its one; return it."""
+    tensors = load_file(source / "model.safetensors")
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns("*.safetensors", "cut"), dirs_exist_ok=True
+    )
+    names = [sorted(tensors)[number::2] for number in range(2)]
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for file, part in zip(files, names, strict=True):
+        save_file({name: tensors[name] for name in part}, target / file, {"format": "pt"})
+    places = {name: file for file, part in zip(files, names, strict=True) for name in part}
+    index = json.dumps({"metadata": {}, "weight_map": places})
+    (target / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    return target

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from helpers.plain_training import (
 )
 from helpers.ranks import on_ranks, run_script, train, train_on_nodes
 from helpers.small_runs import checkpoint, digests
+from helpers.tiny_models import cut_into_files
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -143,18 +146,35 @@ def test_steps_equal_a_plain_loop_around_peft(
     assert_exported(run_dir, sharp[kind], expected[kind])
 
 
+@contextmanager
+def changed_byte(file: Path) -> Iterator[None]:
+    """Change the last byte of a file meanwhile."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    yield
+    file.write_bytes(content)
+
+
 def test_checkpoints_hold_the_factors_alone_and_go_on_with_the_source(
     sharp: dict[str, Path],
     expected: dict[str, Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Attention, dense MLP, shared and routed experts, over a resume on another number of ranks."""
-    source = tmp_path / "source"
-    shutil.copytree(sharp["glm"], source)
-    run(source, tmp_path, 2, "train.max_steps=2", "export.final=false", "parallel.expert=2")
+    """Attention, dense MLP, shared and routed experts, over a resume on another number of ranks.
+
+    The source is then in another folder and in other files.
+    """
+    run(sharp["glm"], tmp_path, 2, "train.max_steps=2", "export.final=false", "parallel.expert=2")
+    source = cut_into_files(sharp["glm"], tmp_path / "source")
+    with changed_byte(source / "model-00002-of-00002.safetensors"):
+        refused = train(2, *arguments(source, tmp_path, 2), cwd=tmp_path)
+    last_line = refused.stderr.splitlines()[-1]
+    assert refused.returncode == 2, refused.stderr
+    assert "the digest of the frozen weights in model.path is " in last_line
+    require_error_line(last_line)
     output, run_dir = run(source, tmp_path, 1, "run.resume=auto")
-    assert "Resumed from checkpoint_0000002" in output
+    assert "Resumed from checkpoint_0000002" in output and "does not say" not in output
     assert_steps(run_dir, expected["glm"])
     assert_exported(run_dir, source, expected["glm"])
 
@@ -163,6 +183,13 @@ def test_checkpoints_hold_the_factors_alone_and_go_on_with_the_source(
     assert all(is_factor(name) or name.startswith("random.") for name in stored)
     assert run_command(["verify", *map(str, (last, run_dir / "adapter"))]) == 0
     out, without = tmp_path / "out", tmp_path / "without"
+    with changed_byte(source / "model-00001-of-00002.safetensors"):
+        assert run_command(["export", str(last), str(out)]) == 2
+    refusal = capsys.readouterr().err.splitlines()[-1]
+    assert f"the digest of the weights in {source} is " in refusal
+    require_error_line(refusal)
+    shutil.rmtree(source)
+    shutil.copytree(sharp["glm"], source)  # as one file again
     assert run_command(["export", "--dtype", "float32", str(last), str(out)]) == 0
     assert run_command(["verify", str(out), str(out / "adapter")]) == 0
     for folder, made in (("adapter", out / "adapter"), ("model", out)):

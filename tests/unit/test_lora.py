@@ -14,7 +14,12 @@ from helpers.moe_families import FAMILIES, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.checkpoint.assets import SOURCE, model_assets
-from shardtune.checkpoint.export.adapter import Adapter, MergedModel, why_not_merged
+from shardtune.checkpoint.export.adapter import (
+    Adapter,
+    MergedModel,
+    why_not_merged,
+    why_other_weights,
+)
 from shardtune.checkpoint.train_state import model_state
 from shardtune.config import LoraConfig
 from shardtune.errors import UserError
@@ -25,6 +30,7 @@ from shardtune.model.lora import (
     describe_adapters,
     draw_factors,
 )
+from shardtune.model.support import router_noise
 from shardtune.model.weight_files import list_tensors
 
 ALL_FAMILIES: dict[str, dict[str, Any]] = {
@@ -79,7 +85,7 @@ def test_adapters_equal_pefts_and_merge(
     assets = model_assets(source) | {SOURCE: listed.encode()}
     kinds = {name: (p.dtype, list(p.shape)) for name, p in factors.items()}
     out, merged = tmp_path / "adapter", tmp_path / "merged"
-    assert why_not_merged(assets) == ""
+    assert why_not_merged(assets) == why_other_weights(assets) == ""  # as of older versions
     for export, folder in (
         (Adapter(kinds, lora, assets), out),
         (MergedModel(lora, "source", assets, source), merged),
@@ -96,6 +102,13 @@ def test_adapters_equal_pefts_and_merge(
 
     base = AutoModelForCausalLM.from_pretrained(source)
     adapted = peft.PeftModel.from_pretrained(base, out, is_trainable=True)
+    untrained = AutoModelForCausalLM.from_pretrained(source)
+    fresh = peft.get_peft_model(untrained, peft.PeftConfig.from_pretrained(out))
+    for name, drawn in adapted.named_parameters():
+        if "lora_A" in name:  # uniform, with peft's width
+            expected_std = fresh.get_parameter(name).std()
+            torch.testing.assert_close(drawn.std(), expected_std, rtol=0.3, atol=0)
+            assert drawn.abs().max() < 3**0.5 * 1.2 * expected_std
     trained = [p for p in adapted.parameters() if p.requires_grad]
     assert sum(p.numel() for p in trained) == sum(f.numel() for f in factors.values())
     output = adapted(input_ids=ids, labels=ids)
@@ -123,6 +136,23 @@ def test_ranks_that_grouped_products_do_not_take_are_padded() -> None:
     assert (rounded.float() - expected).norm() < 2e-2 * expected.norm()
 
 
+@pytest.mark.parametrize("targets", ["attention", "experts"])
+def test_dropout_reaches_adapters_in_training_and_not_in_evaluation(targets: str) -> None:
+    ids, outputs = torch.arange(20).view(1, 20), {}
+    for dropout in (0.0, 0.5):
+        model = build("qwen3_moe")
+        add_adapters(model, LoraConfig(rank=3, targets=targets, dropout=dropout))
+        draw_factors(model, seed=1)
+        with torch.no_grad():
+            for name, factor in model_state(model).items():
+                if name.endswith("B"):
+                    factor.fill_(0.1)
+            for is_training in (False, True):
+                outputs[dropout, is_training] = model.train(is_training)(input_ids=ids).logits
+    assert torch.equal(outputs[0.5, False], outputs[0.0, False])
+    assert not torch.equal(outputs[0.5, True], outputs[0.0, True])
+
+
 def test_all_linear_takes_neither_router_nor_head() -> None:
     model = build("qwen2_moe")
     lora = LoraConfig(rank=2)
@@ -140,13 +170,62 @@ def test_all_linear_takes_neither_router_nor_head() -> None:
     assert trained.startswith(f"LoRA: {sum(p.numel() for p in model_state(model).values()):,} ")
 
 
-def test_experts_of_another_layout_or_none_are_refused() -> None:
+DBRX = {
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "kind"),
+    [
+        ("llama4_text", SMALL | {"num_local_experts": 2}, "Llama4TextExperts"),
+        ("dbrx", DBRX, "DbrxExpertGLU"),  # one matrix has all experts, one below the other
+        ("jetmoe", SMALL | {"kv_channels": 8}, "JetMoeParallelExperts"),
+        ("longcat_flash", {"num_layers": 1}, "LongcatFlashExperts"),
+    ],
+)
+def test_experts_of_another_layout_are_refused_and_attention_is_not(
+    family: str, settings: dict[str, Any], kind: str
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    for targets in ("all-linear", "experts"):
+        refusal = f"{targets} means the experts of {family}, and .* layout \\({kind}\\) - use lora"
+        with pytest.raises(UserError, match=refusal):
+            choose_targets(model, LoraConfig(rank=2, targets=targets))
+    add_adapters(model, LoraConfig(rank=2, targets="attention"))
+    adapted = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert adapted and not any("expert" in name or "router" in name for name in adapted)
+
+
+def test_experts_of_a_model_without_any_are_refused() -> None:
     with pytest.raises(UserError, match="experts means no layer of llama - use "):
         choose_targets(build("llama"), LoraConfig(rank=2, targets="experts"))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("llama4_text", **SMALL, num_local_experts=2)
-        )
-    with pytest.raises(UserError, match=r"all-linear means the experts .*Llama4TextExperts"):
-        choose_targets(model, LoraConfig(rank=2))
-    assert choose_targets(model, LoraConfig(rank=2, targets="attention"))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "has_noise"),
+    [
+        # By default only near ties are drawn, which 40 tokens do not have.
+        ("phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.5}, True),
+        ("mixtral", {"num_local_experts": 4}, False),
+        ("mixtral", {"num_local_experts": 4, "router_jitter_noise": 0.1}, True),
+        ("llama", {}, False),
+    ],
+)
+def test_routers_that_choose_with_noise_in_training_are_named(
+    family: str, settings: dict[str, Any], has_noise: bool
+) -> None:
+    torch.manual_seed(0)
+    model, ids = moe_families.build(family, **settings).train(), torch.arange(40).view(1, 40)
+    with torch.no_grad():
+        logits = [model(input_ids=ids).logits for _ in range(2)]
+    assert torch.equal(*logits) is not has_noise
+    assert router_noise(moe_families.build("phimoe", num_local_experts=4))
+    said = router_noise(model)
+    assert said is None or said.startswith(f"Routers: {family} chooses experts with noise")
+    assert bool(said) is has_noise

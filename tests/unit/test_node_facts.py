@@ -256,7 +256,7 @@ def test_weights_are_compared_whole_or_it_is_said(
     whole = digest()
     content[len(content) // 2] ^= 1  # between two samples
     assert digest() != whole and not remarks
-    monkeypatch.setattr(node_info, "_WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(node_info, "WHOLE_BYTES", 1 << 20)
     sampled = digest()
     assert remarks == ["the weights: over 0 GiB, so each file's size and samples are compared"]
     content[-1] ^= 1

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardtune.checkpoint.assets import SOURCE
-from shardtune.checkpoint.export.layout import Export, Kind, Unit, WholeModel, holds, on_meta
+from shardtune.checkpoint.export.layout import Export, Kind, Unit, WholeModel, files_with, on_meta
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.config import LoraConfig
 from shardtune.model.files import model_folder
 from shardtune.model.lora import Target, choose_targets, delta, weights_of_layers
+from shardtune.model.weight_files import weights_digest
 
 
 class Adapter(Export):
@@ -121,9 +122,7 @@ class MergedModel(WholeModel):
         model = on_meta(assets["config.json"])
         tied = model.all_tied_weights_keys
         super().__init__(model_kinds(model), tied, dtype, assets, folder)
-        self._source_files = {
-            name: file for name, (_, _, file) in json.loads(assets[SOURCE])["tensors"].items()
-        }
+        self._source_files = files_with(json.loads(assets[SOURCE])["tensors"], folder)
         self._scaling = lora.scaling
         self._targets = {f"{MODEL}{t.weight}": t for t in choose_targets(model, lora)}
 
@@ -161,6 +160,21 @@ def why_not_merged(assets: Mapping[str, bytes]) -> str:
     if SOURCE not in assets:
         return "the frozen weights were drawn at random (model.init=random) and are in no file"
     source = json.loads(assets[SOURCE])
-    if holds(model_folder(source["path"]), source["tensors"]):
+    if files_with(source["tensors"], model_folder(source["path"])):
         return ""
     return f"the files of {source['path']} are not there now, or have other tensors"
+
+
+def why_other_weights(assets: Mapping[str, bytes]) -> str:
+    """Return that the source's weights are not those of the run, or "". They are read.
+
+    Older checkpoints do not name them.
+    """
+    source = json.loads(assets[SOURCE])
+    folder, trained_on = model_folder(source["path"]), source.get("weights")
+    if folder is None or trained_on in (None, digest := weights_digest(folder)):
+        return ""
+    return (
+        f"the digest of the weights in {source['path']} is {digest}, and was {trained_on} when the "
+        "adapters were trained"
+    )

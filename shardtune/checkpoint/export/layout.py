@@ -200,8 +200,8 @@ class WholeModel(Export):
             f"({prefix or min(kinds)}{'' if prefix in kinds else ' ...'}, {size:.2f} GB)"
         )
         path = source["path"]
-        self._source_files = {name: kind[2] for name, kind in kinds.items()}
-        if holds(self._folder, kinds):
+        self._source_files = files_with(kinds, self._folder)
+        if self._source_files:
             self.remark = f"Copied from {path}: {what}"
             return units
         config, changed = without_announcements(self._assets["config.json"])
@@ -236,15 +236,17 @@ class WholeModel(Export):
         return replace(unit, exported={name: kinds[name] for name in wide_first})
 
 
-def holds(folder: Path | None, kinds: Mapping[str, list[Any]]) -> bool:
-    """Whether a model's folder has these tensors: dtype, shape and file of each, by name."""
-    if folder is None:
-        return False
+def files_with(kinds: Mapping[str, list[Any]], folder: Path | None) -> dict[str, str]:
+    """Return the file of each of these tensors in a model's folder; none where it lacks one.
+
+    `kinds` has dtype and shape of each by name. The file may be another one than it was.
+    """
     try:
-        found = list_tensors(folder)
+        found = list_tensors(folder) if folder else {}
     except (OSError, SafetensorError, UserError):
-        return False
-    return found.items() >= kinds.items()
+        return {}
+    alike = [name for name, kind in kinds.items() if found.get(name, [])[:2] == kind[:2]]
+    return {name: found[name][2] for name in alike} if len(alike) == len(kinds) else {}
 
 
 def require_exportable(assets: Mapping[str, bytes]) -> None:

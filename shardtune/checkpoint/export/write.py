@@ -13,7 +13,12 @@ from typing import Any
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.assets import SOURCE
-from shardtune.checkpoint.export.adapter import Adapter, MergedModel, why_not_merged
+from shardtune.checkpoint.export.adapter import (
+    Adapter,
+    MergedModel,
+    why_not_merged,
+    why_other_weights,
+)
 from shardtune.checkpoint.export.layout import Export, Kind, WholeModel
 from shardtune.checkpoint.export.listing import Entries
 from shardtune.checkpoint.load import read_tensor, transfer
@@ -90,6 +95,9 @@ def export_checkpoint(directories: Sequence[Path], out: Path, dtype: str) -> Non
         if lora:
             exports[ADAPTER] = Adapter(_stored(checkpoint), lora, assets)
             problem = why_not_merged(assets)
+            if not problem and (changed := why_other_weights(assets)):
+                remedy = "bring the same files back, or move these away to export the adapter alone"
+                raise UserError(f"{changed} - {remedy}")
         if not problem:
             exports["."] = checkpoint_export(checkpoint, dtype, assets, model_folder(source))
         with new_folder(out) as folder:
@@ -139,7 +147,8 @@ def write_final_model(
         if not config.export.merge:
             return
         # One rank may write, or all of them.
-        reports = world.all_gather_json([why_not_merged(assets), world.node_name])
+        problem = world.on_local_rank0(lambda: why_not_merged(assets) or why_other_weights(assets))
+        reports = world.all_gather_json([problem, world.node_name])
         problem = next((f"{problem} ({node})" for problem, node in reports if problem), "")
     if problem:
         logger.info(f"Merged model left out: {problem}")
