@@ -139,7 +139,8 @@ def _run_phase(
     """
     store = attempt.store
     if attempt.rank in ranks:
-        set_value(store, f"{phase}/{attempt.rank}", _outcome_of(attempt, work))
+        # Not phase/rank: the store keeps the pieces of the decision there.
+        set_value(store, f"{phase}.{attempt.rank}", _outcome_of(attempt, work))
     if attempt.rank == 0:
         decision = _outcome_of(attempt, lambda: decide(_collect(attempt, phase, ranks, deadline)))
         set_value(store, phase, decision)
@@ -163,7 +164,7 @@ def _result(outcome: Mapping[str, Any]) -> Any:
 
 def _collect(attempt: SaveAttempt, phase: str, ranks: Sequence[int], deadline: float) -> list[Any]:
     """Return the results of these ranks, in rank order."""
-    store, keys = attempt.store, {rank: f"{phase}/{rank}" for rank in ranks}
+    store, keys = attempt.store, {rank: f"{phase}.{rank}" for rank in ranks}
     with contextlib.suppress(TimeoutError):
         wait_for(store, list(keys.values()), deadline - time.monotonic())
     late = [rank for rank, key in keys.items() if not store.check([key])]
@@ -228,6 +229,6 @@ def delete_messages(attempt: SaveAttempt) -> None:
     """Delete an ended attempt's messages from the store. All ranks must have read them."""
     ranks = range(len(attempt.leader_of))
     for phase in ("write", "prepare", "commit"):
-        for key in (phase, *(f"{phase}/{rank}" for rank in ranks)):
+        for key in (phase, *(f"{phase}.{rank}" for rank in ranks)):
             delete_value(attempt.store, key)
     delete_value(attempt.store, "manifest")

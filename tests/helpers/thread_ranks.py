@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from helpers.ranks import world_of
@@ -52,6 +53,38 @@ def thread_worlds(size: int) -> list[World]:
     """Ranks that can agree through a store, and nothing else."""
     store, mesh = dist.HashStore(), SimpleNamespace(mesh_dim_names=("shard",), shape=(size,))
     return [replace(world_of(rank, size, store), mesh=cast(Any, mesh)) for rank in range(size)]
+
+
+class Run:
+    """Two ranks that save a tiny model with mode `async`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        model = Tiny(TinyConfig())
+        self.weight = model.linear.weight
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        training_state(model, optimizer)
+        self.worlds = thread_worlds(2)
+        config = CheckpointConfig(mode="async")
+        self.savers = on_threads(
+            self.worlds,
+            lambda world: Saver(
+                RunDir(directory, [0, 0], None), config, 60, model, optimizer, {}, world
+            ),
+        )
+
+    def save(self, step: int) -> None:
+        """Save weights that are all `step`."""
+        self.weight.data.fill_(step)
+        state = {"step": step, "config": {}}
+        on_threads(self.worlds, lambda world: self.savers[world.rank].save(state))
+
+    def finish(self) -> None:
+        on_threads(self.worlds, lambda world: self.savers[world.rank].finish())
+
+    def saved(self, step: int) -> torch.Tensor:
+        files = (self.directory / f"checkpoints/checkpoint_{step:07d}").glob("rank_*")
+        return {k: v for file in files for k, v in load_file(file).items()}["model.linear.weight"]
 
 
 def save_steps(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.faults import DiskOs, Fault
-from helpers.thread_ranks import save_steps
+from helpers.thread_ranks import Run, save_steps
 
-from shardtune.checkpoint import durable_fs
+from shardtune.checkpoint import durable_fs, saver
+from shardtune.checkpoint.slices import slices_to_write
+from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 
 
@@ -29,3 +32,28 @@ def test_a_file_that_lost_its_end_is_not_committed(
     with pytest.raises(RunFailed, match=problem):
         save_steps((1,), 2, run_dirs, keep=1)
     assert not list(tmp_path.glob("disk*/checkpoints/*"))
+
+
+def test_a_save_that_lacks_a_part_of_a_tensor_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, Sequence[int]]:
+        own = slices_to_write(tensors, world)
+        return {name: first for name, first in own.items() if name != "model.linear.weight"}
+
+    monkeypatch.setattr(saver, "slices_to_write", forgetful)
+    run = Run(tmp_path)
+    with pytest.raises(RunFailed, match=r"0 elements of model.linear.weight \[3, 4\] were written"):
+        run.save(1)
+        run.finish()
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_saves_leave_no_messages_in_the_store(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    store, counts = run.worlds[0].store, []
+    for step in (1, 2, 3):
+        run.save(step)
+        run.finish()
+        counts.append(store.num_keys())
+    assert counts[1] == counts[2], "only the last one's are kept"

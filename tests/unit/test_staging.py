@@ -5,49 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.thread_ranks import Tiny, TinyConfig, on_threads, thread_worlds
-from safetensors.torch import load_file
+from helpers.thread_ranks import Run, on_threads, thread_worlds
 
-from shardtune.checkpoint import Saver, saver, staging
-from shardtune.checkpoint.run_dir import RunDir
-from shardtune.config import CheckpointConfig
-
-
-class Run:
-    """Two ranks that save a tiny model."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        model = Tiny(TinyConfig())
-        self.weight = model.linear.weight
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        saver.training_state(model, optimizer)
-        self.worlds = thread_worlds(2)
-        config = CheckpointConfig(mode="async")
-        self.savers = on_threads(
-            self.worlds,
-            lambda world: Saver(
-                RunDir(directory, [0, 0], None), config, 60, model, optimizer, {}, world
-            ),
-        )
-
-    def save(self, step: int) -> None:
-        """Save weights that are all `step`."""
-        self.weight.data.fill_(step)
-        state = {"step": step, "config": {}}
-        on_threads(self.worlds, lambda world: self.savers[world.rank].save(state))
-
-    def finish(self) -> None:
-        on_threads(self.worlds, lambda world: self.savers[world.rank].finish())
-
-    def saved(self, step: int) -> torch.Tensor:
-        files = (self.directory / f"checkpoints/checkpoint_{step:07d}").glob("rank_*")
-        return {k: v for file in files for k, v in load_file(file).items()}["model.linear.weight"]
+from shardtune.checkpoint import saver, staging
 
 
 def test_a_save_writes_over_the_copy_only_after_the_save_before(
@@ -92,3 +58,15 @@ def test_saves_are_synchronous_where_the_copy_does_not_fit(
     run.save(1)
     assert (run.saved(1) == 1).all()  # before `finish`
     run.finish()
+
+
+@pytest.mark.parametrize(("copies", "is_staged"), [(1.5, False), (2.5, True)])
+def test_a_node_needs_memory_for_the_copies_of_all_its_ranks(
+    copies: float, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"weight": torch.zeros(1000)}
+    free = int(copies * staging.staged_bytes(tensors))
+    monkeypatch.setattr(staging, "available_memory", lambda: free)
+    worlds = [replace(world, node_rank=0) for world in thread_worlds(2)]
+    made = on_threads(worlds, lambda world: staging.make_staging(tensors, world))
+    assert [each is not None for each in made] == [is_staged] * 2
