@@ -23,6 +23,10 @@ class Change:
     price: str
     plan: Plan
 
+    def rank(self) -> tuple[bool, float]:
+        """Return a key that sorts the best change first."""
+        return not self.plan.fits, self.plan.floor_s if self.plan.fits else self.plan.peak_bytes
+
 
 def helpful_changes(
     plan: Plan, model_config: PreTrainedConfig, simulations: Simulations
@@ -50,7 +54,7 @@ def helpful_changes(
     if not any(change.plan.fits for change in changes):
         last = [attempt(*candidate) for candidate in _last_resorts(plan)]
         changes += [each for each in last if each and _helps(each.plan, plan)]
-    return sorted(changes, key=_rank)
+    return sorted(changes, key=Change.rank)
 
 
 def _together(plan: Plan, changes: list[Change], attempt: Any) -> Iterator[Change]:
@@ -72,11 +76,6 @@ def _together(plan: Plan, changes: list[Change], attempt: Any) -> Iterator[Chang
         combined = attempt(values | {"model.reduce_dtype": "bfloat16"}, "all of these")
         if combined and combined.plan.fits:
             yield combined
-
-
-def _rank(change: Change) -> tuple[bool, float]:
-    plan = change.plan
-    return not plan.fits, plan.floor_s if plan.fits else plan.peak_bytes
 
 
 def _helps(changed: Plan, plan: Plan) -> bool:

@@ -244,9 +244,7 @@ def test_grouped_keys_for_an_older_torch() -> None:
             q, k, v, is_causal=True, scale=scale
         ).transpose(0, 1)
 
-    results = with_grouped_keys(document_attention)(
-        query, key, value, scale=0.3, enable_gqa=True
-    )
+    results = with_grouped_keys(document_attention)(query, key, value, scale=0.3, enable_gqa=True)
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=0.3, enable_gqa=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from shardtune.planner import run_plan
 
 
 def run_with_memory(n_bytes: int, arguments: list[str]) -> None:
-    """On a rank: run as on a node with so many free bytes."""
-    vars(run_plan)["available_memory"] = lambda: n_bytes
+    """On a rank: run as on a node with so many free bytes, and rank 0 as on one with plenty."""
+    free = n_bytes if os.environ["RANK"] != "0" else 1 << 40
+    vars(run_plan)["available_memory"] = lambda: free
     run_script(arguments)
 
 

@@ -25,6 +25,7 @@ from shardtune.config_io import load_config
 from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.model.build import build_on_meta
 from shardtune.planner.bound import bound_bytes
+from shardtune.planner.changes import Change
 from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, link_bytes
 from shardtune.planner.plan import Plan, make_plan
@@ -359,6 +360,35 @@ def test_all_nodes_together_copy_what_one_checkpoint_has(replicas: int) -> None:
     config = configured(f"parallel.replicate={replicas}", "checkpoint.mode=async")
     storage = make_plan(config, LLAMA, Machine(2, 4, 80e9, 1, 1, 1), reason="shapes").storage
     assert 2 * storage.staging_bytes == pytest.approx(storage.checkpoint_bytes, rel=0.01)
+    # Those that are kept, and the one that is being written.
+    assert storage.checkpoints_bytes == (config.checkpoint.keep + 1) * storage.checkpoint_bytes
+
+
+def test_a_recomputed_forward_takes_a_third_more_time() -> None:
+    plain, full = (
+        make_plan(configured(f"model.activation_checkpointing={name}"), LLAMA, MACHINE, reason="-")
+        for name in ("none", "full")
+    )
+    assert full.step_flops == plain.step_flops
+    ratio = full.floors_s["arithmetic"] / plain.floors_s["arithmetic"]
+    assert ratio == pytest.approx(4 / 3)
+
+
+def test_an_update_holds_weights_gradients_and_moments() -> None:
+    plan = make_plan(configured("data.max_length=32"), with_layers(LLAMA, 2), MACHINE)
+    assert plan.peaks["optimizer"].n_bytes >= plan.states.total
+    assert plan.peaks["load"].n_bytes == plan.states.parameters
+
+
+def test_the_changes_that_fit_come_before_others_and_the_fastest_first() -> None:
+    def planned(memory_bytes: float, flops_per_s: float) -> Plan:
+        machine = Machine(1, 2, memory_bytes, 1e15, 1e15, flops_per_s)
+        return make_plan(configured(), LLAMA, machine, reason="-")
+
+    slow, fast, misfit = planned(1e12, 1e9), planned(1e12, 1e12), planned(1, 1e15)
+    changes = [Change({}, "", plan) for plan in (slow, misfit, fast)]
+    ordered = sorted(changes, key=Change.rank)
+    assert [change.plan for change in ordered] == [fast, slow, misfit]
 
 
 def test_too_many_replicas_are_the_first_thing_to_change(
