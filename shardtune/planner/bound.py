@@ -22,10 +22,10 @@ _WIDEST_BYTES = 4  # float32
 
 
 def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, world: World) -> int:
-    """Return more bytes than a run takes of this rank at any moment, beside the device's own.
+    """Return an upper bound of a rank's memory in bytes, the device's own left out.
 
-    `model` is as `build_on_meta` returns it. All parameters and gradients count as unsharded at
-    once, each parameter's product as kept for the backward, and attention as under a mask.
+    `model` comes from `build_on_meta`. All parameters and gradients count as unsharded at once,
+    each parameter's product as kept for the backward, and attention as under a mask.
     """
     parameters, gradients = unsharded_bytes(model, config, world)
     tokens = config.train.micro_batch_size * config.data.max_length

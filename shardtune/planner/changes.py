@@ -17,7 +17,7 @@ from shardtune.planner.plan import Plan, make_plan
 
 @dataclass(frozen=True)
 class Change:
-    """Some keys with other values, what they cost, and the plan with them."""
+    """Other values of some keys, their price in words, and the plan with them."""
 
     values: dict[str, Any]
     price: str
@@ -31,11 +31,11 @@ class Change:
 def helpful_changes(
     plan: Plan, model_config: PreTrainedConfig, simulations: Simulations
 ) -> list[Change]:
-    """Return what would help, the best first: what fits with the shortest step, then what is
-    nearest to fitting.
+    """Return the changes that help: those that fit, the shortest step first, then the others, the
+    lowest peak first.
 
-    Each is tried alone. Where none fits that trains all weights on the same rows, those that save
-    the most are tried together.
+    Each is tried alone. Where no change fits that trains all weights on the same rows, the changes
+    that save the most are tried together.
     """
     simulations = simulations.without_evaluation()
 
@@ -79,7 +79,7 @@ def _together(plan: Plan, changes: list[Change], attempt: Any) -> Iterator[Chang
 
 
 def _helps(changed: Plan, plan: Plan) -> bool:
-    """Whether it fits more nearly, or a step that fits is bound by a tenth less time."""
+    """Return whether it is nearer to fitting, or fits with a step shorter by a tenth."""
     if not plan.fits:
         return changed.peak_bytes < plan.peak_bytes
     return changed.fits and _seconds_per_token(changed) < 0.9 * _seconds_per_token(plan)
@@ -90,7 +90,7 @@ def _seconds_per_token(plan: Plan) -> float:
 
 
 def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield values other than the plan's, with which it trains the same, and the price of each."""
+    """Yield settings that do not change what is learnt, and the price of each."""
     config, machine = plan.config, plan.machine
     model, trains_all = config.model, config.lora.rank is None
     if not plan.fits:
@@ -118,7 +118,7 @@ def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _last_resorts(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield values with which it trains less."""
+    """Yield settings that train less, and the price of each."""
     if plan.fits:
         return
     if plan.config.lora.rank is None:

@@ -15,7 +15,7 @@ from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer
 from shardtune.errors import UserError
 
-_SAMPLE_BYTES = 1 << 20  # of each source, which take a second or two
+_SAMPLE_BYTES = 1 << 20  # of each source; to tokenize them takes a second or two
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RunLength:
 def run_length(config: Config, ranks: int) -> RunLength | str:
     """Return the length of a run, or why it is not known.
 
-    The beginning of each source is tokenized, and the rest taken to be like it.
+    The beginning of each source is tokenized, and stands for the rest.
     """
     specs = [source.path for source in config.data.train_sources.values()]
     if missing := [spec for spec in specs if not Path(spec).exists()]:
@@ -49,7 +49,7 @@ def run_length(config: Config, ranks: int) -> RunLength | str:
 
 
 def _rows_and_tokens(config: Config) -> tuple[float, float, bool]:
-    """Return those of an epoch, and whether they are counted.
+    """Return rows and tokens of an epoch, and whether both are exact.
 
     Raises:
         UserError: the tokenizer is missing, or it cannot read the data.

@@ -1,5 +1,7 @@
-"""Measure a deep model by two shallow ones: each part of a step grows by the same bytes with each
-further period of layers."""
+"""Measure a deep model by two shallow ones.
+
+Each part of a step grows by the same bytes with each further period of layers.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ class Simulations:
         self._measured: dict[str, Measured] = {}
 
     def without_evaluation(self) -> Simulations:
-        """Return the same, and further steps come without an evaluation, which never is the peak.
+        """Return a copy that shares results and skips evaluations from now on.
 
-        It takes a tenth of the time.
+        An evaluation takes a tenth of a simulation's time and is never the peak.
         """
         others = Simulations(self._model_config, self._imbalance, evaluates=False)
         others._measured = self._measured
@@ -47,7 +49,7 @@ class Simulations:
     def measure(
         self, whole: PreTrainedModel, config: Config, policy: ReshardPolicy, world: World
     ) -> Measured:
-        """Return what a step of the whole model would measure. The whole model is never built."""
+        """Return the measures of a step of the whole model, of which two cut ones are simulated."""
         kinds = layer_kinds(whole)
         lengths = cuts(kinds)
         if lengths is None:
@@ -57,7 +59,7 @@ class Simulations:
 
     def _step(self, layers: int, config: Config, policy: ReshardPolicy, world: World) -> Measured:
         data, train = config.data, config.train
-        # All else, such as the optimizer, changes nothing of forward and backward.
+        # Other settings, such as the optimizer, do not change forward and backward.
         sections = [config.model, config.parallel, config.lora]
         settings = [
             layers,
@@ -95,13 +97,18 @@ def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
     """
     n = len(kinds)
     for period in range(1, n // 2 + 1):
-        # The last layers repeat with this period, from `start` on.
+        # The last layers repeat with this period, from `start` on: go back while a layer is like
+        # the one a period behind it. The last period has none behind it.
         start = n
         while start > 0 and (start + period > n or kinds[start - 1] == kinds[start - 1 + period]):
             start -= 1
+        # Whole periods alone are left out, so that a cut model ends as the whole one does: with
+        # d m m m m and a period of 1, `first` begins at 1 layer, d.
         first = n - (n - start) // period * period
-        # Places are named from either end. So the second half of both must lie in what repeats,
-        # with a neighbour before it, which prefetches.
+        # Layers of the first half have their number from the front as their place, and those of the
+        # second half from the end. One place must be one kind of layer in both cut models: `start`
+        # layers fit into the first half, and one more that repeats stands before the second half,
+        # since a layer's peak depends on the neighbour that prefetches it.
         while first < max(_FEWEST_LAYERS, 2 * start + 2 * (start > 0)):
             first += period
         # The layers must repeat three times: two alike may be chance.
@@ -123,7 +130,7 @@ def with_layers(model_config: PreTrainedConfig, layers: int) -> PreTrainedConfig
 
 
 def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:
-    """Return what a model of so many layers would have measured.
+    """Return the measures of a model of `layers` layers.
 
     Every place of a step grows by the same bytes with each further period of layers, so places in
     the middle have no more than those at the ends.

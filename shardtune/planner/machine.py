@@ -10,9 +10,9 @@ from shardtune.planner.tracker import Collective
 
 # CUDA's context, NCCL's buffers, and memory that the allocator cannot use: no GPU has measured it.
 GPU_ALLOWANCE_BYTES = 4 * 10**9
-# Of a CPU process: gloo's buffers, and libraries that load at their first use.
+# A CPU process takes this for gloo's buffers, and for libraries that load at their first use.
 CPU_ALLOWANCE_BYTES = 10**8
-# What a node writes to its disk or to a shared one: an assumption for the time of a save.
+# A node's rate to its disk or to a shared one: an assumption for the time of a save.
 DISK_BYTES_PER_S = 2 * 10**9
 
 
@@ -30,7 +30,7 @@ class Machine:
 
     @property
     def allowance_bytes(self) -> int:
-        """What the device or the process takes for itself, beside tensors."""
+        """Memory of the device or the process itself, beside tensors."""
         return GPU_ALLOWANCE_BYTES if self.is_gpu else CPU_ALLOWANCE_BYTES
 
     @property
@@ -41,7 +41,7 @@ class Machine:
 def link_bytes(
     traffic: Mapping[Collective, int], machine: Machine
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the bytes that a node gets from the others, and a rank from those of its node.
+    """Return the bytes that a node gets from other nodes, and a rank from the ranks of its node.
 
     By kind of collective, as in a ring: of an unsharded size S, a group of g ranks on n nodes moves
     S (n - 1) / n into each node and S (g - 1) / g into each rank; an all-reduce twice as much. In

@@ -1,4 +1,4 @@
-"""What a run takes of each rank: memory by cause and phase, traffic by link, and time."""
+"""A plan: the memory that a run takes of a rank by cause and phase, its traffic and its time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shardtune.training.reshard import (
 )
 from shardtune.training.states import StateBytes, state_bytes
 
-# For each element of the piece that LowPrecisionAdamW works on, as measured: 16 numbers of 4 bytes.
+# LowPrecisionAdamW works on a piece at a time: measured, 16 numbers of 4 bytes for each element.
 _UPDATE_BYTES_PER_ELEMENT = 64
 
 
@@ -46,8 +46,7 @@ class Plan:
     states: StateBytes
     policy: ReshardPolicy
     peaks: dict[str, Peak]  # by phase, the states included and the allowance not
-    # Of each stream the most memory at any time: a GPU's allocator keeps it for that stream. A
-    # CPU's has one pool.
+    # Peak bytes of each stream, which a GPU's allocator keeps for it; none of a CPU.
     pools: list[int]
     attention: str  # how the model attends; empty if `reason` is not
     reason: str  # why memory is only bounded, by shapes alone; empty if a step was simulated

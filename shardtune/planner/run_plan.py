@@ -50,10 +50,10 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Prediction(TypedDict):
-    """What is known of a run before it, JSON-able."""
+    """A plan's figures and verdict, JSON-able: rank 0 gets them from its planning process."""
 
-    # Of the fullest rank, as the run measures its own: on a GPU of tensors alone, on a CPU of all
-    # that its process takes beside what it holds already.
+    # Peak of the fullest rank. On a GPU that of its tensors; on a CPU that of the process, less the
+    # memory that it holds before the weights.
     peak_bytes: int
     source: str  # "simulated step" or "bound from shapes"
     fits: bool
@@ -72,7 +72,7 @@ class RunPlan:
         self._run = run
         dtype = compute_dtype(config.model.compute_dtype, world.device)
         self.device_peak = device_peak(dtype, world)
-        # Nodes with as many ranks each, or one that stands for all.
+        # Uneven nodes count as one node with all ranks.
         ranks_per_node = world.local_size if world.size % world.local_size == 0 else world.size
         nodes = world.size // ranks_per_node
         measured = read_measured(run.directory.path, nodes, ranks_per_node)
@@ -94,7 +94,7 @@ class RunPlan:
                 self._process = _simulate(run, self._machine, dtype)
 
     def require_fit(self) -> None:
-        """Log the verdict, when all that is before loading is done.
+        """Log the verdict. Call it last before loading: a simulation ends meanwhile.
 
         Raises:
             UserError: the run does not fit, and run.ignore_plan does not say to start all the same.
@@ -119,7 +119,7 @@ class RunPlan:
 
     @contextlib.contextmanager
     def compared(self, metrics: Metrics) -> Iterator[None]:
-        """Write the plan to metrics.jsonl, and at the end of the steps what they really took."""
+        """Write the plan to metrics.jsonl, and after the steps again, with what was measured."""
         run, prediction = self._run, self._prediction
         assert prediction
         first_step = run.resumed.step if run.resumed else 0
@@ -222,7 +222,7 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
 
 
 def _prediction(plan: Plan) -> Prediction:
-    """Return the part of a plan that a run is told, without changes."""
+    """Return a plan's figures and verdict, without changes that would help."""
     return Prediction(
         peak_bytes=_as_measured(plan.allocated_bytes, plan.machine),
         source="bound from shapes" if plan.reason else "simulated step",
@@ -235,7 +235,7 @@ def _prediction(plan: Plan) -> Prediction:
 
 
 def _comparison(prediction: Prediction, held_bytes: int, peak: float, seconds: float) -> str:
-    """Return a line of what was planned and what was measured."""
+    """Return a line that holds the measured peak and time against the planned ones."""
     at_most = "" if prediction["source"] == "simulated step" else "at most "
     held = f" ({_gb(held_bytes)} before the weights)" if held_bytes else ""
     step = "-"

@@ -31,7 +31,7 @@ from shardtune.model.support import decoder_layers
 from shardtune.planner.tracker import Cause, Collective, NotSimulated, Peak, Tracker
 from shardtune.training.reshard import ReshardPolicy
 
-# With spread experts, the tokens of the most loaded rank against the mean. They depend on the data.
+# Tokens of the busiest rank of spread experts / the mean: assumed, since routing depends on data.
 EXPERT_IMBALANCE = 1.5
 
 
@@ -39,9 +39,9 @@ EXPERT_IMBALANCE = 1.5
 class Measured:
     """What one rank holds and sends in a step of `layers` layers.
 
-    `peaks`: by phase and place. A layer's place is its number, from the end if it is negative.
-    `pools`: the most bytes by phase, place and stream. `traffic`: of the evaluation's forward, and
-    of each micro-batch. `attention`: how the model attends.
+    `peaks` has a peak for each phase and place. A layer's place is its number, counted from the end
+    in the second half. `pools` has the peak bytes of each phase, place and stream. `traffic` begins
+    with the evaluation's forward and goes on with each micro-batch. `attention` is in words.
     """
 
     layers: int
@@ -51,7 +51,7 @@ class Measured:
     attention: str
 
     def step_traffic(self, micro_batches: int) -> Counter[Collective]:
-        """Return the traffic of a step of so many micro-batches."""
+        """Return the traffic of a step with this number of micro-batches."""
         _, first, *others = self.traffic
         total = first.copy()
         if others:
@@ -91,11 +91,12 @@ def simulate(
 ) -> Measured:
     """Evaluate where `evaluates`, and take a step of up to three micro-batches of full rows.
 
-    The second one finds the gradients of the first, and of all further ones only the last differs.
-    This rank's experts get `imbalance` times as many tokens as those of the others on average.
+    From the second micro-batch on gradients exist. The last one differs from the second, since it
+    reduces gradients that were kept; any in between is like the second. This rank's experts get
+    `imbalance` times the tokens that a rank's experts get on average.
 
     Raises:
-        Exception: the model asks for what fake tensors do not have, each in its own way.
+        Exception: the model needs the contents of a tensor; each model raises its own class.
     """
     tracker, device = Tracker(), world.device
     model = build_on_meta(config, model_config, world)
@@ -135,7 +136,7 @@ def simulate(
 
 
 def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
-    """Return rows of one document each, as long as the row, with every token trained."""
+    """Return full rows of one document each, with every token trained."""
     rows, length = config.train.micro_batch_size, config.data.max_length
     numbers = partial(torch.zeros, dtype=torch.int64, device=device)
     shape = (1, rows * length) if is_flat else (rows, length)

@@ -1,4 +1,4 @@
-"""What a run writes to disk, and what loading and saving take of a node's memory."""
+"""Bytes that a run writes to disk, and host memory that loading and saving take of a node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Storage:
     """Bytes on disk, of all nodes, and bytes of one node's memory."""
 
     checkpoint_bytes: int  # one of them
-    checkpoints_bytes: int  # as many as are kept, and the one that is being written
+    checkpoints_bytes: int  # those that are kept, and the one that is being written
     exported_bytes: int  # model/, adapter/ and best/
     save_s: float  # at DISK_BYTES_PER_S
     staging_bytes: int  # host memory for copies of what is being saved
@@ -32,13 +32,13 @@ def plan_storage(
     machine: Machine,
     replicas: int,
 ) -> Storage:
-    """Compute them for a model as `build_on_meta` returns it."""
+    """Compute disk and host memory for a model that `build_on_meta` has returned."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    # What is trained and its moments, once for all copies of the model.
+    # Trained weights and their moments, once for all copies of the model.
     weights = sum(p.numel() * p.itemsize for p in trained)
     checkpoint = weights + states.optimizer * machine.ranks // replicas
-    # Of what several ranks hold, one writes it, and so copies it.
+    # One of the ranks that hold the same slice writes it, and so copies it.
     held = sum(to_local(p).numel() * p.itemsize for p in trained) + states.optimizer
     staged = held * machine.ranks_per_node // replicas
     is_async = config.checkpoint.mode == "async"

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Cause(StrEnum):
-    """What a rank's memory is taken by."""
+    """What takes a rank's memory."""
 
     PARAMETERS = "parameters"  # this rank's slices
     GRADIENTS = "gradients"  # of these slices
@@ -44,7 +44,7 @@ class Collective(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The most bytes at once in some part of a step, and what they were taken by."""
+    """The most bytes at once in some part of a step, by cause."""
 
     n_bytes: int
     by_cause: Counter[Cause]
@@ -64,22 +64,24 @@ _KINDS = {
 
 
 class NotSimulated(Exception):
-    """The model asks for what fake tensors do not have; the message says for what."""
+    """A fake tensor cannot answer the model; the message says why."""
 
 
-# The place of a phase before that of its first layer. A backward begins at the head and ends at
-# layer 0: two peaks, of which one is the higher in a deep model and the other in a shallow one.
+# The place of a phase before its first layer. A backward begins at the head, where a deep model
+# has its peak (all activations are there), and ends at layer 0, where a shallow one has it (the
+# gradient of the embedding is there). Under one place the two would be extrapolated as one.
 _BEGINNING = sys.maxsize
 
 
 class Tracker(TorchDispatchMode):
     """Within this mode, bytes are counted by cause, with a peak for each phase and place of a step.
 
-    `pools` has the most bytes of each stream likewise. A GPU's allocator keeps memory that is freed
-    for the stream that allocated it. FSDP2 runs the same streams on a CPU, where they do nothing.
+    `pools` has the peak bytes of each stream, by phase and place: a GPU's allocator keeps memory
+    that is freed for the stream that allocated it. FSDP2 runs the same streams on a CPU, where they
+    do nothing.
 
-    `traffic` has the bytes of each collective's unsharded side: of the output of an all-gather, and
-    of the input of the others. Of an all-to-all, whose sides may differ, it has the smaller.
+    `traffic` has the bytes of each collective's unsharded side: the output of an all-gather, the
+    input of a reduction, and the smaller side of an all-to-all.
     """
 
     def __init__(self) -> None:
@@ -106,7 +108,7 @@ class Tracker(TorchDispatchMode):
         self._update_peak()
 
     def hold(self, tensor: torch.Tensor, cause: Cause) -> None:
-        """Count the tensor's storage under this cause, from now on or already."""
+        """Count the tensor's storage under this cause, whether it was counted before or not."""
         self._count(tensor.untyped_storage(), cause)
         self._update_peak()
 
@@ -194,9 +196,13 @@ class Tracker(TorchDispatchMode):
             raise NotSimulated("it reads numbers that depend on the data") from None
 
     def _count(self, storage: torch.UntypedStorage, cause: Cause) -> None:
+        """Count the storage under this cause, in place of its last cause and size."""
+        # An id is of use again once its storage is gone, when `_forget` has dropped it.
         key, size, stream = id(storage), storage.nbytes(), self._stream()
         if known := self._known.get(key):
             self._subtract(*known)
+            # A new cause alone: the memory stays where it was allocated. FSDP2 frees a storage by
+            # resizing it to 0 and fills it again on another stream, whose memory it then takes.
             if known[1] == size:
                 stream = known[2]
         else:
@@ -232,7 +238,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return the shape of grouped products in float32, of which fake tensors know only bfloat16."""
+    """Return empty grouped products in float32: fake tensors know them in bfloat16 alone."""
     return a.new_empty((len(a), b.shape[-1]) if b.dim() == 3 else (len(ends), len(a), b.shape[-1]))
 
 

@@ -30,7 +30,7 @@ from shardtune.model.build import compute_dtype
 from shardtune.model.experts import gathered_numel
 from shardtune.training.states import StateBytes
 
-_SHARE = 0.5  # of the free memory that may be taken; the rest is for activations
+_SHARE = 0.5  # of the free memory; the rest is for activations
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ReshardPolicy:
     def before_forward(self, model: Any, is_last_micro_batch: bool) -> None:
         """Tell FSDP what the coming forward and backward keep and reduce."""
         model.set_requires_gradient_sync(is_last_micro_batch or not self.keep_gradients)
-        # Between replicas; within each one the line above decides.
+        # The line above decides within a replica, and this one between replicas.
         model.set_requires_all_reduce(is_last_micro_batch)
         model.set_reshard_after_backward(is_last_micro_batch or not self.keep_parameters)
 
@@ -100,7 +100,7 @@ def keeps_gradients_whole(config: Config, world: World) -> bool | None:
     """
     if not _is_whole(world):
         return None
-    # Alone, a rank adds up in the dtype of the sharded gradients what it does not keep.
+    # One rank sums gradients that it does not keep in the dtype of the sharded ones.
     return world.size > 1 or config.model.reduce_dtype == "float32"
 
 
