@@ -93,7 +93,7 @@ def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
         for observer in observers:
             observer.step_begins(step.number)
         stats = train_step(context, step, micro_batches, stop)
-        report(context, step, stats, lr, time.perf_counter() - began)
+        report(context, step, stats, lr, began)
 
         # All ranks know `must_stop` from the gather of the loss, so that they leave together. An
         # evaluation that a signal skips or cuts short is made after the resume.
@@ -117,11 +117,12 @@ def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
     return last_checkpoint
 
 
-def report(context: TrainContext, step: Step, stats: StepStats, lr: float, seconds: float) -> None:
-    """Tell every observer of a step that has ended."""
+def report(context: TrainContext, step: Step, stats: StepStats, lr: float, began: float) -> None:
+    """Tell every observer of a step that has ended. `began`: when its clock did."""
     config, world = context.run.config, context.run.world
     seconds_by_phase = world.progress.take_seconds()
     world.progress.enter(Phase.REPORTING)
+    seconds = time.perf_counter() - began  # after the phases: they are no longer than the step
     is_due = context.schedule.is_due(step.number, config.logging.every_steps)
     ended = StepEnded(step, stats, lr, seconds, seconds_by_phase, is_due)
     for observer in context.observers:

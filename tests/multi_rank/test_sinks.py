@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,6 +74,12 @@ def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder:
         assert len(re.findall(r"^.*\d%.*\d\s*$", table, re.MULTILINE)) == 10
     (profile,) = read_metrics(run, "profile")
     assert (profile["first_step"], profile["step"]) == (3, 4)
+    times = {
+        (entry["kind"], entry["step"]): datetime.fromisoformat(entry["time"]).timestamp()
+        for entry in map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines())
+    }
+    since_evaluation = times["step", 3] - times["eval", 2]
+    assert read_metrics(run, "step")[2]["seconds"] < since_evaluation + 0.002, "and saves left out"
     taken = sum(entry["seconds"] for entry in read_metrics(run, "step")[2:]) / 2
     assert 0 < sum(profile["seconds"].values()) <= taken * 1.01
     assert min(profile["seconds"].values()) >= 0 < profile["seconds"]["waiting"]

@@ -193,6 +193,19 @@ def test_smoothing_is_the_mean_of_the_last_values(values: list[float], width: in
     assert np.allclose(smooth(np.array(values), width), expected, atol=1e-6)
 
 
+def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"kind": "plan", "step": 0, "predicted_peak_bytes": 70e9}\n')
+    charts = {chart.name: chart for chart in make_charts([read_run(folder)])}
+    for name, value in {"mfu": 30.0, "waiting": 0.5, "memory": 61.2}.items():
+        assert charts[name].curves[0].y == pytest.approx(value), name
+    phases = {curve.label: curve.y for curve in charts["phases"].curves}
+    assert phases["waiting in collectives"] == pytest.approx(100 * 0.89 / 2)
+    assert sum(phases.values()) == pytest.approx(100)
+    assert charts["memory"].levels == {"the plan": 70.0}
+
+
 def test_what_the_slowest_rank_waits_is_the_network(tmp_path: Path) -> None:
     assert network_share(read_run(write_run(tmp_path / "run"))) == pytest.approx(0.89 / 2)
 
