@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from shardtune.config import SchedulerConfig
 from shardtune.training.optim import (
     build_optimizer,
+    first_non_finite,
     learning_rate,
     set_learning_rate,
     squared_gradients,
@@ -76,3 +77,12 @@ def test_the_norm_of_a_large_gradient_is_exact():
     large.weight.grad = 1 + torch.rand(6000, 5000)
     exact = sum(row.double().square().sum().item() for row in large.weight.grad)
     assert squared_gradients(large).item() == pytest.approx(exact, rel=1e-12)
+
+
+def test_a_weight_that_is_not_finite_is_named_before_all_gradients():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].weight.grad = torch.full((2, 2), float("nan"))
+    assert first_non_finite(model)[1] == "the gradient of 0.weight"
+    with torch.no_grad():
+        model[1].bias[0] = float("inf")
+    assert first_non_finite(model)[1] == "the weight 1.bias"
