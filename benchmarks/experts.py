@@ -28,6 +28,7 @@ from transformers import Glm4MoeConfig, PreTrainedModel
 from benchmarks.sides import TOLERANCE, require_equal_losses, run_pinned
 from benchmarks.tables import section, spread
 from distTest.workloads.script import launch
+from distTest.workloads.shapes import shape_of
 from shardtune.config_io import load_config
 from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
@@ -83,20 +84,11 @@ def worker() -> None:
 
 def _models(lengths: list[int]) -> tuple[dict[str, PreTrainedModel], World]:
     with tempfile.TemporaryDirectory() as folder:
-        Glm4MoeConfig(
-            vocab_size=_VOCABULARY,
-            hidden_size=256,
-            intermediate_size=512,
-            moe_intermediate_size=256,
-            num_hidden_layers=4,
-            first_k_dense_replace=1,
-            n_routed_experts=_EXPERTS,
-            num_experts_per_tok=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=max(lengths),
-        ).save_pretrained(folder)
+        sizes = {"vocab_size": _VOCABULARY, "max_position_embeddings": max(lengths)}
+        sizes |= {"n_routed_experts": _EXPERTS, "num_experts_per_tok": 4, "head_dim": 64}
+        sizes |= {"first_k_dense_replace": 1, "moe_intermediate_size": 256}
+        shape = shape_of(256, 512, 4, 4, sizes | {"num_key_value_heads": 2})
+        Glm4MoeConfig(**shape).save_pretrained(folder)
         assignments = [f"model.path={folder}", f"data.train={folder}", "model.init=random"]
         assignments += ["model.compute_dtype=float32", "parallel.expert=2"]
         config = load_config(Path(os.devnull), assignments, {})

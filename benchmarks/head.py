@@ -27,6 +27,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.sides import TOLERANCE, require_equal_losses, run_pinned
 from benchmarks.tables import section
+from distTest.workloads.shapes import shape_of
 from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
 from shardtune.distributed.exit_code import run
@@ -88,15 +89,9 @@ def worker() -> None:
 
 def _model(way: str, tokens: int, vocabulary: int) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=_WIDTH,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=16,
-            max_position_embeddings=2 * tokens,
-            tie_word_embeddings=True,  # one gradient of the weight's size, not two
-        ).save_pretrained(folder)
+        more = {"vocab_size": vocabulary, "max_position_embeddings": 2 * tokens}
+        more |= {"tie_word_embeddings": True}  # one gradient of the weight's size, not two
+        LlamaConfig(**shape_of(_WIDTH, 16, 1, 16, more)).save_pretrained(folder)
         assignments = [f"model.path={folder}", f"data.train={folder}", "model.init=random"]
         assignments += ["model.compute_dtype=bfloat16", f"data.max_length={2 * tokens}"]
         config = load_config(Path(os.devnull), assignments, {})

@@ -1,7 +1,7 @@
 """Run one training of a peer, through its public API and at its best setting, in the peers'
 environment.
 
-python -m benchmarks.peers --side trl_packed --model DIR --data chats.jsonl --out result.json ...
+python -m benchmarks.peers OPTIONS RESULT.json, the options as `sides.Job.run_peer` writes them
 
 All of the data is one optimizer step, so that every side has the same batch, however it orders and
 packs. Writes the fields of `sides.Side`.
@@ -9,13 +9,14 @@ packs. Writes the fields of `sides.Side`.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import re
+import sys
 import tempfile
 import time
+from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,11 @@ class Watch(TrainerCallback):
 
 
 def main() -> None:
-    options = read_options()
+    options, out = Namespace(**json.loads(sys.argv[1])), Path(sys.argv[2])
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.chat_template = MARKED_TEMPLATE
-    records = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()]
+    lines = Path(options.data).read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
     watch = Watch()
     with tempfile.TemporaryDirectory() as scratch:
         trainer = build(options, tokenizer, records, watch, scratch)
@@ -76,9 +78,7 @@ def main() -> None:
         "seconds": differences(watch.ends),
         "cpu_seconds": differences(watch.cpu_ends),
         "attention": trainer.model.config._attn_implementation,
-        "memory_bytes": torch.cuda.max_memory_allocated()
-        if torch.cuda.is_available()
-        else peak_of_process(),
+        "memory_bytes": peak_bytes(),
         **counts,
     }
     if dist.is_initialized():
@@ -87,7 +87,7 @@ def main() -> None:
         result |= {key: sum(each[key] for each in per_rank) for key in counts}
         result["memory_bytes"] = max(each["memory_bytes"] for each in per_rank)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        options.out.write_text(json.dumps(result), encoding="utf-8")
+        out.write_text(json.dumps(result), encoding="utf-8")
     if dist.is_initialized():
         dist.barrier()
         os._exit(0)  # gloo's threads abort a process that ends in the ordinary way
@@ -97,42 +97,8 @@ def differences(ends: list[float]) -> list[float]:
     return [end - start for start, end in pairwise(ends)]
 
 
-def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--side",
-        choices=(
-            "trl_packed",
-            "trl_padded",
-            "trl_single",
-            "hf_trainer",
-            "hf_padded",
-            "transformers_fsdp",
-        ),
-        required=True,
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), required=True, help="of forward and backward"
-    )
-    parser.add_argument("--max-length", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument(
-        "--batch-size", type=int, default=1, help="rows of a micro-batch; 1 has no padding"
-    )
-    parser.add_argument("--checkpointing", action="store_true")
-    return parser.parse_args()
-
-
 def build(
-    options: argparse.Namespace,
-    tokenizer: Any,
-    records: list[dict[str, Any]],
-    watch: Watch,
-    scratch: str,
+    options: Namespace, tokenizer: Any, records: list[dict[str, Any]], watch: Watch, scratch: str
 ) -> Any:
     shared = {
         "output_dir": scratch,
@@ -159,12 +125,8 @@ def build(
     if options.side.startswith("trl"):
         from trl import SFTConfig, SFTTrainer
 
-        is_packed = options.side == "trl_packed"
-        lengths = {
-            "packing": is_packed,
-            "packing_strategy": "bfd",
-            "max_length": options.max_length,
-        }
+        packing = {"packing": options.side == "trl_packed", "packing_strategy": "bfd"}
+        lengths = {**packing, "max_length": options.max_length}
         settings = SFTConfig(**shared, **lengths, assistant_only_loss=True)
         return SFTTrainer(
             model=load(options),
@@ -175,35 +137,29 @@ def build(
         )
     if options.side == "transformers_fsdp":
         shared["ddp_backend"] = "gloo" if shared["use_cpu"] else "nccl"
-    settings = TrainingArguments(
-        **shared, train_sampling_strategy="group_by_length"
-    )  # the least padding it can have
-    model = load(options, is_sharded=options.side == "transformers_fsdp")
+    # The least padding that it can have.
+    settings = TrainingArguments(**shared, train_sampling_strategy="group_by_length")
+    tokenized = [tokenize(record, tokenizer, options.max_length) for record in records]
     return Trainer(
-        model=model,
+        model=load(options, is_sharded=options.side == "transformers_fsdp"),
         args=settings,
-        train_dataset=Dataset.from_list(
-            [tokenize(record, tokenizer, options.max_length) for record in records]
-        ),
+        train_dataset=Dataset.from_list(tokenized),
         data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
         callbacks=[watch],
     )
 
 
-def load(options: argparse.Namespace, is_sharded: bool = False) -> Any:
-    dtype = torch.float32
-    implementation = (
-        "flash_attention_2" if torch.cuda.is_available() and is_flash_attn_2_available() else "sdpa"
-    )
+def load(options: Namespace, is_sharded: bool = False) -> Any:
+    has_flash = torch.cuda.is_available() and is_flash_attn_2_available()
+    implementation = "flash_attention_2" if has_flash else "sdpa"
     more: dict[str, Any] = {}
     if is_sharded:
         from transformers.distributed import DistributedConfig
 
-        more["distributed_config"] = DistributedConfig(
-            fsdp_size=dist.get_world_size()
-        )  # the arguments have joined it
+        ranks = dist.get_world_size()  # the arguments have joined it
+        more["distributed_config"] = DistributedConfig(fsdp_size=ranks)
     return AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=dtype, attn_implementation=implementation, **more
+        options.model, dtype=torch.float32, attn_implementation=implementation, **more
     )
 
 
@@ -224,10 +180,12 @@ def tokenize(record: dict[str, Any], tokenizer: Any, max_length: int) -> dict[st
     return {"input_ids": ids, "labels": labels}
 
 
-def peak_of_process() -> int:
-    """Return bytes, by the counter that shardtune reads: ru_maxrss is inherited from the starting
-    process.
+def peak_bytes() -> int:
+    """Return the peak of the GPU or of this process, by the counter that shardtune reads:
+    ru_maxrss is inherited from the starting process.
     """
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 

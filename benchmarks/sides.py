@@ -247,18 +247,18 @@ class Job:
         `run` is the path of its files, without their suffixes.
         """
         out = Path(f"{run}.json")
-        flags = {
-            "--model": self.model,
-            "--data": self.chats,
-            "--max-length": self.max_length,
-            "--steps": self.steps,
-            "--dtype": self.dtype,
-            "--lr": self.lr,
-            "--batch-size": batch_size,
+        options = {
+            "side": side,
+            "model": str(self.model),
+            "data": str(self.chats),
+            "max_length": self.max_length,
+            "steps": self.steps,
+            "dtype": self.dtype,
+            "lr": self.lr,
+            "batch_size": batch_size,  # rows of a micro-batch; 1 has no padding
+            "checkpointing": self.checkpointing != "none",
         }
-        program = ["-m", "benchmarks.peers", "--side", side, "--out", out]
-        program += [part for flag in flags.items() for part in flag]
-        program += ["--checkpointing"] * (self.checkpointing != "none")
+        program = ["-m", "benchmarks.peers", json.dumps(options), out]
         if not run_pinned(launch(program, ranks, python), Path(f"{run}.log"), cores):
             return None
         return Side(**json.loads(out.read_text(encoding="utf-8")))

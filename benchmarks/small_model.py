@@ -7,14 +7,9 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-_SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
+from distTest.workloads.shapes import shape_of
+
+_SIZES = shape_of(256, 768, 6, 4, {"num_key_value_heads": 4, "head_dim": 64})
 
 
 def small_model(model: Path, folder: Path) -> Path:

@@ -15,26 +15,12 @@ from shardtune.data.batch import Batch
 from shardtune.model.attention import DOCUMENT_ATTENTION, documents
 from shardtune.model.loss import summed_loss, use_loss_head
 
-SMALL = {
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "initializer_range": 0.1,
-    "max_position_embeddings": 4096,
-    "use_cache": False,
-    "pad_token_id": 2,
-}
-EXPERTS = {
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+SMALL: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024}
+SMALL |= {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
+SMALL |= {"head_dim": 64, "pad_token_id": 2, "initializer_range": 0.1}
+SMALL |= {"max_position_embeddings": 4096, "use_cache": False}
+EXPERTS = {"moe_intermediate_size": 128, "n_routed_experts": 16, "num_experts_per_tok": 4}
+EXPERTS |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 FAMILIES = {"llama": SMALL, "glm4_moe": SMALL | EXPERTS}
 # Of the loss and of all gradients together: equal sums in another order, or bfloat16's rounding,

@@ -12,6 +12,7 @@ from typing import Any
 from distTest.gpu_check.checks import Outcome, Skipped, is_tiny, require
 from distTest.gpu_check.packing import FAMILIES, TINY
 from distTest.gpu_check.runs import Run, save_model, train, write_chats, write_text
+from distTest.workloads.shapes import shape_of
 
 _AT_ONCE = 2  # runs: most of their time is that of one core
 # Of losses, relative: sums in another order, and roundings of bfloat16, which send tokens to other
@@ -100,15 +101,9 @@ def _bits(run: Run) -> list[tuple[str, str]]:
 def async_save() -> Outcome:
     """A checkpoint is written while steps go on."""
     every, length = (8, 32) if is_tiny() else (40, 4096)
-    shape = {
-        "hidden_size": 128 if is_tiny() else 2048,
-        "intermediate_size": 128 if is_tiny() else 6144,
-        "num_hidden_layers": 1 if is_tiny() else 12,
-        "num_attention_heads": 4 if is_tiny() else 16,
-        "num_key_value_heads": 2 if is_tiny() else 8,
-        "vocab_size": 65536,
-        "max_position_embeddings": 2 * length,
-    }
+    sizes, key_heads = ((128, 128, 1, 4), 2) if is_tiny() else ((2048, 6144, 12, 16), 8)
+    more = {"vocab_size": 65536, "max_position_embeddings": 2 * length}
+    shape = shape_of(*sizes, more | {"num_key_value_heads": key_heads})
     run = train(
         "saves",
         f"model.path={save_model('model', 'llama', shape)}",

@@ -56,18 +56,11 @@ def write_chats(
             length = min(0.8 * max_length, max(60.0, length))
             turns, answers = source_of_turns.randint(*kind.turns), source.uniform(*kind.answers)
             shares = {"user": 1 - answers - TEMPLATE_TOKENS / length, "assistant": answers}
-            messages = [
-                {
-                    "role": role,
-                    "content": " ".join(
-                        source.choices(
-                            words, k=max(4, round(share * length / turns / TOKENS_PER_WORD))
-                        )
-                    ),
-                }
-                for _ in range(turns)
-                for role, share in shares.items()
-            ]
+            messages = []
+            for role, share in list(shares.items()) * turns:
+                count = max(4, round(share * length / turns / TOKENS_PER_WORD))
+                text = " ".join(source.choices(words, k=count))
+                messages.append({"role": role, "content": text})
             file.write(json.dumps({"messages": messages}) + "\n")
             tokens -= round(length)
     return path

@@ -9,62 +9,25 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_QWEN3 = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
+_QWEN3 = {"num_key_value_heads": 8, "head_dim": 128}
+_QWEN3 |= {"vocab_size": 151936, "tie_word_embeddings": True}
+_GLM = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "attention_bias": True}
+_GLM |= {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1}
+_GLM |= {"moe_intermediate_size": 1408, "first_k_dense_replace": 1}
+_LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256}
+
+
+def shape_of(width: int, mlp_width: int, layers: int, heads: int, more: dict[str, Any]) -> Any:
+    """Return what `more` and these sizes say of a model."""
+    sizes = {"hidden_size": width, "intermediate_size": mlp_width}
+    return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads} | more
+
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-1.7b": (
-        "qwen3",
-        {
-            **_QWEN3,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-        },
-    ),
-    "qwen3-4b": (
-        "qwen3",
-        {
-            **_QWEN3,
-            "hidden_size": 2560,
-            "intermediate_size": 9728,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-        },
-    ),
-    "llama3-8b": (
-        "llama",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
-    ),
-    "glm-4.5-air, real width": (
-        "glm4_moe",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 96,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "attention_bias": True,
-            "vocab_size": 151552,
-        },
-    ),
+    "qwen3-1.7b": ("qwen3", shape_of(2048, 6144, 28, 16, _QWEN3)),
+    "qwen3-4b": ("qwen3", shape_of(2560, 9728, 36, 32, _QWEN3)),
+    "llama3-8b": ("llama", shape_of(4096, 14336, 32, 32, _LLAMA)),
+    "glm-4.5-air, real width": ("glm4_moe", shape_of(4096, 10944, 46, 96, _GLM)),
 }
 
 
