@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import gpu, head, results, sides
 from benchmarks.__main__ import main
@@ -28,7 +30,9 @@ from benchmarks.sides import (
     require_equal_work,
     require_moving_loss,
 )
-from distTest.workloads.wrapped import with_grouped_keys
+from distTest.workloads.chats import MIXES, TEMPLATE_TOKENS, TOKENS_PER_WORD, write_chats
+from distTest.workloads.shapes import SHAPES, slice_of
+from distTest.workloads.wrapped import PROFILE_LABEL, with_grouped_keys
 
 PEER = Side(
     losses=[3.0, 2.5],
@@ -250,3 +254,58 @@ def test_grouped_keys_for_an_older_torch() -> None:
         q, k, v, is_causal=True, scale=0.3, enable_gqa=True
     )
     torch.testing.assert_close(results, expected.transpose(0, 1))
+
+
+def test_all_ways_of_a_wrapped_run_measure_it_and_leave_no_checkpoint(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    FAILED.clear()
+    chats = write_chats(tmp_path / "chats.jsonl", 300, 100)
+    job = sides.Job(models["llama"], chats, 512, 3, "float32", lr=1e-2)
+    config = AutoConfig.from_pretrained(models["llama"])
+    counted = f"counted={tmp_path / 'counts'}:{config.vocab_size}"
+    done = job.run_ours(tmp_path / "run", ways=f"cpu_seconds,profiled,{counted},unsaved")
+    log = (tmp_path / "run.log").read_text(encoding="utf-8")
+    assert done and not FAILED, log
+    assert len(done.cpu_seconds) == len(done.seconds) == 2 and min(done.cpu_seconds) > 0
+    assert 0 <= done.data_share < 1 and done.computed_tokens == done.tokens
+    kinds = [json.loads(line) for line in sides.lines_behind(PROFILE_LABEL, log.splitlines())]
+    assert len(kinds) == 3 and all(len(seconds) == 6 for seconds in kinds)
+    assert all(seconds["Python and dispatch"] > 0 for seconds in kinds)
+    counts = json.loads((tmp_path / "counts.0.json").read_text(encoding="utf-8"))
+    # Beside the logits of trained positions, each micro-batch has a gradient of the head's weight.
+    gradients, rest = divmod(counts["head"]["count"] - 3 * done.trained_tokens, config.hidden_size)
+    assert gradients > 0 and rest == 0
+    assert "Finished: nothing is saved" in log and "Saved checkpoint" not in log
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_slice_has_the_most_layers_that_fit_but_never_fewer_than_one_with_experts(
+    shape: str,
+) -> None:
+    whole = slice_of(shape, 4096, math.inf)
+    fewest = slice_of(shape, 4096, 0)
+    assert whole.layers == whole.whole and fewest.layers == 1 + (whole.dense or 0)
+    some = slice_of(shape, 4096, math.inf, layers=5)
+    assert some.layers == 5
+    assert slice_of(shape, 4096, some.parameters) == some
+    assert slice_of(shape, 4096, some.parameters - 1).layers == 4
+    config = AutoConfig.for_model(some.model_type, **some.settings)
+    with torch.device("meta"):
+        assert AutoModelForCausalLM.from_config(config).num_parameters() == some.parameters
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_chats_have_about_the_tokens_that_are_asked_for_and_fit_a_row(
+    mix: str, tmp_path: Path
+) -> None:
+    path = write_chats(tmp_path / "chats.jsonl", 20_000, 1024, mix)
+    chats = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
+    words = [[len(message["content"].split()) for message in chat] for chat in chats]
+    tokens = [TOKENS_PER_WORD * sum(counts) + TEMPLATE_TOKENS for counts in words]
+    assert max(tokens) < 1024 and abs(sum(tokens) / 20_000 - 1) < 0.15
+    answers = [sum(counts[1::2]) for counts in words]
+    low, high = MIXES[mix].answers
+    assert low - 0.05 < TOKENS_PER_WORD * sum(answers) / sum(tokens) < high + 0.05
+    fewest, most = MIXES[mix].turns
+    assert all(2 * fewest <= len(counts) <= 2 * most for counts in words)
