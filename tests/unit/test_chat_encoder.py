@@ -331,6 +331,14 @@ def test_a_prompt_that_lookahead_splits_differently_is_tokenized_apart() -> None
     assert show(tokenizer, sequence).endswith("assistant\n\n‹x<|im_end|>›\n")
 
 
+def test_a_template_that_writes_one_of_two_equal_parts_is_refused() -> None:
+    first = CHATML.replace("m.content", "(m.content if m.content is string else m.content[0].text)")
+    part = {"type": "text", "text": "xyz"}
+    assert encoder(first).encode_messages([user("q1"), answer([part])]).sequences
+    with pytest.raises(ChatError, match=r"leaves out the text of messages\[1\]"):
+        encoder(first).encode_messages([user("q1"), answer([part, part])])
+
+
 def test_a_template_is_chosen_by_name_and_chats_need_one() -> None:
     tokenizer = bytes_tokenizer({"default": CHATML, "tool_use": "tools!" + CHATML})
     chat = ChatEncoder(tokenizer, [tokenizer.eos_token_id], "assistant", DATE, "T")

@@ -235,6 +235,9 @@ def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
     assert "data.train: WARNING: answers without a text, trained to end at once: 6" in lines
     last = Run(model, tmp_path / "a.jsonl", loss_on="last").prepared.lines
     assert "data.train: WARNING: answers without a text, trained to end at once: 4" in last
+    cut_off = {"messages": [*chat("q", "")["messages"], *chat("q " * 40, " ")["messages"]]}
+    cut = Run(model, write(tmp_path / "b.jsonl", [cut_off]), max_length=40).prepared.lines
+    assert "data.train: WARNING: answers without a text, trained to end at once: 1" in cut
 
 
 def test_overflow_may_be_refused(model: Path, tmp_path: Path) -> None:
