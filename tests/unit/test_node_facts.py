@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.commands import REPOSITORY
 from helpers.documented import require_error_line
 
 from shardtune.cluster import compare, microbenchmark, node_info
 from shardtune.cluster.environment import Environment, read_environment
+from shardtune.config import KEYS
 
 NAMES = ["node 0 (a)", "node 1 (b)"]
 WORLD = {"parallel.replicate": "1", "parallel.expert": "1"}
@@ -201,6 +203,20 @@ def test_rdma_ports_are_those_that_the_kernel_calls_active(
 
 def environment(*arguments: str) -> Environment:
     return read_environment({"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}, arguments)
+
+
+def test_every_file_that_a_run_executes_is_compared(tmp_path: Path) -> None:
+    """At any depth: one that is left out may differ between nodes without a word."""
+    code = node_info.node_facts(environment(f"run.dir={tmp_path}"))["code"]
+    files = {str(file.relative_to(REPOSITORY)) for file in REPOSITORY.glob("shardtune/**/*.py")}
+    folders = {name.count("/") for name in files}
+    assert {1, 2} <= folders and files < code.keys()
+    assert code.keys() - files == {"train_fsdp.py", "launch_node0.sh", "launch_node1.sh"}
+
+
+def test_every_setting_but_those_of_a_node_is_compared(tmp_path: Path) -> None:
+    settings = node_info.node_facts(environment(f"run.dir={tmp_path}"))["config"]
+    assert KEYS.keys() - settings.keys() == {"run.dir", "distributed.join_timeout_s"}
 
 
 def test_packages_on_which_tokens_or_numbers_depend_are_compared(tmp_path: Path) -> None:
