@@ -411,6 +411,17 @@ def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> 
     assert highest[1] - highest[0] > 256 * 4 * (256 + 2 * 128) * 2
 
 
+def test_each_further_micro_batch_sends_as_much() -> None:
+    def sent(micro_batches: int) -> int:
+        config = configured(f"train.gradient_accumulation_steps={micro_batches}")
+        with fake_world(1, 4, config) as world:
+            cut, policy = with_layers(LLAMA, 2), ReshardPolicy(False, False)
+            return simulate(config, cut, policy, world).step_traffic(micro_batches).total()
+
+    two, three, four = map(sent, (2, 3, 4))
+    assert four - three == three - two > 0
+
+
 def test_a_directory_without_a_configuration_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
