@@ -20,7 +20,7 @@ def test_edits_have_sentences_of_their_own() -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.edit)
 def test_each_edit_changes_one_place_and_names_tests_that_exist(mutant, tmp_path: Path) -> None:
-    (tmp_path / mutant.file).parent.mkdir(parents=True)
+    (tmp_path / mutant.file).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / mutant.file, tmp_path / mutant.file)
     mutant.apply(tmp_path)
     assert (tmp_path / mutant.file).read_bytes() != (ROOT / mutant.file).read_bytes()
