@@ -14,4 +14,6 @@ def test_the_slowest_rank_is_the_one_whose_phases_exceed_the_median() -> None:
         1,
     )
     assert slowest([[0.1, 1.0, 0.1], [1.1, 0.9, 0.1]]) == (1, pytest.approx(2.1 / 1.2), 0)
+    # Not the longest phase, but the one that is longer than the others'.
+    assert slowest([[3.0, 1.0, 0.1], [3.1, 2.0, 0.1], [3.0, 1.1, 0.1]])[::2] == (1, 1)
     assert slowest([[1.0, 1.0, 1.0]]) == (0, 1.0, 0)
