@@ -81,7 +81,7 @@ class RunRecord:
 
     @cached_property
     def _sums(self) -> dict[str, FloatArray]:
-        """Of each axis, how far it has come when each step has ended, from 0 on."""
+        """Return the position on each axis after each step, from 0 on."""
         amounts = {"tokens": self.column("step", "tokens") / 1e6}
         amounts["time"] = self.column("step", "seconds") / 3600
         return {axis: np.nancumsum([0.0, *values]) for axis, values in amounts.items()}

@@ -34,8 +34,8 @@ class ExpertBalance(StepObserver):
     def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
         self._metrics, self._device = metrics, world.device
         self._degree = world.expert_mesh["expert"].size() if world.expert_mesh else 1
-        self._counts: dict[str, torch.Tensor] = {}  # of each layer; behind them, of no expert
-        self._steps_without: dict[str, np.ndarray] = {}  # since when each expert has no tokens
+        self._counts: dict[str, torch.Tensor] = {}  # tokens of each expert; the last: of none
+        self._steps_without: dict[str, np.ndarray] = {}  # how long each expert has had none
         for name, module, number in _stacked_experts(model):
             counts = torch.zeros(number + 1, dtype=torch.int64, device=world.device)
             self._counts[name], self._steps_without[name] = counts, np.zeros(number, dtype=int)
@@ -49,7 +49,7 @@ class ExpertBalance(StepObserver):
         layers = [counts[:-1].clone() for counts in self._counts.values()]
         for counts in self._counts.values():
             counts.zero_()
-        # A step of a dense model gathers none, of the device where the rest of it is.
+        # A dense model gathers an empty tensor, on the device of the step's other numbers.
         none = torch.empty(0, dtype=torch.float64, device=self._device)
         return torch.cat([none, *layers])
 
@@ -85,9 +85,8 @@ class ExpertBalance(StepObserver):
 def balance(layer: str, tokens: np.ndarray, degree: int) -> LayerBalance:
     """Return how evenly the tokens of one layer, [groups, experts], are spread.
 
-    `entropy` of the router's choices, -sum(p log p) / log(experts), is 1 where all experts have as
-    many tokens. `rank_imbalance`, with spread experts, is the tokens of the fullest rank as a
-    multiple of its group's mean, in the worst group.
+    `degree`: how many ranks share the experts of a group; with one, no rank is compared. The fields
+    are those of `LayerBalance`.
     """
     per_expert = tokens.sum(0)
     share = per_expert[per_expert > 0] / max(1, per_expert.sum())

@@ -31,6 +31,7 @@ def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]
         try:
             if world.device.type == "cuda":
                 torch.cuda.set_device(world.device)  # each thread has its own
+            # The schedule is the same on every rank, so no rank sends another one an index.
             for step in schedule.steps():
                 shares = step.micro_batches(cost, world.rank, world.size, rows)
                 batches = [
@@ -38,11 +39,12 @@ def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]
                     for share in shares
                 ]
                 queue.put((step, batches))
-        except BaseException as error:
+        except BaseException as error:  # a thread that ends without a word would hang the loop
             queue.put(error)
 
     thread = threading.Thread(target=make_batches, name="prefetch", daemon=True)
     thread.start()
+    # By number: the loop says which step it waits for before the thread has made it.
     for number in range(schedule.start.step + 1, schedule.total_steps + 1):
         world.progress.enter(Phase.DATA, number)
         with world.progress.working_in(thread):

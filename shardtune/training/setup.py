@@ -193,7 +193,7 @@ def make_schedule(run: Run, data: PreparedData) -> Schedule:
         epochs=train.epochs,
         max_steps=train.max_steps,
         start=Position(state["step"], state["epoch"], state["row"]),
-        # As they are written: 0.1 is a tenth.
+        # Exact fractions: 0.1 must be 1/10, which no binary number is.
         weights=tuple(Fraction(str(s.weight)) for s in config.data.train_sources.values()),
     )
     if schedule.rows_per_epoch < world.size:
@@ -286,7 +286,7 @@ def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) ->
 
 
 def saved_reshard_policy(run: Run) -> ReshardPolicy | None:
-    """Return the decision of the resumed run, or None where its ranks were arranged otherwise."""
+    """Return the resumed run's decision, or None where it had other ranks or another mesh."""
     resumed = run.resumed
     if resumed is None or resumed.world_size != run.world.size:
         return None

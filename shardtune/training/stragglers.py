@@ -63,7 +63,7 @@ class Stragglers(StepObserver):
         rank, ratio, phase = slowest([[each[name] for name in STEP_PHASES] for each in means])
         host, seconds, name = hosts[rank], means[rank], STEP_PHASES[phase]
         is_slow = ratio > _LOG_ABOVE
-        if is_slow and self._suspect == rank:  # once may be chance
+        if is_slow and self._suspect == rank:  # one report may be chance
             spent = ", ".join(f"{phase} {value:.2g} s" for phase, value in seconds.items())
             logger.info(
                 f"Slowest: rank {rank} on {host}, {ratio:.2f} x the median, in {name} "
