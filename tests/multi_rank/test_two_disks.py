@@ -97,7 +97,7 @@ def test_a_run_on_two_disks_goes_on_as_on_one(a: Path, b: Path, whole: Path) -> 
     assert exported.pop("export.json") and {"export.json": None} | exported == digests(
         whole / "model"
     ) | {"export.json": None}
-    assert names(b / "run") == [".lock", "checkpoints"] and len(names(a / "run")) == 5
+    assert names(b / "run") == [".lock", "checkpoints"] and len(names(a / "run")) == 6
 
 
 @pytest.mark.parametrize(
