@@ -15,7 +15,7 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -98,7 +98,7 @@ class Subject:
 
     def save_shardtune(self, mode: str) -> dict[str, float]:
         self._clear(self.run_dir.path / "checkpoints")
-        saving = replace(self.config.checkpoint, mode=mode)
+        saving = self.config.checkpoint.model_copy(update={"mode": mode})
         saver = checkpoint.Saver(
             self.run_dir, saving, 600, self.model, self.optimizer, {}, self.world
         )
