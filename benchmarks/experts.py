@@ -16,8 +16,6 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,10 +36,6 @@ from shardtune.model.files import read_model_config
 
 _EXPERTS = 64
 _VOCABULARY = 512
-
-
-def measurements(options: Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {"experts": partial(measure, options)}
 
 
 def measure(options: Namespace) -> dict[str, Any]:

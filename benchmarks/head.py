@@ -13,8 +13,6 @@ import os
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +38,6 @@ VOCABULARY = 151552  # GLM-4.5's
 _WIDTH = 1024
 # In float32: logit, log-probability, gradient. In bfloat16: logit and gradient.
 _NAIVE_BYTES_PER_LOGIT = 16
-
-
-def measurements(options: Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {"head": partial(measure, options)}
 
 
 def measure(options: Namespace) -> dict[str, Any]:

@@ -7,8 +7,7 @@ import math
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
@@ -38,11 +37,8 @@ _HEADER = (
 )
 
 
-def measurements(options: Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {
-        f"one {dtype}, {mix}": partial(measure, options, dtype, mix)
-        for dtype, mix in product(options.dtypes, options.mixes)
-    }
+def variants(options: Namespace) -> Iterable[tuple[str, ...]]:
+    return product(options.dtypes, options.mixes)
 
 
 def measure(options: Namespace, dtype: str, mix: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from distTest.workloads.chats import write_chats
 from distTest.workloads.wrapped import PROFILE_LABEL
 
 
-def measurements(options: Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {f"profile {dtype}": partial(measure, options, dtype) for dtype in options.dtypes}
+def variants(options: Namespace) -> Iterable[tuple[str, ...]]:
+    return product(options.dtypes)
 
 
 def measure(options: Namespace, dtype: str) -> dict[str, Any]:

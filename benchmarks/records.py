@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from benchmarks.sides import run_script
 from benchmarks.small_model import small_model
 from benchmarks.tables import section, spread
-
-
-def measurements(options: Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {"records": partial(measure, options)}
 
 
 def measure(options: Namespace) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from benchmarks.sides import FAILED, TOLERANCE, Unequal, run_pinned
 from distTest.workloads.chats import MIXES
 from distTest.workloads.script import REPOSITORY, absolute
 
-# Each is a module with `measurements(options)`, which returns functions that measure, by their
-# names in the results, and `lines(figures, results)`. They are measured in this order.
+# Each is a module with `measure(options)` and `lines(figures, results)`. They are measured in this
+# order; one with `variants(options)` once for each of these, which `measure` gets, too.
 SECTIONS = ("traffic", "one", "profile", "two", "head", "scaling", "records", "experts")
 _SHOWN = ("one", "profile", "two", "traffic", "head", "scaling", "records", "experts")
 _PEERS = ("trl_packed", "trl_padded", "trl_single", "hf_trainer")
@@ -77,11 +77,13 @@ def main(options: Namespace) -> None:
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     measured_with = machine(options)
     for section in options.sections:
-        for name, measure in _module(section).measurements(options).items():
+        module = _module(section)
+        for variant in module.variants(options) if hasattr(module, "variants") else [()]:
+            name = f"{section} {', '.join(variant)}".strip()
             print(f"{name}:", flush=True)
             failures, figures = len(FAILED), {}
             try:
-                figures = measure()
+                figures = module.measure(options, *variant)
             except Unequal as difference:
                 FAILED.append(f"{name}: {difference}")
             results[name] = {"measured_with": measured_with, "figures": figures}

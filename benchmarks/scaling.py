@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,10 +15,6 @@ from distTest.workloads.chats import write_chats
 _HEADER = (
     "| ranks | trained tokens/s | MFU | waited for data | memory of a rank | first and last loss |"
 )
-
-
-def measurements(options: Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {"scaling": partial(measure, options)}
 
 
 def measure(options: Namespace) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,6 @@ from transformers import AutoConfig
 from benchmarks.sides import run_script
 from benchmarks.tables import section
 from distTest.workloads.chats import write_chats
-
-
-def measurements(options: Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {"traffic": partial(measure, options)}
 
 
 def measure(options: Namespace) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,10 +13,6 @@ from benchmarks.tables import describe_losses, section, spread
 from distTest.workloads.chats import write_chats
 
 _REFERENCE = "transformers_fsdp"
-
-
-def measurements(options: Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {"two": partial(measure, options)}
 
 
 def measure(options: Namespace) -> dict[str, Any]:
