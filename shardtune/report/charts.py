@@ -43,36 +43,16 @@ class Chart:
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Return the charts for which any of the runs has numbers."""
+    norm = "Of all gradients together, before clipping."
+    speed = "All real tokens, over all ranks; evaluations and saves left out."
+    arithmetic = "The model's arithmetic as a share of the devices' peak."
     charts = [
         _of_steps(runs, "loss", "Loss", "nats per token", "loss", "Mean over the trained tokens."),
         _perplexity(runs),
-        _of_steps(
-            runs,
-            "gradient-norm",
-            "Gradient norm",
-            "norm",
-            "grad_norm",
-            "Of all gradients together, before clipping.",
-            is_log=True,
-        ),
+        _of_steps(runs, "gradient-norm", "Gradient norm", "norm", "grad_norm", norm, is_log=True),
         _of_steps(runs, "learning-rate", "Learning rate", "lr", "lr", "", is_smoothed=False),
-        _of_steps(
-            runs,
-            "speed",
-            "Tokens per second",
-            "tok/s",
-            "tokens_per_second",
-            "All real tokens, over all ranks; evaluations and saves left out.",
-        ),
-        _of_steps(
-            runs,
-            "mfu",
-            "Model FLOPs utilisation",
-            "%",
-            "mfu",
-            "The model's arithmetic as a share of the devices' peak.",
-            scale=100,
-        ),
+        _of_steps(runs, "speed", "Tokens per second", "tok/s", "tokens_per_second", speed),
+        _of_steps(runs, "mfu", "Model FLOPs utilisation", "%", "mfu", arithmetic, scale=100),
         _memory(runs),
         _waiting(runs),
         _phases(runs),
@@ -125,14 +105,13 @@ def _of_steps(
     is_log: bool = False,
     is_smoothed: bool = True,
     scale: float = 1,
+    kind: str = "step",
 ) -> Chart:
-    """Return the chart of a field of the steps; with many steps, faint and with its mean."""
+    """Return the chart of a field of a kind; with many steps, faint and with its mean."""
     curves = []
     for number, run in enumerate(runs):
-        x = run.positions(run.column("step", "step"))
-        y = run.column("step", column) * scale
-        if not np.isfinite(y).any():
-            continue
+        x = run.positions(run.column(kind, "step"))
+        y = run.column(kind, column) * scale
         width = len(y) // 50
         smoothed = is_smoothed and len(y) >= _SMOOTHED_FROM
         label = _label(run, runs, "")
@@ -179,8 +158,7 @@ def _waiting(runs: Sequence[RunRecord]) -> Chart:
     for number, run in enumerate(runs):
         share = 100 * run.column("step", "data_seconds") / run.column("step", "seconds")
         x = run.positions(run.column("step", "step"))
-        if np.isfinite(share).any():
-            curves.append(Curve(_label(run, runs, ""), x, share, number))
+        curves.append(Curve(_label(run, runs, ""), x, share, number))
     note = "Of each step's time, on the rank that waited longest for its batches."
     return Chart("waiting", "Waiting for data", "% of a step", note, curves)
 
@@ -212,12 +190,11 @@ def network_share(run: RunRecord) -> float:
 
 
 def _slowest(runs: Sequence[RunRecord]) -> Chart:
-    curves = []
-    for number, run in enumerate(runs):
-        x, y = run.positions(run.column("ranks", "step")), run.column("ranks", "ratio")
-        curves.append(Curve(_label(run, runs, ""), x, y, number, has_markers=len(y) <= 40))
     note = "Its own time, without waiting, as a multiple of the median rank's, over ten steps each."
-    return Chart("ranks", "Slowest rank", "x the median", note, curves)
+    unit = "x the median"
+    return _of_steps(
+        runs, "ranks", "Slowest rank", unit, "ratio", note, is_smoothed=False, kind="ranks"
+    )
 
 
 def _saves(runs: Sequence[RunRecord]) -> Chart:
@@ -245,8 +222,7 @@ def _experts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
             ]
             y = np.array([choose(row) if row else np.nan for row in rows])
             x = run.positions(run.column("experts", "step"))
-            if np.isfinite(y).any():
-                curves.append(Curve(_label(run, runs, ""), x, y, number))
+            curves.append(Curve(_label(run, runs, ""), x, y, number))
         return curves
 
     entropy = "Of the router's choices in the least even layer; 1 is even."
