@@ -36,12 +36,12 @@ from shardtune.model.flops import measure_matmul_rate, published_peak
 _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
 _TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 49152}
 _TINY |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_BATCH_SIZES = {"hf_trainer": 1, "trl_packed": 1, "hf_padded": 8}
+_PEERS = ("hf_trainer", "trl_packed", "hf_padded")
 _BYTES_PER_PARAMETER = 16  # float32: weight, gradient, two moments
 
 
 def add_options(parser: ArgumentParser) -> None:
-    add, sides = parser.add_argument, ("ours", *_BATCH_SIZES)
+    add, sides = parser.add_argument, ("ours", *_PEERS)
     add("--tokenizer", type=absolute, required=True)
     add("--peers", type=absolute, required=True, help="the Python of the peers' environment")
     add("--results", type=absolute, default=REPOSITORY / "benchmarks/GPU.md")
@@ -140,18 +140,14 @@ def measure(options: Namespace, shape: str, model: Path, layers: str, length: in
     runs: dict[str, list[Side]] = {name: [] for name in options.sides}
     for turn, name in in_turns(options.sides, options.rounds):
         run_dir = options.work / f"{model.name}-{length}-{name}-{turn}"
-        if name == "ours":
-            done = job.run_ours(run_dir, ways="unsaved")
-        else:
-            size = _BATCH_SIZES[name]
-            done = job.run_peer(name, run_dir, options.peers, batch_size=size)
+        done = job.run(name, run_dir, options.peers, ways="unsaved")
         runs[name] += [done] if done else []
     return rows_of(f"| {shape} | {length} | {layers}", options.work, job, runs)
 
 
 def rows_of(start: str, work: Path, job: Job, runs: dict[str, list[Side]]) -> list[str]:
     """Return a row for each side; a side that did unequal work has the reason."""
-    names = (*_BATCH_SIZES, *runs)
+    names = (*_PEERS, *runs)
     reference = next((name for name in names if runs.get(name)), next(iter(runs)))  # a peer's
     equal, refused = counted(runs, reference, job.dtype)
     flops, lengths = model_flops(job.model), document_lengths(work, job)

@@ -23,7 +23,6 @@ from distTest.workloads.chats import write_chats
 from shardtune.model.flops import measure_matmul_rate
 
 _REFERENCE = "hf_trainer"
-_BATCH_SIZES = {"trl_padded": 4}
 # Matmul rates around two runs that differ by more, relative, mean that they did not have the same
 # core.
 _STEADY = 0.1
@@ -52,12 +51,7 @@ def measure(options: Namespace, dtype: str, mix: str) -> dict[str, Any]:
     for turn, name in in_turns(options.sides, options.rounds):
         before = matmul_rate(core, dtype)
         run_dir = options.work / f"one-{dtype}-{chats.stem}-{name}-{turn}"
-        if name == "ours":
-            done = job.run_ours(run_dir, ways="cpu_seconds", cores=core)
-        else:
-            size = _BATCH_SIZES.get(name, 1)
-            done = job.run_peer(name, run_dir, options.peers, batch_size=size, cores=core)
-        if done:
+        if done := job.run(name, run_dir, options.peers, ways="cpu_seconds", cores=core):
             runs[name].append(done)
             rates[name].append((before, matmul_rate(core, dtype)))
     names = (_REFERENCE, *(name for name in runs if name != "ours"))

@@ -1,7 +1,7 @@
 """Run one training of a peer, through its public API and at its best setting, in the peers'
 environment.
 
-python -m benchmarks.peers OPTIONS RESULT.json, the options as `sides.Job.run_peer` writes them
+python -m benchmarks.peers OPTIONS RESULT.json, the options as `sides.Job.run` writes them
 
 All of the data is one optimizer step, so that every side has the same batch, however it orders and
 packs. Writes the fields of `sides.Side`.

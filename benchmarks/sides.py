@@ -37,6 +37,7 @@ NAMES = {
     "hf_padded": "HF Trainer (batches of 8)",
     "transformers_fsdp": "transformers' distributed_config (HF Trainer)",
 }
+_BATCH_SIZES = {"trl_padded": 4, "hf_padded": 8}  # of the others 1: no padding
 
 
 class Unequal(Exception):
@@ -232,20 +233,22 @@ class Job:
         record = run_script(run_dir, settings, ways=ways, ranks=ranks, cores=cores)
         return side_of(record) if record else None
 
-    def run_peer(
+    def run(
         self,
         side: str,
         run: Path,
         python: Path,
         *,
-        batch_size: int = 1,
+        ways: str | None = None,
         ranks: int = 1,
         cores: Sequence[int] | None = None,
     ) -> Side | None:
-        """Run peers.py once in its own environment; return None where it failed.
+        """Run a side: ours, or peers.py in its own environment; return None where it failed.
 
-        `run` is the path of its files, without their suffixes.
+        `run` is the path of its files, without their suffixes. `ways` are ours.
         """
+        if side == "ours":
+            return self.run_ours(run, ways=ways, ranks=ranks, cores=cores)
         out = Path(f"{run}.json")
         options = {
             "side": side,
@@ -255,7 +258,7 @@ class Job:
             "steps": self.steps,
             "dtype": self.dtype,
             "lr": self.lr,
-            "batch_size": batch_size,  # rows of a micro-batch; 1 has no padding
+            "batch_size": _BATCH_SIZES.get(side, 1),  # rows of a micro-batch
             "checkpointing": self.checkpointing != "none",
         }
         program = ["-m", "benchmarks.peers", json.dumps(options), out]

@@ -26,10 +26,7 @@ def measure(options: Namespace) -> dict[str, Any]:
     runs: dict[str, list[Side]] = {_REFERENCE: [], "ours": []}
     for turn, name in in_turns(list(runs), options.rounds):
         run_dir = options.work / f"two-{name}-{turn}"
-        if name == "ours":
-            done = job.run_ours(run_dir, ranks=2, cores=cores)
-        else:
-            done = job.run_peer(name, run_dir, options.peers, ranks=2, cores=cores)
+        done = job.run(name, run_dir, options.peers, ranks=2, cores=cores)
         runs[name] += [done] if done else []
     rows = {
         name: {
