@@ -26,12 +26,12 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.tables import table
+from distTest.workloads.batch import flat_batch
 from distTest.workloads.script import REPOSITORY, absolute, environment, launch
 from shardtune import checkpoint
 from shardtune.checkpoint.run_dir import RunDir, open_run_dir
 from shardtune.checkpoint.train_state import training_state
 from shardtune.config_io import load_config, to_dict
-from shardtune.data.batch import Batch
 from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
@@ -103,31 +103,23 @@ class Subject:
             self.run_dir, saving, 600, self.model, self.optimizer, {}, self.world
         )
         state = {"step": 1, "epoch": 0, "row": 0, "config": to_dict(self.config)}
-        return _save(lambda: saver.save(state), saver.finish)
+        return _save(lambda: saver.save(state), lambda _: saver.finish())
 
     def save_dcp(self, mode: str) -> dict[str, float]:
         folder = self.scratch / "dcp"
         self._clear(folder)
         given: dict[str, Any] = {"checkpoint_id": folder, "process_group": self.group}
         if mode == "sync":
-            return _save(lambda: dcp.save(self.tensors, **given), lambda: None)
-        futures: list[Any] = []
-        return _save(
-            lambda: futures.append(dcp.async_save(self.tensors, **given)),
-            lambda: futures[0].result(),
-        )
+            return _save(lambda: dcp.save(self.tensors, **given), lambda _: None)
+        return _save(lambda: dcp.async_save(self.tensors, **given), lambda saved: saved.result())
 
     def stage(self) -> dict[str, float]:
-        copies = []
+        def copy() -> list[torch.Tensor]:
+            local = map(to_local, self.tensors.values())
+            return [tensor.detach().to("cpu", copy=True) for tensor in local]
 
-        def copy() -> None:
-            copies.extend(
-                to_local(tensor).detach().to("cpu", copy=True) for tensor in self.tensors.values()
-            )
-
-        with PeakMemory() as memory:
-            stall_s = _timed(copy)
-        return {"stall": stall_s, "memory": memory.extra}
+        copied = _save(copy, lambda _: None)
+        return {key: copied[key] for key in ("stall", "memory")}  # nothing is durable
 
     def load_shardtune(self) -> dict[str, float]:
         def load() -> None:
@@ -149,12 +141,13 @@ class Subject:
         dist.barrier(self.group)
 
 
-def _save(begin: Callable[[], Any], end: Callable[[], Any]) -> dict[str, float]:
+def _save(begin: Callable[[], Any], end: Callable[[Any], Any]) -> dict[str, float]:
+    """Measure a save; `end`, which waits until it is durable, gets the result of `begin`."""
     with PeakMemory() as memory:
         started = time.perf_counter()
-        begin()
+        begun = begin()
         stall_s = time.perf_counter() - started
-        end()
+        end(begun)
         total_s = time.perf_counter() - started
     return {"stall": stall_s, "total": total_s, "memory": memory.extra}
 
@@ -196,16 +189,7 @@ def measure(config: Any, world: World, scratch: Path, rounds: int) -> str:
 
 
 def forward_and_backward(model: Any, world: World) -> None:
-    tokens = torch.randint(10, 1000, (1, TOKENS_PER_RANK))
-    batch = Batch(
-        input_ids=tokens,
-        position_ids=torch.arange(TOKENS_PER_RANK)[None],
-        attention_mask=None,
-        predicting=torch.arange(TOKENS_PER_RANK - 1),
-        targets=tokens[0, 1:],
-        lengths=[TOKENS_PER_RANK],
-        boundaries=torch.tensor([0, TOKENS_PER_RANK], dtype=torch.int32),
-    )
+    batch = flat_batch([torch.randint(10, 1000, (TOKENS_PER_RANK,))])
     summed_loss(model, batch.to(world.device)).backward()
     model.zero_grad()
 

@@ -25,9 +25,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.sides import TOLERANCE, require_equal_losses, run_pinned
 from benchmarks.tables import section
+from distTest.workloads.batch import flat_batch
 from distTest.workloads.shapes import shape_of
 from shardtune.config_io import load_config
-from shardtune.data.batch import Batch
 from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
@@ -101,10 +101,7 @@ def _step(model: PreTrainedModel, way: str, tokens: int) -> float:
     positions = torch.arange(tokens).view(1, -1)
     ids = positions * 7919 % model.config.vocab_size
     if way == "ours":
-        ends = torch.tensor([0, tokens], dtype=torch.int32)
-        predicting = torch.arange(tokens - 1)
-        batch = Batch(ids, positions, None, predicting, ids[0, 1:], [tokens], ends)
-        loss = summed_loss(model, batch)
+        loss = summed_loss(model, flat_batch([ids[0]]))
     else:
         logits = model(input_ids=ids, position_ids=positions).logits
         loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")

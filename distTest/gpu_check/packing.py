@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
 from distTest.gpu_check.kernels import error
-from shardtune.data.batch import Batch
+from distTest.workloads.batch import flat_batch
 from shardtune.model.attention import DOCUMENT_ATTENTION, documents
 from shardtune.model.loss import summed_loss, use_loss_head
 
@@ -60,7 +59,7 @@ def _errors(family: str, dtype: torch.dtype) -> tuple[float, float]:
     expected = _take_gradients(model)
     model.set_attn_implementation(DOCUMENT_ATTENTION)
     documents.longest_of_run = max(lengths)
-    batch = _batch(ids).to(torch.device("cuda"))
+    batch = flat_batch(ids).to(torch.device("cuda"))
     use_loss_head(model, torch.device("cuda"))
     loss = summed_loss(model, batch)
     loss.backward()
@@ -73,19 +72,3 @@ def _take_gradients(model: Any) -> torch.Tensor:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return torch.cat([gradient.float().flatten().cpu() for gradient in gradients])
-
-
-def _batch(ids: list[torch.Tensor]) -> Batch:
-    """Return the flat batch of these documents, every token of which is trained."""
-    lengths = [len(document) for document in ids]
-    starts = list(accumulate([0, *lengths]))
-    predicting = [torch.arange(n - 1) + start for n, start in zip(lengths, starts, strict=False)]
-    return Batch(
-        torch.cat(ids).view(1, -1),
-        torch.cat([torch.arange(n) for n in lengths]).view(1, -1),
-        None,
-        torch.cat(predicting),
-        torch.cat([document[1:] for document in ids]),
-        lengths,
-        torch.tensor(starts, dtype=torch.int32),
-    )
