@@ -71,8 +71,12 @@ class Plan:
 
     @property
     def cannot_fit(self) -> bool:
-        """Whether it certainly does not fit: a bound may be far above the peak."""
-        least = self.states.total + self.machine.allowance_bytes if self.reason else self.peak_bytes
+        """Whether it certainly does not fit: a bound may be far above the peak.
+
+        Beside a bound the device's allowance does not count: nobody has measured it, and a small
+        model would be refused on a small GPU.
+        """
+        least = self.states.total if self.reason else self.peak_bytes
         return least > self.machine.memory_bytes
 
     @property
