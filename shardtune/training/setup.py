@@ -21,7 +21,7 @@ from shardtune.checkpoint import agree_on_checkpoint, resume_rules
 from shardtune.checkpoint.assets import SOURCE, model_assets
 from shardtune.checkpoint.export.layout import require_exportable
 from shardtune.checkpoint.run_dir import open_run_dir
-from shardtune.config import Config, ModelConfig
+from shardtune.config import Config
 from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData
@@ -112,7 +112,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     revision = world.on_local_rank0(lambda: fetch_weights(config.model))
     what = f"the hub's revision of model.path={config.model.path}"
     _require_same({what: revision}, "fetch one revision, or name a directory", world)
-    assets = world.run_on_all_ranks(lambda: _read_assets(config.model))
+    assets = world.run_on_all_ranks(lambda: model_assets(_folder_of(config.model.path)))
     if config.model.init == "pretrained":
         # Every disk has a copy, and they must be alike.
         source = world.on_rank0(lambda: _list_source(config.model.path))
@@ -129,10 +129,10 @@ def _read_trainable(config: Config, world: World) -> PretrainedConfig:
     return model_config
 
 
-def _read_assets(model: ModelConfig) -> dict[str, bytes]:
-    folder = model_folder(model.path)
-    assert folder, model.path  # its config.json was read
-    return model_assets(folder)
+def _folder_of(path: str) -> Path:
+    folder = model_folder(path)
+    assert folder, path  # its config.json was read
+    return folder
 
 
 def _identify_frozen(run: Run) -> str:
@@ -141,7 +141,7 @@ def _identify_frozen(run: Run) -> str:
     Refuses other weights than another node or the checkpoint has.
     """
     world, path = run.world, run.config.model.path
-    digest = world.on_local_rank0(lambda: weights_digest(model_folder(path) or Path(path)))
+    digest = world.on_local_rank0(lambda: weights_digest(_folder_of(path)))
     what = f"the digest of the weights in model.path={path}"
     _require_same({what: digest}, "copy the same files to every node", world)
     if run.resumed:
@@ -151,8 +151,7 @@ def _identify_frozen(run: Run) -> str:
 
 def _list_source(path: str) -> dict[str, Any]:
     """Return the tensors in the model's files, for an export to compare with."""
-    folder = model_folder(path)
-    assert folder, path
+    folder = _folder_of(path)
     absolute = str(folder.absolute()) if Path(path).is_dir() else path
     return {"path": absolute, "tensors": list_tensors(folder)}
 
