@@ -54,13 +54,9 @@ class Best:
         self._best = world.on_rank0(lambda: read_listing(self._out) or {})
         self._is_first_write = True
         logger.info(
-            f"Best model: {self._gigabytes:.2f} GB, written to {self._out} at each evaluation with "
-            "a lower loss than before, while training waits"
+            f"Best model: {self._export.bytes / 1e9:.2f} GB, written to {self._out} at each "
+            "evaluation with a lower loss than before, while training waits"
         )
-
-    @property
-    def _gigabytes(self) -> float:
-        return self._export.bytes / 1e9
 
     def undone_by(self, resumed: Checkpoint) -> BestEntry | None:
         """Return the line of the model that is kept if its step comes after the checkpoint.
@@ -101,7 +97,7 @@ class Best:
         self._best = result
         speed = ""
         if self._is_first_write:
-            speed = f": {self._gigabytes:.2f} GB in {seconds:.1f} s, as each later one"
+            speed = f": {self._export.bytes / 1e9:.2f} GB in {seconds:.1f} s, as each later one"
         self._is_first_write = False
         logger.info(
             f"Saved the best model so far, of step {result['step']}, perplexity "

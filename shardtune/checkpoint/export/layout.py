@@ -45,11 +45,8 @@ class Unit:
 
     @property
     def bytes(self) -> int:
-        return sum(map(_bytes, self.exported.values()))
-
-
-def _bytes(kind: Kind) -> int:
-    return kind[0].itemsize * torch.Size(kind[1]).numel()
+        kinds = self.exported.values()
+        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in kinds)
 
 
 class Export(ABC):
@@ -190,7 +187,7 @@ class WholeModel(Export):
         if not kinds:
             return []
         units = [
-            Unit([], {name: (_source_dtype(dtype), shape)}, {name: name})
+            Unit([], {name: (DTYPES_IN_SAFETENSORS[dtype], shape)}, {name: name})
             for name, (dtype, shape, _) in kinds.items()
         ]
         size = sum(unit.bytes for unit in units) / 1e9
@@ -222,7 +219,7 @@ class WholeModel(Export):
 
         def dtype_of(name: str, own: torch.dtype) -> torch.dtype:
             if self._dtype == "source" and source is not None:
-                return _source_dtype(source["tensors"][name][0])
+                return DTYPES_IN_SAFETENSORS[source["tensors"][name][0]]
             if not own.is_floating_point or any(part in name for part in exact):
                 return own
             if self._dtype == "source":
@@ -340,10 +337,6 @@ def _named_as(
     if problems:
         raise UserError(*problems)
     return named
-
-
-def _source_dtype(name: str) -> torch.dtype:
-    return DTYPES_IN_SAFETENSORS[name]
 
 
 def _into_files(units: list[Unit]) -> dict[str, list[Unit]]:
