@@ -46,5 +46,4 @@ def state_bytes(
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:
-    local = to_local(tensor)
-    return local.numel() * local.itemsize
+    return to_local(tensor).nbytes

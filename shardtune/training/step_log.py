@@ -35,7 +35,6 @@ class StepLog(StepObserver):
     def step_ended(self, ended: StepEnded) -> None:
         step, stats, seconds = ended.step, ended.stats, ended.seconds
         mfu = self._mfu.per_step(step.lengths, step.trained_tokens, seconds)
-        reserved = stats.reserved_memory_bytes or None
         entry = StepEntry(
             kind="step",
             step=step.number,
@@ -50,7 +49,7 @@ class StepLog(StepObserver):
             mfu=mfu,
             memory_bytes=stats.peak_memory_bytes,
             data_seconds=stats.data_seconds,
-            reserved_memory_bytes=reserved,
+            reserved_memory_bytes=stats.reserved_memory_bytes or None,
         )
         self._metrics.write(entry)
         self._unlogged.append((seconds, step.tokens, (mfu or 0.0) * seconds))
