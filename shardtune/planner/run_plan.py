@@ -175,10 +175,6 @@ def _memory_bytes(world: World) -> float:
     return available_memory() / world.local_size
 
 
-def _as_measured(of_tensors: int, machine: Machine) -> int:
-    return of_tensors if machine.is_gpu else of_tensors + machine.allowance_bytes
-
-
 def _simulate(run: Run, machine: Machine, dtype: torch.dtype) -> subprocess.Popen[str]:
     """Start a process that simulates a step, and prints a `Prediction`."""
     settings = to_dict(run.config)
@@ -223,8 +219,9 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
 
 def _prediction(plan: Plan) -> Prediction:
     """Return a plan's figures and verdict, without changes that would help."""
+    beside_tensors = 0 if plan.machine.is_gpu else plan.machine.allowance_bytes
     return Prediction(
-        peak_bytes=_as_measured(plan.allocated_bytes, plan.machine),
+        peak_bytes=plan.allocated_bytes + beside_tensors,
         source="bound from shapes" if plan.reason else "simulated step",
         fits=not plan.cannot_fit,
         verdict=verdict(plan),
