@@ -121,8 +121,8 @@ def view(run: RunRecord, gpus: Sequence[str]) -> RenderableType:
 
 
 def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
-    title = " | ".join(filter(None, [run.name, run.model, _ranks(run)]))
-    yield "run", title
+    ranks = run.start.get("world_size")
+    yield "run", " | ".join(filter(None, [run.name, run.model, f"{ranks} ranks" if ranks else ""]))
     steps = run.of_kind("step")
     if not steps:
         yield "step", "none has ended yet"
@@ -144,8 +144,8 @@ def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
         "update",
         f"gradient norm {_shown(last, 'grad_norm', '.3f')} | lr {_shown(last, 'lr', '.2e')}",
     )
-    if ranks := run.of_kind("ranks"):
-        entry = ranks[-1]
+    if slowest := run.of_kind("ranks"):
+        entry = slowest[-1]
         yield (
             "slowest",
             f"rank {entry.get('slowest_rank')} on {entry.get('host')}, "
@@ -158,11 +158,6 @@ def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"checkpoint_{step:07d}{took}, {behind}"
     else:
         yield "checkpoint", "none yet"
-
-
-def _ranks(run: RunRecord) -> str:
-    ranks = run.start.get("world_size")
-    return f"{ranks} ranks" if ranks else ""
 
 
 def _progress(run: RunRecord) -> str:
