@@ -147,9 +147,10 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
             continue
         modules = dict(layer.named_modules())
         for name, module in modules.items():
-            above = [modules[path] for path in _paths(name)]
+            names = name.split(".")  # for `a.b.c`, the modules `a`, `a.b` and `a.b.c`
+            above = [modules[".".join(names[: i + 1])] for i in range(len(names))]
             in_layer = re.sub(r"\.\d+\.", ".N.", f".{name}")[1:]
-            parts, full_name = set(name.split(".")), f"{layer_name}.{name}"
+            parts, full_name = set(names), f"{layer_name}.{name}"
             is_of_expert = re.search(
                 "expert", name + "".join(type(m).__name__ for m in above), re.I
             )
@@ -169,12 +170,6 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
                     if parameter.dim() >= least and not is_factor(stack):
                         path = f"{in_layer}.{stack}"
                         yield Target(full_name, stack, "experts", path, type(module))
-
-
-def _paths(name: str) -> Iterator[str]:
-    """Yield `a`, `a.b` and `a.b.c` for `a.b.c`."""
-    parts = name.split(".")
-    return (".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
 def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
