@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from distTest.gpu_check.checks import CHECKS, Check
+from distTest.workloads.script import REPOSITORY, offline
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
 
 
@@ -72,21 +72,14 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
     log, result = options.out / f"{check.name}.log", options.out / f"{check.name}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "distTest.gpu_check.child", check.name, str(result)]
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "GPU_CHECK_PEERS": options.peers,
-        "GPU_CHECK_TINY": "1" if options.tiny else "",
-    }
+    tiny = "1" if options.tiny else ""
     started, timeout_s = time.monotonic(), left_s if is_limited else 20 * check.seconds
     with log.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(
             command,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=offline(GPU_CHECK_PEERS=options.peers, GPU_CHECK_TINY=tiny),
             cwd=REPOSITORY,
             start_new_session=True,
         )

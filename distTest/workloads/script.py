@@ -35,8 +35,13 @@ def train_command(
     return launch([*script, "--config", config, *assignments], ranks)
 
 
+def offline(**more: str) -> dict[str, str]:
+    """Return an environment that finds the repository and needs no network."""
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    ours = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **ours, **more}
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a run that needs no network: one thread for each process."""
-    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **ours, "TOKENIZERS_PARALLELISM": "false", **more}
+    return offline(OMP_NUM_THREADS="1", **more)
