@@ -35,14 +35,12 @@ class Outcome(Enum):
         self.sentence, self.warns = sentence, warns
 
 
-TOO_LONG = frozenset(
-    {
-        Outcome.CUT_BEHIND_A_TURN,
-        Outcome.TRUNCATED,
-        Outcome.SPLIT,
-        Outcome.PARTLY_DROPPED,
-        Outcome.DROPPED,
-    }
+TOO_LONG = (
+    Outcome.CUT_BEHIND_A_TURN,
+    Outcome.TRUNCATED,
+    Outcome.SPLIT,
+    Outcome.PARTLY_DROPPED,
+    Outcome.DROPPED,
 )
 
 
