@@ -166,9 +166,8 @@ def _waiting(runs: Sequence[RunRecord]) -> Chart:
 def _phases(runs: Sequence[RunRecord]) -> Chart:
     curves = []
     for number, run in enumerate(runs):
-        entries = run.of_kind("ranks")
         x = run.positions(run.column("ranks", "step"))
-        rows = [entry.get("seconds", {}) for entry in entries]
+        rows = [entry.get("seconds", {}) for entry in run.of_kind("ranks")]
         names = dict.fromkeys(name for row in rows for name in row)
         for i, name in enumerate(names):
             y = np.array([100 * row.get(name, 0) / (sum(row.values()) or np.nan) for row in rows])

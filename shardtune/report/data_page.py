@@ -91,18 +91,15 @@ def write_data_page(
     chosen = _choose(prepared.train, RECORDS_ON_PAGE if n_records is None else n_records)
     conversations = list(_conversations(config, encoder, prepared, chosen))
     template = files(__package__).joinpath("data_page.html.jinja").read_text(encoding="utf-8")
-    html = (
-        jinja2.Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            title=f"{config_path.name}: what is trained",
-            lines=prepared.lines,
-            colours=COLOURS,
-            histograms=_histograms(prepared, config),
-            filters=FILTERS,
-            counts=Counter(kind for each in conversations for kind in each.kinds),
-            conversations=conversations,
-        )
+    environment = jinja2.Environment(autoescape=True)
+    html = environment.from_string(template).render(
+        title=f"{config_path.name}: what is trained",
+        lines=prepared.lines,
+        colours=COLOURS,
+        histograms=_histograms(prepared, config),
+        filters=FILTERS,
+        counts=Counter(kind for each in conversations for kind in each.kinds),
+        conversations=conversations,
     )
     try:
         out.write_text(html, encoding="utf-8")
@@ -253,14 +250,11 @@ def _reason(
     messages = _messages(record)
     following = next((turn for turn in sequence.turns if turn.begin >= max(begin, 1)), None)
     before = [turn for turn in sequence.turns if turn.end <= begin]
-    if following is None and any(turn.begin <= begin < turn.end for turn in sequence.turns):
-        return "the first token, which nothing predicts"
+    is_within = any(turn.begin <= begin < turn.end for turn in sequence.turns)
+    if following is None and before and not is_within:
+        return "behind the end of the last turn: the template writes it, and not the model"
     if following is None:
-        return (
-            "behind the end of the last turn: the template writes it, and not the model"
-            if before
-            else "the first token, which nothing predicts"
-        )
+        return "the first token, which nothing predicts"
     if not messages:
         return "the prompt"
     first = before[-1].message + 1 if before else 0
