@@ -87,11 +87,8 @@ def resume() -> Outcome:
     if not any(line.startswith("Resumed from checkpoint_0000002") for _, line in resumed.lines):
         problems.append("the second half did not resume")
     figures = {"once": expected, "again": repeated, "resumed": halves}
-    if problems:
-        summary = "see the figures"
-    else:
-        summary = "4 steps, repeated and resumed after 2: losses and norms equal to the last bit"
-    return require(problems, summary, figures)
+    summary = "4 steps, repeated and resumed after 2: losses and norms equal to the last bit"
+    return require(problems, "see the figures" if problems else summary, figures)
 
 
 def _bits(run: Run) -> list[tuple[str, str]]:
