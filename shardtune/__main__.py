@@ -87,7 +87,7 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
 def _verify(parser: Parser, arguments: Sequence[str]) -> None:
     from shardtune.checkpoint.verify import verify
 
-    _add_directories(parser, "CHECKPOINT_DIR", "exported models, and all parts of one checkpoint")
+    _add_directories(parser, "exported models, and all parts of one checkpoint")
     if problems := verify(parser.parse_args(arguments).directories):
         raise RunFailed(*problems)
 
@@ -96,7 +96,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> None:
     from shardtune.checkpoint.export.write import export_checkpoint
     from shardtune.log import quiet_libraries
 
-    _add_directories(parser, "CHECKPOINT_DIR", "all parts of one save")
+    _add_directories(parser, "all parts of one save")
     out_help = "a directory that does not exist yet"
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help=out_help)
     dtypes = ("source", "float32", "bfloat16", "float16")
@@ -106,8 +106,8 @@ def _export(parser: Parser, arguments: Sequence[str]) -> None:
     export_checkpoint(options.directories, options.out, options.dtype)
 
 
-def _add_directories(parser: Parser, metavar: str, help_: str) -> None:
-    parser.add_argument("directories", type=Path, nargs="+", metavar=metavar, help=help_)
+def _add_directories(parser: Parser, help_: str) -> None:
+    parser.add_argument("directories", type=Path, nargs="+", metavar="CHECKPOINT_DIR", help=help_)
 
 
 def _plan(parser: Parser, arguments: Sequence[str]) -> None:

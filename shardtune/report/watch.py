@@ -200,12 +200,12 @@ def _shown(entry: Entry, name: str, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else "not finite"
 
 
-def sparkline(values: FloatArray, width: int = _WIDTH) -> str:
-    """Return the values as `width` bars at most, each the mean of as many."""
+def sparkline(values: FloatArray) -> str:
+    """Return the values as `_WIDTH` bars at most, each the mean of as many."""
     values = values[np.isfinite(values)]
     if not len(values):
         return ""
-    stretch = -(-len(values) // width)
+    stretch = -(-len(values) // _WIDTH)
     means = smooth(values, stretch)[stretch - 1 :: stretch]
     low, high = means.min(), means.max()
     heights = (means - low) / max(high - low, 1e-12) * (len(_SPARKS) - 1)
