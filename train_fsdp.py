@@ -26,7 +26,6 @@ from shardtune.distributed.signals import StopRequest, end_on_signal
 from shardtune.errors import AGAIN, Preempted
 from shardtune.log import logger
 from shardtune.metrics_schema import SaveEntry
-from shardtune.model.loss import summed_loss
 from shardtune.planner.run_plan import RunPlan
 from shardtune.training import optim, setup
 from shardtune.training.build_context import build_train_context
@@ -141,7 +140,7 @@ def train_step(
     nll_sum = accumulate_gradients(context, step, micro_batches)
     stats = all_gather_step_stats(
         nll_sum,
-        optim.squared_gradients(context.model),
+        optim.squared_gradients(context.stage.own_parameters()),
         step.trained_tokens,
         stop.received is not None,
         context.expert_balance.take_counts(),
@@ -160,13 +159,15 @@ def accumulate_gradients(
     world.progress.enter(Phase.FORWARD_BACKWARD)
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     # FSDP averages gradients over ranks; this makes them the sum over ranks per trained token.
-    scale = world.size / max(1, step.trained_tokens)
-    for number, micro_batch in enumerate(micro_batches, start=1):
-        context.reshard.before_forward(model, is_last_micro_batch=number == len(micro_batches))
-        micro_batch_sum = summed_loss(model, micro_batch)
-        (micro_batch_sum * scale).backward()
-        nll_sum += micro_batch_sum.detach()
-        micro_batch_ended()
+    scale = world.stage_ranks / max(1, step.trained_tokens)
+    for each in context.stage.passes(micro_batches):
+        if each.is_forward:
+            nll_sum += context.stage.forward(each.batch)
+        else:
+            context.reshard.before_backward(model, each.is_last_backward)
+            context.stage.backward(each.batch, scale)
+            micro_batch_ended()
+    context.stage.finish()
     return nll_sum
 
 

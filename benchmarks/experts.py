@@ -30,6 +30,7 @@ from distTest.workloads.shapes import shape_of
 from shardtune.config_io import load_config
 from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
+from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.world import World
 from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config
@@ -88,7 +89,7 @@ def _models(lengths: list[int]) -> tuple[dict[str, PreTrainedModel], World]:
         config = load_config(Path(os.devnull), assignments, {})
         world = join_world(config.distributed, config.parallel)
         model_config = read_model_config(config.model, min(lengths))
-        worlds = {"fsdp": dataclasses.replace(world, expert_mesh=None), "expert": world}
+        worlds = {"fsdp": dataclasses.replace(world, meshes=Meshes(world.mesh)), "expert": world}
         models = {name: build_model(config, model_config, each) for name, each in worlds.items()}
     return models, world
 

@@ -188,15 +188,19 @@ class DataConfig(Section):
 class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):
     """How the model is divided over the ranks."""
 
-    stages: Count = Field(default=1, json_schema_extra={"enum": [1]})
-    """Consecutive parts of the layers, each on a part of the ranks (a pipeline)."""
+    stages: Count = 1
+    """Consecutive parts of the layers (a pipeline), each on as many consecutive ranks: whole nodes
+    where there are several. Only layers' inputs travel between them. A step has at least as many
+    micro-batches.
+    """
     replicate: Count = 1
-    """Copies of the sharded model (HSDP). 2 keeps sharding traffic inside each of 2 nodes."""
+    """Copies of the sharded weights (HSDP). 2 keeps sharding traffic inside each of 2 nodes."""
     context: Count = Field(default=1, json_schema_extra={"enum": [1]})
     """Consecutive ranks that share each row (sequence parallel). It divides the heads."""
     expert: Count = 1
     """Ranks that share one set of experts, so that tokens travel to the experts instead of the
-    experts' weights to the tokens. It divides world size / `replicate` and the number of experts.
+    experts' weights to the tokens. It divides world size / `stages` / `replicate` and the number of
+    experts.
     """
 
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 import xxhash
 
-from shardtune.distributed.tensors import DTYPES, dtype_name
+from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 
@@ -140,7 +140,7 @@ def find_committed(directory: Path) -> list[Path]:
 
 def build_manifest(
     reports: Sequence[Mapping[str, Any]],
-    tensors: Mapping[str, torch.Tensor],
+    kinds: Mapping[str, tuple[str, Sequence[int]]],
     tied_weights: Mapping[str, str],
     state: Mapping[str, Any],
     hosts: Sequence[Mapping[str, Any]],
@@ -148,15 +148,15 @@ def build_manifest(
 ) -> dict[str, Any]:
     """Describe the files that all ranks reported.
 
-    `tied_weights` maps each name that is not stored to the stored name of the same weight. `hosts`
-    has `node` and `host` of each rank.
+    `kinds` has the dtype and shape of each tensor. `tied_weights` maps each name that is not stored
+    to the stored name of the same weight. `hosts` has `node` and `host` of each rank.
 
     Raises:
         ValueError: the chunks do not cover a tensor.
     """
     entries: dict[str, Any] = {
-        name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "chunks": []}
-        for name, tensor in tensors.items()
+        name: {"dtype": dtype, "shape": shape, "chunks": []}
+        for name, (dtype, shape) in kinds.items()
     }
     files: dict[str, Any] = {}
     for rank, report in enumerate(reports):

@@ -78,7 +78,7 @@ class Saver:
         self._assets, self._world = assets, world
         self._tensors = training_state(model, optimizer)
         self._tied_weights = dict(model.all_tied_weights_keys)
-        self._offsets = slices_to_write(self._tensors, world)
+        self._offsets, self._kinds = slices_to_write(self._tensors, world)
         # None: each save is written from the run's own tensors, while training waits.
         self._staging: Staging | None = None
         if config.mode == "async":
@@ -170,7 +170,7 @@ class Saver:
     def _describe(self, state: Mapping[str, Any], reports: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the manifest of the files that all ranks reported."""
         return build_manifest(
-            reports, self._tensors, self._tied_weights, state, self._hosts, self._world
+            reports, self._kinds, self._tied_weights, state, self._hosts, self._world
         )
 
     def finish(self) -> Checkpoint:

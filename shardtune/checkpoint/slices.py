@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from shardtune.checkpoint.manifest import Checkpoint, StoredChunk
-from shardtune.distributed.tensors import dtype_name, first_indices, to_local
+from shardtune.distributed.tensors import DTYPES, dtype_name, first_indices, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_few
 
 
-def slices_to_write(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, Sequence[int]]:
-    """Return the first index of each slice that this rank writes, by its tensor. Collective.
+class TensorKind(NamedTuple):
+    """The name of a whole tensor's dtype, and its shape."""
 
-    Where several ranks hold a slice, the one that has the least to write so far writes it.
+    dtype: str
+    shape: list[int]
+
+
+def slices_to_write(
+    tensors: Mapping[str, torch.Tensor], world: World
+) -> tuple[dict[str, Sequence[int]], dict[str, TensorKind]]:
+    """Decide which tensors this rank writes its part of. Collective.
+
+    Of a part that several ranks hold, the one that has the least to write so far writes it. Each
+    rank has its `tensors`, those of its stage.
+
+    Returns:
+        The first index of each part that this rank writes, and the tensors of all ranks.
     """
-    local = [[name, first_indices(tensor)] for name, tensor in tensors.items()]
+    local = [
+        [name, first_indices(tensor), dtype_name(tensor.dtype), list(tensor.shape)]
+        for name, tensor in tensors.items()
+    ]
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    kinds: dict[str, TensorKind] = {}
     for rank, parts in enumerate(world.all_gather_json(local)):
-        for name, offsets in parts:
+        for name, offsets, *kind in parts:
             holders.setdefault((name, tuple(offsets)), []).append(rank)
+            kinds[name] = TensorKind(*kind)
     bytes_of = [0] * world.size
     own: dict[str, Sequence[int]] = {}
     for (name, offsets), ranks in holders.items():
         writer = min(ranks, key=bytes_of.__getitem__)
-        bytes_of[writer] += tensors[name].numel() * tensors[name].itemsize or 1
+        dtype, shape = kinds[name]
+        bytes_of[writer] += math.prod(shape) * DTYPES[dtype].itemsize or 1
         if writer == world.rank and to_local(tensors[name]).numel():
             own[name] = offsets
-    return own
+    return own, kinds
 
 
 def slices_to_read(

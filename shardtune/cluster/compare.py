@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
 from shardtune.cluster.control import Message
 from shardtune.cluster.node_info import digest_of
+from shardtune.distributed.division import split_stage
 from shardtune.errors import first_few
 
 _MOST_LINES = 10
@@ -41,13 +43,16 @@ def problems_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
         )
     counts = [fact["processes"] for fact in facts]
     config = facts[0]["config"]
-    replicate, expert = int(config["parallel.replicate"]), int(config["parallel.expert"])
-    if sum(counts) % (replicate * expert):
+    stages = int(config["parallel.stages"])
+    keys = (["parallel.stages"] if stages > 1 else []) + ["parallel.replicate", "parallel.expert"]
+    if sum(counts) % math.prod(int(config[key]) for key in keys):
         problems.append(
             f"the world size is {sum(counts)} ({' + '.join(map(str, counts))} processes on "
-            f"{', '.join(names)}), which parallel.replicate={replicate} x "
-            f"parallel.expert={expert} does not divide - change GPUS_PER_NODE or one of them"
+            f"{', '.join(names)}), which {' x '.join(f'{key}={config[key]}' for key in keys)} does "
+            "not divide - change GPUS_PER_NODE or one of them"
         )
+    elif problem := split_stage([k for k, n in enumerate(counts) for _ in range(n)], stages):
+        problems.append(problem)
     for fact, name in zip(facts, names, strict=True):
         if abs(fact["clock_ahead_s"]) > _SKEW_REFUSED_S:
             side = "ahead of" if fact["clock_ahead_s"] > 0 else "behind"

@@ -9,15 +9,16 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardtune.config import DistributedConfig, ParallelConfig
+from shardtune.distributed.division import mesh_problems, split_stage
 from shardtune.distributed.gpus import unseen_gpus, use_gpu
+from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.rank_record import FIRST_STEP_TIMEOUT_S
 from shardtune.distributed.store import wait_for
 from shardtune.distributed.world import World, set_collective_timeout
-from shardtune.errors import UserError, divisors, first_few, first_line
+from shardtune.errors import UserError, first_few, first_line
 
 _LAUNCHER_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -69,45 +70,13 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
             f"{config.join_timeout_s} s ({first_line(error)}) - start every node within that time, "
             "with one MASTER_ADDR and MASTER_PORT that all of them reach"
         ) from error
-    mesh, expert_mesh = build_meshes(device, size, parallel)
-    set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s), mesh, expert_mesh)
+    meshes = build_meshes(device, size, parallel)
+    set_collective_timeout(max(FIRST_STEP_TIMEOUT_S, config.step_timeout_s), meshes.groups)
     store = dist.PrefixStore("shardtune", store)
-    return World(
-        rank, size, local_rank, local_size, node_rank, device, mesh, store, progress, expert_mesh
-    )
-
-
-def mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield why `size` ranks cannot be divided as configured."""
-    replicate, expert = parallel.replicate, parallel.expert
-    if size % replicate:
-        yield (
-            f"parallel.replicate={replicate} does not divide the world size, {size} - "
-            f"use one of {divisors(size)}"
-        )
-    ranks = size if size % replicate else size // replicate
-    if ranks % expert:
-        yield (
-            f"parallel.expert={expert} does not divide world size / parallel.replicate, {ranks} - "
-            f"use one of {divisors(ranks)}"
-        )
-
-
-def build_meshes(
-    device: torch.device, size: int, parallel: ParallelConfig
-) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh of all ranks, and that of the experts, as in `World`."""
-    replicas = {"replicate": parallel.replicate} if parallel.replicate > 1 else {}
-    ranks = size // parallel.replicate
-    mesh = _mesh(device, replicas | {"shard": ranks})
-    if parallel.expert == 1:
-        return mesh, None
-    spread = {"expert_shard": ranks // parallel.expert, "expert": parallel.expert}
-    return mesh, _mesh(device, replicas | spread)
-
-
-def _mesh(device: torch.device, shape: dict[str, int]) -> DeviceMesh:
-    return dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    world = World(rank, size, local_rank, local_size, node_rank, device, meshes, store, progress)
+    if problem := split_stage(world.all_gather_json(node_rank), parallel.stages):
+        raise UserError(problem)
+    return world
 
 
 def _launcher_numbers() -> Iterator[int]:

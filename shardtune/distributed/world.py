@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar, cast
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
 from shardtune.errors import Aborted, UserError
@@ -30,9 +31,10 @@ _AGENTS_END_FIRST_S = 60
 class World:
     """One process's place in the run.
 
-    `mesh` holds every rank in a dimension `shard`, behind `replicate` if there are several copies.
-    `expert_mesh`, with parallel.expert above 1, divides each `shard` into `expert_shard` groups of
-    `expert` consecutive ranks, which share one set of experts.
+    `mesh` holds every rank of this rank's stage in a dimension `shard`, behind `replicate` if there
+    are several copies. `expert_mesh`, with parallel.expert above 1, divides each `shard` into
+    `expert_shard` groups of `expert` consecutive ranks, which share one set of experts. `stages`
+    are consecutive parts of the model's layers, each on as many consecutive ranks as the others.
     """
 
     rank: int
@@ -41,16 +43,52 @@ class World:
     local_size: int
     node_rank: int
     device: torch.device
-    mesh: DeviceMesh
+    meshes: Meshes
     store: dist.Store
     progress: Progress
-    expert_mesh: DeviceMesh | None = None
     _round: count[int] = field(default_factory=count)
 
     @property
+    def mesh(self) -> DeviceMesh:
+        return self.meshes.mesh
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        return self.meshes.expert_mesh
+
+    @property
+    def stages(self) -> int:
+        """How many parts the layers are in."""
+        return self.meshes.stages
+
+    @property
+    def stage(self) -> int:
+        """The part of the layers that this rank has."""
+        return self.rank // self.stage_ranks
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.stages - 1
+
+    @property
+    def stage_ranks(self) -> int:
+        """How many ranks have a stage, and so reduce each of its gradients."""
+        return self.size // self.stages
+
+    @property
+    def data_ranks(self) -> int:
+        """How many parts a global batch is in: ranks of one data rank see the same rows."""
+        return self.stage_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """The part of a global batch that this rank sees."""
+        return self.rank % self.data_ranks
+
+    @property
     def replicas(self) -> int:
-        """The number of copies of the sharded model."""
-        return self.size // self.mesh["shard"].size()
+        """The number of copies of a stage's sharded weights."""
+        return self.stage_ranks // self.mesh["shard"].size()
 
     @property
     def node_name(self) -> str:
@@ -85,7 +123,7 @@ class World:
         """Limit each step to this time from now on; the first one may set things up for longer."""
         if not self.progress.record.limits_steps:
             self.progress.record.limits_steps = True
-            set_collective_timeout(timeout_s, self.mesh, self.expert_mesh)
+            set_collective_timeout(timeout_s, self.meshes.groups)
 
     def all_gather_scalars(
         self, *values: torch.Tensor | float, vector: torch.Tensor | None = None
@@ -154,12 +192,11 @@ class World:
         return cast(T, dict(filter(None, reports))[self.node_rank])
 
 
-def set_collective_timeout(timeout_s: float, *meshes: DeviceMesh | None) -> None:
-    """Set the timeout of the meshes' groups and of the group of all ranks, past the agents' limit.
+def set_collective_timeout(timeout_s: float, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Set the timeout of these groups and of the group of all ranks, past the agents' limit.
 
     PyTorch has no public name for it, and its trainers use this one.
     """
     timeout = datetime.timedelta(seconds=timeout_s + _AGENTS_END_FIRST_S)
-    groups = [group for mesh in meshes if mesh for group in mesh.get_all_groups()]
     for group in (None, *groups):
         dist.distributed_c10d._set_pg_timeout(timeout, group)

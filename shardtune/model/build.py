@@ -40,6 +40,7 @@ from shardtune.model.experts import (
 )
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
+from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
 from shardtune.model.support import decoder_layers, unsupported
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
@@ -96,11 +97,12 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     model, distribute = _sharding(config, model_config, world)
     copies = world.expert_mesh["expert_shard"].size() if world.expert_mesh else 1
     not_spread = list(spread_problems(model, config.parallel.expert, copies))
-    problems = [*unsupported(model, config), *not_spread]
+    not_cut = list(stage_problems(model, config))
+    problems = [*unsupported(model, config), *not_spread, *not_cut]
     try:
         if config.lora.rank is not None:
             choose_targets(model, config.lora)
-        elif config.optimizer.name == "adamw8bit" and not not_spread:
+        elif config.optimizer.name == "adamw8bit" and not (not_spread or not_cut):
             distribute(model)
             require_whole_blocks(model)
     except UserError as error:
@@ -128,15 +130,28 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     return _for_training(model, config)
 
 
-def build_on_meta(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
-    """Build the model as `build_model` does, but without storage."""
-    model, distribute = _sharding(config, model_config, world)
+def build_on_meta(
+    config: Config, model_config: PreTrainedConfig, world: World, own: range | None = None
+) -> PreTrainedModel:
+    """Build the model as `build_model` does, but without storage.
+
+    `own`: the layers of this stage, or those that it would have of the whole model.
+    """
+    model, distribute = _sharding(config, model_config, world, own)
     distribute(model)
     return _for_training(model, config)
 
 
+def whole_on_meta(config: Config, model_config: PreTrainedConfig, world: World) -> PreTrainedModel:
+    """Build the model of all stages, neither sharded nor with storage, with its adapters."""
+    model, _ = _sharding(config, model_config, world)
+    if config.lora.rank is not None:
+        add_adapters(model, config.lora)
+    return model
+
+
 def _sharding(
-    config: Config, model_config: PreTrainedConfig, world: World
+    config: Config, model_config: PreTrainedConfig, world: World, own: range | None = None
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel], None]]:
     """Return the model on meta, and the function that shards it.
 
@@ -154,6 +169,9 @@ def _sharding(
     def adapt_and_shard(model: PreTrainedModel) -> None:
         if config.lora.rank is not None:
             add_adapters(model, config.lora)
+        if world.stages > 1:
+            layers = own or layers_of_stages(model, world.stages)[world.stage]
+            keep_stage(model, layers, world.stage == 0, world.is_last_stage, compute)
         shard(model, world, policy)
 
     return skeleton, adapt_and_shard
@@ -228,7 +246,7 @@ def _shard_experts(
             shard_placement_fn=partial(shard_placement, shards=copies),
         )
         # Tokens of all ranks have reached the experts, not only those of the FSDP group.
-        experts.set_gradient_divide_factor(world.size)
+        experts.set_gradient_divide_factor(world.stage_ranks)
         # FSDP2 scales within the collective, as gloo cannot. Groups of one rank divide by
         # themselves, and would twice.
         experts.set_force_sum_reduction_for_comms(copies > 1)

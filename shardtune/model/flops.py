@@ -28,6 +28,7 @@ from shardtune.data.schedule import Cost
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.log import logger
+from shardtune.model.support import decoder_layers
 
 _TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 _EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -152,6 +153,32 @@ def cost_of(model: PreTrainedModel) -> Cost:
     heads = _first(config, "num_attention_heads")
     width = (heads * _first(config, "head_dim") or _first(config, "hidden_size")) if heads else 0
     return Cost(2 * body_size, 2 * head_size, 4 * _first(config, "num_hidden_layers") * width)
+
+
+def stage_costs(model: PreTrainedModel) -> tuple[float, list[float], float]:
+    """Return the costs of the embedding, of each decoder layer and of the head of a whole model.
+
+    A cost is a share of the model's FLOPs in a matrix product, plus one of its weights: a stage of
+    layers needs time for the first and memory for the second.
+    """
+    config: Any = model.config.get_text_config()
+    top_k = _first(config, *_TOP_K_NAMES) or 1
+
+    def flops_and_weights(module: Any, is_looked_up: bool = False) -> np.ndarray:
+        parameters = list(module.parameters()) if module else []
+        used = (p.numel() * top_k // p.shape[0] if p.dim() == 3 else p.numel() for p in parameters)
+        return np.array([0 if is_looked_up else sum(used), sum(p.numel() for p in parameters)])
+
+    costs = np.array(
+        [
+            flops_and_weights(model.get_input_embeddings(), is_looked_up=True),
+            *map(flops_and_weights, decoder_layers(model)),
+            flops_and_weights(model.get_output_embeddings()),
+        ],
+        float,
+    )
+    first, *layers, last = (costs / costs.sum(0)).sum(1).tolist()
+    return first, layers, last
 
 
 def _embeddings_and_head(model: PreTrainedModel) -> set[int]:

@@ -69,7 +69,7 @@ def plan_run(options: argparse.Namespace) -> None:
     machine = machine_of(options, config)
     simulations = Simulations(model_config)
     plan = make_plan(config, model_config, machine, simulations, reason)
-    for line in describe(plan, run_length(config, machine.ranks)):
+    for line in describe(plan, run_length(config, machine.ranks // config.parallel.stages)):
         print(line)
     floors = plan.floors_s
     if not plan.fits or floors["between nodes"] > 1.5 * floors.get("arithmetic", 0.0):

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.world import World
+from shardtune.model.stages import layers_of_stages
 from shardtune.model.support import decoder_layers
 from shardtune.planner.simulate import EXPERT_IMBALANCE, Measured, simulate
 from shardtune.planner.tracker import Peak
@@ -49,31 +50,35 @@ class Simulations:
     def measure(
         self, whole: PreTrainedModel, config: Config, policy: ReshardPolicy, world: World
     ) -> Measured:
-        """Return the measures of a step of the whole model, of which two cut ones are simulated."""
-        kinds = layer_kinds(whole)
+        """Return the measures of a step of this rank's stage, from those of two shorter ones."""
+        own = layers_of_stages(whole, world.stages)[world.stage]
+        kinds = layer_kinds(whole)[own.start : own.stop]
         lengths = cuts(kinds)
         if lengths is None:
-            return self._step(len(kinds), config, policy, world)
-        short, long = (self._step(length, config, policy, world) for length in lengths)
+            return self._step(own, config, policy, world)
+        short, long = (
+            self._step(range(own.start, own.start + length), config, policy, world)
+            for length in lengths
+        )
         return extrapolate(short, long, len(kinds))
 
-    def _step(self, layers: int, config: Config, policy: ReshardPolicy, world: World) -> Measured:
+    def _step(self, own: range, config: Config, policy: ReshardPolicy, world: World) -> Measured:
         data, train = config.data, config.train
         # Other settings, such as the optimizer, do not change forward and backward.
         sections = [config.model, config.parallel, config.lora]
         settings = [
-            layers,
+            [own.start, own.stop],
             *(section.model_dump(mode="json") for section in sections),
             [data.max_length, data.packing],
             [train.micro_batch_size, train.gradient_accumulation_steps],
             [policy.keep_parameters, policy.keep_gradients],
-            [world.size, world.local_size],
+            [world.size, world.local_size, world.stage],
         ]
         key = json.dumps(settings)
         if key not in self._measured:
-            cut = with_layers(self._model_config, layers)
+            cut = with_layers(self._model_config, own.stop)
             self._measured[key] = simulate(
-                config, cut, policy, world, self._imbalance, self._evaluates
+                config, cut, policy, world, self._imbalance, self._evaluates, own
             )
         return self._measured[key]
 

@@ -39,25 +39,30 @@ class Machine:
 
 
 def link_bytes(
-    traffic: Mapping[Collective, int], machine: Machine
+    traffic: Mapping[Collective, int], machine: Machine, ranks: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes that a node gets from other nodes, and a rank from the ranks of its node.
 
-    By kind of collective, as in a ring: of an unsharded size S, a group of g ranks on n nodes moves
-    S (n - 1) / n into each node and S (g - 1) / g into each rank; an all-reduce twice as much. In
-    an all-to-all a rank keeps 1 / g of S, and sends an equal part to each other rank.
+    `traffic`: of the first rank of a node, or of a stage; each of the `ranks` of its stage on its
+    node has as much. By kind of collective, as in a ring: of an unsharded size S, a group of g
+    ranks on n nodes moves S (n - 1) / n into each node and S (g - 1) / g into each rank; an
+    all-reduce twice as much. In an all-to-all a rank keeps 1 / g of S, and sends an equal part to
+    each other rank. A message of a stage moves S.
     """
     between: defaultdict[str, float] = defaultdict(float)
     inside: defaultdict[str, float] = defaultdict(float)
-    for (kind, ranks), size in traffic.items():
-        nodes = Counter(rank // machine.ranks_per_node for rank in ranks)
-        group, here = len(ranks), nodes[0]
-        if kind == "all-to-all":
-            between[kind] += machine.ranks_per_node * size * (group - here) / group
-            inside[kind] += size * (here - 1) / group
-            continue
-        passes = 2 if kind == "all-reduce" else 1
-        groups = machine.ranks_per_node / here  # each rank of a node has an equal one
-        between[kind] += passes * groups * size * (len(nodes) - 1) / len(nodes)
-        inside[kind] += passes * size * (group - 1) / group if here > 1 else 0.0
+    for (kind, group), size in traffic.items():
+        nodes = Counter(rank // machine.ranks_per_node for rank in group)
+        in_group, here = len(group), max(nodes.values())
+        if kind == "send":
+            between[kind] += ranks * size if here == 1 else 0.0
+            inside[kind] += size if here > 1 else 0.0
+        elif kind == "all-to-all":
+            between[kind] += ranks * size * (in_group - here) / in_group
+            inside[kind] += size * (here - 1) / in_group
+        else:
+            passes = 2 if kind == "all-reduce" else 1
+            groups = ranks / here  # each rank of a node has an equal one
+            between[kind] += passes * groups * size * (len(nodes) - 1) / len(nodes)
+            inside[kind] += passes * size * (in_group - 1) / in_group if here > 1 else 0.0
     return dict(between), dict(inside)

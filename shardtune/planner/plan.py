@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,13 +13,13 @@ from shardtune.config import Config
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
-from shardtune.model.build import build_on_meta, require_trainable
+from shardtune.model.build import build_on_meta, require_trainable, whole_on_meta
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine, link_bytes
 from shardtune.planner.simulate import Measured, fake_world
-from shardtune.planner.storage import Storage, plan_storage
+from shardtune.planner.storage import Storage, join_storage, plan_storage
 from shardtune.planner.tracker import Cause, Collective, Peak
 from shardtune.training.low_precision_optim import PIECE, LowPrecisionAdamW
 from shardtune.training.optim import build_optimizer
@@ -50,7 +50,7 @@ class Plan:
     pools: list[int]
     attention: str  # how the model attends; empty if `reason` is not
     reason: str  # why memory is only bounded, by shapes alone; empty if a step was simulated
-    traffic: Counter[Collective]  # of a step
+    traffic: tuple[Counter[Collective], ...]  # of a step, for the first rank of each stage
     step_tokens: int
     step_flops: float | None  # recomputation not counted; None where it is not known
     storage: Storage
@@ -80,15 +80,43 @@ class Plan:
         return least > self.machine.memory_bytes
 
     @property
+    def received(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The bytes that a node gets from the others in a step, and a rank in its node.
+
+        They are by kind of collective, of the node and of the stage that get the most.
+        """
+        machine, stages = self.machine, len(self.traffic)
+        stage_ranks = machine.ranks // stages
+        ranks = min(stage_ranks, machine.ranks_per_node)
+        nodes: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        insides = []
+        for stage, traffic in enumerate(self.traffic):
+            between, inside = link_bytes(traffic, machine, ranks)
+            nodes[stage * stage_ranks // machine.ranks_per_node].update(between)
+            insides.append(inside)
+        fullest = max(nodes.values(), key=lambda node: sum(node.values()))
+        return dict(fullest), max(insides, key=lambda inside: sum(inside.values()))
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a stage waits for its first micro-batch or after its last.
+
+        It is (stages - 1) / (micro-batches + stages - 1), as all stages take as long.
+        """
+        stages = self.config.parallel.stages
+        return (stages - 1) / (self.config.train.gradient_accumulation_steps + stages - 1)
+
+    @property
     def floors_s(self) -> dict[str, float]:
         """The seconds that a step takes at least: of arithmetic, between nodes, inside a node."""
-        between, inside = link_bytes(self.traffic, self.machine)
+        between, inside = self.received
         floors = {
             "between nodes": sum(between.values()) / self.machine.node_bytes_per_s,
             "inside a node": sum(inside.values()) / self.machine.rank_bytes_per_s,
         }
         if self.step_flops is not None:
-            floors["arithmetic"] = _arithmetic_s(self.step_flops, self.config, self.machine)
+            seconds = _arithmetic_s(self.step_flops, self.config, self.machine)
+            floors["arithmetic"] = seconds / (1 - self.bubble)
         return floors
 
     @property
@@ -116,9 +144,15 @@ def make_plan(
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
     """
-    with fake_world(machine.nodes, machine.ranks_per_node, config) as world:
-        require_trainable(config, model_config, world)
-        return plan_in(world, config, model_config, machine, simulations, reason)
+    simulations, parts = simulations or Simulations(model_config), []
+    for stage in range(config.parallel.stages):
+        with fake_world(machine.nodes, machine.ranks_per_node, config, stage) as world:
+            if stage == 0:
+                require_trainable(config, model_config, world)
+            parts.append(plan_in(world, config, model_config, machine, simulations, reason))
+    fullest = max(parts, key=lambda part: part.peak_bytes)
+    traffic = tuple(part.traffic[0] for part in parts)
+    return replace(fullest, traffic=traffic, storage=join_storage([p.storage for p in parts]))
 
 
 def plan_in(
@@ -129,16 +163,17 @@ def plan_in(
     simulations: Simulations | None = None,
     reason: str = "",
 ) -> Plan:
-    """Plan on rank 0 of a world, the real one of a run or a fake one, without the other ranks.
+    """Plan this rank's stage in a world, the real one of a run or a fake one, without other ranks.
 
     Plans of one model may share `simulations`. With a `reason` none is made, and memory is bounded
     by the shapes alone, as it is where a step of the model cannot be simulated. In a real world
     there must be a reason: a step has collectives.
     """
-    whole = build_on_meta(config, model_config, world)
-    optimizer = build_optimizer(whole, config)
-    states = state_bytes(whole, optimizer, config)
-    policy = _policy(whole, config, states, machine, world)
+    own = build_on_meta(config, model_config, world)
+    whole = own if world.stages == 1 else whole_on_meta(config, model_config, world)
+    optimizer = build_optimizer(own, config)
+    states = state_bytes(own, optimizer, config)
+    policy = _policy(own, config, states, machine, world)
     measured = None
     if not reason:
         try:
@@ -154,10 +189,10 @@ def plan_in(
         peaks = _peaks(measured, states, _update_bytes(optimizer))
         pools = _pools(measured, states) if machine.is_gpu else []
     else:
-        traffic, pools = _least_traffic(whole, config, policy, world), []
-        peaks = {"any phase": _bound(whole, config, states, world)}
+        traffic, pools = _least_traffic(own, config, policy, world), []
+        peaks = {"any phase": _bound(own, config, states, world)}
     rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
-    rows *= machine.ranks
+    rows *= world.data_ranks
     parameters = list(whole.parameters())
     return Plan(
         config=config,
@@ -170,10 +205,10 @@ def plan_in(
         pools=pools,
         attention=measured.attention if measured else "",
         reason=reason,
-        traffic=traffic,
+        traffic=(traffic,),
         step_tokens=rows * config.data.max_length,
         step_flops=_count_step_flops(whole, rows, config.data.max_length),
-        storage=plan_storage(whole, config, model_config, states, machine, world.replicas),
+        storage=plan_storage(own, config, model_config, states, machine, world),
     )
 
 
@@ -242,7 +277,7 @@ def _least_traffic(
     """Return what FSDP gathers and reduces in a step, tokens of spread experts left out."""
     parameters, gradients = unsharded_bytes(model, config, world)
     micro_batches = config.train.gradient_accumulation_steps
-    shards = tuple(range(world.mesh["shard"].size()))
+    shards = tuple(world.mesh["shard"].mesh.tolist())
     gathered = 1 if policy.keep_parameters else 2 * micro_batches
     reduced = 1 if policy.keep_gradients else micro_batches
     return Counter(

@@ -19,17 +19,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.data.batch import Batch
-from shardtune.distributed.join import build_meshes, mesh_problems
+from shardtune.distributed.division import mesh_problems, split_stage
+from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.attention_check import TRIAL_LENGTHS, decide_attention
-from shardtune.model.build import build_on_meta, forward_only
-from shardtune.model.loss import HEAD_TRIAL_TOKENS, summed_loss, use_loss_head
+from shardtune.model.build import build_on_meta, compute_dtype, forward_only
+from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.support import decoder_layers
 from shardtune.planner.tracker import Cause, Collective, NotSimulated, Peak, Tracker
 from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.stage import Stage
 
 # Tokens of the busiest rank of spread experts / the mean: assumed, since routing depends on data.
 EXPERT_IMBALANCE = 1.5
@@ -62,8 +64,10 @@ class Measured:
 
 
 @contextmanager
-def fake_world(nodes: int, ranks_per_node: int, config: Config) -> Iterator[World]:
-    """Be rank 0, the fullest, of a world without other processes, whose collectives do nothing.
+def fake_world(nodes: int, ranks_per_node: int, config: Config, stage: int = 0) -> Iterator[World]:
+    """Be the first rank of a stage, its fullest, in a world without other processes.
+
+    Collectives do nothing.
 
     Raises:
         UserError: the ranks cannot be divided as configured.
@@ -71,12 +75,16 @@ def fake_world(nodes: int, ranks_per_node: int, config: Config) -> Iterator[Worl
     size, device = nodes * ranks_per_node, torch.device("cpu")
     if problems := list(mesh_problems(size, config.parallel)):
         raise UserError(*problems)
-    store = FakeStore()
-    dist.init_process_group("fake", store=store, rank=0, world_size=size)
+    nodes_of_ranks = [rank // ranks_per_node for rank in range(size)]
+    if problem := split_stage(nodes_of_ranks, config.parallel.stages):
+        raise UserError(problem)
+    store, rank = FakeStore(), stage * (size // config.parallel.stages)
+    node, local_rank = divmod(rank, ranks_per_node)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     try:
-        mesh, expert_mesh = build_meshes(device, size, config.parallel)
+        meshes = build_meshes(device, size, config.parallel)
         progress = Progress(device)
-        yield World(0, size, 0, ranks_per_node, 0, device, mesh, store, progress, expert_mesh)
+        yield World(rank, size, local_rank, ranks_per_node, node, device, meshes, store, progress)
     finally:
         dist.destroy_process_group()
 
@@ -88,18 +96,20 @@ def simulate(
     world: World,
     imbalance: float = EXPERT_IMBALANCE,
     evaluates: bool = True,
+    own: range | None = None,
 ) -> Measured:
-    """Evaluate where `evaluates`, and take a step of up to three micro-batches of full rows.
+    """Evaluate where `evaluates`, and take a step of a few micro-batches of full rows.
 
     From the second micro-batch on gradients exist. The last one differs from the second, since it
-    reduces gradients that were kept; any in between is like the second. This rank's experts get
-    `imbalance` times the tokens that a rank's experts get on average.
+    reduces gradients that were kept; any in between is like the second. With stages one more is
+    taken than are in flight. This rank's experts get `imbalance` times the tokens that a rank's
+    experts get on average. `own`: the layers of this stage.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.
     """
     tracker, device = Tracker(), world.device
-    model = build_on_meta(config, model_config, world)
+    model = build_on_meta(config, model_config, world, own)
     if model._is_stateful:  # on a CPU it goes token by token, and keeps as many tensors
         raise NotSimulated("it keeps a state instead of attending")
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -111,28 +121,33 @@ def simulate(
             tracker.read_by_host = _exchanged(sum(TRIAL_LENGTHS), model, config, imbalance)
             attention = decide_attention(model, config, config.data.max_length, device)
             tracker.read_by_host = _exchanged(HEAD_TRIAL_TOKENS, model, config, imbalance)
-            use_loss_head(model, device)
+            if world.is_last_stage:
+                use_loss_head(model, device)
             batch = full_batch(config, attention.is_flat, device)
             if policy.keep_parameters:
                 cast(Any, model).set_reshard_after_forward(False)
             _watch_layers(model, tracker)
             tracker.read_by_host = _exchanged(batch.input_ids.numel(), model, config, imbalance)
-            tracker.traffic = [Counter()]
+            tracker.traffic = Counter()
+            stage = Stage(model, compute_dtype(config.model.compute_dtype, device), world)
             if evaluates:
                 tracker.begin("evaluate")
                 with forward_only(model):
-                    summed_loss(model, batch)
-            micro_batches = min(3, config.train.gradient_accumulation_steps)
-            for number in range(micro_batches):
-                tracker.traffic.append(Counter())
-                policy.before_forward(model, is_last_micro_batch=number + 1 == micro_batches)
-                tracker.begin("forward")
-                loss = summed_loss(model, batch)
-                tracker.begin("backward", Cause.BACKWARD)
-                loss.backward()
-                del loss
+                    stage.forward(batch)
+            most = max(3, world.stages + 1)
+            micro_batches = [batch] * min(most, config.train.gradient_accumulation_steps)
+            traffic = [tracker.traffic, *(Counter[Collective]() for _ in micro_batches)]
+            for each in stage.passes(micro_batches):
+                tracker.traffic = traffic[1 + each.number]
+                if each.is_forward:
+                    tracker.begin("forward")
+                    stage.forward(batch)
+                else:
+                    policy.before_backward(model, each.is_last_backward)
+                    tracker.begin("backward", Cause.BACKWARD)
+                    stage.backward(batch, scale=1.0)
     layers = len(decoder_layers(model))
-    return Measured(layers, tracker.peaks, tracker.pools, tracker.traffic, attention.text)
+    return Measured(layers, tracker.peaks, tracker.pools, traffic, attention.text)
 
 
 def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.world import World
 from shardtune.planner.machine import DISK_BYTES_PER_S, Machine
 from shardtune.training.states import StateBytes
 
@@ -30,17 +32,17 @@ def plan_storage(
     model_config: PreTrainedConfig,
     states: StateBytes,
     machine: Machine,
-    replicas: int,
+    world: World,
 ) -> Storage:
-    """Compute disk and host memory for a model that `build_on_meta` has returned."""
+    """Compute disk and host memory for a stage's model that `build_on_meta` has returned."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     # Trained weights and their moments, once for all copies of the model.
     weights = sum(p.numel() * p.itemsize for p in trained)
-    checkpoint = weights + states.optimizer * machine.ranks // replicas
+    checkpoint = weights + states.optimizer * world.stage_ranks // world.replicas
     # One of the ranks that hold the same slice writes it, and so copies it.
     held = sum(to_local(p).numel() * p.itemsize for p in trained) + states.optimizer
-    staged = held * machine.ranks_per_node // replicas
+    staged = held * machine.ranks_per_node // world.replicas
     is_async = config.checkpoint.mode == "async"
     # A slice as the files have it, and as it is stored; a drawn parameter is drawn whole.
     source = getattr(model_config, "dtype", None) or parameters[0].dtype
@@ -56,6 +58,19 @@ def plan_storage(
         staging_bytes=staged if is_async else 0,
         loading_bytes=loading * machine.ranks_per_node,
     )
+
+
+def join_storage(stages: Sequence[Storage]) -> Storage:
+    """Add up what the stages write, and take the most that one of them needs of a node's memory.
+
+    Stages that share a node need as much of it together as if each took all of the node's ranks.
+    """
+    whole = Storage(*map(sum, zip(*map(astuple, stages), strict=True)))
+    most = {
+        name: max(getattr(stage, name) for stage in stages)
+        for name in ("staging_bytes", "loading_bytes")
+    }
+    return replace(whole, **most)
 
 
 def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from shardtune.planner.changes import Change
 from shardtune.planner.duration import RunLength
-from shardtune.planner.machine import DISK_BYTES_PER_S, link_bytes
+from shardtune.planner.machine import DISK_BYTES_PER_S
 from shardtune.planner.plan import Plan
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Cause
@@ -14,7 +14,7 @@ from shardtune.planner.tracker import Cause
 
 def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     """Yield the lines of a plan. `length`: that of the run, or why it is not known."""
-    machine, states = plan.machine, plan.states
+    states = plan.states
     is_whole = plan.trained_parameters == plan.parameters
     trained = "all" if is_whole else f"{plan.trained_parameters:,}"
     yield f"Parameters: {plan.parameters:,} | Trained: {trained}"
@@ -32,7 +32,7 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     ]
     yield from table(["", "total", *causes], rows)
     yield ""
-    between, inside = link_bytes(plan.traffic, machine)
+    between, inside = plan.received
     yield "Received in a step, GB:"
     rows = [[kind, gb(between[kind]), gb(inside[kind])] for kind in between]
     yield from table(["", "by a node from others", "by a rank in its node"], rows)

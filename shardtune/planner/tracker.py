@@ -37,9 +37,9 @@ class Cause(StrEnum):
 
 
 class Collective(NamedTuple):
-    """One kind of collective over one group of ranks."""
+    """One kind of collective over one group of ranks, or a message: its sender and receiver."""
 
-    kind: str  # "all-gather", "reduce-scatter", "all-reduce" or "all-to-all"
+    kind: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "send"
     ranks: tuple[int, ...]
 
 
@@ -60,6 +60,7 @@ _KINDS = {
     "all_reduce": "all-reduce",
     "alltoall_base_": "all-to-all",
     "all_to_all_single": "all-to-all",
+    "recv_": "send",
 }
 
 
@@ -89,7 +90,7 @@ class Tracker(TorchDispatchMode):
         self.read_by_host: Iterator[int] = iter(())  # the numbers in fake tensors
         self.peaks: dict[tuple[str, int], Peak] = {}
         self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
-        self.traffic: list[Counter[Collective]] = [Counter()]  # the last one counts
+        self.traffic: Counter[Collective] = Counter()  # of what runs from now on
         self.cause = Cause.ACTIVATIONS  # of what operators make from now on
         self._live: Counter[Cause] = Counter()
         self._of_stream: Counter[int] = Counter()
@@ -180,7 +181,10 @@ class Tracker(TorchDispatchMode):
             n_bytes = min(x.nbytes for x in tensors)
         else:
             n_bytes = tensors[0].nbytes
-        self.traffic[-1][Collective(kind, _ranks(args))] += n_bytes
+        ranks = _ranks(args)
+        if kind == "send":
+            ranks = (*(rank for rank in ranks if rank != dist.get_rank()), dist.get_rank())
+        self.traffic[Collective(kind, ranks)] += n_bytes
 
     def _number(self, tensor: torch.Tensor) -> int | bool:
         """Return the number that the host reads in a tensor of one element.

@@ -18,7 +18,7 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model import build
 from shardtune.model.attention_check import choose_attention
-from shardtune.model.flops import DevicePeak
+from shardtune.model.flops import DevicePeak, cost_of
 from shardtune.model.loss import use_loss_head
 from shardtune.training import optim, reshard, setup
 from shardtune.training.context import Run, TrainContext
@@ -27,6 +27,7 @@ from shardtune.training.metrics import Metrics
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.profiler import StepProfiler
 from shardtune.training.sinks import open_sinks
+from shardtune.training.stage import Stage
 from shardtune.training.states import state_bytes
 from shardtune.training.step_log import StepLog
 from shardtune.training.stragglers import Stragglers
@@ -48,6 +49,7 @@ def build_train_context(
     world.progress.enter(Phase.LOADING)
     with weights_fit(config):
         model = world.run_on_all_ranks(lambda: build.build_model(config, model_config, world))
+    whole = build.whole_on_meta(config, model_config, world)
     optimizer = optim.build_optimizer(model, config)
     state = state_bytes(model, optimizer, config)
     setup.log_model(model, config, state)
@@ -62,14 +64,14 @@ def build_train_context(
     world.on_rank0(lambda: write_config(config, run.directory.path / "config.yaml"))
     sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
     metrics = Metrics(run.metrics_file, world, run.resumed_step, sinks)
-    best = open_best(run, model, assets, metrics) if data.eval else None
+    best = open_best(run, model, whole, assets, metrics) if data.eval else None
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
     timeout_s = config.distributed.save_timeout_s
     saver = checkpoint.Saver(
         run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
     )
-    expert_balance = ExpertBalance(model, metrics, world)
+    expert_balance = ExpertBalance(model, whole, metrics, world)
     return TrainContext(
         run=run,
         data=data,
@@ -78,11 +80,13 @@ def build_train_context(
         is_flat=is_flat,
         optimizer=optimizer,
         reshard=policy,
+        stage=Stage(model, build.compute_dtype(config.model.compute_dtype, world.device), world),
+        row_cost=cost_of(whole),
         metrics=metrics,
         expert_balance=expert_balance,
         observers=[
             Stragglers(model, metrics, world),  # first: all ranks meet in it
-            StepLog(metrics, model, schedule.total_steps, device_peak, world.size),
+            StepLog(metrics, whole, schedule.total_steps, device_peak, world.size),
             expert_balance,
             StepProfiler(run, metrics, schedule),
         ],
@@ -93,12 +97,16 @@ def build_train_context(
 
 
 def open_best(
-    run: Run, model: PreTrainedModel, assets: Mapping[str, bytes], metrics: Metrics
+    run: Run,
+    model: PreTrainedModel,
+    whole: PreTrainedModel,
+    assets: Mapping[str, bytes],
+    metrics: Metrics,
 ) -> Best | None:
     """Return the keeper of the best model where `eval.keep_best` asks for one."""
     if not run.config.eval.keep_best:
         return None
-    best = Best(run.directory, run.config, model, assets, run.world)
+    best = Best(run.directory, run.config, model, whole, assets, run.world)
     if run.resumed and (kept := best.undone_by(run.resumed)):
         metrics.write(kept)  # as the line that the resume has dropped
     return best
@@ -111,7 +119,9 @@ def prepare_forward(model: PreTrainedModel, config: Config, longest: int, world:
     """
     with step_fits(config):
         is_flat = choose_attention(model, config, longest, world)
-    if logits := use_loss_head(model, world.device):
+    # Rank 0 speaks for the run, and only the last stage has a head.
+    whole_logits = use_loss_head(model, world.device) if world.is_last_stage else None
+    if logits := world.all_gather_json(whole_logits)[-1]:
         logger.info(f"Loss: logits are made {logits}")
     if config.model.compile:
         build.compile_layers(model)

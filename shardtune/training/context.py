@@ -15,13 +15,14 @@ from shardtune.checkpoint.export.best import Best
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config import Config
 from shardtune.data.dataset import PreparedData
-from shardtune.data.schedule import Schedule
+from shardtune.data.schedule import Cost, Schedule
 from shardtune.distributed.world import World
 from shardtune.run_files import METRICS
 from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.metrics import Metrics
 from shardtune.training.observer import StepObserver
 from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class TrainContext:
     is_flat: bool  # a batch is one row without padding
     optimizer: torch.optim.Optimizer
     reshard: ReshardPolicy
+    stage: Stage
+    row_cost: Cost
     metrics: Metrics
     expert_balance: ExpertBalance  # counts in the forward; one of the observers too
     observers: Sequence[StepObserver]

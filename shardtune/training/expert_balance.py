@@ -31,15 +31,20 @@ class ExpertBalance(StepObserver):
     `world`: with an `expert_mesh`, tokens per rank are compared within each group of `expert`.
     """
 
-    def __init__(self, model: PreTrainedModel, metrics: Metrics, world: World) -> None:
+    def __init__(
+        self, model: PreTrainedModel, whole: PreTrainedModel, metrics: Metrics, world: World
+    ) -> None:
+        """`whole`: the model of all stages, on meta. Each rank counts in those layers it has."""
         self._metrics, self._device = metrics, world.device
         self._degree = world.expert_mesh["expert"].size() if world.expert_mesh else 1
         self._counts: dict[str, torch.Tensor] = {}  # tokens of each expert; the last: of none
         self._steps_without: dict[str, np.ndarray] = {}  # how long each expert has had none
-        for name, module, number in _stacked_experts(model):
+        own = dict(model.named_modules())
+        for name, _, number in _stacked_experts(whole):
             counts = torch.zeros(number + 1, dtype=torch.int64, device=world.device)
             self._counts[name], self._steps_without[name] = counts, np.zeros(number, dtype=int)
-            module.register_forward_pre_hook(_counting(counts))
+            if name in own:
+                own[name].register_forward_pre_hook(_counting(counts))
 
     def take_counts(self) -> torch.Tensor:
         """Return this rank's tokens of each expert since the last call, layer by layer: [experts].

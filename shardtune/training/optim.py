@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from transformers import PreTrainedModel
 
@@ -69,7 +71,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def squared_gradients(model: PreTrainedModel) -> torch.Tensor:
+def squared_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the sum of the squares of this rank's part of all gradients, a float64 scalar.
 
     In float64 because on a CPU the float32 sum of a large tensor is wrong by a percent; in pieces
@@ -77,7 +79,7 @@ def squared_gradients(model: PreTrainedModel) -> torch.Tensor:
     """
     pieces = [
         torch.linalg.vector_norm(piece, dtype=torch.float64)
-        for parameter in model.parameters()
+        for parameter in parameters
         if parameter.grad is not None
         for piece in to_local(parameter.grad).flatten().split(_NORM_PIECE)
     ]

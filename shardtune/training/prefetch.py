@@ -11,7 +11,6 @@ import torch
 from shardtune.data.batch import Batch, build_batch
 from shardtune.data.schedule import Schedule, Step
 from shardtune.distributed.progress import Phase
-from shardtune.model.flops import cost_of
 from shardtune.training.context import TrainContext
 
 StepBatches = tuple[Step, list[Batch]]
@@ -25,7 +24,7 @@ def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]
     """
     queue: Queue[StepBatches | BaseException] = Queue(maxsize=1)  # and the thread holds one more
     world, rows = context.run.world, context.run.config.train.micro_batch_size
-    cost = cost_of(context.model)
+    cost = context.row_cost
 
     def make_batches() -> None:
         try:
@@ -33,7 +32,7 @@ def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]
                 torch.cuda.set_device(world.device)  # each thread has its own
             # The schedule is the same on every rank, so no rank sends another one an index.
             for step in schedule.steps():
-                shares = step.micro_batches(cost, world.rank, world.size, rows)
+                shares = step.micro_batches(cost, world.data_rank, world.data_ranks, rows)
                 batches = [
                     build_batch(schedule.dataset, share, context.is_flat).to(world.device)
                     for share in shares

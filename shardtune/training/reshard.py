@@ -40,8 +40,8 @@ class ReshardPolicy:
     keep_parameters: bool
     keep_gradients: bool
 
-    def before_forward(self, model: Any, is_last_micro_batch: bool) -> None:
-        """Tell FSDP what the coming forward and backward keep and reduce."""
+    def before_backward(self, model: Any, is_last_micro_batch: bool) -> None:
+        """Tell FSDP what the coming backward keeps and reduces."""
         model.set_requires_gradient_sync(is_last_micro_batch or not self.keep_gradients)
         # The line above decides within a replica, and this one between replicas.
         model.set_requires_all_reduce(is_last_micro_batch)

@@ -37,6 +37,7 @@ from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.build import compute_dtype, require_trainable
 from shardtune.model.files import fetch_weights, model_folder, read_model_config
 from shardtune.model.lora import describe_adapters
+from shardtune.model.stages import require_composable
 from shardtune.model.support import router_noise
 from shardtune.model.weight_files import list_tensors, weights_digest
 from shardtune.training.context import Run
@@ -109,6 +110,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
             )
         )
         world.on_rank0(lambda: require_documents_apart(config, model_config))
+        world.on_rank0(lambda: require_composable(config, model_config))
     revision = world.on_local_rank0(lambda: fetch_weights(config.model))
     what = f"the hub's revision of model.path={config.model.path}"
     _require_same({what: revision}, "fetch one revision, or name a directory", world)
@@ -188,16 +190,16 @@ def make_schedule(run: Run, data: PreparedData) -> Schedule:
         max_length=config.data.max_length,
         packing=config.data.packing,
         seed=config.run.seed,
-        rows_per_step=train.micro_batch_size * train.gradient_accumulation_steps * world.size,
+        rows_per_step=train.micro_batch_size * train.gradient_accumulation_steps * world.data_ranks,
         epochs=train.epochs,
         max_steps=train.max_steps,
         start=Position(state["step"], state["epoch"], state["row"]),
         # Exact fractions: 0.1 must be 1/10, which no binary number is.
         weights=tuple(Fraction(str(s.weight)) for s in config.data.train_sources.values()),
     )
-    if schedule.rows_per_epoch < world.size:
+    if schedule.rows_per_epoch < world.data_ranks:
         raise UserError(
-            f"an epoch has {schedule.rows_per_epoch} rows and the run {world.size} ranks - "
+            f"an epoch has {schedule.rows_per_epoch} rows and the run {world.data_ranks} ranks - "
             "add data or weight, lower data.max_length, set data.packing=false, or use fewer ranks"
         )
     for line in (*data.lines, *_describe_schedule(config, data, schedule, world)):
@@ -238,7 +240,8 @@ def _describe_schedule(
     )
     yield (
         f"Effective batch size: {train.micro_batch_size} (micro-batch) x "
-        f"{train.gradient_accumulation_steps} (accumulation) x {world.size} (ranks) = "
+        f"{train.gradient_accumulation_steps} (accumulation) x {world.data_ranks} "
+        f"({'ranks' if world.data_ranks == world.size else 'data ranks'}) = "
         f"{schedule.rows_per_step}"
     )
     yield (

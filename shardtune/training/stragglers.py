@@ -60,7 +60,14 @@ class Stragglers(StepObserver):
             self._report(ended.step.number, *zip(*per_rank, strict=True))
 
     def _report(self, step: int, hosts: Sequence[str], means: Sequence[dict[str, float]]) -> None:
-        rank, ratio, phase = slowest([[each[name] for name in STEP_PHASES] for each in means])
+        seconds_of = [[each[name] for name in STEP_PHASES] for each in means]
+        # Stages do different work: a rank is held against those of its own.
+        size = self._world.stage_ranks
+        ratio, rank, phase = max(
+            (ratio, first + rank, phase)
+            for first in range(0, len(means), size)
+            for rank, ratio, phase in [slowest(seconds_of[first : first + size])]
+        )
         host, seconds, name = hosts[rank], means[rank], STEP_PHASES[phase]
         is_slow = ratio > _LOG_ABOVE
         if is_slow and self._suspect == rank:  # one report may be chance

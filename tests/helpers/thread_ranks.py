@@ -19,6 +19,7 @@ from shardtune.checkpoint import Saver
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.train_state import random_state, training_state
 from shardtune.config import CheckpointConfig
+from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.world import World
 from shardtune.run_files import METRICS
 from shardtune.training.metrics import Metrics
@@ -52,7 +53,9 @@ def on_threads(worlds: Sequence[World], work: Callable[[World], T]) -> list[T]:
 def thread_worlds(size: int) -> list[World]:
     """Ranks that can agree through a store, and nothing else."""
     store, mesh = dist.HashStore(), SimpleNamespace(mesh_dim_names=("shard",), shape=(size,))
-    return [replace(world_of(rank, size, store), mesh=cast(Any, mesh)) for rank in range(size)]
+    return [
+        replace(world_of(rank, size, store), meshes=Meshes(cast(Any, mesh))) for rank in range(size)
+    ]
 
 
 class Run:

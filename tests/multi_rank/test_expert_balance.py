@@ -122,7 +122,8 @@ def test_imbalance_is_that_of_the_worst_group() -> None:
 def test_a_dense_model_has_no_counts_of_experts_and_they_are_on_its_device() -> None:
     """They are gathered with the other numbers of a step; here the device is `meta`."""
     world = replace(world_of(0, 1, dist.HashStore()), device=torch.device("meta"))
-    counts = ExpertBalance(cast(Any, torch.nn.Linear(1, 1)), cast(Any, None), world).take_counts()
+    dense: Any = torch.nn.Linear(1, 1)
+    counts = ExpertBalance(dense, dense, cast(Any, None), world).take_counts()
     assert counts.device.type == "meta" and len(counts) == 0 and counts.dtype == torch.float64
 
 
@@ -141,7 +142,8 @@ def test_an_expert_that_starves_is_named_once(capsys: pytest.CaptureFixture[str]
         def forward(self, tokens: Any, top_k_index: Any, top_k_weights: Any) -> Any: ...
 
     world = world_of(0, 1, dist.HashStore())
-    experts = ExpertBalance(torch.nn.ModuleDict({"experts": Layer()}), cast(Any, None), world)
+    model: Any = torch.nn.ModuleDict({"experts": Layer()})
+    experts = ExpertBalance(model, model, cast(Any, None), world)
     setup_logging(True, True)
     for step in range(1, 301):
         tokens = [3, 0, int(step in (50, 250))]

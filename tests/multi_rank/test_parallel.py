@@ -256,14 +256,14 @@ def test_compiled_layers_are_compiled_and_change_no_number(
 
 
 def train_and_count_operations(arguments: list[str]) -> None:
-    before_forward = reshard.ReshardPolicy.before_forward
+    before_backward = reshard.ReshardPolicy.before_backward
 
     def counting(*given: Any, **options: Any) -> None:
         captured = torch._dynamo.utils.counters["stats"]["calls_captured"]
         print("Compiled operations:", captured, flush=True)
-        before_forward(*given, **options)
+        before_backward(*given, **options)
 
-    vars(reshard)["ReshardPolicy"].before_forward = counting
+    vars(reshard)["ReshardPolicy"].before_backward = counting
     run_script(arguments)
 
 

@@ -16,8 +16,7 @@ from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY
 from helpers.ranks import on_ranks, run_script
 
-from shardtune.model import loss
-from shardtune.training import evaluate, garbage_collection
+from shardtune.training import garbage_collection, stage
 from shardtune.training.metrics import Metrics
 
 
@@ -25,19 +24,13 @@ def run_and_note_collections(arguments: list[str]) -> None:
     """Write to `collected<rank>` before which micro-batches garbage is collected."""
     vars(garbage_collection)["_EVERY_MICRO_BATCHES"] = 3
     micro_batches: Counter[str] = Counter()
-    original = loss.summed_loss
+    original = stage.summed_loss
 
-    def counted(phase: str) -> Any:
-        def summed_loss(*given: Any) -> torch.Tensor:
-            micro_batches[phase] += 1
-            return original(*given)
+    def counted(*given: Any) -> torch.Tensor:
+        micro_batches["training" if torch.is_grad_enabled() else "evaluation"] += 1
+        return original(*given)
 
-        return summed_loss
-
-    vars(loss)["summed_loss"], vars(evaluate)["summed_loss"] = (
-        counted("training"),
-        counted("evaluation"),
-    )
+    vars(stage)["summed_loss"] = counted
 
     def note(when: str, _: Any) -> None:
         if when == "start" and not gc.isenabled():

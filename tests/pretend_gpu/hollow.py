@@ -91,9 +91,10 @@ def _measure(options: argparse.Namespace) -> Peaks:
     import train_fsdp
     from shardtune.config_io import load_config
     from shardtune.model.attention import DOCUMENT_ATTENTION
-    from shardtune.model.build import build_model, forward_only
+    from shardtune.model.build import build_model, compute_dtype, forward_only
     from shardtune.model.files import read_model_config
-    from shardtune.model.loss import summed_loss, use_loss_head
+    from shardtune.model.loss import use_loss_head
+    from shardtune.training import stage as stage_module
     from shardtune.training.expert_balance import ExpertBalance
     from shardtune.training.optim import build_optimizer
     from shardtune.training.reshard import choose_reshard_policy
@@ -113,20 +114,27 @@ def _measure(options: argparse.Namespace) -> Peaks:
     use_loss_head(model, world.device)
     batch = _full_batch(config, world.device)
     clock.enter("evaluate")
+    dtype = compute_dtype(config.model.compute_dtype, world.device)
+    stage = stage_module.Stage(model, dtype, world)
     with forward_only(model):
-        summed_loss(model, batch)
+        stage.forward(batch)
     run = SimpleNamespace(config=config, world=world)
     unwritten: Any = SimpleNamespace()  # metrics, which two steps without a report do not touch
-    balance = ExpertBalance(model, unwritten, world)
+    balance = ExpertBalance(model, model, unwritten, world)
     context: Any = SimpleNamespace(
-        run=run, model=model, reshard=reshard, optimizer=optimizer, expert_balance=balance
+        run=run,
+        model=model,
+        reshard=reshard,
+        stage=stage,
+        optimizer=optimizer,
+        expert_balance=balance,
     )
-    for name, before, after in (
-        ("summed_loss", "forward", "backward"),
-        ("all_gather_step_stats", "norm", "norm"),
-        ("update_weights", "optimizer", "optimizer"),
+    for module, name, before, after in (
+        (stage_module, "summed_loss", "forward", "backward"),
+        (train_fsdp, "all_gather_step_stats", "norm", "norm"),
+        (train_fsdp, "update_weights", "optimizer", "optimizer"),
     ):
-        setattr(train_fsdp, name, clock.around(getattr(train_fsdp, name), before, after))
+        setattr(module, name, clock.around(getattr(module, name), before, after))
     train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
     step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
     stop: Any = SimpleNamespace(received=None)
@@ -168,7 +176,7 @@ def _fake_world(config: Any, nodes: int, ranks_per_node: int) -> Any:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from shardtune.distributed.join import build_meshes
+    from shardtune.distributed.meshes import build_meshes
     from shardtune.distributed.progress import Progress
     from shardtune.distributed.world import World
 
@@ -178,9 +186,9 @@ def _fake_world(config: Any, nodes: int, ranks_per_node: int) -> Any:
 
     size, device, store = nodes * ranks_per_node, torch.device("cuda", 0), FakeStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=size)
-    mesh, expert_mesh = build_meshes(device, size, config.parallel)
+    meshes = build_meshes(device, size, config.parallel)
     progress = Progress(device)
-    return LonelyWorld(0, size, 0, ranks_per_node, 0, device, mesh, store, progress, expert_mesh)
+    return LonelyWorld(0, size, 0, ranks_per_node, 0, device, meshes, store, progress)
 
 
 def _leave_out_contents() -> None:

@@ -18,7 +18,7 @@ from shardtune.cluster.environment import Environment, read_environment
 from shardtune.config import KEYS
 
 NAMES = ["node 0 (a)", "node 1 (b)"]
-WORLD = {"parallel.replicate": "1", "parallel.expert": "1"}
+WORLD = {"parallel.stages": "1", "parallel.replicate": "1", "parallel.expert": "1"}
 FACTS: dict[str, Any] = {
     "versions": {"torch": "2.13.0"},
     "code": {},
@@ -60,7 +60,7 @@ GPU = {"name": "H100", "memory": (79e9, 80e9)}
             "the device is H100 on node 0 (a) and A100 on node 1 (b)",
         ),
         (
-            {"processes": 4, "config": {"parallel.replicate": "2", "parallel.expert": "4"}},
+            {"processes": 4, "config": WORLD | {"parallel.replicate": "2", "parallel.expert": "4"}},
             "12 (8 + 4 processes on node 0 (a), node 1 (b)), which parallel.replicate=2 x "
             "parallel.expert=4 does no",
         ),

@@ -76,7 +76,7 @@ def test_the_norm_of_a_large_gradient_is_exact():
     large = nn.Linear(5000, 6000, bias=False)
     large.weight.grad = 1 + torch.rand(6000, 5000)
     exact = sum(row.double().square().sum().item() for row in large.weight.grad)
-    assert squared_gradients(large).item() == pytest.approx(exact, rel=1e-12)
+    assert squared_gradients(large.parameters()).item() == pytest.approx(exact, rel=1e-12)
 
 
 def test_a_weight_that_is_not_finite_is_named_before_all_gradients():

@@ -48,7 +48,7 @@ def context(models: dict[str, Path]) -> Any:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models["llama"]))
     config = SimpleNamespace(train=SimpleNamespace(micro_batch_size=1))
     run = SimpleNamespace(world=world_of(1, 2, dist.HashStore()), config=config)
-    return SimpleNamespace(run=run, model=model, is_flat=True)
+    return SimpleNamespace(run=run, model=model, row_cost=cost_of(model), is_flat=True)
 
 
 def schedule_of(sequences: Sequences) -> Schedule:

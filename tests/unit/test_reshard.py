@@ -12,6 +12,7 @@ from helpers.ranks import config_for
 from helpers.thread_ranks import on_threads, thread_worlds
 from torch import nn
 
+from shardtune.distributed.meshes import Meshes
 from shardtune.training.reshard import ReshardPolicy, choose_reshard_policy
 from shardtune.training.states import StateBytes
 
@@ -34,7 +35,7 @@ def test_the_rank_with_the_least_memory_decides_for_all(
     def decided(shares: list[int]) -> list[ReshardPolicy]:
         """Decide on ranks that have such a share of the host's memory."""
         worlds = [
-            replace(world, mesh=cast(Any, mesh), local_size=share)
+            replace(world, meshes=Meshes(cast(Any, mesh)), local_size=share)
             for world, share in zip(thread_worlds(2), shares, strict=True)
         ]
         state = StateBytes(0, 0, 0)

@@ -41,7 +41,7 @@ def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> No
             use_loss_head(model, world.device)
             batch = full_batch(config, True, world.device)
             with FSDPMemTracker(model) as theirs:
-                policy.before_forward(model, is_last_micro_batch=True)
+                policy.before_backward(model, is_last_micro_batch=True)
                 summed_loss(model, batch).backward()
     peak = max(ours.peaks.values(), key=lambda each: each.n_bytes)
     snapshot = theirs.get_tracker_snapshot("peak")[world.device]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -40,17 +41,22 @@ class Best:
         run_dir: RunDir,
         config: Config,
         model: PreTrainedModel,
+        whole: PreTrainedModel,
         assets: Mapping[str, bytes],
         world: World,
     ) -> None:
+        """`whole`: the model of all stages, on meta."""
         self._out, self._model, self._world = run_dir.path / BEST, model, world
         source = model_folder(config.model.path)
-        kinds, tied = model_kinds(model), model.all_tied_weights_keys
+        self._kinds, tied = model_kinds(whole), whole.all_tied_weights_keys
         self._export: Export
         if config.lora.rank is None:
-            self._export = WholeModel(kinds, tied, config.export.dtype, assets, source)
+            self._export = WholeModel(self._kinds, tied, config.export.dtype, assets, source)
         else:
-            self._export = Adapter(kinds, config.lora, assets)
+            self._export = Adapter(self._kinds, config.lora, assets)
+        names = world.all_gather_json([*model_state(model)] if world.data_rank == 0 else [])
+        # Of a weight that two stages have, the first one's.
+        self._holder = {name: rank for rank in reversed(range(world.size)) for name in names[rank]}
         self._best = world.on_rank0(lambda: read_listing(self._out) or {})
         self._is_first_write = True
         logger.info(
@@ -116,12 +122,9 @@ class Best:
         """Write the files on rank 0, from tensors that all ranks gather; return its problem."""
         tensors, names = model_state(self._model), iter(self._export.stored)
 
-        @torch.no_grad()
         def gather(name: str) -> torch.Tensor:
-            with self._world.progress.waiting():
-                tensor = tensors[name]
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            return whole.cpu() if self._world.is_main else whole
+            with torch.no_grad(), self._world.progress.waiting():
+                return self._gather(name, tensors.get(name))
 
         problem = ""
         if self._world.is_main:
@@ -137,3 +140,22 @@ class Best:
         for name in names:  # each gather needs every rank, also after rank 0 has failed
             gather(name)
         return problem
+
+    def _gather(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+        """Gather a tensor in the stage that has it, whose first rank sends it to rank 0.
+
+        Returns it on rank 0, and nothing of use on the others.
+        """
+        world, holder = self._world, self._holder[name]
+        whole = torch.empty(0)
+        if tensor is not None and holder // world.stage_ranks == world.stage:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if world.rank == holder:
+            whole = whole.cpu()
+        if world.is_main and holder:
+            dtype, shape = self._kinds[name]
+            whole = torch.empty(shape, dtype=dtype)
+            dist.recv(whole.view(-1).view(torch.uint8), holder)
+        elif world.rank == holder and holder:
+            dist.send(whole.contiguous().view(-1).view(torch.uint8), 0)
+        return whole

@@ -1,0 +1,42 @@
+"""Whether ranks can be divided as configured. Without torch, which the agents do not load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shardtune.config import ParallelConfig
+from shardtune.errors import divisors
+
+
+def mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield why so many ranks cannot be divided as configured."""
+    ranks, divided = size, ["world size"]
+    for key, parts, is_named in (
+        ("parallel.stages", parallel.stages, parallel.stages > 1),
+        ("parallel.replicate", parallel.replicate, True),
+        ("parallel.expert", parallel.expert, True),
+    ):
+        if ranks % parts:
+            whole = " / ".join(divided) if len(divided) > 1 else "the world size"
+            yield f"{key}={parts} does not divide {whole}, {ranks} - use one of {divisors(ranks)}"
+        else:
+            ranks //= parts
+        divided += [key] if is_named else []
+
+
+def split_stage(node_of_rank: Sequence[int], stages: int) -> str:
+    """Return why a stage is across a part of two nodes, or an empty text.
+
+    What crosses nodes would then be gathers and reductions, not hidden states alone.
+    """
+    stage_ranks = len(node_of_rank) // stages
+    for first in range(0, len(node_of_rank), stage_ranks):
+        inside = set(node_of_rank[first : first + stage_ranks])
+        outside = {*node_of_rank[:first], *node_of_rank[first + stage_ranks :]}
+        if len(inside) > 1 and inside & outside:
+            nodes = len(set(node_of_rank))
+            return (
+                f"parallel.stages={stages} puts a stage of {stage_ranks} ranks across part of two "
+                f"nodes - use parallel.stages={nodes}, one for each node"
+            )
+    return ""

@@ -1,0 +1,84 @@
+"""How the ranks are divided: into stages of layers, replicas, shards and groups that share experts.
+
+A stage has consecutive ranks, and so has each replica in it and each group of experts in that:
+whatever exchanges most stays within a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardtune.config import ParallelConfig
+
+
+class Link(NamedTuple):
+    """The rank of a neighbouring stage that sees the same rows, and a group for each direction.
+
+    In one group, a send that waits for its receiver would hold up what comes back, for which that
+    receiver may be waiting.
+    """
+
+    rank: int
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The groups of a rank, as `World` describes them."""
+
+    mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None = None
+    stages: int = 1
+    before: Link | None = None  # to the stage before this rank's
+    behind: Link | None = None  # to the one behind
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups but that of all ranks."""
+        meshes = filter(None, (self.mesh, self.expert_mesh))
+        links = filter(None, (self.before, self.behind))
+        return [
+            *(group for mesh in meshes for group in mesh.get_all_groups()),
+            *(group for link in links for group in link[1:]),
+        ]
+
+
+def build_meshes(device: torch.device, size: int, parallel: ParallelConfig) -> Meshes:
+    """Divide all ranks of the run, as `mesh_problems` has allowed. Collective."""
+    stage_ranks = size // parallel.stages
+    stages = {"stage": parallel.stages} if parallel.stages > 1 else {}
+    replicas = {"replicate": parallel.replicate} if parallel.replicate > 1 else {}
+    shards = stage_ranks // parallel.replicate
+    within = replicas | {"shard": shards}
+    mesh, expert_mesh = _mesh(device, stages | within), None
+    if parallel.expert > 1:
+        spread = replicas | {"expert_shard": shards // parallel.expert, "expert": parallel.expert}
+        expert_mesh = _mesh(device, stages | spread)[tuple(spread)]
+    if not stages:
+        return Meshes(mesh, expert_mesh)
+    return Meshes(mesh[tuple(within)], expert_mesh, parallel.stages, *_links(size, parallel.stages))
+
+
+def _links(size: int, stages: int) -> tuple[Link | None, Link | None]:
+    """Return this rank's links to the stages before and behind its own. Collective."""
+    stage_ranks, rank = size // stages, dist.get_rank()
+    before, behind = None, None
+    for first in range(0, size - stage_ranks, stage_ranks):
+        pairs = [[number, number + stage_ranks] for number in range(first, first + stage_ranks)]
+        forward, _ = dist.new_subgroups_by_enumeration(pairs)
+        backward, _ = dist.new_subgroups_by_enumeration(pairs)
+        if forward and backward and rank < first + stage_ranks:
+            behind = Link(rank + stage_ranks, forward, backward)
+        elif forward and backward:
+            before = Link(rank - stage_ranks, forward, backward)
+    return before, behind
+
+
+def _mesh(device: torch.device, shape: dict[str, int]) -> DeviceMesh:
+    return dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))

@@ -1,0 +1,204 @@
+"""Stages: consecutive parts of a model's layers, each on ranks of its own (`parallel.stages`).
+
+A stage runs the architecture's own forward, in which the layers of the others stand under their own
+names and do nothing: names of weights, masks and positions are those of the whole model. What the
+stage before has sent stands in for the embedding's output.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.errors import UserError
+from shardtune.model.flops import stage_costs
+from shardtune.model.small_copy import small_copy
+from shardtune.model.support import decoder_layers
+
+
+class PassThrough(nn.Module):
+    """Stands for a module of another stage: returns the hidden states that it is given."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden
+
+
+class StageInput(nn.Module):
+    """Stands for the embedding in every stage but the first: returns what the stage has received.
+
+    `hidden`: [rows, tokens, width], or None in a trial, which gets what differs
+    from token to token.
+    """
+
+    hidden: torch.Tensor | None
+    width: int
+    dtype: torch.dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.hidden is None:
+            frequencies = torch.linspace(-1, 1, self.width, dtype=self.dtype, device=ids.device)
+            return torch.sin((ids + 1).unsqueeze(-1) * frequencies)
+        return self.hidden
+
+
+class StageOutput(nn.Module):
+    """Stands for the head in every stage but the last: keeps the hidden states to hand on.
+
+    The model may go on to scale or cap what it takes for logits, so that in training it gets none.
+    """
+
+    hidden: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.hidden = hidden
+        return hidden.new_empty(0) if self.training else hidden
+
+    def take(self) -> torch.Tensor:
+        """Return the hidden states of the last forward, and forget them."""
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None
+        return hidden
+
+
+class TiedStageInput(StageInput, nn.Embedding):
+    """Holds the weight of the embedding in the last stage, whose head has it too."""
+
+
+class TiedStageOutput(StageOutput, nn.Linear):
+    """Holds the weight of the head in the first stage, whose embedding has it too."""
+
+
+def divide_layers(costs: Sequence[float], stages: int) -> list[range]:
+    """Divide layers into so many consecutive parts, none empty, whose highest cost is the least.
+
+    Of several divisions the one whose earlier parts are shorter is taken.
+    """
+    number, sums = len(costs), [0.0, *accumulate(costs)]
+    # best[end]: the least highest cost of the first `end` layers in so many parts, and the cuts.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for part in range(1, stages + 1):
+        best = {
+            end: min(
+                (max(highest, sums[end] - sums[begin]), (*cuts, end))
+                for begin, (highest, cuts) in best.items()
+                if begin < end
+            )
+            for end in range(part, number - stages + part + 1)
+        }
+    cuts = best[number][1]
+    return [range(begin, end) for begin, end in pairwise(cuts)]
+
+
+def layers_of_stages(model: PreTrainedModel, stages: int) -> list[range]:
+    """Return the numbers of the layers of each stage, divided by arithmetic and memory alike.
+
+    The first stage has the embedding's memory too, the last one the head.
+    """
+    first, layers, last = stage_costs(model)
+    costs = [*layers]
+    costs[0] += first
+    costs[-1] += last
+    return divide_layers(costs, stages)
+
+
+def keep_stage(
+    model: PreTrainedModel, own: range, is_first: bool, is_last: bool, dtype: torch.dtype
+) -> None:
+    """Leave the layers `own` of a whole model on meta. `dtype`: that of hidden states.
+
+    The first and the last stage both keep a weight that embedding and head share.
+    """
+    is_tied = bool(model.all_tied_weights_keys)
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    found = _list_of_layers(model)
+    assert found  # `stage_problems` has looked
+    layers, caller = found
+    for number in set(range(len(layers))) - set(own):
+        layers[number] = PassThrough()
+    if not is_last:
+        for name, module in list(caller.named_children()):  # the norm behind the layers
+            if module not in (layers, embedding) and any(True for _ in module.parameters()):
+                setattr(caller, name, PassThrough())
+        if is_tied and is_first:
+            head.__class__ = TiedStageOutput
+        else:
+            model.set_output_embeddings(StageOutput())
+    if not is_first:
+        stage_input: Any = StageInput()
+        if is_tied and is_last:
+            stage_input, embedding.__class__ = embedding, TiedStageInput
+        stage_input.hidden, stage_input.width = None, embedding.embedding_dim
+        stage_input.dtype = dtype
+        model.set_input_embeddings(stage_input)
+    if not is_first and not is_last:
+        model.config.tie_word_embeddings, model.all_tied_weights_keys = False, {}
+
+
+def stage_problems(model: PreTrainedModel, config: Config) -> Iterator[str]:
+    """Yield why a model cannot be trained in `parallel.stages`; its shapes are enough."""
+    stages, kind = config.parallel.stages, model.config.model_type
+    if stages == 1:
+        return
+    key, number = f"parallel.stages={stages}", len(decoder_layers(model))
+    if number < stages:
+        yield f"{key}: {kind} has {number} layers - use {number} stages or fewer"
+    elif _list_of_layers(model) is None or model.get_output_embeddings() is None:
+        yield f"{key}: {kind} has no single list of its layers, or no head - use parallel.stages=1"
+    accumulation = config.train.gradient_accumulation_steps
+    if accumulation < stages:
+        yield (
+            f"{key}: train.gradient_accumulation_steps={accumulation} gives a step fewer "
+            f"micro-batches than stages, which then never all work - use {stages} or more"
+        )
+
+
+@torch.no_grad()
+def require_composable(config: Config, model_config: PreTrainedConfig) -> None:
+    """Compare two stages of a small copy with the whole of it; its config.json is enough.
+
+    Raises:
+        UserError: the architecture does more outside of its layers than embed, norm and project, or
+            its layers hand more on than hidden states; or no small copy of it can be built.
+    """
+    if config.parallel.stages == 1:
+        return
+    kind, key = model_config.model_type, f"parallel.stages={config.parallel.stages}"
+    whole = small_copy(model_config, config.model.attention)
+    if whole is None:
+        raise UserError(f"{key}: no small copy of {kind} can be cut on trial - use 1")
+    whole.eval()
+    ids = torch.arange(1, 9).view(1, -1)
+    expected, cut = whole(input_ids=ids).logits, len(decoder_layers(whole)) // 2
+    try:
+        first, hidden = copy.deepcopy(whole), torch.float32
+        keep_stage(first, range(cut), is_first=True, is_last=False, dtype=hidden)
+        first(input_ids=ids)
+        last: Any = whole
+        keep_stage(last, range(cut, 2 * cut + 1), is_first=False, is_last=True, dtype=hidden)
+        last.get_input_embeddings().hidden = cast(Any, first.get_output_embeddings()).take()
+        same = torch.allclose(last(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+    except (TypeError, AttributeError, RuntimeError, ValueError, AssertionError):
+        same = False  # a layer is given or gives something else
+    if not same:
+        raise UserError(
+            f"{key}: {kind} hands more from layer to layer than hidden states, or changes these "
+            "outside of its layers - use parallel.stages=1 and parallel.replicate or expert"
+        )
+
+
+def _list_of_layers(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module] | None:
+    """Return the list of all decoder layers and the module that calls them, or None."""
+    layers = decoder_layers(model)
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and list(child) == layers:
+                return child, module
+    return None

@@ -1,0 +1,159 @@
+"""Stages of layers: the numbers are those of plain PyTorch, in any mesh, before and after a resume
+on another one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.chats import write_jsonl
+from helpers.commands import read_metrics
+from helpers.plain_training import (
+    Trained,
+    assert_same_steps,
+    assert_same_weights,
+    encode,
+    finish,
+    plain_training,
+    settings,
+    sharpen,
+    uneven_chats,
+    with_weights,
+)
+from helpers.ranks import train, train_on_nodes
+from transformers import PreTrainedTokenizerFast
+
+RATES = (3e-3,) * 4
+
+
+@pytest.fixture(scope="module")
+def sharp(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("sharp")
+    return {name: with_weights(path, root / name, sharpen) for name, path in models.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(sharp: dict[str, Path], tokenizer: PreTrainedTokenizerFast) -> dict[str, Trained]:
+    records = [encode(tokenizer, record) for record in uneven_chats()]
+    return {name: plain_training(path, records, list(RATES)) for name, path in sharp.items()}
+
+
+def run(model: Path, folder: Path, ranks: int, stages: int, *more: str) -> tuple[str, Path]:
+    """Four steps over all the data; what was said, and the run's folder."""
+    data, run_dir = write_jsonl(folder / "train.jsonl", uneven_chats()), folder / "run"
+    given = settings(
+        model,
+        data,
+        run_dir,
+        "train.epochs=4",
+        f"train.gradient_accumulation_steps={8 * stages // ranks}",
+        f"parallel.stages={stages}",
+        *more,
+    )
+    return finish(train(ranks, *given, cwd=folder)), run_dir
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "stages", "more"),
+    [
+        # The embedding of the first stage is the head of the last one.
+        ("llama", 4, 2, ["model.activation_checkpointing=full"]),
+        ("glm", 4, 2, ["parallel.expert=2"]),
+        pytest.param("qwen3", 2, 2, [], marks=FULL),
+        pytest.param("llama", 2, 2, ["model.activation_checkpointing=selective"], marks=FULL),
+        pytest.param("glm", 3, 3, [], marks=FULL),
+        pytest.param("glm", 8, 2, ["parallel.expert=2", "parallel.replicate=2"], marks=FULL),
+        pytest.param("qwen3", 4, 2, ["data.packing=false"], marks=FULL),
+    ],
+)
+def test_stages_equal_plain_pytorch(
+    family: str,
+    ranks: int,
+    stages: int,
+    more: list[str],
+    sharp: dict[str, Path],
+    expected: dict[str, Trained],
+    tmp_path: Path,
+) -> None:
+    said, run_dir = run(sharp[family], tmp_path, ranks, stages, *more)
+    assert f"x {ranks // stages} (data ranks) = 8\n" in said
+    assert_same_steps(run_dir, expected[family])
+    assert_same_weights(run_dir, expected[family])
+
+
+def test_any_mesh_resumes_stages_and_stages_resume_any_mesh(
+    sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
+) -> None:
+    more = ["parallel.expert=2", "checkpoint.keep=9", "eval.every_steps=1"]
+    evaluated = write_jsonl(tmp_path / "eval.jsonl", uneven_chats()[:5])
+    for steps, ranks, stages in ((1, 4, 2), (2, 2, 1), (3, 4, 2), (4, 4, 1)):
+        given = [*more, f"train.max_steps={steps}", f"data.eval={evaluated}"]
+        said, run_dir = run(sharp["glm"], tmp_path, ranks, stages, *given)
+        assert steps == 1 or f"Resumed from checkpoint_{steps - 1:07d}" in said
+    assert_same_steps(run_dir, expected["glm"])
+    assert_same_weights(run_dir, expected["glm"])
+    manifests = [
+        json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        for folder in sorted((run_dir / "checkpoints").iterdir())
+        if folder.name.startswith("checkpoint_")
+    ]
+    kinds = [
+        {name: (entry["dtype"], entry["shape"]) for name, entry in each["tensors"].items()}
+        for each in manifests
+    ]
+    for each in kinds:
+        assert {name for name in each if not name.startswith("random.")} == {
+            name for name in kinds[0] if not name.startswith("random.")
+        }
+
+
+def test_the_best_model_and_the_balance_of_experts_are_of_all_stages(
+    sharp: dict[str, Path], tmp_path: Path
+) -> None:
+    results = {}
+    for stages in (1, 2):
+        (tmp_path / f"{stages}").mkdir()
+        evaluated = write_jsonl(tmp_path / "eval.jsonl", uneven_chats()[:5])
+        more = [f"data.eval={evaluated}", "eval.every_steps=2", "eval.keep_best=true"]
+        _, run_dir = run(sharp["glm"], tmp_path / f"{stages}", 2 * stages, stages, *more)
+        files = sorted(path.name for path in (run_dir / "best").iterdir())
+        evaluations = [entry["loss"] for entry in read_metrics(run_dir, "eval")]
+        layers = [entry["layers"] for entry in read_metrics(run_dir, "experts")]
+        counts = [[(each["layer"], each["tokens"]) for each in step] for step in layers]
+        results[stages] = (files, counts, evaluations)
+    (*whole, losses), (*staged, staged_losses) = results[1], results[2]
+    assert staged == whole
+    assert staged_losses == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "more", "problem"),
+    [
+        ([2], 3, [], "parallel.stages=3 does not divide the world size, 2"),
+        ([4], 4, [], "has 2 layers - use 2 stages or fewer"),
+        ([2], 2, ["train.gradient_accumulation_steps=1"], "steps=1 gives a step fewer micro"),
+        ([1], 2, [], "parallel.stages=2 does not divide the world size, 1"),
+        ([1, 3], 2, [], "puts a stage of 2 ranks across part of two nodes"),
+    ],
+)
+def test_impossible_stages_are_refused_by_name(
+    ranks: list[int],
+    stages: int,
+    more: list[str],
+    problem: str,
+    sharp: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    more = ["train.gradient_accumulation_steps=4", *more, f"parallel.stages={stages}"]
+    given = settings(sharp["llama"], data, tmp_path / "run", *more)
+    nodes = [(tmp_path / f"node{node}", n) for node, n in enumerate(ranks)]
+    for folder, _ in nodes:
+        folder.mkdir()
+    done = train_on_nodes(nodes, *given)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert problem in done.stderr
