@@ -9,6 +9,7 @@ import sys
 import pytest
 from helpers.commands import REPOSITORY
 
+from shardtune import metrics_schema
 from shardtune.metrics_schema import KINDS, fields_of, markdown
 from shardtune.report.read_run import read_entry
 
@@ -23,6 +24,16 @@ def test_the_page_says_what_each_field_means(kind: str) -> None:
     section = markdown().split(f"\n## {kind}\n")[1].split("\n## ")[0]
     for name in fields_of(kind).keys() - {"kind", "time"}:
         assert f"\n| `{name}` | " in section, name
+
+
+def test_every_kind_of_object_is_read_and_has_a_table() -> None:
+    """A class that is left out of the union is written, and neither checked nor explained."""
+    written = {
+        name
+        for name, value in vars(metrics_schema).items()
+        if name.endswith("Entry") and "kind" in getattr(value, "__annotations__", ())
+    }
+    assert written - {"_Entry"} == {entry.__name__ for entry in KINDS.values()}
 
 
 def test_the_schema_is_read_without_torch() -> None:
