@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from helpers.chats import WORDS, chats, sentence, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, launch, needs_namespaces, read_metrics
 from helpers.tiny_models import CHATML, VOCABULARY, save_models, small_opt, train_tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from shardtune.log import logger, node_logger
 
 # For tests that import them from here.
 __all__ = [
@@ -35,6 +38,15 @@ for _number, _action in (
     (signal.SIGHUP, signal.SIG_DFL),
 ):
     signal.signal(_number, _action)
+
+
+@pytest.fixture(autouse=True)
+def _restore_loggers() -> Iterator[None]:
+    """A test that sets logging up must not change what the next one captures."""
+    before = [(each.handlers, each.propagate) for each in (logger, node_logger)]
+    yield
+    for each, (handlers, propagate) in zip((logger, node_logger), before, strict=True):
+        each.handlers, each.propagate = handlers, propagate
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -96,7 +96,7 @@ def document_attention(
     width, value_width = query.shape[-1], value.shape[-1]
     # Varlen attention has no dropout, and one width for all: narrower values, such as those of
     # latent attention, are padded.
-    if not dropout and value_width <= width and _varlen_runs(query.device, query.dtype, width):
+    if not dropout and value_width <= width and _varlen_runs(*_kind(query), width):
         documents.way = "varlen attention"
         padded = F.pad(value, (0, width - value_width)) if value_width < width else value
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, padded))
@@ -163,8 +163,13 @@ def _make_backward_deterministic(output: torch.Tensor) -> None:
     output.grad_fn.register_hook(reset_flag)
 
 
+def _kind(tensor: torch.Tensor) -> tuple[type, torch.device, torch.dtype]:
+    """Return what decides which kernels run; a plan's fake tensors run all of them."""
+    return type(tensor), tensor.device, tensor.dtype
+
+
 @functools.cache
-def _varlen_runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def _varlen_runs(_: type, device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether this device runs it for heads of this width, forward and backward."""
     x = torch.zeros(4, 1, width, dtype=dtype, device=device, requires_grad=True)
     boundaries = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)

@@ -28,7 +28,7 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
         parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)
 
     def total_norm() -> float:
-        return world.all_gather_scalars(squared_gradients(model)).sum().sqrt().item()
+        return world.all_gather_scalars(squared_gradients(model.parameters())).sum().sqrt().item()
 
     norm = total_norm()
     clip_gradients(model, 1.0, norm)

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from helpers.commands import REPOSITORY
 
 from shardtune.log import logger, node_logger, setup_logging
-
-
-@pytest.fixture(autouse=True)
-def _restore_loggers() -> Iterator[None]:
-    before = [(each.handlers, each.propagate) for each in (logger, node_logger)]
-    yield
-    for each, (handlers, propagate) in zip((logger, node_logger), before, strict=True):
-        each.handlers, each.propagate = handlers, propagate
 
 
 @pytest.mark.parametrize(
