@@ -8,6 +8,7 @@ its share of the model and the pieces of one parameter.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -227,7 +228,8 @@ def load_sharded(
     all parameters that are DTensors. Its own version of that method unties tied embeddings and
     supports neither a world of one nor our dtypes.
     """
-    model_class = type(skeleton)
+    model_class, names = type(skeleton), sorted(skeleton.state_dict())
+    whole = sum(p.numel() for p in skeleton.parameters())
 
     class Sharded(model_class):  # type: ignore[misc, valid-type]
         __module__ = model_class.__module__
@@ -235,6 +237,11 @@ def load_sharded(
         _keys_to_ignore_on_load_missing = (
             *(model_class._keys_to_ignore_on_load_missing or ()),
             *(f"{factor}$" for factor in FACTORS),
+        )
+        # The files have the layers of other stages, too.
+        _keys_to_ignore_on_load_unexpected = (
+            *(model_class._keys_to_ignore_on_load_unexpected or ()),
+            f"^(?:{'|'.join(map(re.escape, names))})$",
         )
 
         @classmethod
@@ -257,7 +264,8 @@ def load_sharded(
             for conversion in load.weight_mapping:
                 if type(conversion) is WeightConverter:
                     conversion.__class__ = SliceConverter
-            with _one_parameter_at_a_time(), _open_tensors(files, _share(model)) as tensors:
+            share = sum(to_local(p).numel() for p in model.parameters()) / whole
+            with _one_parameter_at_a_time(), _open_tensors(files, share) as tensors:
                 return model_class._load_pretrained_model(model, tensors, None, load)
 
     # transformers finds its conversions by the class's name.
@@ -291,12 +299,6 @@ def _one_parameter_at_a_time() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _share(model: PreTrainedModel) -> float:
-    """Return this rank's part of the parameters."""
-    parameters = list(model.parameters())
-    return sum(to_local(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
 
 
 def _require_all_weights(path: str, info: Mapping[str, Any]) -> None:

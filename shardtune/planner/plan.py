@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,6 +30,7 @@ from shardtune.training.reshard import (
     keeps_gradients_whole,
     unsharded_bytes,
 )
+from shardtune.training.stage import idle_share
 from shardtune.training.states import StateBytes, state_bytes
 
 # LowPrecisionAdamW works on a piece at a time: measured, 16 numbers of 4 bytes for each element.
@@ -99,12 +101,9 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which a stage waits for its first micro-batch or after its last.
-
-        It is (stages - 1) / (micro-batches + stages - 1), as all stages take as long.
-        """
-        stages = self.config.parallel.stages
-        return (stages - 1) / (self.config.train.gradient_accumulation_steps + stages - 1)
+        """The share of a step in which a stage has no work."""
+        config = self.config
+        return idle_share(config.parallel.stages, config.train.gradient_accumulation_steps)
 
     @property
     def floors_s(self) -> dict[str, float]:
@@ -139,7 +138,7 @@ def make_plan(
     simulations: Simulations | None = None,
     reason: str = "",
 ) -> Plan:
-    """Plan a run without a device, weights, tokenizer or data: `plan_in` a world of rank 0 alone.
+    """Plan a run without a device, weights, tokenizer or data, as the first rank of each stage.
 
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
@@ -149,25 +148,43 @@ def make_plan(
         with fake_world(machine.nodes, machine.ranks_per_node, config, stage) as world:
             if stage == 0:
                 require_trainable(config, model_config, world)
-            parts.append(plan_in(world, config, model_config, machine, simulations, reason))
-    fullest = max(parts, key=lambda part: part.peak_bytes)
-    traffic = tuple(part.traffic[0] for part in parts)
-    return replace(fullest, traffic=traffic, storage=join_storage([p.storage for p in parts]))
+            parts.append(_plan_stage(world, config, model_config, machine, simulations, reason))
+    return _join(parts)
 
 
-def plan_in(
+def bound_in(
+    world: World, config: Config, model_config: PreTrainedConfig, machine: Machine, reason: str
+) -> Plan:
+    """Plan a run in its own world, from shapes alone for this `reason`, without the other ranks.
+
+    A simulated step has collectives, so that a real world gets none.
+    """
+    firsts = range(0, world.size, world.stage_ranks)
+    worlds = [replace(world, rank=first) for first in firsts]
+    return _join(
+        [_plan_stage(each, config, model_config, machine, None, reason) for each in worlds]
+    )
+
+
+def _join(stages: Sequence[Plan]) -> Plan:
+    """Return the plan of a run from those of its stages: memory is that of the fullest one."""
+    fullest = max(stages, key=lambda stage: stage.peak_bytes)
+    traffic = tuple(stage.traffic[0] for stage in stages)
+    return replace(fullest, traffic=traffic, storage=join_storage([s.storage for s in stages]))
+
+
+def _plan_stage(
     world: World,
     config: Config,
     model_config: PreTrainedConfig,
     machine: Machine,
-    simulations: Simulations | None = None,
-    reason: str = "",
+    simulations: Simulations | None,
+    reason: str,
 ) -> Plan:
-    """Plan this rank's stage in a world, the real one of a run or a fake one, without other ranks.
+    """Plan this rank's stage in a world, without other ranks.
 
     Plans of one model may share `simulations`. With a `reason` none is made, and memory is bounded
-    by the shapes alone, as it is where a step of the model cannot be simulated. In a real world
-    there must be a reason: a step has collectives.
+    by the shapes alone, as it is where a step of the model cannot be simulated.
     """
     own = build_on_meta(config, model_config, world)
     whole = own if world.stages == 1 else whole_on_meta(config, model_config, world)

@@ -38,7 +38,7 @@ from shardtune.model.flops import device_peak
 from shardtune.planner.changes import helpful_changes
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
-from shardtune.planner.plan import Plan, make_plan, plan_in
+from shardtune.planner.plan import Plan, bound_in, make_plan
 from shardtune.planner.verdict import verdict
 from shardtune.training.context import Run
 from shardtune.training.metrics import Metrics, peak_memory_bytes, read_entries
@@ -89,7 +89,7 @@ class RunPlan:
         self._prediction: Prediction | None = None
         self._process: subprocess.Popen[str] | None = None
         if world.is_main:
-            self._bound = plan_in(world, config, model_config, self._machine, reason=_UNSIMULATED)
+            self._bound = bound_in(world, config, model_config, self._machine, _UNSIMULATED)
             if self._bound.allocated_bytes > _BOUND_SUFFICES * self._machine.memory_bytes:
                 self._process = _simulate(run, self._machine, dtype)
 

@@ -52,7 +52,7 @@ def build_train_context(
     whole = build.whole_on_meta(config, model_config, world)
     optimizer = optim.build_optimizer(model, config)
     state = state_bytes(model, optimizer, config)
-    setup.log_model(model, config, state)
+    setup.log_model(whole, config, state, world)
     policy = reshard.choose_reshard_policy(
         model, config, state, setup.saved_reshard_policy(run), world
     )

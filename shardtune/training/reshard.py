@@ -63,12 +63,14 @@ def unsharded_bytes(model: Any, config: Config, world: World) -> tuple[int, int]
 def choose_reshard_policy(
     model: Any, config: Config, state: StateBytes, saved: ReshardPolicy | None, world: World
 ) -> ReshardPolicy:
-    """Decide by the free memory of the fullest rank, and log why. Collective.
+    """Decide by the free memory of the fullest rank, for all ranks, and log why. Collective.
 
     `saved` is the decision of the resumed run. It holds for gradients, because a resume must not
     change the order of a sum.
     """
-    parameters, gradients = unsharded_bytes(model, config, world)
+    # Stages differ, and one decision holds for all.
+    sizes = world.all_gather_json(unsharded_bytes(model, config, world))
+    parameters, gradients = map(max, zip(*sizes, strict=True))
     micro_batches = config.train.gradient_accumulation_steps
     # The sharded gradients and the optimizer's state are not allocated yet.
     free = _free_bytes(world) - state.gradients - state.optimizer

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from fractions import Fraction
 from functools import partial
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from shardtune.checkpoint import agree_on_checkpoint, resume_rules
 from shardtune.checkpoint.assets import SOURCE, model_assets
 from shardtune.checkpoint.export.layout import require_exportable
 from shardtune.checkpoint.run_dir import open_run_dir
-from shardtune.config import Config
+from shardtune.config import Config, TrainConfig
 from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData
@@ -37,7 +38,7 @@ from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.build import compute_dtype, require_trainable
 from shardtune.model.files import fetch_weights, model_folder, read_model_config
 from shardtune.model.lora import describe_adapters
-from shardtune.model.stages import require_composable
+from shardtune.model.stages import layers_of_stages, require_composable
 from shardtune.model.support import router_noise
 from shardtune.model.weight_files import list_tensors, weights_digest
 from shardtune.training.context import Run
@@ -46,7 +47,11 @@ from shardtune.training.optim import learning_rate, warmup_steps
 from shardtune.training.out_of_memory import weights_fit
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.sinks import require_packages
+from shardtune.training.stage import idle_share
 from shardtune.training.states import StateBytes
+
+# Of each stage: from here on the bubble hardly counts (GPipe, arXiv 1811.06965).
+_ENOUGH_MICRO_BATCHES = 4
 
 
 def start_logging(config: Config, world: World) -> None:
@@ -332,15 +337,40 @@ def describe_start(run: Run, data: PreparedData, schedule: Schedule) -> StartEnt
     )
 
 
-def log_model(model: PreTrainedModel, config: Config, state: StateBytes) -> None:
-    """Log which weights are trained, and the memory that a rank needs to train them."""
-    for line in describe_adapters(model, config.lora) if config.lora.rank else ():
+def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: World) -> None:
+    """Log which weights are trained, by which stages, and the memory that the fullest rank needs.
+
+    Collective. `whole`: the model of all stages. `state`: that of this rank.
+    """
+    for line in describe_adapters(whole, config.lora) if config.lora.rank else ():
         logger.info(line)
-    if noise := router_noise(model):
+    if noise := router_noise(whole):
         logger.info(noise)
-    total = sum(p.numel() for p in model.parameters())
+    total = sum(p.numel() for p in whole.parameters())
+    states = [StateBytes(**each) for each in world.all_gather_json(asdict(state))]
+    fullest = max(states, key=lambda each: each.total)
     logger.info(
-        f"Parameters: {total:,} | Per rank: {state.total / 1e9:.2f} GB = "
-        f"{state.parameters / 1e9:.2f} GB weights + {state.gradients / 1e9:.2f} GB gradients + "
-        f"{state.optimizer / 1e9:.2f} GB optimizer"
+        f"Parameters: {total:,} | Per rank: {fullest.total / 1e9:.2f} GB = "
+        f"{fullest.parameters / 1e9:.2f} GB weights + {fullest.gradients / 1e9:.2f} GB gradients + "
+        f"{fullest.optimizer / 1e9:.2f} GB optimizer"
     )
+    if world.stages > 1:
+        logger.info(_describe_stages(layers_of_stages(whole, world.stages), config.train))
+
+
+def _describe_stages(layers: list[range], train: TrainConfig) -> str:
+    """Return a line with the layers of each stage, the idle share of a step, and its remedy."""
+    stages, rows = len(layers), train.micro_batch_size
+    micro_batches = train.gradient_accumulation_steps
+    parts = " and ".join(f"{part[0]}-{part[-1]}" for part in layers)
+    idle = idle_share(stages, micro_batches)
+    line = (
+        f"Stages: {stages}, of layers {parts} | Idle: ({stages} - 1) / ({micro_batches} + {stages} "
+        f"- 1) = {idle:.0%} of a step (the bubble)"
+    )
+    more = rows * micro_batches if rows > 1 else _ENOUGH_MICRO_BATCHES * stages
+    if micro_batches >= min(more, _ENOUGH_MICRO_BATCHES * stages):
+        return line
+    smaller = "train.micro_batch_size=1 " if rows > 1 else ""
+    less = f"{idle_share(stages, more):.0%}"
+    return f"{line} - {smaller}train.gradient_accumulation_steps={more} makes it {less}"

@@ -4,6 +4,7 @@ on another one."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from helpers.plain_training import (
     with_weights,
 )
 from helpers.ranks import train, train_on_nodes
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 RATES = (3e-3,) * 4
 
@@ -81,6 +82,13 @@ def test_stages_equal_plain_pytorch(
 ) -> None:
     said, run_dir = run(sharp[family], tmp_path, ranks, stages, *more)
     assert f"x {ranks // stages} (data ranks) = 8\n" in said
+    # Rank 0 speaks for all stages.
+    size = AutoModelForCausalLM.from_pretrained(sharp[family]).num_parameters()
+    assert f"\nParameters: {size:,} | " in said and "left unread" not in said
+    idle = f"({stages} - 1) / ({8 * stages // ranks} + {stages} - 1)"
+    assert re.search(
+        rf"^Stages: {stages}, of layers 0-.* \| Idle: {re.escape(idle)} = ", said, re.M
+    )
     assert_same_steps(run_dir, expected[family])
     assert_same_weights(run_dir, expected[family])
 
