@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardtune.planner.tracker import Collective
@@ -34,8 +34,37 @@ class Machine:
         return GPU_ALLOWANCE_BYTES if self.is_gpu else CPU_ALLOWANCE_BYTES
 
     @property
+    def backend(self) -> str:
+        """The one that `distributed.backend=auto` takes."""
+        return "nccl" if self.is_gpu else "gloo"
+
+    @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+
+def collective_bytes(
+    kind: str, size: float, ranks_of_nodes: Sequence[int], backend: str
+) -> tuple[float, float]:
+    """Return the bytes that one collective moves into a node, and into a rank from its own node.
+
+    `size`: of its unsharded side in bytes (`Tracker.traffic`). `ranks_of_nodes`: how many ranks of
+    the group each of its nodes has. `backend`: "nccl" or "gloo".
+
+    In a ring (nccl-tests, doc/PERFORMANCE.md) every rank gets S (g - 1) / g of its neighbour, the
+    first one of a node from another node; an all-reduce goes round twice, and so does gloo's
+    reduce-scatter, which is one. In an all-to-all a rank keeps 1 / g of S, and sends an equal part
+    to each other rank. A message moves S.
+    """
+    in_group, here = sum(ranks_of_nodes), max(ranks_of_nodes)
+    if kind == "send":
+        return (0.0, size) if here > 1 else (size, 0.0)
+    if kind == "all-to-all":
+        part = size / in_group
+        return here * (in_group - here) * part, (here - 1) * part
+    is_twice = kind == "all-reduce" or (kind, backend) == ("reduce-scatter", "gloo")
+    passed = (2 if is_twice else 1) * size * (in_group - 1) / in_group
+    return passed if len(ranks_of_nodes) > 1 else 0.0, passed if here > 1 else 0.0
 
 
 def link_bytes(
@@ -44,25 +73,15 @@ def link_bytes(
     """Return the bytes that a node gets from other nodes, and a rank from the ranks of its node.
 
     `traffic`: of the first rank of a node, or of a stage; each of the `ranks` of its stage on its
-    node has as much. By kind of collective, as in a ring: of an unsharded size S, a group of g
-    ranks on n nodes moves S (n - 1) / n into each node and S (g - 1) / g into each rank; an
-    all-reduce twice as much. In an all-to-all a rank keeps 1 / g of S, and sends an equal part to
-    each other rank. A message of a stage moves S.
+    node has as much. The bytes are by kind of collective.
     """
     between: defaultdict[str, float] = defaultdict(float)
     inside: defaultdict[str, float] = defaultdict(float)
     for (kind, group), size in traffic.items():
         nodes = Counter(rank // machine.ranks_per_node for rank in group)
-        in_group, here = len(group), max(nodes.values())
-        if kind == "send":
-            between[kind] += ranks * size if here == 1 else 0.0
-            inside[kind] += size if here > 1 else 0.0
-        elif kind == "all-to-all":
-            between[kind] += ranks * size * (in_group - here) / in_group
-            inside[kind] += size * (here - 1) / in_group
-        else:
-            passes = 2 if kind == "all-reduce" else 1
-            groups = ranks / here  # each rank of a node has an equal one
-            between[kind] += passes * groups * size * (len(nodes) - 1) / len(nodes)
-            inside[kind] += passes * size * (in_group - 1) / in_group if here > 1 else 0.0
+        of_node, of_rank = collective_bytes(kind, size, [*nodes.values()], machine.backend)
+        # Each rank of the node has an equal collective; of a message it is one of the two sides.
+        groups = ranks if kind == "send" else ranks / max(nodes.values())
+        between[kind] += groups * of_node
+        inside[kind] += of_rank
     return dict(between), dict(inside)

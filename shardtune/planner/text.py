@@ -33,7 +33,7 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     yield from table(["", "total", *causes], rows)
     yield ""
     between, inside = plan.received
-    yield "Received in a step, GB:"
+    yield f"Received in a step, GB (as {plan.machine.backend} moves it):"
     rows = [[kind, gb(between[kind]), gb(inside[kind])] for kind in between]
     yield from table(["", "by a node from others", "by a rank in its node"], rows)
     yield ""

@@ -27,7 +27,7 @@ from shardtune.model.build import build_on_meta
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.changes import Change
 from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
-from shardtune.planner.machine import Machine, link_bytes
+from shardtune.planner.machine import Machine, collective_bytes, link_bytes
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.tracker import Collective
@@ -157,6 +157,31 @@ def test_a_world_of_one_keeps_what_its_run_keeps(reduce_dtype: str) -> None:
     assert plan.policy == ReshardPolicy(True, reduce_dtype == "float32")
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks_of_nodes", "backend", "into_a_node", "into_a_rank"),
+    [
+        # 48 bytes, or 12 for each of 4 ranks: a ring hands on every part but its last stop's.
+        ("all-gather", [2, 2], "nccl", 36, 36),
+        ("all-gather", [2, 2], "gloo", 36, 36),
+        ("reduce-scatter", [2, 2], "nccl", 36, 36),
+        ("reduce-scatter", [2, 2], "gloo", 72, 72),  # of gloo an all-reduce
+        ("all-reduce", [2, 2], "nccl", 72, 72),
+        ("all-reduce", [2, 2], "gloo", 72, 72),
+        ("all-to-all", [2, 2], "nccl", 48, 12),  # 12 from each of 2 ranks to each of 2
+        ("all-gather", [1, 1], "nccl", 24, 0),
+        ("all-reduce", [1, 1], "nccl", 48, 0),
+        ("reduce-scatter", [4], "nccl", 0, 36),
+        ("send", [1, 1], "nccl", 48, 0),
+        ("send", [2], "gloo", 0, 48),
+    ],
+)
+def test_a_collective_moves_as_much_as_its_ring(
+    kind: str, ranks_of_nodes: list[int], backend: str, into_a_node: float, into_a_rank: float
+) -> None:
+    moved = collective_bytes(kind, 48, ranks_of_nodes, backend)
+    assert moved == (into_a_node, into_a_rank)
+
+
 def test_links_carry_what_leaves_a_node_and_what_passes_through_a_rank() -> None:
     machine = Machine(2, 8, 1, 1, 1, 1)
     everyone, node, pair = tuple(range(16)), tuple(range(8)), (0, 8)
@@ -165,15 +190,18 @@ def test_links_carry_what_leaves_a_node_and_what_passes_through_a_rank() -> None
         Collective("reduce-scatter", node): 8,
         Collective("all-reduce", pair): 10,
         Collective("all-to-all", everyone): 32,
+        Collective("send", pair): 3,
     }
     between, inside = link_bytes(traffic, machine, 8)
     assert between == {
-        "all-gather": 8,  # half of it is on the other node
+        "all-gather": 15,  # one ring enters the node once
         "reduce-scatter": 0,
         "all-reduce": 80,  # each rank of a node sends its own, and gets the sum
         "all-to-all": 128,  # of each rank's 32, 16 go to the other node
+        "send": 24,
     }
-    assert inside == {"all-gather": 15, "reduce-scatter": 7, "all-reduce": 0, "all-to-all": 14}
+    received = {"all-gather": 15, "reduce-scatter": 7, "all-reduce": 0, "all-to-all": 14, "send": 0}
+    assert inside == received
 
 
 def test_the_command_needs_config_json_alone(
@@ -323,8 +351,8 @@ def test_measured_bandwidths_are_taken_for_the_machine_on_which_they_were_measur
     assert "Bandwidths: as the preflight of" in said
     between, inside = re.findall(r"least: (\S+) s between nodes, (\S+) s inside", said)[0]
     numel = AutoModelForCausalLM.from_config(with_layers(LLAMA, 2)).num_parameters()
-    # Gathered once in bfloat16, and reduced in float32: half of it comes from the other node.
-    assert float(between) == pytest.approx((2 + 4) * numel / 2 / 2e9, rel=0.02)
+    # Gathered once in bfloat16, and reduced in float32, by rings through both ranks of a node.
+    assert float(between) == pytest.approx((2 + 4) * numel * 3 / 4 / 2e9, rel=0.02)
     assert float(inside) == pytest.approx((2 + 4) * numel * 3 / 4 / 1e9, rel=0.02)
 
 
