@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from shardtune.data.batch import Batch
@@ -41,6 +43,18 @@ def idle_share(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
+def _prefetch_in_order(model: PreTrainedModel) -> None:
+    """Let the backward of each FSDP group gather the parameters of the group before it.
+
+    FSDP2 goes back through the forwards since the last backward. With several in flight it would
+    come to the last layer of the one before and gather it for nothing; with none it gathers late.
+    """
+    root, *groups = (module for module in model.modules() if isinstance(module, FSDPModule))
+    root.set_modules_to_backward_prefetch([groups[-1]])
+    for before, group in zip([groups[0], *groups], groups, strict=False):
+        group.set_modules_to_backward_prefetch([before])  # the first one has none but itself
+
+
 class Stage:
     """This rank's layers, and the ranks that it receives from and sends to."""
 
@@ -48,8 +62,11 @@ class Stage:
         """`dtype`: that of hidden states between layers."""
         self._model, self._world, self._dtype = model, world, dtype
         self._before, self._behind = world.meshes.before, world.meshes.behind
+        if world.stages > 1:
+            _prefetch_in_order(model)
         # Received hidden states and output of each micro-batch whose backward is to come.
         self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
+        self._arriving: deque[tuple[Any, torch.Tensor]] = deque()
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         # A weight that the first stage has as embedding and the last one as head.
         self._shared_weight: nn.Parameter | None = None
@@ -60,7 +77,17 @@ class Stage:
             self._other_owner = world.data_rank + (0 if self._before else last_stage_begins)
 
     def passes(self, micro_batches: Sequence[Batch]) -> Iterator[Pass]:
-        """Yield the forwards and backwards of a step in this stage's order."""
+        """Yield the forwards and backwards of a step in this stage's order.
+
+        The tensor that a pass needs of another stage may arrive during the pass before it.
+        """
+        for current, following in pairwise([None, *self._order(micro_batches), None]):
+            if following:
+                self._expect(following.batch, following.is_forward)
+            if current:
+                yield current
+
+    def _order(self, micro_batches: Sequence[Batch]) -> Iterator[Pass]:
         ahead, last = self._world.stages - 1 - self._world.stage, len(micro_batches) - 1
         waiting: deque[tuple[int, Batch]] = deque()
         for number, batch in enumerate(micro_batches):
@@ -77,7 +104,9 @@ class Stage:
         """
         received = None
         if self._before:
-            received = self._receive(batch, self._before, self._before.forward)
+            if not self._arriving:  # an evaluation has no `passes`
+                self._expect(batch, is_forward=True)
+            received = self._receive()
             received.requires_grad_(torch.is_grad_enabled())
             cast(Any, self._model.get_input_embeddings()).hidden = received
         if self._behind:
@@ -96,7 +125,7 @@ class Stage:
         received, output = self._in_flight.popleft()
         documents.set(batch.lengths, batch.boundaries)  # for what is computed again
         if self._behind:
-            output.backward(self._receive(batch, self._behind, self._behind.backward))
+            output.backward(self._receive())
         else:
             (output * scale).backward()
         if self._before:
@@ -126,12 +155,21 @@ class Stage:
             if not self._before or parameter is not self._shared_weight:
                 yield parameter
 
-    def _receive(self, batch: Batch, link: Link, group: dist.ProcessGroup) -> torch.Tensor:
+    def _expect(self, batch: Batch, is_forward: bool) -> None:
+        """Begin to receive the tensor that a pass needs, if another stage sends it."""
+        link = self._before if is_forward else self._behind
+        if link is None:
+            return
         width = self._model.config.get_text_config().hidden_size
         shape = (*batch.input_ids.shape, width)
         received = torch.empty(shape, dtype=self._dtype, device=self._world.device)
+        group = link.forward if is_forward else link.backward
+        self._arriving.append((dist.irecv(received, link.rank, group), received))
+
+    def _receive(self) -> torch.Tensor:
+        work, received = self._arriving.popleft()
         with self._world.progress.waiting():
-            dist.recv(received, link.rank, group)
+            work.wait()
         return received
 
     def _send(self, tensor: torch.Tensor, link: Link, group: dist.ProcessGroup) -> None:

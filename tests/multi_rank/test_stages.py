@@ -4,10 +4,13 @@ on another one."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from helpers.chats import write_jsonl
 from helpers.commands import read_metrics
 from helpers.plain_training import (
@@ -22,8 +25,19 @@ from helpers.plain_training import (
     uneven_chats,
     with_weights,
 )
-from helpers.ranks import train, train_on_nodes
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from helpers.ranks import on_ranks, run_script, train, train_on_nodes
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from shardtune.training import reshard
+from shardtune.training.metrics import Metrics
+from shardtune.training.stage import Stage
 
 RATES = (3e-3,) * 4
 
@@ -91,6 +105,65 @@ def test_stages_equal_plain_pytorch(
     )
     assert_same_steps(run_dir, expected[family])
     assert_same_weights(run_dir, expected[family])
+
+
+def run_and_note(arguments: list[str]) -> None:
+    """On a rank without room to keep parameters: write its passes and gathers of the last step."""
+    gather, write = _fsdp_param_group.foreach_all_gather, Metrics.write
+    noted: list[str] = []
+
+    def noting(what: str, original: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            noted.append(what)
+            return original(*given, **named)
+
+        return call
+
+    def write_noted(metrics: Metrics, *entries: Any) -> None:
+        if entries[0]["kind"] == "step":
+            Path(f"noted{os.environ['RANK']}").write_text("".join(noted), encoding="utf-8")
+            noted.clear()
+        write(metrics, *entries)
+
+    def gather_noted(parameters: list[Any], *more: Any) -> Any:
+        is_layer = isinstance(parameters[0]._module_info.module, nn.Linear)
+        noted.append("L" if is_layer else "")
+        return gather(parameters, *more)
+
+    vars(_fsdp_param_group)["foreach_all_gather"] = gather_noted
+    vars(dist)["irecv"] = noting("r", dist.irecv)
+    Stage.forward, Stage.backward = noting("f", Stage.forward), noting("b", Stage.backward)
+    Metrics.write = write_noted
+    vars(reshard)["_free_bytes"] = lambda world: 0.0
+    run_script(arguments)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(4, 2), pytest.param(8, 4, marks=FULL)])
+def test_passes_receive_early_and_gather_each_layer_once(
+    ranks: int, stages: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """No layer is gathered for a pass and freed by another before its own has used it."""
+    layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    AutoConfig.from_pretrained(models["qwen3"], **layers).save_pretrained(tmp_path / "deep")
+    AutoTokenizer.from_pretrained(models["qwen3"]).save_pretrained(tmp_path / "deep")
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    more = ["model.init=random", "train.gradient_accumulation_steps=4", "train.max_steps=2"]
+    more += [f"parallel.stages={stages}", "export.final=false"]
+    (tmp_path / "config.yaml").touch()
+    given = ["--config", "config.yaml", *settings(tmp_path / "deep", data, tmp_path / "run", *more)]
+    done = on_ranks(ranks, run_and_note, given, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = re.findall(r"^Stages: .*, of layers (.*) \|", done.stdout, re.M)
+    for stage, part in enumerate(line.split(" and ")):
+        first, last = map(int, part.split("-"))
+        noted = (tmp_path / f"noted{stage * ranks // stages}").read_text(encoding="utf-8")
+        # In the forward and in the backward of each of the four micro-batches.
+        assert noted.count("L") == 2 * 4 * (last - first + 1), noted
+        passes = noted.replace("L", "")
+        if stage == 0:
+            assert passes == {2: "frfbrfbrfrbb", 4: "fffrfrbrbrbb"}[stages]
+        if stage == stages - 1:
+            assert passes == "rfrbfrbfrbfb"
 
 
 def test_any_mesh_resumes_stages_and_stages_resume_any_mesh(
