@@ -78,6 +78,12 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
     return modules
 
 
+def spread_stacks(model: PreTrainedModel) -> set[str]:
+    """Return the names of the stacks, and of their adapters, that `parallel.expert` spreads."""
+    plan = model._expand_parallel_plan(model.ep_plan) if model.ep_plan else {}
+    return {name for name, style in plan.items() if style == _STACK or is_factor(name)}
+
+
 def is_spread(parameter: torch.Tensor) -> bool:
     """Return whether a parameter, sharded or gathered, is a stack of spread experts."""
     return isinstance(parameter, DTensor) and "expert" in (

@@ -14,11 +14,12 @@ from shardtune.config import Config
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
-from shardtune.model.build import build_on_meta, require_trainable, whole_on_meta
+from shardtune.model.build import build_on_meta, compute_dtype, require_trainable, whole_on_meta
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine, link_bytes
+from shardtune.planner.shapes import Shapes, least_traffic
 from shardtune.planner.simulate import Measured, fake_world
 from shardtune.planner.storage import Storage, join_storage, plan_storage
 from shardtune.planner.tracker import Cause, Collective, Peak
@@ -187,7 +188,7 @@ def _plan_stage(
     by the shapes alone, as it is where a step of the model cannot be simulated.
     """
     own = build_on_meta(config, model_config, world)
-    whole = own if world.stages == 1 else whole_on_meta(config, model_config, world)
+    whole = whole_on_meta(config, model_config, world)
     optimizer = build_optimizer(own, config)
     states = state_bytes(own, optimizer, config)
     policy = _policy(own, config, states, machine, world)
@@ -206,7 +207,9 @@ def _plan_stage(
         peaks = _peaks(measured, states, _update_bytes(optimizer))
         pools = _pools(measured, states) if machine.is_gpu else []
     else:
-        traffic, pools = _least_traffic(own, config, policy, world), []
+        compute = compute_dtype(config.model.compute_dtype, world.device).itemsize
+        traffic = least_traffic(Shapes(whole), world.stage, policy, config, world.size, compute)
+        pools = []
         peaks = {"any phase": _bound(own, config, states, world)}
     rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
     rows *= world.data_ranks
@@ -286,23 +289,6 @@ def _bound(model: PreTrainedModel, config: Config, states: StateBytes, world: Wo
         }
     )
     return Peak(total, by_cause)
-
-
-def _least_traffic(
-    model: PreTrainedModel, config: Config, policy: ReshardPolicy, world: World
-) -> Counter[Collective]:
-    """Return what FSDP gathers and reduces in a step, tokens of spread experts left out."""
-    parameters, gradients = unsharded_bytes(model, config, world)
-    micro_batches = config.train.gradient_accumulation_steps
-    shards = tuple(world.mesh["shard"].mesh.tolist())
-    gathered = 1 if policy.keep_parameters else 2 * micro_batches
-    reduced = 1 if policy.keep_gradients else micro_batches
-    return Counter(
-        {
-            Collective("all-gather", shards): gathered * parameters,
-            Collective("reduce-scatter", shards): reduced * gradients,
-        }
-    )
 
 
 def _arithmetic_s(step_flops: float, config: Config, machine: Machine) -> float:
