@@ -207,8 +207,8 @@ def _plan_stage(
         peaks = _peaks(measured, states, _update_bytes(optimizer))
         pools = _pools(measured, states) if machine.is_gpu else []
     else:
-        compute = compute_dtype(config.model.compute_dtype, world.device).itemsize
-        traffic = least_traffic(Shapes(whole), world.stage, policy, config, world.size, compute)
+        shapes = Shapes(whole, compute_dtype(config.model.compute_dtype, world.device))
+        traffic = least_traffic(shapes, world.stage, policy, config, world.size)
         pools = []
         peaks = {"any phase": _bound(own, config, states, world)}
     rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps

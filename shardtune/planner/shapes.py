@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -47,29 +48,33 @@ class StageSizes(NamedTuple):
 class Shapes:
     """What the shapes of a whole model's parameters say of each of its stages."""
 
-    def __init__(self, whole: PreTrainedModel) -> None:
-        """`whole`: with its adapters, not sharded, as `whole_on_meta` returns it."""
+    def __init__(self, whole: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+        """`whole`: with its adapters, not sharded, as `whole_on_meta` returns it.
+
+        `compute_dtype`: of forward and backward.
+        """
+        self.compute_bytes = compute_dtype.itemsize
         settings: Any = whole.config.get_text_config()
         self.hidden_size: int = getattr(settings, "hidden_size", None) or 0
         self.top_k: int = getattr(settings, "num_experts_per_tok", None) or 1
-        stacks, model = spread_stacks(whole), whole
+        stacks = spread_stacks(whole)
         names = {parameter: name for name, parameter in whole.named_parameters()}
 
-        def sizes(module: nn.Module | None, left_out: Sequence[nn.Module] = ()) -> Sizes:
+        def sizes(module: nn.Module, left_out: Sequence[nn.Module] = ()) -> Sizes:
             others = {p for each in left_out for p in each.parameters()}
-            parameters = [p for p in module.parameters() if p not in others] if module else []
+            parameters = [p for p in module.parameters() if p not in others]
             return _sizes(parameters, {p for p in parameters if names[p] in stacks}, self.top_k)
 
         layers = decoder_layers(whole)
         per_layer = [sizes(layer) for layer in layers]
-        embedding = sizes(whole.get_input_embeddings())
-        behind = sizes(whole, [*layers, *filter(None, [whole.get_input_embeddings()])])
+        looked_up: Any = whole.get_input_embeddings()
+        embedding, behind = sizes(looked_up), sizes(whole, [*layers, looked_up])
         is_tied = bool(whole.all_tied_weights_keys)
 
         @cache
-        def stages(number: int) -> list[StageSizes]:
+        def of_stages(number: int) -> list[StageSizes]:
             parts = []
-            for stage, own in enumerate(layers_of_stages(model, number)):
+            for stage, own in enumerate(layers_of_stages(whole, number)):
                 around = [behind] if stage == number - 1 else []
                 is_first = stage == 0
                 if is_first or (is_tied and stage == number - 1):
@@ -79,7 +84,7 @@ class Shapes:
                 parts.append(StageSizes(_sum(of_layers), largest, _sum(around), len(of_layers)))
             return parts
 
-        self.of_stages = stages
+        self.of_stages = of_stages
 
 
 def _sum(sizes: Sequence[Sizes]) -> Sizes:
@@ -100,12 +105,11 @@ def _sizes(parameters: Sequence[nn.Parameter], spread: set[nn.Parameter], top_k:
 
 
 def least_traffic(
-    shapes: Shapes, stage: int, policy: ReshardPolicy, config: Config, ranks: int, compute_bytes: int
+    shapes: Shapes, stage: int, policy: ReshardPolicy, config: Config, ranks: int
 ) -> Counter[Collective]:
     """Return what the first rank of a stage gathers, reduces, exchanges and receives in a step.
 
-    `ranks`: of all stages. `compute_bytes`: of an element in forward and backward. The bytes are of
-    the unsharded side, as a `Tracker` counts them.
+    `ranks`: of all stages. The bytes are of the unsharded side, as a `Tracker` counts them.
     """
     parallel, train = config.parallel, config.train
     stages, micro_batches = parallel.stages, train.gradient_accumulation_steps
@@ -116,6 +120,7 @@ def least_traffic(
     replicas = tuple(range(first, first + stage_ranks, shards))
     sizes = shapes.of_stages(stages)[stage]
     layers, around = sizes.layers, sizes.around
+    compute_bytes = shapes.compute_bytes
     reduce_bytes = DTYPES[config.model.reduce_dtype].itemsize
     # FSDP2 keeps what stands around the layers from the forward to the backward.
     once = 1 if policy.keep_parameters else micro_batches
