@@ -38,7 +38,7 @@ class RankStatus:
 
     `idle_s`: for how long it has come no further; outside of steps it may take its time, as long as
     it works. `stopped_s`: for how long its process is stopped. `frame`: where its Python code is,
-    known when it has been idle for long.
+    known when it has been idle for long. The other numbers are those of its record.
     """
 
     rank: int
@@ -50,6 +50,9 @@ class RankStatus:
     idle_s: float = 0.0
     stopped_s: float = 0.0
     frame: str = ""
+    meetings: int = 0
+    stage: int = 0
+    waits_for_stage: bool = False
 
     @property
     def name(self) -> str:
@@ -83,7 +86,8 @@ class IdleClock:
     def tick(self, record: RankRecord, status: RankStatus) -> None:
         """Bring `status` up to date, once a second."""
         status.phase, status.step = str(record.phase), record.step
-        status.limits_steps = record.limits_steps
+        status.limits_steps, status.meetings = record.limits_steps, record.meetings
+        status.stage, status.waits_for_stage = record.stage, record.waits_for_stage
         is_stopped, work_s = False, 0.0
         with contextlib.suppress(psutil.Error):  # the process has ended
             is_stopped = self._process.status() in _STOPPED
@@ -104,22 +108,21 @@ class IdleClock:
 def stuck_ranks(statuses: Sequence[RankStatus], config: DistributedConfig) -> Failure | None:
     """Return a failure that names the ranks that hold up the run, or None.
 
-    Ranks with the fewest arrivals hold it up once another rank has waited too long for them.
+    Ranks behind the others hold it up once another rank has waited too long for them.
     """
     stopped = [s for s in statuses if s.stopped_s >= min(_STOPPED_S, limit_of(s, config)[1])]
     if stopped:
         what = f"no sign of life for {stopped[0].stopped_s:.0f} s, last seen in"
         remedy = f"its process is stopped (SIGSTOP or a debugger): look there; {AGAIN}"
         return _blame(stopped, what, remedy)
-    fewest = min(status.arrivals for status in statuses)
-    behind = [status for status in statuses if status.arrivals == fewest]
-    ahead = [status for status in statuses if status.arrivals > fewest]
+    behind = _behind(statuses)
+    ahead = [status for status in statuses if status not in behind]
     for status in ahead or statuses:
         key, limit_s = limit_of(status, config)
         if status.idle_s <= limit_s:
             continue
         remedy = f"raise distributed.{key} if that may take so long; {AGAIN}"
-        if ahead:
+        if ahead and behind:
             stuck = [s for s in behind if status.is_in_step or s.idle_s > limit_s]
             if stuck:
                 frame = f" (at {stuck[0].frame})" if stuck[0].frame else ""
@@ -129,6 +132,26 @@ def stuck_ranks(statuses: Sequence[RankStatus], config: DistributedConfig) -> Fa
             what = f"nothing moved for {limit_s:g} s, with no rank behind the others, in"
             return _blame([status], what, remedy)
     return None
+
+
+def _behind(statuses: Sequence[RankStatus]) -> list[RankStatus]:
+    """Return the ranks that wait for none.
+
+    They have the fewest meetings of all ranks and the fewest arrivals of their stage, and no
+    message of another stage is what they lack.
+    """
+    meetings = min(status.meetings for status in statuses)
+    arrivals: dict[int, int] = {}
+    for status in statuses:
+        fewest = arrivals.get(status.stage, status.arrivals)
+        arrivals[status.stage] = min(fewest, status.arrivals)
+    return [
+        status
+        for status in statuses
+        if status.meetings == meetings
+        and status.arrivals == arrivals[status.stage]
+        and not status.waits_for_stage
+    ]
 
 
 def _blame(stuck: Sequence[RankStatus], what: str, remedy: str) -> Failure:

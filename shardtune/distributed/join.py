@@ -76,6 +76,7 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
     world = World(rank, size, local_rank, local_size, node_rank, device, meshes, store, progress)
     if problem := split_stage(world.all_gather_json(node_rank), parallel.stages):
         raise UserError(problem)
+    progress.record.stage = world.stage
     return world
 
 

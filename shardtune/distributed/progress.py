@@ -19,7 +19,7 @@ __all__ = ["STEP_PHASES", "Phase", "Progress"]
 class Progress:
     """Tells the agent of this node where the main thread is, and times its phases.
 
-    Ranks that do the same work have the same number of arrivals.
+    Ranks of a stage have the same number of arrivals, and all ranks that of meetings.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,22 +38,32 @@ class Progress:
         if step is not None:
             self.record.step = step
 
-    def arrive(self) -> None:
-        """Count one more place at which this rank needs the others."""
+    def meet(self) -> None:
+        """Count one more place at which this rank needs all others."""
+        self.record.meetings += 1
         self.record.arrivals += 1
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Hold a collective: the first rank waits in it for the last.
+        """Hold a collective of this rank's stage: the first rank waits in it for the last.
 
         The clock is that of the current stream on a GPU, else the host's.
         """
-        self.arrive()
+        self.record.arrivals += 1
         start = self._mark()
         try:
             yield
         finally:
             self._waits.append((self.record.phase, start, self._mark()))
+
+    @contextlib.contextmanager
+    def message(self) -> Iterator[None]:
+        """Hold a message from another stage or to one, within `waiting`."""
+        self.record.waits_for_stage = True
+        try:
+            yield
+        finally:
+            self.record.waits_for_stage = False
 
     def _mark(self) -> Any:
         if not self._is_timed_by_stream:

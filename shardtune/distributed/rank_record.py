@@ -71,8 +71,10 @@ class Failure:
 class RankRecord(ctypes.Structure):
     """One rank's record, in which the agent sees every assignment. The rank is its only writer.
 
-    `arrivals` counts how often the rank has come to a place where it needs the others. `thread`
-    identifies the thread whose stack says where the rank is. `has_started`: faulthandler listens.
+    `arrivals` counts how often the rank has come to a place where it needs others, and `meetings`
+    those where it needs all of them. Ranks of one `stage` have the same places. `waits_for_stage`:
+    a message of another stage is to come, or to arrive there. `thread` identifies the thread whose
+    stack says where the rank is. `has_started`: faulthandler listens.
     `limits_steps`: a step has ended, and from now on none may take longer than its time limit.
     """
 
@@ -83,6 +85,9 @@ class RankRecord(ctypes.Structure):
         ("_next_step", ctypes.c_uint64),
         ("thread", ctypes.c_uint64),
         ("arrivals", ctypes.c_uint64),
+        ("meetings", ctypes.c_uint64),
+        ("stage", ctypes.c_uint64),
+        ("waits_for_stage", ctypes.c_bool),
         ("_has_outcome", ctypes.c_bool),
         ("_outcome", ctypes.c_char * _OUTCOME_BYTES),
     )

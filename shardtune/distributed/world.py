@@ -110,7 +110,7 @@ class World:
         Raises:
             TimeoutError: some have not come within `timeout_s` seconds.
         """
-        self.progress.arrive()
+        self.progress.meet()
         number = next(self._round)
         keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
         set_value(self.store, keys[self.rank], value)
@@ -138,6 +138,7 @@ class World:
         ]
         sent = torch.stack(mine) if vector is None else torch.cat([torch.stack(mine), vector])
         gathered = sent.new_empty(self.size * len(sent))
+        self.progress.meet()
         with self.progress.waiting():
             dist.all_gather_single(gathered, sent)
         return gathered.view(self.size, len(sent))

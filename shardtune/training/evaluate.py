@@ -86,6 +86,7 @@ def _nll_sum(
                 context.stage.finish()
                 return None
         context.stage.finish()
+    world.progress.meet()
     with world.progress.waiting():
         dist.all_reduce(nll_sum)
     return nll_sum

@@ -109,8 +109,9 @@ def require_finite(
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
-    per_rank = filter(None, world.all_gather_json(first_non_finite(model)))
-    _, blamed = min(per_rank, default=(0, "no single tensor"))
+    found = first_non_finite(model)
+    per_rank = world.all_gather_json(found and (found[0], world.stage, *found[1:]))
+    *_, blamed = min(filter(None, per_rank), default=["no single tensor"])
     raise RunFailed(
         f"step {step} was not taken: its loss is {loss:.6g} and its gradient norm "
         f"{grad_norm:.6g}, first in {blamed} - look at this step's data and at the weights that "
@@ -118,15 +119,15 @@ def require_finite(
     )
 
 
-def first_non_finite(model: PreTrainedModel) -> tuple[int, str] | None:
+def first_non_finite(model: PreTrainedModel) -> tuple[bool, int, str] | None:
     """Return the first weight, else gradient, with a NaN or an infinity in this rank's shard.
 
-    The number before its name orders the tensors, alike on all ranks.
+    Before its name stand whether it is a gradient, and its number, alike on all ranks of a stage.
     """
     parameters = list(model.named_parameters())
     weights = [(f"the weight {name}", p) for name, p in parameters]
     gradients = [(f"the gradient of {name}", p.grad) for name, p in parameters]
     for number, (name, tensor) in enumerate(weights + gradients):
         if tensor is not None and not to_local(tensor).isfinite().all():
-            return number, name
+            return number >= len(weights), number, name
     return None

@@ -134,15 +134,15 @@ class Stage:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived, and sum the gradients of a tied weight."""
-        while self._sent:
-            with self._world.progress.waiting():
+        with self._world.progress.waiting(), self._world.progress.message():
+            while self._sent:
                 self._sent.popleft()[0].wait()
         weight = self._shared_weight
         if weight is not None and weight.grad is not None:
             own = to_local(weight.grad)
             other = torch.empty_like(own)
             sides = [(dist.isend, own), (dist.irecv, other)]
-            with self._world.progress.waiting():
+            with self._world.progress.waiting(), self._world.progress.message():
                 for work in dist.batch_isend_irecv(
                     [dist.P2POp(side, tensor, self._other_owner) for side, tensor in sides]
                 ):
@@ -168,7 +168,7 @@ class Stage:
 
     def _receive(self) -> torch.Tensor:
         work, received = self._arriving.popleft()
-        with self._world.progress.waiting():
+        with self._world.progress.waiting(), self._world.progress.message():
             work.wait()
         return received
 

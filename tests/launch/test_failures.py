@@ -136,26 +136,36 @@ def test_the_rank_that_ended_first_is_the_one_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "ranks_per_node", "replicas", "where", "phase", "at"),
+    ("rank", "ranks_per_node", "mesh", "where", "phase", "at"),
     [
-        (1, 1, 1, DATA, "data", "build_batch"),
-        pytest.param(1, 1, 2, FORWARD, "forward and backward", "summed_loss", marks=FULL),
-        pytest.param(1, 2, 1, DATA, "data", "build_batch", marks=FULL),
-        pytest.param(2, 2, 1, FORWARD, "forward and backward", "summed_loss", marks=FULL),
+        (1, 1, "replicate=1", DATA, "data", "build_batch"),
+        *(
+            pytest.param(*case, marks=FULL)
+            for case in [
+                (1, 1, "replicate=2", FORWARD, "forward and backward", "summed_loss"),
+                (1, 2, "replicate=1", DATA, "data", "build_batch"),
+                (2, 2, "replicate=1", FORWARD, "forward and backward", "summed_loss"),
+                # All others wait for a message of that rank's stage, or in that stage.
+                (1, 2, "stages=2", DATA, "data", "build_batch"),
+                (3, 2, "stages=2", FORWARD, "forward and backward", "summed_loss"),
+            ]
+        ),
     ],
 )
 def test_a_rank_that_does_not_arrive_is_named(
     rank: int,
     ranks_per_node: int,
-    replicas: int,
+    mesh: str,
     where: tuple[str, str],
     phase: str,
     at: str,
     folder: Path,
 ) -> None:
     """Its own log shows its stack."""
-    fault = break_rank(folder, rank, where, "time.sleep(3600)")
-    limits = ("distributed.step_timeout_s=12", f"parallel.replicate={replicas}")
+    micro_batches = 2 if "stages" in mesh else 1
+    fault = break_rank(folder, rank, where, "time.sleep(3600)", nth=4 * micro_batches + 1)
+    limits = ("distributed.step_timeout_s=12", f"parallel.{mesh}")
+    limits += (f"train.gradient_accumulation_steps={micro_batches}",)
     with two_nodes(folder, *limits, GPUS_PER_NODE=str(ranks_per_node), **fault) as nodes:
         nodes.wait_for_step(4)
         behind = rf"did not arrive within 12 s \(at {at}, sitecustomize.py:\d+\), in step 5"

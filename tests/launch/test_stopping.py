@@ -297,13 +297,18 @@ def test_a_second_request_does_not_wait_for_the_save(
     ]
 
 
-def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("stages", [1, 2])  # with two, all gradients of the first one are NaN
+def test_a_weight_that_is_not_finite_is_named(
+    stages: int, tmp_path: Path, models: dict[str, Path]
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(models["llama"], broken)
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    done = train(1, *LONG, "data.eval=train.jsonl", f"model.path={broken}", cwd=tmp_path)
+    given = [*LONG, "data.eval=train.jsonl", f"model.path={broken}", f"parallel.stages={stages}"]
+    given += [f"train.gradient_accumulation_steps={stages}"]
+    done = train(stages, *given, cwd=tmp_path)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert "step 1 was not taken" in last and "model.layers.1.mlp.up_proj.weight" in last

@@ -66,4 +66,4 @@ def test_the_norm_over_ranks_is_that_of_one_process(models, tmp_path):
         )
         assert norm == pytest.approx(expected, rel=1e-6)
         assert clipped == unchanged == pytest.approx(1.0, rel=1e-5)
-        assert first == ([0, "the weight model.embed_tokens.weight"] if rank == 1 else None)
+        assert first == ([False, 0, "the weight model.embed_tokens.weight"] if rank == 1 else None)

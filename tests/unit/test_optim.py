@@ -82,7 +82,7 @@ def test_the_norm_of_a_large_gradient_is_exact():
 def test_a_weight_that_is_not_finite_is_named_before_all_gradients():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].weight.grad = torch.full((2, 2), float("nan"))
-    assert first_non_finite(model)[1] == "the gradient of 0.weight"
+    assert first_non_finite(model)[2] == "the gradient of 0.weight"
     with torch.no_grad():
         model[1].bias[0] = float("inf")
-    assert first_non_finite(model)[1] == "the weight 1.bias"
+    assert first_non_finite(model)[2] == "the weight 1.bias"

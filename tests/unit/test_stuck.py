@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,37 @@ def test_the_rank_behind_the_others_is_blamed(
     verdict = stuck_ranks(statuses, LIMITS)
     assert (verdict and verdict.stuck) == blamed
     assert verdict is None or words in verdict.lines[0], verdict
+
+
+def of_stages(*facts: tuple[int, int, bool]) -> list[RankStatus]:
+    """Two ranks a stage: meetings, arrivals and whether it waits for another stage."""
+    return [
+        replace(status, meetings=meetings, stage=number // 2, waits_for_stage=waits)
+        for number, (meetings, arrivals, waits) in enumerate(facts)
+        for status in [ranks(*[(STEP, arrivals, 601)] * (number + 1))[number]]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "blamed", "words"),
+    [
+        # A stage has fewer waits than another, and is not behind for that.
+        (of_stages((3, 9, False), (3, 8, False), (3, 40, True), (3, 40, True)), [1], "not arrive"),
+        (of_stages((3, 9, True), (3, 9, True), (3, 40, False), (3, 41, False)), [2], "not arrive"),
+        # One that lacks a message is behind its stage and not the cause.
+        (of_stages((3, 9, True), (3, 10, False), (3, 40, False), (3, 41, False)), [2], "not arr"),
+        # A stage that has finished its step meets all others.
+        (of_stages((3, 7, False), (3, 8, False), (4, 2, False), (4, 2, False)), [0], "not arrive"),
+        (of_stages((4, 7, False), (4, 7, False), (3, 2, False), (3, 2, False)), [2, 3], "not arr"),
+        (of_stages(*[(3, 9, True)] * 4), [0], "nothing moved for 600 s, with no rank behind"),
+        (of_stages(*[(3, 9, False)] * 4), [0], "nothing moved for 600 s, with no rank behind"),
+    ],
+)
+def test_a_rank_that_waits_for_another_stage_is_not_blamed(
+    statuses: list[RankStatus], blamed: list[int], words: str
+) -> None:
+    verdict = stuck_ranks(statuses, LIMITS)
+    assert verdict and verdict.stuck == blamed and words in verdict.lines[0], verdict
 
 
 def test_a_stopped_process_is_blamed_whatever_it_does() -> None:

@@ -155,7 +155,9 @@ class Best:
         if world.is_main and holder:
             dtype, shape = self._kinds[name]
             whole = torch.empty(shape, dtype=dtype)
-            dist.recv(whole.view(-1).view(torch.uint8), holder)
+            with world.progress.message():
+                dist.recv(whole.view(-1).view(torch.uint8), holder)
         elif world.rank == holder and holder:
-            dist.send(whole.contiguous().view(-1).view(torch.uint8), 0)
+            with world.progress.message():
+                dist.send(whole.contiguous().view(-1).view(torch.uint8), 0)
         return whole
