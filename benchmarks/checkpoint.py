@@ -41,6 +41,7 @@ from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config
 from shardtune.model.loss import summed_loss
 from shardtune.training.optim import build_optimizer
+from shardtune.training.replica_shards import OwnedParameters
 
 TOKENS_PER_RANK = 512
 SHORT = {"rounds": 1}
@@ -155,7 +156,7 @@ def _save(begin: Callable[[], Any], end: Callable[[Any], Any]) -> dict[str, floa
 def build_subject(config: Any, world: World, scratch: Path) -> Subject:
     """A model and its moments, none of them zero."""
     model = build_model(config, read_model_config(config.model, config.data.max_length), world)
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(OwnedParameters(model, config, world), config)
     tensors = training_state(model, optimizer)
     for tensor in tensors.values():
         if tensor.is_floating_point():

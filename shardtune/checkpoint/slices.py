@@ -33,24 +33,33 @@ def slices_to_write(
         The first index of each part that this rank writes, and the tensors of all ranks.
     """
     local = [
-        [name, first_indices(tensor), dtype_name(tensor.dtype), list(tensor.shape)]
+        [name, _offer(tensor), dtype_name(tensor.dtype), list(tensor.shape)]
         for name, tensor in tensors.items()
     ]
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     kinds: dict[str, TensorKind] = {}
     for rank, parts in enumerate(world.all_gather_json(local)):
         for name, offsets, *kind in parts:
-            holders.setdefault((name, tuple(offsets)), []).append(rank)
             kinds[name] = TensorKind(*kind)
+            if offsets is not None:
+                holders.setdefault((name, tuple(offsets)), []).append(rank)
     bytes_of = [0] * world.size
     own: dict[str, Sequence[int]] = {}
     for (name, offsets), ranks in holders.items():
         writer = min(ranks, key=bytes_of.__getitem__)
         dtype, shape = kinds[name]
         bytes_of[writer] += math.prod(shape) * DTYPES[dtype].itemsize or 1
-        if writer == world.rank and to_local(tensors[name]).numel():
+        if writer == world.rank:
             own[name] = offsets
     return own, kinds
+
+
+def _offer(tensor: torch.Tensor) -> Sequence[int] | None:
+    """Return the first index of this rank's part, or None if it is empty.
+
+    An empty part has the first index of the part that another rank holds behind it.
+    """
+    return first_indices(tensor) if to_local(tensor).numel() else None
 
 
 def slices_to_read(

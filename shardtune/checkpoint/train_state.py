@@ -28,12 +28,11 @@ def training_state(
     tensors: dict[str, torch.Tensor] = {}
     new_state = getattr(optimizer, "new_state", _new_adam_state)
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if parameter not in optimizer.state:
                 optimizer.state[parameter] = new_state(parameter)
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{key}.{tied.get(name, name)}"] = value
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"optimizer.{key}.{tied.get(name, name)}"] = value
     return tensors | model_state(model)
 
 

@@ -6,7 +6,8 @@ whatever exchanges most stays within a node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ class Meshes:
     stages: int = 1
     before: Link | None = None  # to the stage before this rank's
     behind: Link | None = None  # to the one behind
+    # With replicas, by the dimensions in which a replica cuts a weight: these and then `replicate`.
+    of_parts: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -60,9 +63,23 @@ def build_meshes(device: torch.device, size: int, parallel: ParallelConfig) -> M
     if parallel.expert > 1:
         spread = replicas | {"expert_shard": shards // parallel.expert, "expert": parallel.expert}
         expert_mesh = _mesh(device, stages | spread)[tuple(spread)]
-    if not stages:
-        return Meshes(mesh, expert_mesh)
-    return Meshes(mesh[tuple(within)], expert_mesh, parallel.stages, *_links(size, parallel.stages))
+    links: tuple[Link | None, Link | None] = None, None
+    if stages:
+        mesh, links = mesh[tuple(within)], _links(size, parallel.stages)
+    of_parts = {}
+    for each in filter(None, (mesh, expert_mesh)) if replicas else ():
+        _, *others = each.mesh_dim_names or ()
+        of_parts[tuple(others)] = _reversed(each)
+    return Meshes(mesh, expert_mesh, parallel.stages, *links, of_parts)
+
+
+def _reversed(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh with its dimensions in the order in which they cut a weight."""
+    ranks = mesh.mesh.permute(*reversed(range(mesh.ndim)))
+    names = tuple(reversed(mesh.mesh_dim_names or ()))
+    return DeviceMesh.from_group(
+        mesh.get_all_groups()[::-1], mesh.device_type, ranks, mesh_dim_names=names
+    )
 
 
 def _links(size: int, stages: int) -> tuple[Link | None, Link | None]:

@@ -220,12 +220,18 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
     """
     if world.expert_mesh:
         _shard_experts(model, world.expert_mesh, world, policy)
-    placement = partial(shard_placement, shards=world.mesh["shard"].size())
-    fully = partial(fully_shard, mesh=world.mesh, mp_policy=policy, shard_placement_fn=placement)
-    for layer in reversed(decoder_layers(model)):  # inner layers before those around them
+    # FSDP2 works within a replica. What replicas exchange is OwnedParameters' work.
+    mesh = world.mesh["shard"]
+    shards = mesh.size()
+    placement = partial(shard_placement, shards=shards)
+    fully = partial(fully_shard, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+    layers = decoder_layers(model)
+    for layer in reversed(layers):  # inner layers before those around them
         fully(layer)
         always_give_expert_gradients(layer)
     fully(model)
+    for module in (*layers, model) if world.replicas > 1 else ():
+        _average_over_stage(module, shards, world)
 
 
 def _shard_experts(
@@ -236,20 +242,26 @@ def _shard_experts(
     No forward prefetch: an exchange of sizes stops the host before each layer's experts alone.
     """
     copies = mesh["expert_shard"].size()
-    *others, _ = mesh.mesh_dim_names or ()
     for experts in spread_experts(model, mesh["expert"], world.progress):
         fully_shard(
             experts,
-            mesh=mesh[tuple(others)],
+            mesh=mesh["expert_shard"],
             # As without a group of their own: the router's weights stay in float32.
             mp_policy=replace(policy, cast_forward_inputs=False),
             shard_placement_fn=partial(shard_placement, shards=copies),
         )
-        # Tokens of all ranks have reached the experts, not only those of the FSDP group.
-        experts.set_gradient_divide_factor(world.stage_ranks)
-        # FSDP2 scales within the collective, as gloo cannot. Groups of one rank divide by
-        # themselves, and would twice.
-        experts.set_force_sum_reduction_for_comms(copies > 1)
+        _average_over_stage(experts, copies, world)
+
+
+def _average_over_stage(module: Any, shards: int, world: World) -> None:
+    """Divide a module's gradients by the ranks of the stage, more than the `shards` of its group.
+
+    Those of other replicas are added later, and all ranks' tokens have reached spread experts.
+    """
+    module.set_gradient_divide_factor(world.stage_ranks)
+    # FSDP2 scales within the collective, as gloo cannot. Groups of one rank divide by themselves,
+    # and would twice.
+    module.set_force_sum_reduction_for_comms(shards > 1)
 
 
 def _accumulate_in(dtype: torch.dtype, model: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.model.experts import gathered_numel
 from shardtune.model.support import decoder_layers
-from shardtune.training.reshard import unsharded_bytes
+from shardtune.training.reshard import kept_bytes
 from shardtune.training.states import StateBytes
 
 # Generous, because a bound that is too low would let a run begin that cannot end. Tests hold it
@@ -27,7 +27,6 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     `model` comes from `build_on_meta`. All parameters and gradients count as unsharded at once,
     each parameter's product as kept for the backward, and attention as under a mask.
     """
-    parameters, gradients = unsharded_bytes(model, config, world)
     tokens = config.train.micro_batch_size * config.data.max_length
     settings: Any = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
@@ -44,7 +43,7 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     staging = 0
     if world.device.type == "cpu" and config.checkpoint.mode == "async":
         staging = states.parameters + states.optimizer
-    gathered = _COPIES_OF_GATHERED * (parameters + gradients)
+    gathered = _COPIES_OF_GATHERED * sum(kept_bytes(model, config, world))
     # A parameter is loaded and updated in float32.
     return states.total + gathered + activations + 2 * largest + staging
 

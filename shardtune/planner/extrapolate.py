@@ -71,7 +71,7 @@ class Simulations:
             *(section.model_dump(mode="json") for section in sections),
             [data.max_length, data.packing],
             [train.micro_batch_size, train.gradient_accumulation_steps],
-            [policy.keep_parameters, policy.keep_gradients],
+            list(vars(policy).values()),
             [world.size, world.local_size, world.stage],
         ]
         key = json.dumps(settings)

@@ -25,11 +25,12 @@ from shardtune.planner.storage import Storage, join_storage, plan_storage
 from shardtune.planner.tracker import Cause, Collective, Peak
 from shardtune.training.low_precision_optim import PIECE, LowPrecisionAdamW
 from shardtune.training.optim import build_optimizer
+from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import (
     ReshardPolicy,
     decide,
-    keeps_gradients_whole,
-    unsharded_bytes,
+    fixed_policy,
+    kept_bytes,
 )
 from shardtune.training.stage import idle_share
 from shardtune.training.states import StateBytes, state_bytes
@@ -189,7 +190,7 @@ def _plan_stage(
     """
     own = build_on_meta(config, model_config, world)
     whole = whole_on_meta(config, model_config, world)
-    optimizer = build_optimizer(own, config)
+    optimizer = build_optimizer(OwnedParameters(own, config, world), config)
     states = state_bytes(own, optimizer, config)
     policy = _policy(own, config, states, machine, world)
     measured = None
@@ -238,8 +239,8 @@ def _policy(
     """Decide as `choose_reshard_policy` does."""
     free = machine.memory_bytes - machine.allowance_bytes - states.total
     micro_batches = config.train.gradient_accumulation_steps
-    kept = keeps_gradients_whole(config, world)
-    policy, *_ = decide(*unsharded_bytes(model, config, world), free, micro_batches, kept)
+    kept, fixed = kept_bytes(model, config, world), fixed_policy(config, world)
+    policy, *_ = decide(kept, free, micro_batches, fixed)
     return policy
 
 
@@ -262,10 +263,12 @@ def _peaks(measured: Measured, states: StateBytes, update_bytes: int) -> dict[st
     updated = weights + optimizer + Counter({Cause.GRADIENTS: states.gradients})
     updated[Cause.UPDATE] = update_bytes
     by_cause = {"load": weights}
-    for phase in ("evaluate", "forward", "backward"):
+    for phase in ("evaluate", "forward", "backward", "optimizer"):
         if phase in highest:
             by_cause[phase] = highest[phase].by_cause + optimizer
-    by_cause |= {"optimizer": updated, "save": weights + optimizer}  # gradients are dropped before
+    # New weights are gathered when the update has freed what it works in.
+    by_cause["optimizer"] = max(updated, by_cause["optimizer"], key=Counter.total)
+    by_cause["save"] = weights + optimizer  # gradients are dropped before
     return {phase: Peak(causes.total(), causes) for phase, causes in by_cause.items()}
 
 

@@ -135,8 +135,12 @@ def least_traffic(
     traffic[Collective("all-gather", copies)] += compute_bytes * twice * own
     traffic[Collective("reduce-scatter", copies)] += reduced * trained
     if parallel.replicate > 1:
-        slices = reduce_bytes * (trained_dense + layers.trained_experts) // shards
-        traffic[Collective("all-reduce", replicas)] += slices
+        slices = (trained_dense + layers.trained_experts) // shards
+        reduced = reduce_bytes if policy.keep_sums else reduced
+        traffic[Collective("reduce-scatter", replicas)] += reduced * slices
+        # Factors of adapters are float32.
+        updated = DTYPES["float32" if config.lora.rank else config.model.master_dtype].itemsize
+        traffic[Collective("all-gather", replicas)] += updated * slices
     rows = micro_batches * train.micro_batch_size
     hidden = compute_bytes * rows * config.data.max_length * shapes.hidden_size
     if parallel.expert > 1:

@@ -30,6 +30,7 @@ from shardtune.model.build import build_on_meta, compute_dtype, forward_only
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.support import decoder_layers
 from shardtune.planner.tracker import Cause, Collective, NotSimulated, Peak, Tracker
+from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.stage import Stage
 
@@ -43,7 +44,8 @@ class Measured:
 
     `peaks` has a peak for each phase and place. A layer's place is its number, counted from the end
     in the second half. `pools` has the peak bytes of each phase, place and stream. `traffic` begins
-    with the evaluation's forward and goes on with each micro-batch. `attention` is in words.
+    with the evaluation's forward and goes on with each micro-batch; the last one's holds the new
+    weights', too. `attention` is in words.
     """
 
     layers: int
@@ -119,6 +121,7 @@ def simulate(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         model.tie_weights()
+        owned = OwnedParameters(model, config, world)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
@@ -133,7 +136,8 @@ def simulate(
             _watch_layers(model, tracker)
             tracker.read_by_host = _exchanged(batch.input_ids.numel(), model, config, imbalance)
             tracker.traffic = Counter()
-            stage = Stage(model, compute_dtype(config.model.compute_dtype, device), world)
+            dtype = compute_dtype(config.model.compute_dtype, device)
+            stage = Stage(model, owned, dtype, world)
             if evaluates:
                 tracker.begin("evaluate")
                 with forward_only(model):
@@ -150,6 +154,8 @@ def simulate(
                     policy.before_backward(model, each.is_last_backward)
                     tracker.begin("backward", Cause.BACKWARD)
                     stage.backward(batch, scale=1.0)
+            tracker.begin("optimizer", Cause.UPDATE)
+            owned.gather()
     layers = len(decoder_layers(model))
     return Measured(layers, tracker.peaks, tracker.pools, traffic, attention.text)
 

@@ -37,12 +37,11 @@ def plan_storage(
     """Compute disk and host memory for a stage's model that `build_on_meta` has returned."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    # Trained weights and their moments, once for all copies of the model.
     weights = sum(p.numel() * p.itemsize for p in trained)
-    checkpoint = weights + states.optimizer * world.stage_ranks // world.replicas
-    # One of the ranks that hold the same slice writes it, and so copies it.
-    held = sum(to_local(p).numel() * p.itemsize for p in trained) + states.optimizer
-    staged = held * machine.ranks_per_node // world.replicas
+    checkpoint = weights + states.optimizer * world.stage_ranks
+    # One of the replicas' ranks that hold the same slice writes it, and so copies it.
+    held = sum(to_local(p).numel() * p.itemsize for p in trained) // world.replicas
+    staged = (held + states.optimizer) * machine.ranks_per_node
     is_async = config.checkpoint.mode == "async"
     # A slice as the files have it, and as it is stored; a drawn parameter is drawn whole.
     source = getattr(model_config, "dtype", None) or parameters[0].dtype

@@ -26,6 +26,7 @@ from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.metrics import Metrics
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.profiler import StepProfiler
+from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.sinks import open_sinks
 from shardtune.training.stage import Stage
 from shardtune.training.states import state_bytes
@@ -50,7 +51,8 @@ def build_train_context(
     with weights_fit(config):
         model = world.run_on_all_ranks(lambda: build.build_model(config, model_config, world))
     whole = build.whole_on_meta(config, model_config, world)
-    optimizer = optim.build_optimizer(model, config)
+    owned = OwnedParameters(model, config, world)
+    optimizer = optim.build_optimizer(owned, config)
     state = state_bytes(model, optimizer, config)
     setup.log_model(whole, config, state, world)
     policy = reshard.choose_reshard_policy(
@@ -71,6 +73,7 @@ def build_train_context(
     saver = checkpoint.Saver(
         run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
     )
+    dtype = build.compute_dtype(config.model.compute_dtype, world.device)
     expert_balance = ExpertBalance(model, whole, metrics, world)
     return TrainContext(
         run=run,
@@ -78,9 +81,10 @@ def build_train_context(
         schedule=schedule,
         model=model,
         is_flat=is_flat,
+        owned=owned,
         optimizer=optimizer,
         reshard=policy,
-        stage=Stage(model, build.compute_dtype(config.model.compute_dtype, world.device), world),
+        stage=Stage(model, owned, dtype, world),
         row_cost=cost_of(whole),
         metrics=metrics,
         expert_balance=expert_balance,

@@ -21,6 +21,7 @@ from shardtune.run_files import METRICS
 from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.metrics import Metrics
 from shardtune.training.observer import StepObserver
+from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.stage import Stage
 
@@ -53,6 +54,7 @@ class TrainContext:
     schedule: Schedule
     model: Any
     is_flat: bool  # a batch is one row without padding
+    owned: OwnedParameters
     optimizer: torch.optim.Optimizer
     reshard: ReshardPolicy
     stage: Stage

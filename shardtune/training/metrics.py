@@ -62,7 +62,7 @@ def all_gather_step_stats(
     group_size = world.expert_mesh["expert"].size() if world.expert_mesh else world.size
     per_group = per_rank[:, 6:].unflatten(0, (-1, group_size)).sum(dim=1)
     loss = nll_sums.sum() / max(1, trained_tokens)
-    grad_norm = (squared_norms.sum() / world.replicas).sqrt()  # each replica has all gradients
+    grad_norm = squared_norms.sum().sqrt()
     largest = [each.amax() for each in (stops, memory, reserved, data)]
     numbers = torch.cat([torch.stack([loss, grad_norm, *largest]), per_group.flatten()])
     loss, grad_norm, any_stop, peak, reserved, waited, *tokens = numbers.tolist()

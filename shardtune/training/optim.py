@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
-from transformers import PreTrainedModel
 
 from shardtune.config import Config, SchedulerConfig
 from shardtune.distributed.tensors import to_local
@@ -16,19 +15,29 @@ from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed
 from shardtune.model.experts import is_spread
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.training.metrics import StepStats
+from shardtune.training.replica_shards import OwnedParameters
 
 _NORM_PIECE = 1 << 24  # elements
 
 
-def build_optimizer(model: PreTrainedModel, config: Config) -> torch.optim.Optimizer:
-    """Build AdamW over the sharded master weights, with weight decay for matrices alone."""
+def build_optimizer(owned: OwnedParameters, config: Config) -> torch.optim.Optimizer:
+    """Build AdamW over the sharded master weights, with weight decay for matrices alone.
+
+    Its step ends when every replica has the new weights.
+    """
+    optimizer = _build_adamw(owned.by_name, config)
+    optimizer.register_step_post_hook(owned.gather)
+    return optimizer
+
+
+def _build_adamw(named: Mapping[str, nn.Parameter], config: Config) -> torch.optim.Optimizer:
     settings, is_lora = config.optimizer, config.lora.rank is not None
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = {
-        "params": [(name, p) for name, p in named if p.dim() >= 2],
+        "params": [(name, p) for name, p in named.items() if p.dim() >= 2],
         "weight_decay": settings.weight_decay,
     }
-    others = {"params": [(name, p) for name, p in named if p.dim() < 2], "weight_decay": 0.0}
+    others = {"params": [(n, p) for n, p in named.items() if p.dim() < 2], "weight_decay": 0.0}
     groups = [group for group in (decayed, others) if group["params"]]
     # Adapters are float32, with float32 moments.
     if is_lora or (settings.name == "adamw" and config.model.master_dtype == "float32"):
@@ -86,9 +95,9 @@ def squared_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return torch.stack(pieces).square().sum()
 
 
-def clip_gradients(model: PreTrainedModel, max_norm: float, norm: float) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
     """Scale all gradients by max_norm / norm if `norm`, the global one, is above `max_norm`."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
+    parameters = [p for p in parameters if p.grad is not None]
     # Filled on the device: the host would wait for a copy.
     on_device = torch.full((), norm, dtype=torch.float32, device=parameters[0].device)
     # PyTorch scales no gradients of different meshes together.
@@ -98,7 +107,7 @@ def clip_gradients(model: PreTrainedModel, max_norm: float, norm: float) -> None
 
 
 def require_finite(
-    step: int, loss: float, grad_norm: float, model: PreTrainedModel, world: World
+    step: int, stats: StepStats, model: nn.Module, owned: OwnedParameters, world: World
 ) -> None:
     """Refuse a step whose loss or gradient norm is not finite, before its update.
 
@@ -107,26 +116,27 @@ def require_finite(
     Raises:
         RunFailed: on every rank, with the name of a tensor.
     """
-    if math.isfinite(loss) and math.isfinite(grad_norm):
+    if math.isfinite(stats.loss) and math.isfinite(stats.grad_norm):
         return
-    found = first_non_finite(model)
+    found = first_non_finite(model, owned.by_name)
     per_rank = world.all_gather_json(found and (found[0], world.stage, *found[1:]))
     *_, blamed = min(filter(None, per_rank), default=["no single tensor"])
     raise RunFailed(
-        f"step {step} was not taken: its loss is {loss:.6g} and its gradient norm "
-        f"{grad_norm:.6g}, first in {blamed} - look at this step's data and at the weights that "
-        f"the run started from, or lower optimizer.lr; {AGAIN}"
+        f"step {step} was not taken: its loss is {stats.loss:.6g} and its gradient "
+        f"norm {stats.grad_norm:.6g}, first in {blamed} - look at this step's data and at the "
+        f"weights that the run started from, or lower optimizer.lr; {AGAIN}"
     )
 
 
-def first_non_finite(model: PreTrainedModel) -> tuple[bool, int, str] | None:
+def first_non_finite(
+    model: nn.Module, owned: Mapping[str, nn.Parameter]
+) -> tuple[bool, int, str] | None:
     """Return the first weight, else gradient, with a NaN or an infinity in this rank's shard.
 
     Before its name stand whether it is a gradient, and its number, alike on all ranks of a stage.
     """
-    parameters = list(model.named_parameters())
-    weights = [(f"the weight {name}", p) for name, p in parameters]
-    gradients = [(f"the gradient of {name}", p.grad) for name, p in parameters]
+    weights = [(f"the weight {name}", p) for name, p in model.named_parameters()]
+    gradients = [(f"the gradient of {name}", p.grad) for name, p in owned.items()]
     for number, (name, tensor) in enumerate(weights + gradients):
         if tensor is not None and not to_local(tensor).isfinite().all():
             return number >= len(weights), number, name

@@ -24,6 +24,7 @@ from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.model.attention import documents
 from shardtune.model.loss import summed_loss
+from shardtune.training.replica_shards import OwnedParameters
 
 
 class Pass(NamedTuple):
@@ -58,9 +59,11 @@ def _prefetch_in_order(model: PreTrainedModel) -> None:
 class Stage:
     """This rank's layers, and the ranks that it receives from and sends to."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
+    def __init__(
+        self, model: PreTrainedModel, owned: OwnedParameters, dtype: torch.dtype, world: World
+    ) -> None:
         """`dtype`: that of hidden states between layers."""
-        self._model, self._world, self._dtype = model, world, dtype
+        self._model, self._owned, self._world, self._dtype = model, owned, world, dtype
         self._before, self._behind = world.meshes.before, world.meshes.behind
         if world.stages > 1:
             _prefetch_in_order(model)
@@ -72,7 +75,9 @@ class Stage:
         self._shared_weight: nn.Parameter | None = None
         self._other_owner = 0
         if model.all_tied_weights_keys and (not self._before) != (not self._behind):
-            self._shared_weight = cast(Any, model.get_input_embeddings()).weight
+            embedding = cast(Any, model.get_input_embeddings()).weight
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            self._shared_weight = owned.by_name.get(names[embedding])
             last_stage_begins = world.size - world.stage_ranks
             self._other_owner = world.data_rank + (0 if self._before else last_stage_begins)
 
@@ -150,8 +155,8 @@ class Stage:
             own += other
 
     def own_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of this rank, each in one stage only."""
-        for parameter in self._model.parameters():
+        """Yield the parameters that this rank updates, each in one stage only."""
+        for parameter in self._owned.by_name.values():
             if not self._before or parameter is not self._shared_weight:
                 yield parameter
 

@@ -333,7 +333,7 @@ class Judge:
             checkpoint.manifest["tensors"]
         )
         model = Tiny(TinyConfig())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
         load_checkpoint(
             checkpoint,
             model,

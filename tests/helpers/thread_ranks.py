@@ -65,7 +65,7 @@ class Run:
         self.directory = directory
         model = Tiny(TinyConfig())
         self.weight = model.linear.weight
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
         training_state(model, optimizer)
         self.worlds = thread_worlds(2)
         config = CheckpointConfig(mode="async")
@@ -103,7 +103,7 @@ def save_steps(
     Rank r is on the disk of `run_dirs[r % len(run_dirs)]`, and writes its share of the tensors.
     """
     model = model or Tiny(TinyConfig())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
     training_state(model, optimizer)  # creates Adam's state, once for all ranks
     worlds = thread_worlds(ranks)
     leader_of = [rank % len(run_dirs) for rank in range(ranks)]

@@ -42,6 +42,7 @@ from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config
 from shardtune.training.optim import build_optimizer
+from shardtune.training.replica_shards import OwnedParameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -244,7 +245,7 @@ def save_while_weights_change(folder: str) -> None:
         durable_fs.write_file = write_late
         world = join_world(config.distributed)
         model = build_model(config, read_model_config(config.model, 128), world)
-        optimizer = build_optimizer(model, config)
+        optimizer = build_optimizer(OwnedParameters(model, config, world), config)
         saver = Saver(
             open_run_dir(Path("run"), world), config.checkpoint, 60, model, optimizer, {}, world
         )

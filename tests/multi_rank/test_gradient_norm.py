@@ -17,6 +17,7 @@ from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.training.optim import clip_gradients, first_non_finite, squared_gradients
+from shardtune.training.replica_shards import OwnedParameters
 
 
 def measure_norm(config: Config, gradients: Path, out: Path) -> None:
@@ -24,21 +25,22 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
     world = join_world(config.distributed)
     model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
     given = load_file(gradients)
-    for name, parameter in model.named_parameters():
+    owned = OwnedParameters(model, config, world)
+    for name, parameter in owned.by_name.items():
         parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)
 
     def total_norm() -> float:
         return world.all_gather_scalars(squared_gradients(model.parameters())).sum().sqrt().item()
 
     norm = total_norm()
-    clip_gradients(model, 1.0, norm)
+    clip_gradients(model.parameters(), 1.0, norm)
     clipped = total_norm()
-    clip_gradients(model, 2.0, clipped)
+    clip_gradients(model.parameters(), 2.0, clipped)
     unchanged = total_norm()
     if world.rank == 1:
         model.get_parameter("model.norm.weight").grad.to_local()[3] = math.inf
         model.get_parameter("lm_head.weight").detach().to_local()[0, 3] = math.nan
-    seen = [norm, clipped, unchanged, first_non_finite(model)]
+    seen = [norm, clipped, unchanged, first_non_finite(model, owned.by_name)]
     out.with_suffix(f".{world.rank}").write_text(json.dumps(seen), encoding="utf-8")
 
 

@@ -30,6 +30,7 @@ from shardtune.model.build import build_model
 from shardtune.training import reshard
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.optim import build_optimizer
+from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.states import state_bytes
 
 BFLOAT16, EIGHT_BITS = "model.master_dtype=bfloat16", "optimizer.name=adamw8bit"
@@ -195,7 +196,7 @@ def measure_bytes(config: Config, out: Path) -> None:
     """Count the bytes of all tensors of a rank after a step, and those that were said before it."""
     world = join_world(config.distributed)
     model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(OwnedParameters(model, config, world), config)
     said = state_bytes(model, optimizer, config)
     ids = torch.arange(12)[None]
     model(input_ids=ids, position_ids=ids).logits.sum().backward()

@@ -131,28 +131,26 @@ def test_replicas_and_reductions_equal_plain_pytorch(
     tmp_path: Path,
 ) -> None:
     said, run_dir = run(sharp[family], tmp_path, 4, f"parallel.replicate={replicate}", room=room)
-    if replicate == 4:
-        assert "Parameters: whole on each rank, copied once a step (" in said
-    else:
-        when = "once a step" if room else "in each micro-batch"
-        assert f"Gradients: reduced {when} (" in said
-        assert (
-            "Parameters: gathered "
-            f"{'once a step' if room else 'in each forward and each backward'} (" in said
-        )
+    made = "whole on each rank, copied" if replicate == 4 else "gathered"
+    when = "once a step" if room else "in each forward and each backward"
+    assert f"Parameters: {made} {when} (" in said
+    reduced = "once a step" if room else "in each micro-batch"
+    if not room and replicate > 1:
+        reduced += ", between replicas as often"
+    assert f"Gradients: reduced {reduced} (" in said
     check(run_dir, expected[family])
 
 
 def test_a_checkpoint_resumes_on_another_number_of_replicas(
     sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
 ) -> None:
-    """Down to one rank's disk: 4 = 2 x 2, then 4 = 1 x 4, then 2 = 2 x 1, then one."""
-    for steps, ranks, replicate in ((1, 4, 2), (2, 4, 1), (3, 2, 2), (4, 1, 1)):
+    """Down to one rank's disk: 4 = 1 x 4, then 4 = 2 x 2, then 2 = 2 x 1, then one."""
+    for steps, ranks, replicate in ((1, 4, 1), (2, 4, 2), (3, 2, 2), (4, 1, 1)):
         more = [f"train.max_steps={steps}", f"parallel.replicate={replicate}", "checkpoint.keep=9"]
         said, run_dir = run(sharp["glm"], tmp_path, ranks, *more)
         assert steps == 1 or f"Resumed from checkpoint_{steps - 1:07d}" in said
     manifest = json.loads(
-        (run_dir / "checkpoints/checkpoint_0000001/manifest.json").read_text(encoding="utf-8")
+        (run_dir / "checkpoints/checkpoint_0000002/manifest.json").read_text(encoding="utf-8")
     )
     assert manifest["world"]["mesh"] == {"replicate": 2, "shard": 2}
     check(run_dir, expected["glm"])

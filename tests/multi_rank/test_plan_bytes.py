@@ -26,6 +26,7 @@ from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import make_plan
 from shardtune.training.optim import build_optimizer
+from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
 
 KINDS = {
@@ -77,7 +78,8 @@ def take_a_step(family: str, assignments: list[str], policy: list[bool]) -> None
     config = configured(assignments)
     world = join_world(config.distributed, config.parallel)
     model = build_model(config, small(family), world)
-    optimizer, reshard = build_optimizer(model, config), ReshardPolicy(*policy)
+    owned, reshard = OwnedParameters(model, config, world), ReshardPolicy(*policy)
+    optimizer = build_optimizer(owned, config)
     model.set_attn_implementation("documents")
     use_loss_head(model, world.device)
     if reshard.keep_parameters:
@@ -91,8 +93,9 @@ def take_a_step(family: str, assignments: list[str], policy: list[bool]) -> None
         for number in range(micro_batches):
             reshard.before_backward(model, is_last_micro_batch=number + 1 == micro_batches)
             summed_loss(model, batch).backward()
-    gradients = sum(to_local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
-    optimizer.step()
+        left = [p.grad for p in {*model.parameters(), *owned.by_name.values()}]
+        gradients = sum(to_local(gradient).nbytes for gradient in left if gradient is not None)
+        optimizer.step()  # replicas exchange their new weights in it
     state = [tensor for of in optimizer.state.values() for tensor in of.values()]
     held = {
         "parameters": sum(to_local(p).nbytes for p in model.parameters()),
@@ -111,7 +114,7 @@ def test_a_rank_holds_and_sends_the_bytes_of_its_plan(
     machine = Machine(1, ranks, 8e9, 1, 1, 1, is_gpu=False)
     plan = make_plan(config, model_config, machine, Simulations(model_config, imbalance=1))
     assert not plan.reason
-    policy = [plan.policy.keep_parameters, plan.policy.keep_gradients]
+    policy = list(vars(plan.policy).values())
     done = on_ranks(ranks, take_a_step, family, assignments, policy, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads((tmp_path / f"report{i}.json").read_text("utf-8")) for i in range(ranks)]

@@ -97,6 +97,7 @@ def _measure(options: argparse.Namespace) -> Peaks:
     from shardtune.training import stage as stage_module
     from shardtune.training.expert_balance import ExpertBalance
     from shardtune.training.optim import build_optimizer
+    from shardtune.training.replica_shards import OwnedParameters
     from shardtune.training.reshard import choose_reshard_policy
     from shardtune.training.states import state_bytes
 
@@ -107,7 +108,8 @@ def _measure(options: argparse.Namespace) -> Peaks:
     _leave_out_contents()
     model = build_model(config, read_model_config(config.model, config.data.max_length), world)
     clock.enter("trial")
-    optimizer = build_optimizer(model, config)
+    owned = OwnedParameters(model, config, world)
+    optimizer = build_optimizer(owned, config)
     state = state_bytes(model, optimizer, config)
     reshard = choose_reshard_policy(model, config, state, None, world)
     model.set_attn_implementation(DOCUMENT_ATTENTION)
@@ -115,7 +117,7 @@ def _measure(options: argparse.Namespace) -> Peaks:
     batch = _full_batch(config, world.device)
     clock.enter("evaluate")
     dtype = compute_dtype(config.model.compute_dtype, world.device)
-    stage = stage_module.Stage(model, dtype, world)
+    stage = stage_module.Stage(model, owned, dtype, world)
     with forward_only(model):
         stage.forward(batch)
     run = SimpleNamespace(config=config, world=world)
@@ -126,6 +128,7 @@ def _measure(options: argparse.Namespace) -> Peaks:
         model=model,
         reshard=reshard,
         stage=stage,
+        owned=owned,
         optimizer=optimizer,
         expert_balance=balance,
     )

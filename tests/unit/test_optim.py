@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from shardtune.training.optim import (
     set_learning_rate,
     squared_gradients,
 )
+from shardtune.training.replica_shards import OwnedParameters
 
 # 12 steps, of which ceil(0.3 x 12) = 4 warm up, then 8 fall from 8e-4 to a tenth of that.
 HALF_COSINE = [(1 + math.cos(math.pi * eighths / 8)) / 2 for eighths in range(1, 9)]
@@ -55,7 +58,8 @@ def test_decay_reaches_matrices_and_neither_norms_nor_biases(models, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
     given = ["lr=1e-3", "betas=[0.5,0.75]", "eps=1e-3", "weight_decay=0.2"]
     config = load(tmp_path, *(f"optimizer.{each}" for each in given))
-    optimizer = build_optimizer(model, config)
+    alone: Any = SimpleNamespace(replicas=1)
+    optimizer = build_optimizer(OwnedParameters(model, config, alone), config)
     names = {p: name for name, p in model.named_parameters()}
     matrices, norms = (
         {names[p] for p in group["params"]}
@@ -82,7 +86,8 @@ def test_the_norm_of_a_large_gradient_is_exact():
 def test_a_weight_that_is_not_finite_is_named_before_all_gradients():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].weight.grad = torch.full((2, 2), float("nan"))
-    assert first_non_finite(model)[2] == "the gradient of 0.weight"
+    parameters = dict(model.named_parameters())
+    assert first_non_finite(model, parameters)[2] == "the gradient of 0.weight"
     with torch.no_grad():
         model[1].bias[0] = float("inf")
-    assert first_non_finite(model)[2] == "the weight 1.bias"
+    assert first_non_finite(model, parameters)[2] == "the weight 1.bias"

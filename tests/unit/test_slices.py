@@ -15,7 +15,7 @@ from shardtune.checkpoint.train_state import training_state
 
 def test_ranks_that_hold_the_same_tensors_share_their_writing() -> None:
     model = Tiny(TinyConfig(), width=1000)
-    tensors = training_state(model, torch.optim.AdamW(model.parameters()))
+    tensors = training_state(model, torch.optim.AdamW(model.named_parameters()))
     slices = on_threads(thread_worlds(3), lambda world: slices_to_write(tensors, world)[0])
     assert sorted(name for own in slices for name in own) == sorted(tensors)
     sizes = [sum(tensors[name].nbytes for name in own) for own in slices]

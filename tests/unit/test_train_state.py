@@ -39,7 +39,7 @@ def test_ranks_of_another_world_draw_numbers_of_their_own_at_each_step(
     run_dir = RunDir(tmp_path, [0, 0, 0], None)
     for name in ("checkpoint_0000001", "checkpoint_0000002"):
         model, worlds = Tiny(TinyConfig()), thread_worlds(3)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.named_parameters())
         load.training_state(model, optimizer)  # creates Adam's state, once for all ranks
 
         def resume(world, name=name, model=model, optimizer=optimizer) -> None:

@@ -1,0 +1,179 @@
+"""Gradients and moments divided over all ranks where each replica has all weights (ZeRO-2 between
+replicas, arXiv 1910.02054).
+
+FSDP2 gathers weights and reduces gradients within a replica, so that a rank has a slice of each
+weight, as one rank of every other replica has. They divide it by rows: the optimizer of each
+updates one part. As a backward leaves a layer, the gradients of its slices go to the owners of
+their parts, and after the update the new weights come back. Each is one message for a layer, two
+where its experts are spread.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.distributed.tensors import DTYPES, to_local
+from shardtune.distributed.world import World
+from shardtune.model.build import gradient_dtype
+
+
+class OwnedParameters:
+    """The parameters that this rank's optimizer updates.
+
+    They are the trained ones of the model, FSDP2's slices, or with replicas this rank's parts of
+    them, which share their memory.
+
+    Attributes:
+        by_name: the parameters by the model's names, in its order.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: Config, world: World) -> None:
+        """`model` comes from `build_model` or, without storage, from `build_on_meta`."""
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.by_name: dict[str, nn.Parameter] = trained
+        self._groups: list[_Group] = []
+        if world.replicas == 1:
+            return
+        # FSDP2 may move its slices once, before the first forward. Parts of the old ones would be
+        # right until a checkpoint is loaded into the new ones.
+        if not any(p.is_meta for p in model.parameters()):
+            cast(Any, model)._get_fsdp_state()._lazy_init()
+        reduce_dtype = DTYPES[config.model.reduce_dtype]
+        parts = {p: _own_part(cast(DTensor, p), reduce_dtype, world) for p in trained.values()}
+        self.by_name = {name: parts[p] for name, p in trained.items()}
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+                    slices = [p.sharded_param for p in group.fsdp_params]
+                    pairs = [(each, parts[each]) for each in slices if each in parts]
+                    if pairs:
+                        self._groups.append(_Group(group, pairs, reduce_dtype, world))
+
+    def gather(self, *_: Any) -> None:
+        """Gather the updated parts of this rank's slices from the other replicas. Collective."""
+        for group in self._groups:
+            group.gather()
+
+
+class _Group:
+    """The trained parameters of one of FSDP2's groups, such as a layer."""
+
+    def __init__(
+        self,
+        group: Any,
+        pairs: list[tuple[Any, nn.Parameter]],
+        reduce_dtype: torch.dtype,
+        world: World,
+    ) -> None:
+        """`pairs`: slices, and this rank's parts of them."""
+        self._group, self._pairs = group, pairs
+        self._reduce_dtype, self._progress = reduce_dtype, world.progress
+        self._replicas = world.replicas
+        self._process_group = world.mesh["replicate"].get_group()
+        self._post_backward = group.post_backward
+        group.post_backward = self._post_backward_and_reduce
+
+    def _post_backward_and_reduce(self, *arguments: Any) -> None:
+        """Take the place of the FSDP group's `post_backward`, which reduces within the replica.
+
+        `ReshardPolicy` says in which micro-batch gradients go to other replicas, too.
+        """
+        self._post_backward(*arguments)
+        group = self._group
+        if not (group.reduce_grads and group.all_reduce_grads):
+            return
+        # Behind the reduction within the replica. What waits for that waits for this one, too.
+        stream = group.comm_ctx.reduce_scatter_stream
+        with group.device_handle.stream(stream):
+            self._reduce()
+            group._post_reduce_event = stream.record_event()
+        group.comm_ctx._last_post_reduce_events[stream] = group._post_reduce_event
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Send the parts of the slices' gradients to their owners, and add up what comes."""
+        reduced = [(each, part) for each, part in self._pairs if each.grad is not None]
+        numels = [self._part_numel(each) for each, _ in reduced]
+        sent = torch.empty(
+            self._replicas, sum(numels), dtype=self._reduce_dtype, device=self._group.device
+        )
+        received = sent.new_empty(sent.shape[1])
+        if sent.numel():
+            gradients = [to_local(each.grad) for each, _ in reduced]
+            torch._chunk_cat([g for g in gradients if g.numel()], 0, self._replicas, out=sent)
+            del gradients
+        for each, _ in reduced:
+            each.grad = None  # the memory of other replicas' parts
+        if sent.numel():
+            dist.reduce_scatter_single(received, sent.view(-1), group=self._process_group)
+        for (_, part), gradient in zip(reduced, received.split(numels), strict=True):
+            local = to_local(part)
+            own = gradient[: local.numel()].view(local.shape).to(part.grad_dtype)
+            if part.grad is None:
+                part.grad = _divided_as(cast(DTensor, part), own)
+            else:  # of earlier micro-batches
+                to_local(part.grad).add_(own)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Gather the parts of the slices from their owners."""
+        pairs = [(to_local(each), to_local(part)) for each, part in self._pairs]
+        numels = [self._part_numel(each) for each, _ in pairs]
+        sent = pairs[0][0].new_zeros(sum(numels))
+        for place, (_, part) in zip(sent.split(numels), pairs, strict=True):
+            place[: part.numel()] = part.flatten()
+        gathered = sent.new_empty(self._replicas, len(sent))
+        with self._progress.waiting():
+            dist.all_gather_single(gathered.view(-1), sent, group=self._process_group)
+        for parts, (each, _) in zip(gathered.split(numels, dim=1), pairs, strict=True):
+            each.copy_(parts.flatten()[: each.numel()].view(each.shape))
+
+    def _part_numel(self, each: torch.Tensor) -> int:
+        """Return the elements of the largest part of a slice. The others are padded to it."""
+        local = to_local(each)
+        return _part_rows(local, self._replicas) * math.prod(local.shape[1:])
+
+
+def _own_part(each: DTensor, reduce_dtype: torch.dtype, world: World) -> nn.Parameter:
+    """Return this rank's part of its slice of a weight, as a view of it."""
+    local, replica = each.to_local().detach(), world.mesh.get_local_rank("replicate")
+    rows = _part_rows(local, world.replicas)
+    # Parts are cut from slices, and slices of spread experts from each rank's experts.
+    mesh = world.meshes.of_parts[each.device_mesh.mesh_dim_names or ()]
+    placements = [Shard(cast(Shard, p).dim) for p in reversed(each.placements)]
+    part = DTensor.from_local(
+        local[replica * rows : (replica + 1) * rows],
+        mesh,
+        [*placements, Shard(0)],
+        run_check=False,
+        shape=each.shape,
+        stride=each.stride(),
+    )
+    parameter = nn.Parameter(part)
+    parameter.grad_dtype = gradient_dtype(each, reduce_dtype)
+    return parameter
+
+
+def _part_rows(local: torch.Tensor, replicas: int) -> int:
+    """Return the rows of a slice's parts, of which the last ones may have fewer."""
+    return -(-local.shape[0] // replicas)
+
+
+def _divided_as(part: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        local,
+        part.device_mesh,
+        part.placements,
+        run_check=False,
+        shape=part.shape,
+        stride=part.stride(),
+    )
