@@ -122,6 +122,9 @@ def build(
         "disable_tqdm": True,
         "seed": 1234,
     }
+    is_sharded = options.side.endswith("_fsdp")
+    if is_sharded:
+        shared["ddp_backend"] = "gloo" if shared["use_cpu"] else "nccl"
     if options.side.startswith("trl"):
         from trl import SFTConfig, SFTTrainer
 
@@ -129,19 +132,17 @@ def build(
         lengths = {**packing, "max_length": options.max_length}
         settings = SFTConfig(**shared, **lengths, assistant_only_loss=True)
         return SFTTrainer(
-            model=load(options),
+            model=load(options, is_sharded),
             args=settings,
             train_dataset=Dataset.from_list(records),
             processing_class=tokenizer,
             callbacks=[watch],
         )
-    if options.side == "transformers_fsdp":
-        shared["ddp_backend"] = "gloo" if shared["use_cpu"] else "nccl"
     # The least padding that it can have.
     settings = TrainingArguments(**shared, train_sampling_strategy="group_by_length")
     tokenized = [tokenize(record, tokenizer, options.max_length) for record in records]
     return Trainer(
-        model=load(options, is_sharded=options.side == "transformers_fsdp"),
+        model=load(options, is_sharded),
         args=settings,
         train_dataset=Dataset.from_list(tokenized),
         data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),

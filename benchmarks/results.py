@@ -28,8 +28,8 @@ from distTest.workloads.script import REPOSITORY, absolute
 
 # Each is a module with `measure(options)` and `lines(figures, results)`. They are measured in this
 # order; one with `variants(options)` once for each of these, which `measure` gets, too.
-SECTIONS = ("traffic", "one", "profile", "two", "head", "scaling", "records", "experts")
-_SHOWN = ("one", "profile", "two", "traffic", "head", "scaling", "records", "experts")
+SECTIONS = ("traffic", "one", "profile", "two", "cable", "head", "scaling", "records", "experts")
+_SHOWN = ("one", "profile", "two", "cable", "traffic", "head", "scaling", "records", "experts")
 _PEERS = ("trl_packed", "trl_padded", "trl_single", "hf_trainer")
 SHORT: dict[str, Any] = {"rounds": 1, "steps": 2, "tokens": 1024, "max_length": 512}
 SHORT |= {"ranks": [1, 2], "head_tokens": 256, "records": [1_000], "expert_tokens": [64]}
@@ -38,8 +38,9 @@ SHORT |= {"mixes": ["prompts"]}
 
 def add_options(parser: ArgumentParser) -> None:
     add, sides = parser.add_argument, ("ours", *_PEERS)
-    add("--model", type=absolute, required=True)
-    add("--peers", type=absolute, required=True, help="the Python of the peers' environment")
+    add("--model", type=absolute, default=REPOSITORY / "models/SmolLM2-135M-Instruct")
+    peers = REPOSITORY / ".venv/peers/bin/python"
+    add("--peers", type=absolute, default=peers, help="the Python of the peers' environment")
     add("--results", type=absolute, default=REPOSITORY / "benchmarks/RESULTS.md")
     add("--work", type=absolute, default=REPOSITORY / "runs/bench", help="inputs and runs; emptied")
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
@@ -54,6 +55,8 @@ def add_options(parser: ArgumentParser) -> None:
     add("--head-tokens", type=int, default=8192)
     add("--records", type=int, nargs="+", default=[1_000, 1_000_000], help="of the start-up figure")
     add("--expert-tokens", type=int, nargs="+", default=[128, 512, 2048], help="of each rank")
+    families = ("glm", "llama")  # of the cable
+    add("--families", nargs="+", choices=families, default=families)
 
 
 def default_dtypes() -> list[str]:

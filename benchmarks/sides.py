@@ -36,6 +36,7 @@ NAMES = {
     "hf_trainer": "HF Trainer (batches of 1, no padding)",
     "hf_padded": "HF Trainer (batches of 8)",
     "transformers_fsdp": "transformers' distributed_config (HF Trainer)",
+    "trl_fsdp": "transformers' distributed_config (TRL's SFTTrainer)",
 }
 _BATCH_SIZES = {"trl_padded": 4, "hf_padded": 8}  # of the others 1: no padding
 
@@ -178,14 +179,16 @@ def run_script(
     ways: str | None = None,
     ranks: int = 1,
     cores: Sequence[int] | None = None,
+    launcher: Sequence[Any] = (),
 ) -> RunRecord | None:
     """Run train_fsdp.py without an export; return None where it failed.
 
     Its output is in a `.log` beside its directory, from which the checkpoints are removed.
+    `launcher`: the beginning of a command that runs another one.
     """
     settings = {"run.dir": run_dir, "run.resume": "never", "export.final": False, **settings}
     command = train_command(settings, ways=ways, ranks=ranks)
-    is_done = run_pinned(command, Path(f"{run_dir}.log"), cores)
+    is_done = run_pinned([*launcher, *command], Path(f"{run_dir}.log"), cores)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     return read_run(run_dir) if is_done else None
 
@@ -203,17 +206,11 @@ class Job:
     checkpointing: str = "none"
     overflow: str = "error"
     more: Mapping[str, Any] = field(default_factory=dict)  # assignments of shardtune
+    launcher: Sequence[Any] = ()  # the beginning of a command that runs another one
 
-    def run_ours(
-        self,
-        run_dir: Path,
-        *,
-        ways: str | None = None,
-        ranks: int = 1,
-        cores: Sequence[int] | None = None,
-    ) -> Side | None:
-        """Run train_fsdp.py as users do; return None where it failed."""
-        settings = {
+    def settings(self) -> dict[str, Any]:
+        """Return the assignments of shardtune, the run's own directory left out."""
+        return {
             "model.path": self.model,
             "model.compute_dtype": self.dtype,
             "model.activation_checkpointing": self.checkpointing,
@@ -230,7 +227,18 @@ class Job:
             "checkpoint.mode": "sync",
             **self.more,
         }
-        record = run_script(run_dir, settings, ways=ways, ranks=ranks, cores=cores)
+
+    def run_ours(
+        self,
+        run_dir: Path,
+        *,
+        ways: str | None = None,
+        ranks: int = 1,
+        cores: Sequence[int] | None = None,
+    ) -> Side | None:
+        """Run train_fsdp.py as users do; return None where it failed."""
+        more: dict[str, Any] = {"ways": ways, "ranks": ranks, "cores": cores}
+        record = run_script(run_dir, self.settings(), **more, launcher=self.launcher)
         return side_of(record) if record else None
 
     def run(
@@ -262,7 +270,8 @@ class Job:
             "checkpointing": self.checkpointing != "none",
         }
         program = ["-m", "benchmarks.peers", json.dumps(options), out]
-        if not run_pinned(launch(program, ranks, python), Path(f"{run}.log"), cores):
+        command = [*self.launcher, *launch(program, ranks, python)]
+        if not run_pinned(command, Path(f"{run}.log"), cores):
             return None
         return Side(**json.loads(out.read_text(encoding="utf-8")))
 

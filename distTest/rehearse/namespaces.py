@@ -6,6 +6,7 @@ No packet leaves them. Needs Linux, root and `ip` of iproute2.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _TRIAL = "ip link add trial type bridge && ip link add wire type veth && hostname trial"
+# A queue that waits longer holds small messages up behind large ones. A burst is more than a tick.
+_LIMIT = "root tbf burst 256kb latency 20ms rate"
+LIMIT_TRIAL = f"tc qdisc add dev lo {_LIMIT} 1gbit"
+_MTU = 9000  # bytes of a frame without its Ethernet header, as fast networks are set up
+# Of Ethernet (14), IP (20) and TCP with its time stamps (32), in bytes.
+HEADER_BYTES = 66
+# Bytes on a cable for each byte of a long message.
+FRAMED = (_MTU + 14) / (_MTU + 14 - HEADER_BYTES)
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,23 @@ class Node:
         """`ip` within the node, as in `node.ip("link", "set", node.interface, "down")`."""
         return _ip("-n", self.name, *arguments)
 
+    def limit(self, bits_per_s: int) -> None:
+        """Let it send no more than this, in frames of 9000 bytes; 0: as fast as the machine is."""
+        for owner, end in ((self.name, self.interface), (self.bridge, self.wire)):
+            _ip("-n", owner, "link", "set", end, "mtu", str(_MTU))
+        if bits_per_s:
+            limit = ["qdisc", "replace", "dev", self.interface, *_LIMIT.split(), str(bits_per_s)]
+            subprocess.run(["tc", "-n", self.name, *limit], check=True)
+
+    def received_bytes(self) -> int:
+        """Return the bytes that it got by its cable so far, headers of frames left out.
+
+        The kernel counts several frames of one stream as one, with one header.
+        """
+        (link,) = json.loads(self.ip("-s", "-j", "link", "show", self.interface))
+        counters = link["stats64"]["rx"]
+        return int(counters["bytes"] - HEADER_BYTES * counters["packets"])
+
     def kill_all(self) -> None:
         """End every process in it with SIGKILL, as a power cut does."""
         for pid in _ip("netns", "pids", self.name).split():
@@ -41,9 +67,9 @@ class Node:
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def obstacle() -> str | None:
-    """The reason why namespaces cannot be made here, or None."""
-    code, output = subprocess.getstatusoutput(f"unshare --net --uts sh -c '{_TRIAL}'")
+def obstacle(trial: str = _TRIAL) -> str | None:
+    """The reason why namespaces cannot be made here, or None. `trial`: a command in one of them."""
+    code, output = subprocess.getstatusoutput(f"unshare --net --uts sh -c '{trial}'")
     return f"no network namespaces here ({output.strip()})" if code else None
 
 

@@ -46,7 +46,7 @@ def make_model(path: str, ranks: int, out: Path) -> str:
     architecture cannot be read or made small, the line says why, and which one stands in for it.
     """
     is_shipped = path == _SHIPPED
-    tokenizer = _make_tokenizer()
+    tokenizer = make_tokenizer()
     try:
         source = (
             AutoConfig.for_model("glm4_moe") if is_shipped else AutoConfig.from_pretrained(path)
@@ -97,7 +97,7 @@ def _scale_down(
     return type(source).from_dict(values | small)
 
 
-def _make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer with a token for each byte."""
     tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))

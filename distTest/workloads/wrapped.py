@@ -225,6 +225,13 @@ def compiled_updates(script: Any, _: str) -> Iterator[None]:
 
 
 @contextmanager
+def short_of_memory(script: Any, _: str) -> Iterator[None]:
+    """Keep neither gathered weights nor whole gradients, as where they do not fit."""
+    vars(import_module("shardtune.training.reshard"))["_free_bytes"] = lambda world: 0.0
+    yield
+
+
+@contextmanager
 def rounded_to_nearest(script: Any, _: str) -> Iterator[None]:
     """Round weights and moments to the nearest value, which the product avoids."""
 
@@ -237,7 +244,7 @@ def rounded_to_nearest(script: Any, _: str) -> Iterator[None]:
 
 _FUNCTIONS: list[Callable[[Any, str], AbstractContextManager[None]]] = [
     *(unsaved, drawn_on_device, cpu_seconds, profiled, counted),
-    *(compiled_updates, rounded_to_nearest),
+    *(compiled_updates, short_of_memory, rounded_to_nearest),
 ]
 WAYS = {way.__name__: way for way in _FUNCTIONS}
 

@@ -145,6 +145,7 @@ def simulate(
             most = max(3, world.stages + 1)
             micro_batches = [batch] * min(most, config.train.gradient_accumulation_steps)
             traffic = [tracker.traffic, *(Counter[Collective]() for _ in micro_batches)]
+            tracker.traffic = traffic[1]  # a stage expects its first message before its first pass
             for each in stage.passes(micro_batches):
                 tracker.traffic = traffic[1 + each.number]
                 if each.is_forward:

@@ -1,0 +1,135 @@
+"""The bytes of a plan are those that a cable between two nodes carries, by the cable's counters."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from helpers.commands import needs_namespaces
+from helpers.ranks import on_nodes
+
+from distTest.rehearse.namespaces import Node, joined_nodes
+from distTest.workloads.cable import ADDRESSES, INTERFACE, PORT
+from distTest.workloads.small_models import ROW_TOKENS, write_model, write_rows
+from distTest.workloads.wrapped import counted
+from shardtune.config_io import load_config
+from shardtune.model.files import read_model_config
+from shardtune.planner.machine import Machine
+from shardtune.planner.plan import Plan, make_plan
+
+RANKS_PER_NODE = 2
+ROWS = 8  # of a step
+STEPS = 2  # what the second one moves is counted
+LARGE_BYTES = 50_000_000
+# Of a step, beside what is planned: a few numbers, barriers, and the progress of ranks.
+SMALL_BYTES = 200_000
+
+
+def settings(model: Path, stages: int, *more: str) -> list[str]:
+    data_ranks = RANKS_PER_NODE * len(ADDRESSES) // stages
+    return [
+        f"model.path={model}",
+        "model.compute_dtype=float32",
+        f"data.train={model.parent / 'rows.jsonl'}",
+        f"data.max_length={ROW_TOKENS}",
+        f"train.max_steps={STEPS}",
+        f"train.epochs={STEPS}",
+        f"train.gradient_accumulation_steps={ROWS // data_ranks}",
+        "checkpoint.every_steps=0",
+        "export.final=false",
+        f"parallel.stages={stages}",
+        *more,
+    ]
+
+
+def plan_of(given: list[str]) -> Plan:
+    config = load_config(Path(os.devnull), given, {})
+    machine = Machine(len(ADDRESSES), RANKS_PER_NODE, 1e12, 1, 1, 1, is_gpu=False)
+    return make_plan(config, read_model_config(config.model, ROW_TOKENS), machine)
+
+
+def train_over_cable(nodes: list[Node], runs: dict[str, list[str]]) -> None:
+    """On a rank: go to its node and train each run.
+
+    Rank 0 writes what each node had received by the end of each step.
+    """
+    rank = int(os.environ["RANK"])
+    with (Path("/run/netns") / nodes[rank // RANKS_PER_NODE].name).open(encoding="utf-8") as place:
+        assert ctypes.CDLL(None).setns(place.fileno(), 0) == 0
+    os.environ |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACE}
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    script: Any = import_module("train_fsdp")
+    train_step = script.train_step
+    for number, (name, given) in enumerate(runs.items()):
+        received: list[list[int]] = []
+
+        def counting(*arguments: Any, received: list[list[int]] = received) -> Any:
+            done = train_step(*arguments)
+            dist.barrier()
+            if rank == 0:
+                received.append([node.received_bytes() for node in nodes])
+            dist.barrier()
+            return done
+
+        script.train_step = counting
+        os.environ["MASTER_PORT"] = str(PORT + number)
+        script.sys.argv = ["train_fsdp.py", "--config", os.devnull, *given, f"run.dir={name}"]
+        with counted(script, f"{name}:0"):
+            script.main()
+        dist.destroy_process_group()
+        if rank == 0:
+            Path(f"{name}.json").write_text(json.dumps(received), encoding="utf-8")
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("family", "meshes"),
+    [
+        ("glm", [[1], [2, "parallel.expert=2"]]),
+        pytest.param(
+            "glm",
+            [
+                [1, "parallel.replicate=2", "parallel.expert=2"],
+                [1, "parallel.replicate=4"],
+                [1, "parallel.expert=2", "lora.rank=4"],
+                [2, "model.activation_checkpointing=full"],
+                [4],
+            ],
+            marks=pytest.mark.full,
+        ),
+        pytest.param("llama", [[1, "parallel.replicate=2"], [1], [2]], marks=pytest.mark.full),
+    ],
+)
+def test_a_cable_carries_the_planned_bytes(
+    family: str, meshes: list[list[Any]], tmp_path: Path
+) -> None:
+    write_model(family, tmp_path / family)
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    runs = {f"run{i}": settings(tmp_path / family, *mesh) for i, mesh in enumerate(meshes)}
+    with joined_nodes(ADDRESSES, INTERFACE) as nodes:
+        for node in nodes:
+            node.limit(0)
+        folders = [(tmp_path, RANKS_PER_NODE) for _ in nodes]
+        done = on_nodes(folders, train_over_cable, nodes, runs, timeout_s=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, given in runs.items():
+        plan = plan_of(given)
+        planned = sum(plan.received[0].values())
+        first, second = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+        for before, after in zip(first, second, strict=True):
+            received = after - before
+            if planned > LARGE_BYTES:
+                assert received == pytest.approx(planned, rel=0.02), given
+            else:
+                assert 0.98 * planned <= received <= 1.02 * planned + SMALL_BYTES, given
+        for rank in range(RANKS_PER_NODE * len(nodes)):
+            counts = json.loads((tmp_path / f"{name}.{rank}.json").read_text(encoding="utf-8"))
+            of_stage = plan.traffic[rank * len(plan.traffic) // (RANKS_PER_NODE * len(nodes))]
+            messages = sum(size for (kind, _), size in of_stage.items() if kind == "send")
+            assert counts.get("recv", {"bytes": 0})["bytes"] == STEPS * messages, given
