@@ -46,13 +46,17 @@ def _new_adam_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def model_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers that are saved, by their names in `training_state`."""
+    """Return the parameters and buffers that are saved, by their names in `training_state`.
+
+    They are in the order of the modules, so that those of all stages are in the whole model's.
+    """
     tied, persistent = model.all_tied_weights_keys, model.state_dict().keys()
     parameters = {tied.get(name, name): tensor for name, tensor in model.named_parameters()}
     if factors := {name: tensor for name, tensor in parameters.items() if is_factor(name)}:
         return {f"{MODEL}{name}": tensor for name, tensor in factors.items()}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return {f"{MODEL}{name}": tensor for name, tensor in (parameters | buffers).items()}
+    tensors, places = parameters | buffers, {name: n for n, name in enumerate(persistent)}
+    return {f"{MODEL}{name}": tensors[name] for name in sorted(tensors, key=places.__getitem__)}
 
 
 def model_kinds(model: PreTrainedModel) -> dict[str, tuple[torch.dtype, list[int]]]:

@@ -25,8 +25,8 @@ _ALL_TIMEOUT_S = 120.0
 def measure(job: Message) -> Message:
     """Fork this node's ranks, measure, and return the figures or `problems`.
 
-    `job`: logs (an empty folder), node, name, sizes (processes of each node), backend, address,
-    port. CUDA has not been used in this process.
+    `job`: logs (an empty folder), node, name, sizes (processes of each node), stages, backend,
+    address, port. CUDA has not been used in this process.
     """
     first = sum(job["sizes"][: job["node"]])
     local_ranks = range(job["sizes"][job["node"]])
@@ -131,6 +131,9 @@ def _measure(
     inside = _bus_bytes_per_s(device, own_node)
     begin("the all-reduce of all nodes")
     between = _bus_bytes_per_s(device, dist.group.WORLD)
+    if job["stages"] > 1:
+        begin("the messages between the stages")
+        _exchange(device, world_size // job["stages"])
     begin("the small all-reduces of all nodes")
     value = torch.ones(1, device=device)
     latency_s = _seconds(lambda: dist.all_reduce(value), 10, device)
@@ -138,6 +141,22 @@ def _measure(
     # Another rank may still need this one's connections, and rank 0's store.
     synchronize(store, b"", rank, world_size, "done/", _PART_TIMEOUT_S)
     return {"inside": inside, "between": between, "latency_s": latency_s, "flops": flops}
+
+
+def _exchange(device: torch.device, stage_ranks: int) -> None:
+    """Send a message to the rank of the next stage; the last one's next is the first.
+
+    An all-reduce need not use these paths.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent, received = torch.ones(2, 1 << 18, device=device)
+    messages = [
+        dist.P2POp(dist.isend, sent, (rank + stage_ranks) % size),
+        dist.P2POp(dist.irecv, received, (rank - stage_ranks) % size),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    torch.get_device_module(device).synchronize()
 
 
 def _gemm_flops(device: torch.device) -> float:

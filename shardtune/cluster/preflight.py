@@ -60,6 +60,7 @@ async def check_nodes(
         "node": control.node,
         "name": environment.name,
         "sizes": [fact["processes"] for fact in facts],
+        "stages": int(facts[0]["config"]["parallel.stages"]),
         "backend": facts[0]["backend"],
         "address": environment.master_ip,
         "port": environment.store_port,

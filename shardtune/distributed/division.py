@@ -29,14 +29,22 @@ def split_stage(node_of_rank: Sequence[int], stages: int) -> str:
 
     What crosses nodes would then be gathers and reductions, not hidden states alone.
     """
+    if not _is_split(node_of_rank, stages):
+        return ""
+    ranks = len(node_of_rank)
+    whole = [n for n in range(1, ranks + 1) if ranks % n == 0 and not _is_split(node_of_rank, n)]
+    nearest = min(whole, key=lambda n: abs(n - stages))
+    return (
+        f"parallel.stages={stages} puts a stage of {ranks // stages} ranks across part of two "
+        f"nodes - use parallel.stages={nearest}"
+    )
+
+
+def _is_split(node_of_rank: Sequence[int], stages: int) -> bool:
     stage_ranks = len(node_of_rank) // stages
     for first in range(0, len(node_of_rank), stage_ranks):
         inside = set(node_of_rank[first : first + stage_ranks])
         outside = {*node_of_rank[:first], *node_of_rank[first + stage_ranks :]}
         if len(inside) > 1 and inside & outside:
-            nodes = len(set(node_of_rank))
-            return (
-                f"parallel.stages={stages} puts a stage of {stage_ranks} ranks across part of two "
-                f"nodes - use parallel.stages={nodes}, one for each node"
-            )
-    return ""
+            return True
+    return False

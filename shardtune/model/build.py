@@ -97,7 +97,7 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     model, distribute = _sharding(config, model_config, world)
     copies = world.expert_mesh["expert_shard"].size() if world.expert_mesh else 1
     not_spread = list(spread_problems(model, config.parallel.expert, copies))
-    not_cut = list(stage_problems(model, config))
+    not_cut = list(stage_problems(model, config, world.size))
     problems = [*unsupported(model, config), *not_spread, *not_cut]
     try:
         if config.lora.rank is not None:

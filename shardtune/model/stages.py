@@ -142,14 +142,18 @@ def keep_stage(
         model.config.tie_word_embeddings, model.all_tied_weights_keys = False, {}
 
 
-def stage_problems(model: PreTrainedModel, config: Config) -> Iterator[str]:
-    """Yield why a model cannot be trained in `parallel.stages`; its shapes are enough."""
+def stage_problems(model: PreTrainedModel, config: Config, ranks: int) -> Iterator[str]:
+    """Yield why a model cannot be trained in `parallel.stages`; its shapes are enough.
+
+    `ranks`: of the run, among which stages are divided.
+    """
     stages, kind = config.parallel.stages, model.config.model_type
     if stages == 1:
         return
     key, number = f"parallel.stages={stages}", len(decoder_layers(model))
     if number < stages:
-        yield f"{key}: {kind} has {number} layers - use {number} stages or fewer"
+        fewer = [n for n in range(1, number + 1) if ranks % n == 0]
+        yield f"{key}: {kind} has {number} layers - use parallel.stages={fewer[-1]} or fewer"
     elif _list_of_layers(model) is None or model.get_output_embeddings() is None:
         yield f"{key}: {kind} has no single list of its layers, or no head - use parallel.stages=1"
     accumulation = config.train.gradient_accumulation_steps

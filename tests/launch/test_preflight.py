@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, a_free_port, needs_namespaces
@@ -243,11 +244,28 @@ def test_a_rank_that_does_not_finish_the_measurement_is_named(
     """It is named with the part in which it stands: here the other one never comes."""
     monkeypatch.setattr(microbenchmark, "_ALL_TIMEOUT_S", 2.0)
     job = {"logs": str(tmp_path), "node": 0, "name": "node 0 (host0)", "sizes": [1, 1]}
-    job |= {"backend": "gloo", "address": "127.0.0.1", "port": int(a_free_port())}
+    job |= {"stages": 1, "backend": "gloo", "address": "127.0.0.1", "port": int(a_free_port())}
     (problem,) = microbenchmark.measure(job)["problems"]
     late = "node 0 (host0), rank 0 did not finish within 2 s (last seen in the rendezvous of the"
     assert problem.startswith(late), problem
     require_error_line(f"ERROR: {problem}")
+
+
+@pytest.mark.full
+def test_the_ways_between_stages_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no part of an all-reduce: here one rank does not answer to its neighbour."""
+    exchange = microbenchmark._exchange
+
+    def exchange_but_rank_1(device: torch.device, stage_ranks: int) -> None:
+        time.sleep(60 * (dist.get_rank() == 1))
+        exchange(device, stage_ranks)
+
+    monkeypatch.setattr(microbenchmark, "_exchange", exchange_but_rank_1)
+    monkeypatch.setattr(microbenchmark, "_PART_TIMEOUT_S", 5.0)
+    job = {"logs": str(tmp_path), "node": 0, "name": "node 0 (host0)", "sizes": [2], "stages": 2}
+    job |= {"backend": "gloo", "address": "127.0.0.1", "port": int(a_free_port())}
+    (problem,) = microbenchmark.measure(job)["problems"]
+    assert "rank 0: the messages between the stages failed (" in problem
 
 
 @pytest.mark.full
