@@ -194,7 +194,9 @@ class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):
     micro-batches.
     """
     replicate: Count = 1
-    """Copies of the sharded weights (HSDP). 2 keeps sharding traffic inside each of 2 nodes."""
+    """Copies of the sharded weights (HSDP; as many as ranks: DDP). 2 keeps gathers inside each of 2
+    nodes. Gradients and the optimizer's state are divided over all ranks.
+    """
     context: Count = Field(default=1, json_schema_extra={"enum": [1]})
     """Consecutive ranks that share each row (sequence parallel). It divides the heads."""
     expert: Count = 1

@@ -114,7 +114,7 @@ def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
         price = "activations of twice the rows at once"
         yield {f"train.{key}": value for key, value in larger.items()}, price
     if plan.fits and config.parallel.replicate == 1 and machine.nodes > 1:
-        yield {"parallel.replicate": machine.nodes}, "the states of a rank grow as much"
+        yield {"parallel.replicate": machine.nodes}, "the weights of a rank grow as much"
 
 
 def _last_resorts(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:

@@ -36,11 +36,23 @@ KINDS = {
     "alltoall_base_": "all-to-all",
 }
 LENGTH = 64  # tokens of a row
+REPLICAS = ["parallel.replicate=2", "train.gradient_accumulation_steps=3"]
 CASES = [
-    (1, "llama", ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"]),
-    (2, "glm4_moe", ["parallel.expert=2", "model.activation_checkpointing=full"]),
-    (4, "llama", ["lora.rank=4", "train.gradient_accumulation_steps=3"]),
-    (4, "qwen3_moe", ["parallel.expert=2", "parallel.replicate=2"]),
+    (1, "llama", ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"], 8e9),
+    (2, "glm4_moe", ["parallel.expert=2", "model.activation_checkpointing=full"], 8e9),
+    (4, "llama", ["lora.rank=4", "train.gradient_accumulation_steps=3"], 8e9),
+    # Room for the sums of a replica's gradients, but not for whole gradients.
+    (4, "qwen3_moe", ["parallel.expert=2", *REPLICAS], 1.0046e8),
+    *(
+        pytest.param(4, *case, marks=pytest.mark.full)
+        for case in (
+            ("qwen3_moe", ["parallel.expert=2", *REPLICAS], 8e9),
+            ("qwen3_moe", ["parallel.expert=2", *REPLICAS], 1e8),
+            ("llama", ["parallel.replicate=4"], 8e9),
+            ("llama", ["parallel.replicate=2", "model.master_dtype=bfloat16"], 8e9),
+            ("llama", ["parallel.replicate=2", "lora.rank=4"], 8e9),
+        )
+    ),
 ]
 
 
@@ -106,12 +118,12 @@ def take_a_step(family: str, assignments: list[str], policy: list[bool]) -> None
     Path(f"report{world.rank}.json").write_text(json.dumps(report), "utf-8")
 
 
-@pytest.mark.parametrize(("ranks", "family", "assignments"), CASES)
+@pytest.mark.parametrize(("ranks", "family", "assignments", "memory_bytes"), CASES)
 def test_a_rank_holds_and_sends_the_bytes_of_its_plan(
-    ranks: int, family: str, assignments: list[str], tmp_path: Path
+    ranks: int, family: str, assignments: list[str], memory_bytes: float, tmp_path: Path
 ) -> None:
     config, model_config = configured(assignments), small(family)
-    machine = Machine(1, ranks, 8e9, 1, 1, 1, is_gpu=False)
+    machine = Machine(1, ranks, memory_bytes, 1, 1, 1, is_gpu=False)
     plan = make_plan(config, model_config, machine, Simulations(model_config, imbalance=1))
     assert not plan.reason
     policy = list(vars(plan.policy).values())

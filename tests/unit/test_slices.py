@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from helpers.small_runs import checkpoint
 from helpers.thread_ranks import Tiny, TinyConfig, on_threads, save_steps, thread_worlds
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardtune.checkpoint import open_checkpoint
 from shardtune.checkpoint.slices import slices_to_write
@@ -20,6 +22,25 @@ def test_ranks_that_hold_the_same_tensors_share_their_writing() -> None:
     assert sorted(name for own in slices for name in own) == sorted(tensors)
     sizes = [sum(tensors[name].nbytes for name in own) for own in slices]
     assert max(sizes) - min(sizes) < 100, "one of the three large tensors each"
+
+
+def test_of_a_weight_with_fewer_rows_than_ranks_each_row_is_written_by_the_rank_that_has_it() -> (
+    None
+):
+    """The second rank's empty part begins at the row of the third rank."""
+    whole = torch.arange(6.0).view(2, 3)
+
+    def part(rank: int) -> DTensor:
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=rank)
+        row, is_owner = divmod(rank, 2)[0], rank % 2 == 0
+        local = whole[row : row + is_owner]
+        given = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+        return DTensor.from_local(local, mesh, [Shard(0), Shard(0)], **given)
+
+    written = on_threads(
+        thread_worlds(4), lambda world: slices_to_write({"weight": part(world.rank)}, world)[0]
+    )
+    assert [list(own.get("weight", ())) for own in written] == [[0, 0], [], [1, 0], []]
 
 
 def test_every_tensor_of_a_rank_file_is_aligned(tmp_path: Path) -> None:
