@@ -22,6 +22,7 @@ from distTest.rehearse.namespaces import FRAMED, LIMIT_TRIAL, obstacle
 from distTest.workloads.cable import ADDRESSES, RANKS_PER_NODE, over_cable
 from distTest.workloads.small_models import ROW_TOKENS, write_model, write_rows
 from shardtune.config_io import load_config
+from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
@@ -41,6 +42,7 @@ _MESHES: dict[str, dict[str, int]] = {
     "replicate=2": {"parallel.replicate": 2},
     "stages=2": {"parallel.stages": 2},
 }
+_SLOW = ("plain", "replicate=2", "stages=2")  # on the slow cable, too
 _EXPERT = {"glm": {"parallel.expert": 2}, "llama": {}}
 _NAMES = NAMES | {
     "plain": "shardtune, one copy over both nodes",
@@ -66,6 +68,7 @@ def measure(options: Namespace, family: str) -> dict[str, Any]:
     """Run each side over a limited cable for a few steps, and for fewer: the rest of the bytes are
     those of the steps between.
     """
+    quiet_libraries(is_main=False)
     model = options.work / f"cable-{family}"
     parameters = write_model(family, model)
     chats = write_rows(options.work / "rows.jsonl", _ROWS)
@@ -99,7 +102,7 @@ def measure(options: Namespace, family: str) -> dict[str, Any]:
 def _measure_slow(job: Job, family: str, options: Namespace) -> dict[str, Any]:
     """Return what a slow cable adds to a step, and what the plan says that it adds."""
     rows = {}
-    for name in ("plain", "replicate=2", "stages=2"):
+    for name in _SLOW:
         own = replace(job, more=_assignments(family, _MESHES[name]))
         (free, _), (slow, _) = (_run(own, name, options, rate) for rate in (0, SLOW_BITS_PER_S))
         if free and slow:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import REPOSITORY, needs_namespaces
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import gpu, head, results, sides
+from benchmarks import cable, gpu, head, results, sides
 from benchmarks.__main__ import main
 from benchmarks.one import rate_lines
 from benchmarks.sides import (
@@ -169,6 +169,36 @@ def test_a_section_is_measured_and_the_others_are_kept(
     command = in_file["head"]["measured_with"]["command"]
     assert in_file["traffic"] == earlier
     assert command.startswith("python -m benchmarks head ") and "--head-tokens 64" in command
+
+
+def test_a_cable_that_cannot_be_made_is_left_out_by_name(
+    run_benchmark: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cable, "obstacle", lambda *_: "no network namespaces here (why)")
+    text = run_benchmark("cable")
+    line, _ = capsys.readouterr().out.splitlines()  # the second one names the file
+    assert line.startswith("cable: skipped, ") and line.endswith("no network namespaces here (why)")
+    assert "## " not in text
+
+
+@needs_namespaces
+@pytest.mark.full
+def test_a_mesh_is_measured_over_a_cable(
+    run_benchmark: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_PEERS": (), "_SLOW": ("stages=2",), "_REFERENCE": "stages=2"}.items():
+        monkeypatch.setattr(cable, name, value)
+    monkeypatch.setattr(cable, "_MESHES", {"stages=2": {"parallel.stages": 2}})
+    text = run_benchmark("cable", "--families", "glm", "--steps", 1)
+    in_file = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))["cable glm"]
+    (row,) = in_file["figures"]["rows"].values()
+    assert row["planned_bytes"] == 524288 and len(row["seconds"]) == 1
+    assert row["planned_bytes"] < row["bytes"] < 1.5 * row["planned_bytes"]
+    wire_s = in_file["figures"]["slow"]["stages=2"]["wire_s"]
+    assert 1 < wire_s / (524288 * 8 / 40e6) < 1.01  # frames have headers
+    assert text.count("| shardtune, `parallel.stages=2` | ") == 2
 
 
 @pytest.mark.full
