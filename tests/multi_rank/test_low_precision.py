@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig
 
-from shardtune.config import Config
+from shardtune.config import Config, ParallelConfig
 from shardtune.distributed.join import join_world
+from shardtune.distributed.meshes import build_meshes
+from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import copy_slice, to_local
 from shardtune.model.build import build_model
 from shardtune.training import reshard
@@ -74,7 +77,9 @@ def update_on_meshes(out: Path) -> None:
 
 
 def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tensor]:
+    """`mesh`: of FSDP2; of two dimensions, the first one's replicas divide moments, too."""
     model = Weights()
+    world: Any = SimpleNamespace(replicas=1)
     if mesh == "strided":  # whole experts spread over one dimension, and sharded over the other
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
         model.stack = nn.Parameter(
@@ -82,17 +87,23 @@ def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tenso
         )
         fully_shard(model, mesh=grid["shard"], mp_policy=MixedPrecisionPolicy())
     elif mesh is not None:
-        names = ("replicate", "shard")[-len(mesh) :]
+        if len(mesh) == 2:
+            world.replicas, world.progress = mesh[0], Progress(torch.device("cpu"))
+        parallel = ParallelConfig(replicate=world.replicas)
+        world.meshes = build_meshes(torch.device("cpu"), 4, parallel)
+        world.mesh = world.meshes.mesh
         fully_shard(
             model,
-            mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names),
+            mesh=world.mesh["shard"],
             # FSDP2 divides dimensions but the first evenly; 300 columns are cut by any rank.
             shard_placement_fn=lambda p: (
                 Shard(p.dim() - 1) if p is model.stack and dimension else None
             ),
         )
+    config: Any = SimpleNamespace(model=SimpleNamespace(reduce_dtype="float32"))
+    owned = OwnedParameters(model, config, world)
     optimizer = LowPrecisionAdamW(
-        [{"params": list(model.named_parameters()), "weight_decay": 0.1}],
+        [{"params": list(owned.by_name.items()), "weight_decay": 0.1}],
         lr=1e-3,
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -101,13 +112,14 @@ def updated(mesh: Any, dimension: int, eight_bit: bool) -> dict[str, torch.Tenso
     )
     torch.manual_seed(1)
     for _ in range(3):
-        for parameter in model.parameters():
+        for parameter in owned.by_name.values():
             parameter.grad_dtype = torch.float32
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
             copy_slice(torch.randn(parameter.shape), parameter.grad)
         optimizer.step()
+        owned.gather()
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in owned.by_name.items():
         tensors |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
     return {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
@@ -155,17 +167,28 @@ def test_micro_batches_are_added_up_in_float32(
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("more", [(BFLOAT16,), (BFLOAT16, EIGHT_BITS)])
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, (BFLOAT16,)),
+        (2, (BFLOAT16, EIGHT_BITS)),
+        pytest.param(
+            4,
+            (BFLOAT16, EIGHT_BITS, "parallel.replicate=2", "parallel.expert=2"),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
 def test_a_killed_run_resumes_to_the_bit(
-    more: tuple[str, ...], models: dict[str, Path], tmp_path: Path
+    ranks: int, more: tuple[str, ...], models: dict[str, Path], tmp_path: Path
 ) -> None:
     given = (*SETTINGS, *CONSTANT, *more, "train.max_steps=4", "checkpoint.every_steps=2")
     given = (*given, "checkpoint.mode=sync")  # else the kill may come before the commit
     for folder in ("whole", "killed"):
         write_inputs(tmp_path / folder, models["glm"])
-    finish(train(2, *given, cwd=tmp_path / "whole"))
-    train_until(3, 0, 2, *given, cwd=tmp_path / "killed")
-    said = finish(train(2, *given, cwd=tmp_path / "killed"))
+    finish(train(ranks, *given, cwd=tmp_path / "whole"))
+    train_until(3, 0, ranks, *given, cwd=tmp_path / "killed")
+    said = finish(train(ranks, *given, cwd=tmp_path / "killed"))
     assert "Resumed from checkpoint_0000002" in said
     whole, killed = tmp_path / "whole/run", tmp_path / "killed/run"
     assert steps_of(killed) == steps_of(whole)
