@@ -13,15 +13,17 @@ from shardtune.distributed.measured import read_measured
 from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config
-from shardtune.planner.changes import helpful_changes
+from shardtune.model.stages import require_composable
 from shardtune.planner.duration import run_length
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import make_plan
+from shardtune.planner.search import Search, launch_command
 from shardtune.planner.stand_in import stand_in
 from shardtune.planner.text import describe, describe_changes
 from shardtune.planner.verdict import verdict
 
+_SHIPPED = Path(__file__).resolve().parents[2] / "config.yaml"  # of the launch scripts
 _RATES = {
     "--nic-gbps": (100.0, "Gbit/s of a node, one way"),
     "--nvlink-gbps": (3600.0, "Gbit/s of a GPU, one way"),
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_run(options: argparse.Namespace) -> None:
-    """Print the plan, and what would help if it does not fit or the network bounds it.
+    """Print the plan, and the fastest mesh that fits as a command.
 
     Raises:
         UserError: the run would be refused, or with code 3, it does not fit.
@@ -66,21 +68,22 @@ def plan_run(options: argparse.Namespace) -> None:
     else:
         without_weights = config.model.model_copy(update={"init": "random"})
         model_config, reason = read_model_config(without_weights, config.data.max_length), ""
+        require_composable(config, model_config)
     machine = machine_of(options, config)
     simulations = Simulations(model_config)
     plan = make_plan(config, model_config, machine, simulations, reason)
     for line in describe(plan, run_length(config, machine.ranks // config.parallel.stages)):
         print(line)
-    floors = plan.floors_s
-    if not plan.fits or floors["between nodes"] > 1.5 * floors.get("arithmetic", 0.0):
-        changes = helpful_changes(plan, model_config, simulations)
-        for line in describe_changes(changes):
-            print(line)
+    changes = Search(plan, model_config).changes(simulations)
+    arguments = [] if options.config.resolve() == _SHIPPED else [f"--config={options.config}"]
+    arguments += options.assignments
+    best = launch_command(changes[0].values if changes else {}, config, machine, arguments)
+    for line in describe_changes(plan, changes, best):
+        print(line)
     if plan.fits:
         print(verdict(plan))
     else:
-        would_fit = any(change.plan.fits for change in changes)
-        remedy = "take what the table above says" if would_fit else "take more or larger GPUs"
+        remedy = "take the command above" if changes else "take more or larger GPUs"
         raise DoesNotFit(f"{verdict(plan)} - {remedy}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,6 +57,7 @@ class Plan:
     traffic: tuple[Counter[Collective], ...]  # of a step, for the first rank of each stage
     step_tokens: int
     step_flops: float | None  # recomputation not counted; None where it is not known
+    shapes: Shapes
     storage: Storage
 
     @property
@@ -89,17 +90,7 @@ class Plan:
 
         They are by kind of collective, of the node and of the stage that get the most.
         """
-        machine, stages = self.machine, len(self.traffic)
-        stage_ranks = machine.ranks // stages
-        ranks = min(stage_ranks, machine.ranks_per_node)
-        nodes: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        insides = []
-        for stage, traffic in enumerate(self.traffic):
-            between, inside = link_bytes(traffic, machine, ranks)
-            nodes[stage * stage_ranks // machine.ranks_per_node].update(between)
-            insides.append(inside)
-        fullest = max(nodes.values(), key=lambda node: sum(node.values()))
-        return dict(fullest), max(insides, key=lambda inside: sum(inside.values()))
+        return received(self.traffic, self.machine)
 
     @property
     def bubble(self) -> float:
@@ -110,15 +101,7 @@ class Plan:
     @property
     def floors_s(self) -> dict[str, float]:
         """The seconds that a step takes at least: of arithmetic, between nodes, inside a node."""
-        between, inside = self.received
-        floors = {
-            "between nodes": sum(between.values()) / self.machine.node_bytes_per_s,
-            "inside a node": sum(inside.values()) / self.machine.rank_bytes_per_s,
-        }
-        if self.step_flops is not None:
-            seconds = _arithmetic_s(self.step_flops, self.config, self.machine)
-            floors["arithmetic"] = seconds / (1 - self.bubble)
-        return floors
+        return floors_s(self.traffic, self.step_flops, self.config, self.machine)
 
     @property
     def floor_s(self) -> float:
@@ -126,11 +109,56 @@ class Plan:
         return max(self.floors_s.values())
 
     @property
+    def seconds_per_token(self) -> float:
+        return self.floor_s / self.step_tokens
+
+    @property
     def bound_by(self) -> str | None:
         """The part of a step that takes the longest, or None where no rate is known."""
         floors = self.floors_s
         longest = max(floors, key=lambda part: floors[part])
         return longest if floors[longest] else None
+
+
+def received(
+    traffic: Sequence[Mapping[Collective, int]], machine: Machine
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the bytes that a node gets from the others in a step, and a rank in its node.
+
+    `traffic`: for the first rank of each stage. The bytes are by kind of collective, of the node
+    and of the stage that get the most.
+    """
+    stage_ranks = machine.ranks // len(traffic)
+    ranks = min(stage_ranks, machine.ranks_per_node)
+    nodes: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    insides = []
+    for stage, of_stage in enumerate(traffic):
+        between, inside = link_bytes(of_stage, machine, ranks)
+        nodes[stage * stage_ranks // machine.ranks_per_node].update(between)
+        insides.append(inside)
+    fullest = max(nodes.values(), key=lambda node: sum(node.values()))
+    return dict(fullest), max(insides, key=lambda inside: sum(inside.values()))
+
+
+def floors_s(
+    traffic: Sequence[Mapping[Collective, int]],
+    step_flops: float | None,
+    config: Config,
+    machine: Machine,
+) -> dict[str, float]:
+    """Return the seconds that each part of a step takes at least, its bubble included."""
+    between, inside = received(traffic, machine)
+    floors = {
+        "between nodes": sum(between.values()) / machine.node_bytes_per_s,
+        "inside a node": sum(inside.values()) / machine.rank_bytes_per_s,
+    }
+    if step_flops is not None:
+        # Full checkpointing runs each layer's forward, a third of the rest, once more.
+        again = 4 / 3 if config.model.activation_checkpointing == "full" else 1
+        seconds = again * step_flops / (machine.ranks * machine.flops_per_s)
+        stages, micro_batches = config.parallel.stages, config.train.gradient_accumulation_steps
+        floors["arithmetic"] = seconds / (1 - idle_share(stages, micro_batches))
+    return floors
 
 
 def make_plan(
@@ -193,6 +221,7 @@ def _plan_stage(
     optimizer = build_optimizer(OwnedParameters(own, config, world), config)
     states = state_bytes(own, optimizer, config)
     policy = _policy(own, config, states, machine, world)
+    shapes = Shapes(whole, compute_dtype(config.model.compute_dtype, world.device))
     measured = None
     if not reason:
         try:
@@ -208,7 +237,6 @@ def _plan_stage(
         peaks = _peaks(measured, states, _update_bytes(optimizer))
         pools = _pools(measured, states) if machine.is_gpu else []
     else:
-        shapes = Shapes(whole, compute_dtype(config.model.compute_dtype, world.device))
         traffic = least_traffic(shapes, world.stage, policy, config, world.size)
         pools = []
         peaks = {"any phase": _bound(own, config, states, world)}
@@ -229,6 +257,7 @@ def _plan_stage(
         traffic=(traffic,),
         step_tokens=rows * config.data.max_length,
         step_flops=_count_step_flops(whole, rows, config.data.max_length),
+        shapes=shapes,
         storage=plan_storage(own, config, model_config, states, machine, world),
     )
 
@@ -292,13 +321,6 @@ def _bound(model: PreTrainedModel, config: Config, states: StateBytes, world: Wo
         }
     )
     return Peak(total, by_cause)
-
-
-def _arithmetic_s(step_flops: float, config: Config, machine: Machine) -> float:
-    """Return the seconds that all ranks take at least for a step's FLOPs."""
-    # Full checkpointing runs each layer's forward, a third of the rest, once more.
-    again = 4 / 3 if config.model.activation_checkpointing == "full" else 1
-    return again * step_flops / (machine.ranks * machine.flops_per_s)
 
 
 def _count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:

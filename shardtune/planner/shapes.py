@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES
-from shardtune.model.experts import spread_stacks
+from shardtune.model.experts import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
 from shardtune.model.support import decoder_layers
+from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Collective
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.reshard import ReshardPolicy, decide
 
 
 class Sizes(NamedTuple):
@@ -53,6 +54,7 @@ class Shapes:
 
         `compute_dtype`: of forward and backward.
         """
+        self.n_layers = len(decoder_layers(whole))
         self.compute_bytes = compute_dtype.itemsize
         settings: Any = whole.config.get_text_config()
         self.hidden_size: int = getattr(settings, "hidden_size", None) or 0
@@ -84,7 +86,12 @@ class Shapes:
                 parts.append(StageSizes(_sum(of_layers), largest, _sum(around), len(of_layers)))
             return parts
 
-        self.of_stages = of_stages
+        @cache
+        def may_spread(degree: int, copies: int) -> bool:
+            return next(spread_problems(whole, degree, copies), None) is None
+
+        # Each is asked about a few divisions by hundreds of meshes.
+        self.of_stages, self.may_spread = of_stages, may_spread
 
 
 def _sum(sizes: Sequence[Sizes]) -> Sizes:
@@ -152,3 +159,49 @@ def least_traffic(
     for neighbour in neighbours:
         traffic[Collective("send", (neighbour, first))] += hidden
     return Counter({each: n for each, n in traffic.items() if n and len(each.ranks) > 1})
+
+
+def rough_memory(
+    shapes: Shapes, stage: int, config: Config, ranks: int, free: float
+) -> tuple[float, ReshardPolicy]:
+    """Return about the bytes that a rank of a stage holds at its peak, and what it keeps unsharded.
+
+    `ranks`: of all stages. `free`: what a rank may hold. The plans in docs/planner.md are within a
+    tenth of it; a simulated step knows better.
+    """
+    parallel, train, expert = config.parallel, config.train, config.parallel.expert
+    sizes = shapes.of_stages(parallel.stages)[stage]
+    whole, largest = _sum([sizes.layers, sizes.around]), sizes.largest
+    compute_bytes, reduce_bytes = shapes.compute_bytes, DTYPES[config.model.reduce_dtype].itemsize
+
+    is_lora, name = config.lora.rank is not None, config.optimizer.name
+    stored_bytes = 4 if is_lora else DTYPES[config.model.master_dtype].itemsize
+    moment_bytes = 2.03 if name == "adamw8bit" and not is_lora else 2 * stored_bytes
+    trained = whole.trained_dense + whole.trained_experts
+    frozen = whole.dense + whole.experts - trained
+    shards = ranks // parallel.stages // parallel.replicate
+    per_trained = stored_bytes + max(stored_bytes, reduce_bytes) + moment_bytes
+    states = (per_trained * trained + compute_bytes * frozen) / shards
+
+    gathered = compute_bytes * (whole.dense + whole.experts / expert)
+    reduced = reduce_bytes * (whole.trained_dense + whole.trained_experts / expert)
+    micro_batches = train.gradient_accumulation_steps
+    policy, *_ = decide(gathered, reduced, free - states, micro_batches)
+    if not policy.keep_parameters:  # that of one layer, of the one before, and a copy
+        layer = largest.dense + largest.experts / expert
+        gathered = compute_bytes * (sizes.around.dense + 3 * layer)
+    if not policy.keep_gradients or micro_batches == 1:
+        layer = largest.trained_dense + largest.trained_experts / expert
+        reduced = reduce_bytes * 2 * layer
+
+    tokens = train.micro_batch_size * config.data.max_length
+    kept = {
+        "full": shapes.hidden_size * sizes.n_layers,
+        "selective": 0.6 * (whole.dense_products + whole.expert_products),
+        "none": 1.2 * (whole.dense_products + whole.expert_products),
+    }[config.model.activation_checkpointing]
+    kept *= min(parallel.stages - stage, micro_batches)  # forwards whose backward is to come
+    imbalance = EXPERT_IMBALANCE if expert > 1 else 1
+    of_layer = largest.dense_products + imbalance * largest.expert_products
+    activations = compute_bytes * tokens * (kept + 3 * of_layer)
+    return states + gathered + reduced + activations, policy

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardtune.planner.changes import Change
 from shardtune.planner.duration import RunLength
 from shardtune.planner.machine import DISK_BYTES_PER_S
 from shardtune.planner.plan import Plan
+from shardtune.planner.search import Change
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Cause
 
@@ -37,8 +37,10 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     rows = [[kind, gb(between[kind]), gb(inside[kind])] for kind in between]
     yield from table(["", "by a node from others", "by a rank in its node"], rows)
     yield ""
+    bubble = f" (a bubble of {plan.bubble:.0%} in it)" if plan.bubble else ""
     yield "A step takes at least: " + ", ".join(
-        f"{seconds:.3g} s {part}" for part, seconds in plan.floors_s.items()
+        f"{seconds:.3g} s {part}{bubble if part == 'arithmetic' else ''}"
+        for part, seconds in plan.floors_s.items()
     )
     yield _hours(plan, length)
     yield from _storage(plan)
@@ -58,7 +60,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
 
 def _hours(plan: Plan, length: RunLength | str) -> str:
     if isinstance(length, str):
-        hours = plan.floor_s * 1e9 / plan.step_tokens / 3600
+        hours = plan.seconds_per_token * 1e9 / 3600
         line = f"1e9 tokens take at least {hours:.3g} h, in steps of {plan.step_tokens:,} tokens"
         return f"{line}; hours for the run are not known, since {length}" if length else line
     about = "" if length.is_counted else "about "
@@ -87,22 +89,30 @@ def _storage(plan: Plan) -> Iterator[str]:
     )
 
 
-def describe_changes(changes: Sequence[Change]) -> Iterator[str]:
-    """Yield a table of changes that would help."""
-    if not changes:
-        return
-    yield "What would help:"
-    rows = [
-        [
-            " ".join(f"{key}={value}" for key, value in change.values.items()),
-            gb(change.plan.peak_bytes),
-            "yes" if change.plan.fits else "no",
-            f"{change.plan.floor_s:.3g}",
-            change.price,
+def describe_changes(plan: Plan, changes: Sequence[Change], command: str) -> Iterator[str]:
+    """Yield the fastest mesh that fits, which `command` runs, and a table of changes with a price.
+
+    `changes`: those that fit, the fastest first.
+    """
+    if any(change.price for change in changes):
+        yield "What would help:"
+        rows = [
+            [
+                " ".join(f"{key}={value}" for key, value in change.values.items()),
+                gb(change.plan.peak_bytes),
+                f"{change.plan.floor_s:.3g}",
+                change.price,
+            ]
+            for change in changes
         ]
-        for change in changes
-    ]
-    yield from table(["change", "peak, GB", "fits", "step, s at least", "price"], rows)
+        yield from table(["change", "peak, GB", "step, s at least", "price"], rows)
+    if changes or plan.fits:
+        best = changes[0].plan if changes else plan
+        bubble = f", {best.bubble:.0%} of them a bubble," if best.bubble else ""
+        yield (
+            f"The fastest mesh that fits takes at least {best.floor_s:.3g} s a step{bubble} and "
+            f"{gb(best.peak_bytes)} GB: {command}"
+        )
 
 
 def gb(n_bytes: float) -> str:

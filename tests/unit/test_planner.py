@@ -25,7 +25,6 @@ from shardtune.config_io import load_config
 from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.model.build import build_on_meta
 from shardtune.planner.bound import bound_bytes
-from shardtune.planner.changes import Change
 from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, collective_bytes, link_bytes
 from shardtune.planner.plan import Plan, make_plan
@@ -219,19 +218,6 @@ def test_the_command_needs_config_json_alone(
     per_rank = numel / 2 / 1e9
     assert f"States: {16 * per_rank:.1f} GB = " in said
     assert "The run fits" in said
-
-
-@pytest.mark.full
-def test_a_run_that_does_not_fit_gets_changes_that_would_help(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    LLAMA.save_pretrained(tmp_path)
-    given = ["--gpu-memory", "4.001", "model.master_dtype=float32", f"model.path={tmp_path}"]
-    assert run(["plan", "--config", str(CONFIG), *given, "parallel.expert=1"]) == 3
-    captured = capsys.readouterr()
-    assert "What would help:" in captured.out
-    assert "model.master_dtype=bfloat16" in captured.out
-    assert captured.err.startswith("ERROR: The run does not fit")
 
 
 @pytest.mark.parametrize(
@@ -446,24 +432,14 @@ def test_an_update_holds_weights_gradients_and_moments() -> None:
     assert plan.peaks["load"].n_bytes == plan.states.parameters
 
 
-def test_the_changes_that_fit_come_before_others_and_the_fastest_first() -> None:
-    def planned(memory_bytes: float, flops_per_s: float) -> Plan:
-        machine = Machine(1, 2, memory_bytes, 1e15, 1e15, flops_per_s)
-        return make_plan(configured(), LLAMA, machine, reason="-")
-
-    slow, fast, misfit = planned(1e12, 1e9), planned(1e12, 1e12), planned(1, 1e15)
-    changes = [Change({}, "", plan) for plan in (slow, misfit, fast)]
-    ordered = sorted(changes, key=Change.rank)
-    assert [change.plan for change in ordered] == [fast, slow, misfit]
-
-
 def test_too_many_replicas_are_the_first_thing_to_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LLAMA.save_pretrained(tmp_path)
     given = ["--nodes", "1", "--gpu-memory", "4.003", f"model.path={tmp_path}", "parallel.expert=1"]
     assert run(["plan", "--config", str(CONFIG), *given, "parallel.replicate=8"]) == 3
-    assert "parallel.replicate=1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(r"GB: NNODES=1 \./launch_node0\.sh .*parallel\.replicate=1", said), said
 
 
 def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> None:

@@ -1,0 +1,285 @@
+"""The fastest mesh that fits; where none does, other settings with which one would.
+
+All meshes at the same effective batch are compared by arithmetic on shapes. At most three steps are
+simulated, those of the most promising ones.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, islice, product
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from shardtune.config import KEYS, Config
+from shardtune.config_io import to_dict
+from shardtune.distributed.division import split_stage
+from shardtune.errors import UserError
+from shardtune.model.stages import require_composable
+from shardtune.planner.extrapolate import Simulations, with_layers
+from shardtune.planner.machine import Machine
+from shardtune.planner.plan import Plan, floors_s, make_plan
+from shardtune.planner.shapes import Shapes, least_traffic, rough_memory
+
+_MOST_SIMULATED = 3
+_SLOW = 1.5  # times the step of the fastest mesh: then a run says so
+_FASTER = 0.95  # times a step: a smaller gain is not worth a change
+_MARGIN = 0.95  # of the memory, where no step is simulated
+_TRIAL_LAYERS = 4
+_ADAPTERS: dict[str, Any] = {"lora.rank": 16}
+_MESH = (
+    "parallel.stages",
+    "parallel.replicate",
+    "parallel.expert",
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps",
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Other values of some keys, their price in words, and the plan with them."""
+
+    values: dict[str, Any]
+    price: str
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mesh with some settings, by arithmetic alone. `values`: of the keys that change."""
+
+    values: dict[str, Any]
+    price: str
+    config: Config
+    floors_s: dict[str, float]
+    peak_bytes: float
+
+    @property
+    def floor_s(self) -> float:
+        return max(self.floors_s.values())
+
+    @property
+    def bound_by(self) -> str:
+        return max(self.floors_s, key=lambda part: self.floors_s[part])
+
+    def rank(self) -> tuple[float, float, int]:
+        """Return a key that sorts the fastest first, of equal ones those with less to move, and of
+        these those with the fewest changes."""
+        return self.floor_s, sum(self.floors_s.values()), len(self.values)
+
+
+class Search:
+    """Looks for changes of keys that `may_change` with which a planned run is faster, or fits."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model_config: PreTrainedConfig,
+        may_change: Callable[[str], bool] | None = None,
+    ) -> None:
+        """`may_change`: whether a key may have another value; None: each may."""
+        self._plan, self._model_config = plan, model_config
+        self._may_change = may_change or bool  # a key is not empty
+        self._own = self._estimate({}, "", plan.config, plan.shapes)
+
+    def much_faster_mesh(self) -> tuple[Estimate, Estimate] | None:
+        """Return the run's own mesh and the fastest, if a step of the first is slower by half.
+
+        No step is simulated, so that the memory has a margin.
+        """
+        limit = _MARGIN * self._plan.machine.memory_bytes
+        for fastest in self._estimates({}, "", limit):
+            if fastest.floor_s * _SLOW > self._own.floor_s:
+                return None
+            if self._can_be_cut(fastest):
+                return self._own, fastest
+        return None
+
+    def changes(self, simulations: Simulations) -> list[Change]:
+        """Return changes that fit, the fastest first; none if a run that fits is the fastest.
+
+        That is one other mesh, or where none fits, several, each with the fewest other settings.
+        """
+        plan, simulations = self._plan, simulations.without_evaluation()
+        left, memory_bytes = _MOST_SIMULATED, plan.machine.memory_bytes
+        # For other meshes the arithmetic is about as far off as for this one.
+        off = 0.0 if plan.reason else plan.peak_bytes - self._own.peak_bytes
+        for settings in islice(_settings(plan.config), 1 if plan.fits else None):
+            estimates: list[Estimate] = []
+            for values, price in settings:
+                if all(map(self._may_change, values)):
+                    found = self._estimates(values, price, memory_bytes - off)
+                    estimates += found[: 1 if values else None]  # with a price one is enough
+            changes: list[Change] = []
+            for each in sorted(estimates, key=Estimate.rank):
+                is_faster = not plan.fits or each.floor_s < _FASTER * plan.floor_s
+                if not left or not is_faster or (changes and not each.price):
+                    break
+                if each.peak_bytes + off > memory_bytes or not self._can_be_cut(each):
+                    continue
+                change = self._simulate(each, simulations)
+                left -= 1
+                if change and change.plan.fits:
+                    changes.append(change)
+                elif change:
+                    off = max(off, change.plan.peak_bytes - each.peak_bytes)
+            if changes or not left:
+                return sorted(changes, key=lambda change: change.plan.seconds_per_token)
+        return []
+
+    def _simulate(self, estimate: Estimate, simulations: Simulations) -> Change | None:
+        plan, config = self._plan, estimate.config
+        try:
+            made = make_plan(config, self._model_config, plan.machine, simulations, plan.reason)
+        except UserError:  # shards would cut the blocks of an optimizer
+            return None
+        return Change(estimate.values, estimate.price, made)
+
+    def _estimates(self, values: Mapping[str, Any], price: str, limit: float) -> list[Estimate]:
+        """Return all meshes with other settings that take no more memory, the fastest first."""
+        config = with_values(self._plan.config, values)
+        shapes = self._with_adapters if "lora.rank" in values else self._plan.shapes
+        estimates = []
+        for mesh in _meshes(config, shapes, self._plan.machine):
+            changed = {key: n for key, n in mesh.items() if n != _value(config, key)}
+            if all(map(self._may_change, changed)):
+                estimates.append(
+                    self._estimate(dict(values) | changed, price, _with_mesh(config, mesh), shapes)
+                )
+        return sorted((e for e in estimates if e.peak_bytes <= limit), key=Estimate.rank)
+
+    def _estimate(
+        self, values: dict[str, Any], price: str, config: Config, shapes: Shapes
+    ) -> Estimate:
+        machine, traffic, peak_bytes = self._plan.machine, [], 0.0
+        free = machine.memory_bytes - machine.allowance_bytes
+        for stage in range(config.parallel.stages):
+            memory, policy = rough_memory(shapes, stage, config, machine.ranks, free)
+            peak_bytes = max(peak_bytes, memory + machine.allowance_bytes)
+            traffic.append(least_traffic(shapes, stage, policy, config, machine.ranks))
+        floors = floors_s(traffic, self._plan.step_flops, config, machine)
+        return Estimate(values, price, config, floors, peak_bytes)
+
+    @cached_property
+    def _with_adapters(self) -> Shapes:
+        config = with_values(self._plan.config, _ADAPTERS)
+        return make_plan(config, self._model_config, self._plan.machine, reason="-").shapes
+
+    def _can_be_cut(self, estimate: Estimate) -> bool:
+        return estimate.config.parallel.stages == 1 or self._is_composable
+
+    @cached_property
+    def _is_composable(self) -> bool:
+        """Whether its first layers can be cut: a trial of all of them takes seconds."""
+        config = _with_mesh(self._plan.config, {"parallel.stages": 2})
+        try:
+            require_composable(config, with_layers(self._model_config, _TRIAL_LAYERS))
+        except UserError:
+            return False
+        return True
+
+
+def launch_command(
+    values: Mapping[str, Any], config: Config, machine: Machine, given: Sequence[str]
+) -> str:
+    """Return the command of a run with other values of some keys, and with its whole mesh.
+
+    `given`: the arguments without them.
+    """
+    changed = with_values(config, values)
+    mesh = {key: _value(changed, key) for key in _MESH}
+    named = {k: n for k, n in mesh.items() if n != _value(config, k) or n != KEYS[k].default}
+    named |= values
+    kept = [each for each in given if each.partition("=")[0] not in named]
+    sizes = {"NNODES": (machine.nodes, 2), "GPUS_PER_NODE": (machine.ranks_per_node, 8)}
+    environment = [f"{name}={n}" for name, (n, default) in sizes.items() if n != default]
+    words = [*environment, "./launch_node0.sh", *kept, *(f"{k}={n}" for k, n in named.items())]
+    return shlex.join(words)
+
+
+def _settings(config: Config) -> Iterator[list[tuple[dict[str, Any], str]]]:
+    """Yield groups of settings, each with its price: first none, then the fewest that may help, and
+    only at last those that train less."""
+    model, trains_all = config.model, config.lora.rank is None
+    same: list[tuple[dict[str, Any], str]] = []
+    if model.activation_checkpointing != "full":
+        price = "about a third more arithmetic"
+        same.append(({"model.activation_checkpointing": "full"}, price))
+    if trains_all and model.master_dtype != "bfloat16":
+        price = "weights rounded at random to bfloat16"
+        same.append(({"model.master_dtype": "bfloat16"}, price))
+    if trains_all and config.optimizer.name != "adamw8bit":
+        same.append(({"optimizer.name": "adamw8bit"}, "moments of 8 bits"))
+    if trains_all and model.reduce_dtype != "bfloat16":
+        price = "gradients summed with 8 bits of precision"
+        same.append(({"model.reduce_dtype": "bfloat16"}, price))
+    less: list[tuple[dict[str, Any], str]] = []
+    if trains_all:
+        less.append((_ADAPTERS, "trains adapters alone"))
+    if config.data.max_length > 1024:
+        rows = {"data.max_length": config.data.max_length // 2}
+        less.append((rows, "longer records lose turns"))
+    for n_less, n_same in product(range(len(less) + 1), range(len(same) + 1)):
+        yield [
+            (
+                {key: n for values, _ in (*others, *chosen) for key, n in values.items()},
+                "; ".join(price for _, price in (*others, *chosen)),
+            )
+            for others in combinations(less, n_less)
+            for chosen in combinations(same, n_same)
+        ]
+
+
+def _meshes(config: Config, shapes: Shapes, machine: Machine) -> Iterator[dict[str, int]]:
+    """Yield every division of the ranks, with micro-batches of the same effective batch."""
+    train, ranks = config.train, machine.ranks
+    rows = train.micro_batch_size * train.gradient_accumulation_steps
+    rows *= ranks // config.parallel.stages
+    nodes = [rank // machine.ranks_per_node for rank in range(ranks)]
+    for stages in _divisors(ranks):
+        stage_ranks = ranks // stages
+        if stages > shapes.n_layers or rows % stage_ranks or split_stage(nodes, stages):
+            continue
+        for replicate in _divisors(stage_ranks):
+            for expert in _divisors(stage_ranks // replicate):
+                copies = stage_ranks // replicate // expert
+                if expert > 1 and not shapes.may_spread(expert, copies):
+                    continue
+                for size in _divisors(rows // stage_ranks):
+                    micro_batches = rows // stage_ranks // size
+                    if micro_batches >= stages:
+                        mesh = stages, replicate, expert, size, micro_batches
+                        yield dict(zip(_MESH, mesh, strict=True))
+
+
+def _divisors(number: int) -> list[int]:
+    return [other for other in range(1, number + 1) if number % other == 0]
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the configuration with other values of some keys, `section.key`."""
+    sections = to_dict(config)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    return Config.model_validate({**sections, "origins": config.origins})
+
+
+def _with_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
+    """Do as `with_values`, in a hundredth of its time, with values that are allowed."""
+    sections: dict[str, Any] = {}
+    for key, value in mesh.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    updated = {n: getattr(config, n).model_copy(update=v) for n, v in sections.items()}
+    return config.model_copy(update=updated)
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)

@@ -1,0 +1,155 @@
+"""The search of the fastest mesh that fits: by arithmetic, then by at most three simulations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Glm4MoeConfig, GraniteConfig, LlamaConfig, PreTrainedConfig
+
+from shardtune.config import Config
+from shardtune.config_io import load_config
+from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.machine import Machine
+from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.search import Change, Search, launch_command
+
+WIDE = {
+    "vocab_size": 1000,
+    "hidden_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+LLAMA = LlamaConfig(**WIDE, intermediate_size=16384)
+GLM = Glm4MoeConfig(
+    **WIDE,
+    intermediate_size=2048,
+    moe_intermediate_size=1024,
+    n_routed_experts=16,
+    num_experts_per_tok=2,
+)
+MESH = {f"parallel.{key}" for key in ("stages", "replicate", "expert")}
+MESH |= {"train.micro_batch_size", "train.gradient_accumulation_steps"}
+NARROW_LINK, WIDE_LINK = 1e8, 1e13
+
+
+def configured(*assignments: str) -> Config:
+    given = ["model.path=unread", "data.train=unread", "model.compute_dtype=bfloat16"]
+    given += ["data.max_length=64", "model.activation_checkpointing=full"]
+    return load_config(Path("/dev/null"), [*given, *assignments], {})
+
+
+def machine(memory_bytes: float, node_bytes_per_s: float = NARROW_LINK) -> Machine:
+    return Machine(2, 4, memory_bytes, node_bytes_per_s, 1e12, 1e14)
+
+
+class Counted(Simulations):
+    """Counts the plans whose steps are simulated, by their first stage."""
+
+    plans = 0
+
+    def without_evaluation(self) -> Simulations:
+        return self
+
+    def measure(self, whole: Any, config: Config, policy: Any, world: Any) -> Any:
+        self.plans += world.stage == 0
+        return super().measure(whole, config, policy, world)
+
+
+def searched(
+    config: Config, model_config: PreTrainedConfig, machine: Machine
+) -> tuple[Plan, list[Change], int]:
+    """Return the plan, the changes found and how many plans were simulated for them."""
+    simulations = Counted(model_config)
+    plan = make_plan(config, model_config, machine, simulations)
+    simulations.plans = 0
+    return plan, Search(plan, model_config).changes(simulations), simulations.plans
+
+
+def test_on_a_narrow_link_the_fastest_mesh_is_one_of_stages() -> None:
+    config = configured("train.gradient_accumulation_steps=4", "parallel.expert=4")
+    plan, (change,), simulated = searched(config, GLM, machine(40e9))
+    assert simulated == 1
+    assert change.values["parallel.stages"] == 2
+    assert change.plan.fits and change.plan.step_tokens == plan.step_tokens
+    assert change.plan.floor_s < plan.floor_s / 4
+    # By arithmetic alone it is named, too, with the seconds that the simulation gives.
+    found = Search(plan, GLM).much_faster_mesh()
+    assert found
+    own, fastest = found
+    assert fastest.values == change.values
+    assert fastest.floors_s == pytest.approx(change.plan.floors_s, rel=0.02)
+    assert own.floors_s == pytest.approx(plan.floors_s, rel=0.02)
+    # Nothing is faster than the fastest one.
+    again = make_plan(change.plan.config, GLM, machine(40e9), reason="-")
+    assert Search(again, GLM).changes(Simulations(GLM)) == []
+    assert Search(again, GLM).much_faster_mesh() is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("node_bytes_per_s", [NARROW_LINK, 5e9, WIDE_LINK])
+def test_no_mesh_that_fits_is_faster_than_the_one_that_is_named(node_bytes_per_s: float) -> None:
+    config = configured("train.gradient_accumulation_steps=2", "parallel.expert=4")
+    plan, changes, _ = searched(config, GLM, machine(5e9, node_bytes_per_s))
+    best = changes[0].plan if changes else plan
+    for stages, replicate, expert, size in (
+        (stages, replicate, expert, size)
+        for stages in (1, 2)
+        for replicate in (1, 2, 4, 8)
+        for expert in (1, 2, 4, 8)
+        for size in (1, 2)
+        if stages * replicate * expert <= 8 and 2 * stages // size >= stages
+    ):
+        mesh = [f"parallel.stages={stages}", f"parallel.replicate={replicate}"]
+        mesh += [f"parallel.expert={expert}", f"train.micro_batch_size={size}"]
+        mesh.append(f"train.gradient_accumulation_steps={2 * stages // size}")
+        other = make_plan(configured(*mesh), GLM, machine(5e9, node_bytes_per_s))
+        assert not other.fits or best.floor_s < 1.06 * other.floor_s, mesh
+
+
+def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price() -> None:
+    config = configured("train.gradient_accumulation_steps=2")
+    plan, changes, simulated = searched(config, LLAMA, machine(4.8e9))
+    assert not plan.fits
+    assert simulated == 3
+    settings = [set(change.values) - MESH for change in changes]
+    assert settings and all(len(keys) == 1 for keys in settings)
+    for change in changes:
+        assert change.plan.fits and change.price
+        assert change.plan.step_tokens == plan.step_tokens
+    seconds = [change.plan.floor_s for change in changes]
+    assert seconds == sorted(seconds)
+
+
+def test_an_architecture_that_cannot_be_cut_is_offered_no_stages() -> None:
+    """Granite scales what its embedding gives."""
+    config = configured("train.gradient_accumulation_steps=4")
+    faster = []
+    for multiplier in (1.0, 2.0):
+        granite = GraniteConfig(**WIDE, intermediate_size=16384, embedding_multiplier=multiplier)
+        plan = make_plan(config, granite, machine(40e9), reason="-")
+        faster.append(Search(plan, granite).much_faster_mesh())
+    assert faster[0] and faster[0][1].config.parallel.stages == 2
+    assert faster[1] is None
+
+
+def test_a_resumed_run_is_offered_only_keys_that_it_may_change() -> None:
+    config = configured("train.gradient_accumulation_steps=2")
+    simulations = Simulations(LLAMA)
+    plan = make_plan(config, LLAMA, machine(4.4e9), simulations)
+    changes = Search(plan, LLAMA, lambda key: key.startswith("lora.")).changes(simulations)
+    assert [change.values for change in changes] == [{"lora.rank": 16}]
+
+
+def test_a_command_keeps_what_was_given_and_names_the_whole_mesh() -> None:
+    config = configured("parallel.expert=4", "train.gradient_accumulation_steps=4")
+    given = ["--config=my run.yaml", "optimizer.lr=1e-4", "parallel.replicate=2"]
+    values = {"parallel.stages": 2, "parallel.replicate": 1}
+    assert launch_command(values, config, Machine(2, 8, 1, 1, 1, 1), given) == (
+        "./launch_node0.sh '--config=my run.yaml' optimizer.lr=1e-4 parallel.stages=2 "
+        "parallel.expert=4 train.gradient_accumulation_steps=4 parallel.replicate=1"
+    )
+    one_node = launch_command({}, config, Machine(1, 4, 1, 1, 1, 1), [])
+    assert one_node.startswith("NNODES=1 GPUS_PER_NODE=4 ./launch_node0.sh parallel.expert=4")
