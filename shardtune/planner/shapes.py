@@ -21,7 +21,7 @@ from shardtune.model.stages import layers_of_stages
 from shardtune.model.support import decoder_layers
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Collective
-from shardtune.training.reshard import ReshardPolicy, decide
+from shardtune.training.reshard import KeptBytes, ReshardPolicy, decide
 
 
 class Sizes(NamedTuple):
@@ -179,20 +179,26 @@ def rough_memory(
     moment_bytes = 2.03 if name == "adamw8bit" and not is_lora else 2 * stored_bytes
     trained = whole.trained_dense + whole.trained_experts
     frozen = whole.dense + whole.experts - trained
-    shards = ranks // parallel.stages // parallel.replicate
-    per_trained = stored_bytes + max(stored_bytes, reduce_bytes) + moment_bytes
-    states = (per_trained * trained + compute_bytes * frozen) / shards
+    stage_ranks = ranks // parallel.stages
+    shards = stage_ranks // parallel.replicate
+    gradient_bytes = max(stored_bytes, reduce_bytes)
+    states = (stored_bytes * trained + compute_bytes * frozen) / shards
+    states += (gradient_bytes + moment_bytes) * trained / stage_ranks
 
     gathered = compute_bytes * (whole.dense + whole.experts / expert)
     reduced = reduce_bytes * (whole.trained_dense + whole.trained_experts / expert)
+    if stage_ranks == 1:  # they replace the gradients that are kept
+        reduced = 0.0
     micro_batches = train.gradient_accumulation_steps
-    policy, *_ = decide(gathered, reduced, free - states, micro_batches)
+    sums = gradient_bytes * trained / shards * (1 - 1 / parallel.replicate)
+    kept_bytes = KeptBytes(round(gathered), round(reduced), round(sums))
+    policy, *_ = decide(kept_bytes, free - states, micro_batches)
     if not policy.keep_parameters:  # that of one layer, of the one before, and a copy
         layer = largest.dense + largest.experts / expert
         gathered = compute_bytes * (sizes.around.dense + 3 * layer)
     if not policy.keep_gradients or micro_batches == 1:
         layer = largest.trained_dense + largest.trained_experts / expert
-        reduced = reduce_bytes * 2 * layer
+        reduced = min(reduced, reduce_bytes * 2 * layer)
 
     tokens = train.micro_batch_size * config.data.max_length
     kept = {
@@ -204,4 +210,6 @@ def rough_memory(
     imbalance = EXPERT_IMBALANCE if expert > 1 else 1
     of_layer = largest.dense_products + imbalance * largest.expert_products
     activations = compute_bytes * tokens * (kept + 3 * of_layer)
-    return states + gathered + reduced + activations, policy
+    if policy.keep_gradients or not policy.keep_sums or micro_batches == 1:
+        sums = 0.0
+    return states + gathered + reduced + sums + activations, policy

@@ -432,16 +432,6 @@ def test_an_update_holds_weights_gradients_and_moments() -> None:
     assert plan.peaks["load"].n_bytes == plan.states.parameters
 
 
-def test_too_many_replicas_are_the_first_thing_to_change(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    LLAMA.save_pretrained(tmp_path)
-    given = ["--nodes", "1", "--gpu-memory", "4.003", f"model.path={tmp_path}", "parallel.expert=1"]
-    assert run(["plan", "--config", str(CONFIG), *given, "parallel.replicate=8"]) == 3
-    said = capsys.readouterr().out
-    assert re.search(r"GB: NNODES=1 \./launch_node0\.sh .*parallel\.replicate=1", said), said
-
-
 def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> None:
     config = configured("parallel.expert=4", "train.gradient_accumulation_steps=1")
     cut, policy = with_layers(GLM, 2), ReshardPolicy(False, False)

@@ -123,6 +123,14 @@ def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price() -> N
     assert seconds == sorted(seconds)
 
 
+def test_where_another_mesh_fits_no_setting_changes() -> None:
+    config = configured("train.gradient_accumulation_steps=2", "parallel.replicate=8")
+    plan, (change,), _ = searched(config, LLAMA, machine(4.9e9))
+    assert not plan.fits
+    assert change.plan.fits and not change.price
+    assert change.values.keys() <= MESH and change.values["parallel.replicate"] == 1
+
+
 def test_an_architecture_that_cannot_be_cut_is_offered_no_stages() -> None:
     """Granite scales what its embedding gives."""
     config = configured("train.gradient_accumulation_steps=4")
