@@ -22,29 +22,31 @@ from shardtune.training.replica_shards import OwnedParameters
 
 def measure_norm(config: Config, gradients: Path, out: Path) -> None:
     """Give the sharded model these gradients; clip them twice; then make two values not finite."""
-    world = join_world(config.distributed)
+    world = join_world(config.distributed, config.parallel)
     model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
     given = load_file(gradients)
     owned = OwnedParameters(model, config, world)
+    parameters = owned.by_name.values()
     for name, parameter in owned.by_name.items():
         parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)
 
     def total_norm() -> float:
-        return world.all_gather_scalars(squared_gradients(model.parameters())).sum().sqrt().item()
+        return world.all_gather_scalars(squared_gradients(parameters)).sum().sqrt().item()
 
     norm = total_norm()
-    clip_gradients(model.parameters(), 1.0, norm)
+    clip_gradients(parameters, 1.0, norm)
     clipped = total_norm()
-    clip_gradients(model.parameters(), 2.0, clipped)
+    clip_gradients(parameters, 2.0, clipped)
     unchanged = total_norm()
     if world.rank == 1:
-        model.get_parameter("model.norm.weight").grad.to_local()[3] = math.inf
+        owned.by_name["model.norm.weight"].grad.to_local()[3] = math.inf
         model.get_parameter("lm_head.weight").detach().to_local()[0, 3] = math.nan
     seen = [norm, clipped, unchanged, first_non_finite(model, owned.by_name)]
     out.with_suffix(f".{world.rank}").write_text(json.dumps(seen), encoding="utf-8")
 
 
 def test_the_norm_over_ranks_is_that_of_one_process(models, tmp_path):
+    """Two replicas divide the gradients of three shards each, unevenly."""
     plain = AutoModelForCausalLM.from_pretrained(models["llama"])
     torch.manual_seed(1)
     for parameter in plain.parameters():
@@ -54,15 +56,15 @@ def test_the_norm_over_ranks_is_that_of_one_process(models, tmp_path):
     )
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), math.inf).item()
     finished = on_ranks(
-        3,
+        6,
         measure_norm,
-        config_for(models["llama"], tmp_path),
+        config_for(models["llama"], tmp_path, "parallel.replicate=2"),
         tmp_path / "gradients.safetensors",
         tmp_path / "seen",
         cwd=tmp_path,
     )
     assert finished.returncode == 0, finished.stderr
-    for rank in range(3):
+    for rank in range(6):
         norm, clipped, unchanged, first = json.loads(
             (tmp_path / f"seen.{rank}").read_text(encoding="utf-8")
         )
