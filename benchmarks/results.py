@@ -71,6 +71,9 @@ def _native() -> list[str]:
 
 def main(options: Namespace) -> None:
     """Measure what the options ask for; other results stay as they are."""
+    if not options.peers.exists():
+        remedy = "run `make .venv/peers/.installed`, or name another with --peers"
+        sys.exit(f"ERROR: {options.peers} does not exist - {remedy}")
     torch.set_num_threads(1)
     shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True)

@@ -20,10 +20,11 @@ _ASKED = {"system": "a", "user": "b c d e "}
 _TEMPLATE_TOKENS = 31  # of its marks, the names of three roles, and ends of lines
 _GLM = {"num_key_value_heads": 4, "head_dim": 64, "n_routed_experts": 16, "n_shared_experts": 1}
 _GLM |= {"moe_intermediate_size": 256, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
-_GLM |= {"n_group": 1, "topk_group": 1}
+_GLM |= {"n_group": 1, "topk_group": 1, "tie_word_embeddings": False}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm4_moe", shape_of(256, 128, 5, 4, _GLM)),
-    "llama": ("llama", shape_of(512, 1376, 5, 8, {})),
+    "llama": ("llama", shape_of(512, 1376, 5, 8, {"tie_word_embeddings": False})),
+    "tied llama": ("llama", shape_of(512, 1376, 5, 8, {"tie_word_embeddings": True})),
 }
 
 
@@ -34,7 +35,7 @@ def write_model(family: str, folder: Path) -> int:
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2 * ROW_TOKENS}
     tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     tokens["pad_token_id"] = tokenizer.pad_token_id
-    config = AutoConfig.for_model(model_type, **shape | sizes | tokens, tie_word_embeddings=False)
+    config = AutoConfig.for_model(model_type, **shape | sizes | tokens)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)

@@ -72,6 +72,8 @@ class Shapes:
         looked_up: Any = whole.get_input_embeddings()
         embedding, behind = sizes(looked_up), sizes(whole, [*layers, looked_up])
         is_tied = bool(whole.all_tied_weights_keys)
+        # Elements of a trained weight that is both embedding and head.
+        self.shared_numel = embedding.trained_dense if is_tied else 0
 
         @cache
         def of_stages(number: int) -> list[StageSizes]:
@@ -158,6 +160,10 @@ def least_traffic(
     neighbours = [first - stage_ranks] * (stage > 0) + [first + stage_ranks] * (stage < stages - 1)
     for neighbour in neighbours:
         traffic[Collective("send", (neighbour, first))] += hidden
+    if neighbours and stage in (0, stages - 1):
+        master_bytes = DTYPES[config.model.master_dtype].itemsize
+        shared = max(reduce_bytes, master_bytes) * shapes.shared_numel // stage_ranks
+        traffic[Collective("send", (ranks - stage_ranks - first, first))] += shared
     return Counter({each: n for each, n in traffic.items() if n and len(each.ranks) > 1})
 
 

@@ -56,7 +56,7 @@ class Measured:
 
     def step_traffic(self, micro_batches: int) -> Counter[Collective]:
         """Return the traffic of a step with this number of micro-batches."""
-        _, first, *others = self.traffic
+        _, first, *others, behind = self.traffic
         total = first.copy()
         if others:
             total += others[-1]
@@ -66,7 +66,7 @@ class Measured:
         for collective in [each for each in total if each.kind == "send"]:
             sizes = [micro_batch[collective] for micro_batch in (first, *others)]
             total[collective] = micro_batches * sum(sizes) // len(sizes)
-        return total
+        return total + behind
 
 
 @contextmanager
@@ -155,6 +155,9 @@ def simulate(
                     policy.before_backward(model, each.is_last_backward)
                     tracker.begin("backward", Cause.BACKWARD)
                     stage.backward(batch, scale=1.0)
+            tracker.traffic = Counter()
+            traffic.append(tracker.traffic)
+            stage.finish()
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
     layers = len(decoder_layers(model))

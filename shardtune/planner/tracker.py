@@ -183,7 +183,7 @@ class Tracker(TorchDispatchMode):
             n_bytes = tensors[0].nbytes
         ranks = _ranks(args)
         if kind == "send":
-            ranks = (*(rank for rank in ranks if rank != dist.get_rank()), dist.get_rank())
+            ranks = (ranks[args[2]], dist.get_rank())
         self.traffic[Collective(kind, ranks)] += n_bytes
 
     def _number(self, tensor: torch.Tensor) -> int | bool:

@@ -66,8 +66,8 @@ LLAMA = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=8192,
 )
-
-
+TIED = copy.deepcopy(LLAMA)
+TIED.tie_word_embeddings = True
 THREE_DENSE = copy.deepcopy(GLM)
 THREE_DENSE.num_hidden_layers, THREE_DENSE.first_k_dense_replace = 12, 3
 # The end of its backward, the gradient of the embedding, takes the most in a shallow one, and the
@@ -318,6 +318,7 @@ def test_a_bound_says_only_what_it_shows() -> None:
                 (GLM, ["parallel.expert=2", "parallel.stages=2", *STEPS], 4.001e9),
                 (GLM, ["parallel.expert=2", "parallel.stages=4", *STEPS], 8e9),
                 (LLAMA, ["parallel.stages=2", *STEPS], 4.001e9),
+                (TIED, ["parallel.stages=2", *STEPS], 4.001e9),
                 (GLM, ["model.activation_checkpointing=none"], 4.001e9),
                 (GLM, ["lora.rank=8", "parallel.expert=4"], 8e9),
             )
