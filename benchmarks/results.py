@@ -30,6 +30,7 @@ from distTest.workloads.script import REPOSITORY, absolute
 # order; one with `variants(options)` once for each of these, which `measure` gets, too.
 SECTIONS = ("traffic", "one", "profile", "two", "cable", "head", "scaling", "records", "experts")
 _SHOWN = ("one", "profile", "two", "cable", "traffic", "head", "scaling", "records", "experts")
+_PLOTTED = ("one", "scaling")
 _PEERS = ("trl_packed", "trl_padded", "trl_single", "hf_trainer")
 SHORT: dict[str, Any] = {"rounds": 1, "steps": 2, "tokens": 1024, "max_length": 512}
 SHORT |= {"ranks": [1, 2], "head_tokens": 256, "records": [1_000], "expert_tokens": [64]}
@@ -95,8 +96,8 @@ def main(options: Namespace) -> None:
             results[name] = {"measured_with": measured_with, "figures": figures}
             results[name]["failed"] = FAILED[failures:]
             file.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    plotted = [part for name, part in results.items() if _section(name) in ("one", "scaling")]
-    if any(part["figures"] for part in plotted):
+    plotted = [part for name, part in results.items() if _section(name) in _PLOTTED]
+    if set(options.sections) & set(_PLOTTED) and any(part["figures"] for part in plotted):
         plot.unlink(missing_ok=True)
         command = [options.peers, "-m", "benchmarks.plot", "results", file, plot]
         run_pinned(command, options.work / "plot.log")
