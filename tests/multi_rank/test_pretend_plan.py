@@ -25,6 +25,7 @@ SPREAD_LORA = ["lora.rank=16", "parallel.expert=8", "parallel.replicate=2"]
 CASES = [
     ("llama-3-8b", 1, 80, [FULL]),
     ("llama-3-8b", 2, 80, [NONE]),
+    ("llama-3-8b", 2, 80, ["parallel.replicate=2", FULL]),
     ("glm-4.5-air", 2, 141, [FULL]),
     ("glm-4.5-air", 2, 141, [SELECTIVE]),
     ("glm-4.5-air", 2, 141, [NONE]),
