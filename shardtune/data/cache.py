@@ -60,7 +60,9 @@ def damaged_files(entry: Path) -> list[str]:
         recorded = (entry / _DIGESTS).read_text("utf-8", errors="replace").splitlines()
     except OSError:
         return [_DIGESTS]
-    return sorted({line.partition("  ")[2] for line in {*recorded} ^ {*_digests(entry)}})
+    return sorted(
+        {line.partition("  ")[2] or _DIGESTS for line in {*recorded} ^ {*_digests(entry)}}
+    )
 
 
 def _digests(folder: Path) -> list[str]:

@@ -32,7 +32,7 @@ from shardtune.model.support import decoder_layers
 
 FACTORS = ("lora_A", "lora_B")
 _GROUPS = ("attention", "experts")  # that `lora.targets` may name
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
+_ROUTERS = {"gate", "router", "router_gate", "shared_expert_gate"}
 
 
 class LoraLinear(nn.Linear):
@@ -151,7 +151,8 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
             above = [modules[".".join(names[: i + 1])] for i in range(len(names))]
             in_layer = re.sub(r"\.\d+\.", ".N.", f".{name}")[1:]
             parts, full_name = set(names), f"{layer_name}.{name}"
-            is_of_expert = re.search(
+            # Doge keeps a row for each expert in an embedding, which other layers do not have.
+            is_of_expert = isinstance(module, nn.Embedding) or re.search(
                 "expert", name + "".join(type(m).__name__ for m in above), re.I
             )
             if "router" not in parts and re.search(r"attn|attention", name):

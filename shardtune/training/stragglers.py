@@ -14,6 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
+from operator import itemgetter
 from statistics import median_low
 from typing import Any
 
@@ -61,13 +62,7 @@ class Stragglers(StepObserver):
 
     def _report(self, step: int, hosts: Sequence[str], means: Sequence[dict[str, float]]) -> None:
         seconds_of = [[each[name] for name in STEP_PHASES] for each in means]
-        # Stages do different work: a rank is held against those of its own.
-        size = self._world.stage_ranks
-        ratio, rank, phase = max(
-            (ratio, first + rank, phase)
-            for first in range(0, len(means), size)
-            for rank, ratio, phase in [slowest(seconds_of[first : first + size])]
-        )
+        rank, ratio, phase = slowest(seconds_of, self._world.stage_ranks)
         host, seconds, name = hosts[rank], means[rank], STEP_PHASES[phase]
         is_slow = ratio > _LOG_ABOVE
         if is_slow and self._suspect == rank:  # one report may be chance
@@ -90,11 +85,24 @@ class Stragglers(StepObserver):
         )
 
 
-def slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, int]:
+def slowest(seconds: Sequence[Sequence[float]], stage_ranks: int) -> tuple[int, float, int]:
     """Return the slowest rank, its time as a multiple of the median, and the phase to blame.
 
-    `seconds`: [rank][phase]. The phase is the one in which the rank is furthest above the median of
-    that phase. A median is the lower one: of two ranks, the other one is the measure.
+    `seconds`: [rank][phase]. Stages do different work: the medians are those of the rank's own.
+    """
+    per_stage = (
+        (first, *_slowest(seconds[first : first + stage_ranks]))
+        for first in range(0, len(seconds), stage_ranks)
+    )
+    first, rank, ratio, phase = max(per_stage, key=itemgetter(2))
+    return first + rank, ratio, phase
+
+
+def _slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, int]:
+    """Return the same of one stage, with the rank's place in it.
+
+    The phase is the one in which the rank is furthest above the median of that phase. A median is
+    the lower one: of two ranks, the other one is the measure.
     """
     totals = [sum(phases) for phases in seconds]
     rank = max(range(len(totals)), key=totals.__getitem__)

@@ -186,6 +186,7 @@ DBRX = {
         ("dbrx", DBRX, "DbrxExpertGLU"),  # one matrix has all experts, one below the other
         ("jetmoe", SMALL | {"kv_channels": 8}, "JetMoeParallelExperts"),
         ("longcat_flash", {"num_layers": 1}, "LongcatFlashExperts"),
+        ("doge", SMALL | {"is_moe": True, "num_experts": 16}, "Embedding"),
     ],
 )
 def test_experts_of_another_layout_are_refused_and_attention_is_not(

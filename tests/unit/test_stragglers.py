@@ -8,12 +8,19 @@ from shardtune.training.stragglers import slowest
 
 
 def test_the_slowest_rank_is_the_one_whose_phases_exceed_the_median() -> None:
-    assert slowest([[0.1, 1.0, 0.1], [0.1, 2.3, 0.1], [0.1, 1.1, 0.1]]) == (
+    assert slowest([[0.1, 1.0, 0.1], [0.1, 2.3, 0.1], [0.1, 1.1, 0.1]], 3) == (
         1,
         pytest.approx(2.5 / 1.3),
         1,
     )
-    assert slowest([[0.1, 1.0, 0.1], [1.1, 0.9, 0.1]]) == (1, pytest.approx(2.1 / 1.2), 0)
+    assert slowest([[0.1, 1.0, 0.1], [1.1, 0.9, 0.1]], 2) == (1, pytest.approx(2.1 / 1.2), 0)
     # Not the longest phase, but the one that is longer than the others'.
-    assert slowest([[3.0, 1.0, 0.1], [3.1, 2.0, 0.1], [3.0, 1.1, 0.1]])[::2] == (1, 1)
-    assert slowest([[1.0, 1.0, 1.0]]) == (0, 1.0, 0)
+    assert slowest([[3.0, 1.0, 0.1], [3.1, 2.0, 0.1], [3.0, 1.1, 0.1]], 3)[::2] == (1, 1)
+    assert slowest([[1.0, 1.0, 1.0]], 1) == (0, 1.0, 0)
+
+
+def test_a_rank_is_held_against_those_of_its_stage() -> None:
+    """The second stage has more work, and the rank that is slow for its own is in it."""
+    seconds = [[0.1, 1.0], [0.1, 1.1], [0.1, 3.0], [0.1, 6.1]]
+    assert slowest(seconds, 2) == (3, pytest.approx(2.0), 1)
+    assert slowest([*seconds[3:1:-1], *seconds[:2]], 2)[0] == 0

@@ -14,10 +14,14 @@ from helpers.tiny_models import cut_into_files
 from safetensors.torch import save_file
 
 from shardtune.checkpoint.manifest import Checkpoint
-from shardtune.checkpoint.resume_rules import require_same_weights
+from shardtune.checkpoint.resume_rules import require_allowed_settings, require_same_weights
+from shardtune.config import Config
+from shardtune.config_io import load_config
 from shardtune.errors import UserError
 from shardtune.model import weight_files
 from shardtune.model.weight_files import tensors_digest, weights_digest
+
+REPOSITORY = Path(__file__).parents[2]
 
 TENSORS = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(40), "c": torch.zeros(0)}
 
@@ -74,6 +78,20 @@ def test_a_damaged_file_of_weights_has_no_digest(content: bytes, tmp_path: Path)
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors: no header of tensors"):
         tensors_digest([file])
+
+
+def test_only_where_a_digest_of_the_weights_decides_may_they_lie_elsewhere() -> None:
+    def configured(path: str) -> Config:
+        return load_config(REPOSITORY / "examples/demo.yaml", [f"model.path={path}"], {})
+
+    config, before = configured("there"), configured("here").model_dump(mode="json")
+
+    def saved(**state: str) -> Checkpoint:
+        return Checkpoint("checkpoint_0000002", {"state": {"config": before} | state}, "", [])
+
+    require_allowed_settings(saved(weights="abc"), config)
+    with pytest.raises(UserError, match=r"model\.path is .*there.* and was .*here"):
+        require_allowed_settings(saved(), config)
 
 
 def test_a_resume_on_other_frozen_weights_is_refused_and_an_old_checkpoint_names_none(
