@@ -92,7 +92,8 @@ def _write_inputs(options: Namespace, folder: Path) -> list[str]:
     """Write model and data; return the launch scripts' arguments behind `--config`."""
     config = load_config(options.config, options.assignments, {})
     print(f"Model: {make_model(config.model.path, options.ranks, folder / 'model')}")
-    rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps * options.ranks
+    data_ranks = options.ranks // config.parallel.stages
+    rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps * data_ranks
     write_chats(folder / "train.jsonl", rows * STEPS, seed=0)
     write_chats(folder / "eval.jsonl", options.ranks, seed=1)
     replaced = {

@@ -197,10 +197,15 @@ def bound_in(
 
 
 def _join(stages: Sequence[Plan]) -> Plan:
-    """Return the plan of a run from those of its stages: memory is that of the fullest one."""
+    """Return the plan of a run from those of its stages.
+
+    Peaks are those of the stage with the highest, and states those of the one with the largest.
+    """
     fullest = max(stages, key=lambda stage: stage.peak_bytes)
+    states = max((stage.states for stage in stages), key=lambda each: each.total)
     traffic = tuple(stage.traffic[0] for stage in stages)
-    return replace(fullest, traffic=traffic, storage=join_storage([s.storage for s in stages]))
+    storage = join_storage([stage.storage for stage in stages])
+    return replace(fullest, states=states, traffic=traffic, storage=storage)
 
 
 def _plan_stage(

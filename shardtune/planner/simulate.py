@@ -155,6 +155,9 @@ def simulate(
                     policy.before_backward(model, each.is_last_backward)
                     tracker.begin("backward", Cause.BACKWARD)
                     stage.backward(batch, scale=1.0)
+                    for parameter in model.parameters():  # no collective has shown some of them
+                        if parameter.grad is not None:
+                            tracker.hold(to_local(parameter.grad), Cause.GRADIENTS)
             tracker.traffic = Counter()
             traffic.append(tracker.traffic)
             stage.finish()

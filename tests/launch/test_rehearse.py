@@ -51,7 +51,7 @@ def passed(output: str) -> list[str]:
 def test_a_rehearsal_over_loopback_passes(tmp_path: Path, here: dict[str, str]) -> None:
     """A value of the user's reaches the scripts; variables of the real cluster do not."""
     options = "--loopback --procs-per-node 1 -- optimizer.lr=2e-3 data.max_length=99"
-    options += " parallel.expert=2"
+    options += " parallel.expert=2 parallel.stages=1"
     there = here | {"MASTER_ADDR": "192.0.2.1", "NNODES": "7"}
     make = ["make", "--no-print-directory", "rehearse", f"REHEARSE_ARGS={options}"]
     done = run(*make, cwd=REPOSITORY, env=there)

@@ -41,6 +41,7 @@ LONG = (
     "export.final=false",
     "checkpoint.every_steps=0",
     "parallel.expert=1",
+    "parallel.stages=1",
 )
 
 

@@ -102,8 +102,9 @@ def test_shipped_configuration_holds_every_key_and_has_no_remarks() -> None:
     assert set(config.origins) == set(KEYS) and set(config.origins.values()) == {"file"}
     assert remarks(config) == []
     assert (config.model.path, config.run.dir) == ("zai-org/GLM-4.5-Air", "runs/config")
-    train = config.train
-    assert (train.micro_batch_size, train.gradient_accumulation_steps, train.epochs) == (1, 2, 3)
+    train, data_ranks = config.train, 16 // config.parallel.stages
+    rows = train.micro_batch_size * train.gradient_accumulation_steps * data_ranks
+    assert (rows, train.epochs) == (32, 3)
 
 
 def test_every_shipped_key_has_a_comment() -> None:
