@@ -14,6 +14,7 @@ from helpers.ranks import on_ranks, run_script, train
 from transformers import AutoConfig, AutoTokenizer
 
 from shardtune.distributed.host_memory import available_memory
+from shardtune.distributed.measured import write_measured
 from shardtune.planner import run_plan
 
 
@@ -73,6 +74,24 @@ def test_a_plan_that_is_ignored_is_held_against_the_run(
     assert "The run does not fit" in line
     assert line.endswith("the run starts all the same (run.ignore_plan=true)")
     check(said, tmp_path / "run", "simulated step", steps=3)
+
+
+def test_a_run_with_a_slow_mesh_names_the_fastest_once(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """By the bandwidth that the preflight has left: 1 MB/s between the ranks."""
+    figures = [{"between": 0, "inside": 1e6, "flops": [1e12, 1e12]}]
+    write_measured(tmp_path / "run", [2], figures)
+    small = ["train.gradient_accumulation_steps=2", "train.max_steps=1", "eval.baseline=false"]
+    arguments = given(models["llama"], tmp_path, *small)
+    said = finish(on_ranks(2, run_script, arguments, cwd=tmp_path))
+    (line,) = re.findall(r"^Mesh: .*", said, re.M)
+    assert re.fullmatch(
+        r"Mesh: a step takes at least (\S+) s, inside a node, by the bandwidths of the preflight, "
+        r"and (\S+) s with NNODES=1 GPUS_PER_NODE=2 \./launch_node0\.sh --config=config\.yaml "
+        r".*parallel\.stages=2 train\.gradient_accumulation_steps=4 .*",
+        line,
+    ), line
 
 
 @pytest.mark.full
