@@ -46,7 +46,7 @@ _SLOW = ("plain", "replicate=2", "stages=2")  # on the slow cable, too
 _EXPERT = {"glm": {"parallel.expert": 2}, "llama": {}}
 _NAMES = NAMES | {
     "plain": "shardtune, one copy over both nodes",
-    _SHORT: "the same with memory for nothing that could be kept (config.yaml's way)",
+    _SHORT: "the same without memory to keep weights and gradients",
     "replicate=2": "shardtune, `parallel.replicate=2`",
     "stages=2": "shardtune, `parallel.stages=2`",
 }
