@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from benchmarks import results
 
@@ -20,7 +22,13 @@ SECTIONS = ("card", "checkpoint", "gpu", "plans", "rounding", "sinks")
 
 def main(arguments: Sequence[str]) -> None:
     names = ("all", *results.SECTIONS, *SECTIONS)
-    parser = ArgumentParser("python -m benchmarks", description=__doc__, usage="%(prog)s SECTION")
+    parser = ArgumentParser(
+        "python -m benchmarks",
+        description=__doc__,
+        usage="%(prog)s SECTION",
+        epilog="\n".join(f"{name:11} {_subject(name)}" for name in names[1:]),
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     parser.add_argument("section", choices=names)
     name = parser.parse_args(arguments[:1]).section
     module = import_module(f"benchmarks.{name if name in SECTIONS else 'results'}")
@@ -37,6 +45,13 @@ def main(arguments: Sequence[str]) -> None:
         parser.set_defaults(**short if "--short" in arguments else {})
     parser.set_defaults(command=shlex.join(["python", "-m", "benchmarks", *arguments]))
     module.main(parser.parse_args(arguments[1:]))
+
+
+def _subject(section: str) -> str:
+    """Return the first sentence of a section's module, which is not imported for it."""
+    source = Path(__file__).with_name(f"{section}.py").read_text("utf-8")
+    first, _, _ = (ast.get_docstring(ast.parse(source)) or "").replace("\n", " ").partition(". ")
+    return first.partition(";")[0].rstrip(".")
 
 
 if __name__ == "__main__":

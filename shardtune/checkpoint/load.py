@@ -107,6 +107,8 @@ def transfer(
             part = torch.empty(shape, dtype=checkpoint.dtype(chunk.tensor))
             dist.recv(part.view(-1).view(torch.uint8), sender, group)
             yield part
+    # A rank without a part in this would be gone while others still connect to it.
+    dist.barrier(group)
     dist.destroy_process_group(group)
 
 

@@ -100,6 +100,11 @@ def new_entry(entry: Path) -> Iterator[Path]:
         except OSError:
             if not entry.exists():
                 raise
+            for file in entry.glob("[!.]*"):  # what no entry has would be damage at every start
+                if file.is_dir():
+                    shutil.rmtree(file)
+                elif not (folder / file.name).exists():
+                    file.unlink()
             for file in folder.iterdir():
                 file.replace(entry / file.name)
     finally:

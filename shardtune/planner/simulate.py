@@ -116,7 +116,7 @@ def simulate(
     """
     tracker, device = Tracker(), world.device
     model = build_on_meta(config, model_config, world, own)
-    if model._is_stateful:  # on a CPU it goes token by token, and keeps as many tensors
+    if model._is_stateful:  # on a CPU it goes token by token and keeps the tensors of each
         raise NotSimulated("it keeps a state instead of attending")
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from shardtune.config_io import bare, read_written
 from shardtune.errors import UserError
 from shardtune.metrics_schema import KINDS, Count, fields_of
-from shardtune.run_files import METRICS
+from shardtune.run_files import LOCK, METRICS
 
 Entry = dict[str, Any]
 FloatArray = npt.NDArray[np.float64]
@@ -104,6 +104,8 @@ def read_run(path: Path) -> RunRecord:
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
+        if (path / LOCK).exists():
+            raise UserError(f"{path}: the run still loads - wait for its first step") from error
         raise UserError(
             f"{path}: no run ({file.name}: {error.strerror}) - name the run.dir of a run that has "
             "begun"

@@ -148,8 +148,8 @@ def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
         entry = slowest[-1]
         yield (
             "slowest",
-            f"rank {entry.get('slowest_rank')} on {entry.get('host')}, "
-            f"{_shown(entry, 'ratio', '.2f')} x the median, in {entry.get('phase')}",
+            f"rank {entry.get('slowest_rank', '?')} on {entry.get('host', '?')}, "
+            f"{_shown(entry, 'ratio', '.2f')} x the median, in {entry.get('phase', '?')}",
         )
     if saves := run.of_kind("save"):
         step, seconds = saves[-1]["step"], saves[-1].get("seconds")
@@ -197,11 +197,13 @@ def _duration(seconds: float) -> str:
 
 def _shown(entry: Entry, name: str, form: str) -> str:
     value = entry.get(name)
-    return format(value, form) if isinstance(value, int | float) else "not finite"
+    if isinstance(value, int | float):
+        return format(value, form)
+    return "not finite" if name in entry else "not known"
 
 
 def sparkline(values: FloatArray) -> str:
-    """Return the values as `_WIDTH` bars at most, each the mean of as many."""
+    """Return the values as `_WIDTH` bars at most, each the mean of a stretch of them."""
     values = values[np.isfinite(values)]
     if not len(values):
         return ""

@@ -127,6 +127,18 @@ def test_a_damaged_entry_is_made_anew_and_said_once(
     assert list(cache.iterdir()) == [first.entry]
 
 
+def test_a_foreign_file_in_an_entry_is_removed_and_a_directory_in_place_of_a_file_replaced(
+    model: Path, tmp_path: Path
+) -> None:
+    train = write(tmp_path / "a.jsonl", [chat("how are you")])
+    entry = Run(model, train).entry
+    (entry / "copy of meta.json").write_text("{}", "utf-8")
+    (entry / "train.tokens").unlink()
+    (entry / "train.tokens").mkdir()
+    assert "damaged (copy of meta.json, train.tokens)" in Run(model, train).lines[0]
+    assert Run(model, train).lines == [f"Data: cached in {entry}"]
+
+
 def test_a_run_keeps_the_data_that_it_maps_when_another_makes_the_entry_anew(
     model: Path, tmp_path: Path
 ) -> None:
