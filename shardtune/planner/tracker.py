@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -117,6 +118,7 @@ class Tracker(TorchDispatchMode):
     def following(self) -> Iterator[Tracker]:
         """Follow operators and resized storages."""
         resize = torch.UntypedStorage.resize_
+        output_shape = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -128,12 +130,21 @@ class Tracker(TorchDispatchMode):
             self._update_peak()
             return result
 
+        def output_shape_uncounted(*arguments: Any) -> Any:
+            # The first time that DTensor meets an operator it runs it on whole fake tensors, which
+            # no rank ever holds.
+            with _disable_current_modes():
+                return output_shape(*arguments)
+
+        propagator = cast(Any, ShardingPropagator)
         cast(Any, torch.UntypedStorage).resize_ = resize_and_count
+        propagator._propagate_tensor_meta_non_cached = output_shape_uncounted
         try:
             with self:
                 yield self
         finally:
             cast(Any, torch.UntypedStorage).resize_ = resize
+            propagator._propagate_tensor_meta_non_cached = output_shape
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -83,6 +83,7 @@ def test_one_node_trains(folder: Path) -> None:
     ]
 
 
+@pytest.mark.full
 def test_two_nodes_of_different_size_train(folder: Path) -> None:
     """The worker comes first; only node 0 tells the run, and one process a node where it runs."""
     port = a_free_port()

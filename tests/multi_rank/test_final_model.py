@@ -324,14 +324,14 @@ def export_and_measure(source: str, out: str) -> None:
 
 
 def test_export_needs_memory_for_one_tensor(tmp_path: Path, models: dict[str, Path]) -> None:
-    """Of 48 layers of seven tensors of at most half a MiB, in halves on two ranks."""
+    """Of 24 layers of seven tensors of at most half a MiB, in halves on two ranks."""
     shape = {
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
     }
-    config = LlamaConfig(**shape, vocab_size=331, num_hidden_layers=48, tie_word_embeddings=True)
+    config = LlamaConfig(**shape, vocab_size=331, num_hidden_layers=24, tie_word_embeddings=True)
     write_inputs(tmp_path, models["llama"])
     config.save_pretrained(tmp_path / "model")
     settings = (
@@ -352,5 +352,5 @@ def test_export_needs_memory_for_one_tensor(tmp_path: Path, models: dict[str, Pa
     )
     assert measured.returncode == 0, measured.stderr
     whole = (tmp_path / "out/model.safetensors").stat().st_size
-    assert int(measured.stdout.splitlines()[-1]) < whole / 6, whole
+    assert int(measured.stdout.splitlines()[-1]) < whole / 3, whole
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), LlamaForCausalLM)

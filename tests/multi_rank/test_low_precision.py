@@ -170,7 +170,7 @@ def test_micro_batches_are_added_up_in_float32(
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (2, (BFLOAT16,)),
+        pytest.param(2, (BFLOAT16,), marks=pytest.mark.full),
         (2, (BFLOAT16, EIGHT_BITS)),
         pytest.param(
             4,

@@ -65,6 +65,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_help(
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+@pytest.mark.full
 def test_a_plan_that_is_ignored_is_held_against_the_run(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ class Peaks(NamedTuple):
 
     allocated: dict[str, int]
     pools: list[int]
-    parameters: int  # elements of the whole model
+    parameters: int  # elements of the whole model, or of its stage
 
     @property
     def peak_bytes(self) -> int:
@@ -52,14 +52,16 @@ def hollow_peaks(
     gpus_per_node: int,
     *assignments: str,
     gb: float = 80.0,
+    stage: int = 0,
     timeout_s: float = 580,
 ) -> Peaks:
-    """Measure a rank of that many, with this configuration and `section.key=value`.
+    """Measure a stage's first rank, with this configuration and `section.key=value`.
 
     `gb` of a GPU, in 1e9 bytes, decides what is kept gathered, and limits nothing.
     """
     options = [f"--config={config}", f"--model={model}", f"--nodes={nodes}"]
-    options += [f"--gpus-per-node={gpus_per_node}", f"--gpu-memory={gb}", *assignments]
+    options += [f"--gpus-per-node={gpus_per_node}", f"--gpu-memory={gb}"]
+    options += [f"--stage={stage}", *assignments]
     command = [sys.executable, "-m", "tests.pretend_gpu.hollow", *options]
     done = subprocess.run(
         command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB")
+    parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("assignments", nargs="*", metavar="section.key=value")
     options = parser.parse_args()
     from . import install
@@ -103,7 +106,7 @@ def _measure(options: argparse.Namespace) -> Peaks:
 
     given = [f"model.path={options.model}", "model.init=random", *options.assignments]
     config = load_config(options.config, given, {})
-    world = _fake_world(config, options.nodes, options.gpus_per_node)
+    world = _fake_world(config, options.nodes, options.gpus_per_node, options.stage)
     clock = _Phases(torch.ops.pretend)
     _leave_out_contents()
     model = build_model(config, read_model_config(config.model, config.data.max_length), world)
@@ -132,12 +135,12 @@ def _measure(options: argparse.Namespace) -> Peaks:
         optimizer=optimizer,
         expert_balance=balance,
     )
-    for module, name, before, after in (
-        (stage_module, "summed_loss", "forward", "backward"),
+    for place, name, before, after in (
+        (stage_module.Stage, "forward", "forward", "backward"),
         (train_fsdp, "all_gather_step_stats", "norm", "norm"),
         (train_fsdp, "update_weights", "optimizer", "optimizer"),
     ):
-        setattr(module, name, clock.around(getattr(module, name), before, after))
+        setattr(place, name, clock.around(getattr(place, name), before, after))
     train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
     step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
     stop: Any = SimpleNamespace(received=None)
@@ -173,8 +176,8 @@ class _Phases:
         return call
 
 
-def _fake_world(config: Any, nodes: int, ranks_per_node: int) -> Any:
-    """Return a world in which only rank 0 exists."""
+def _fake_world(config: Any, nodes: int, ranks_per_node: int, stage: int) -> Any:
+    """Return a world in which only the first rank of this stage exists."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -188,10 +191,14 @@ def _fake_world(config: Any, nodes: int, ranks_per_node: int) -> Any:
             return [value] * self.size
 
     size, device, store = nodes * ranks_per_node, torch.device("cuda", 0), FakeStore()
-    dist.init_process_group("fake", store=store, rank=0, world_size=size)
+    rank = stage * (size // config.parallel.stages)
+    node, local_rank = divmod(rank, ranks_per_node)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     meshes = build_meshes(device, size, config.parallel)
     progress = Progress(device)
-    return LonelyWorld(0, size, 0, ranks_per_node, 0, device, meshes, store, progress)
+    return LonelyWorld(
+        rank, size, local_rank, ranks_per_node, node, device, meshes, store, progress
+    )
 
 
 def _leave_out_contents() -> None:

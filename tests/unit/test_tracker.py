@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.moe_families import FAMILIES, SMALL
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig
 
 from shardtune.config_io import load_config
 from shardtune.model.build import build_on_meta
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.simulate import fake_world, full_batch, simulate
-from shardtune.planner.tracker import Cause
+from shardtune.planner.tracker import Cause, Tracker
 from shardtune.training.reshard import ReshardPolicy
 
 
@@ -55,3 +58,14 @@ def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> No
     assert peak.by_cause[Cause.GATHERED] == found["UNSHARDED_PARAM"] + found["ALL_GATHER"]
     assert peak.by_cause[Cause.GRADIENTS] == found["SHARDED_GRAD"]
     assert peak.by_cause[Cause.REDUCED] == found["REDUCE_SCATTER"] + found["UNSHARDED_GRAD"]
+
+
+def test_an_operator_that_dtensor_has_not_met_counts_its_shard_alone() -> None:
+    config = load_config(Path("/dev/null"), ["model.path=unread", "data.train=unread"], {})
+    tracker = Tracker()
+    with fake_world(1, 4, config) as world, FakeTensorMode(), tracker.following():
+        shard = torch.zeros(1009, 3)  # a shape that no other test has: DTensor remembers it
+        sharded = DTensor.from_local(shard, world.meshes.mesh, [Shard(0)], run_check=False)
+        tracker.begin("backward", Cause.BACKWARD)
+        sharded.exp()
+    assert tracker.peaks["backward", sys.maxsize].by_cause[Cause.BACKWARD] == 1009 * 3 * 4
