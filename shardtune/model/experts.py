@@ -8,7 +8,7 @@ the same experts, `expert_shard` and `replicate`, are an FSDP group of their own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -27,9 +27,11 @@ from transformers.distributed.expert_parallel import (
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.errors import UserError, divisors
+from shardtune.model.grouped_experts import are_stacked, expert_outputs
 from shardtune.model.lora import is_factor
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # transformers' names
 
 
 def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterator[str]:
@@ -69,13 +71,25 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
     plan = model._expand_parallel_plan(model.ep_plan)
     # No plan knows adapters, and these would have their module's style.
     plan |= dict.fromkeys(filter(is_factor, plan), _STACK)
-    EPImplementationInterface.register("shardtune", partial(ExpertExchange, progress))
+    modules: dict[nn.Module, list[SharedExperts]] = {}
+    for name, module in model.named_modules():
+        if plan.get(name) == _MODULE:
+            beside = model.get_submodule(name.rpartition(".")[0]).named_children()
+            modules[module] = [SharedExperts(m) for n, m in beside if n in _SHARED]
+
+    def exchange(experts: nn.Module, mesh: DeviceMesh, _: DeviceMesh) -> ExpertExchange:
+        return ExpertExchange(experts, modules[experts], mesh, progress)
+
+    EPImplementationInterface.register("shardtune", exchange)
     # The ranks with the same batch, none here, would be the third argument.
     apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="shardtune")
-    modules: list[Any] = [m for name, m in model.named_modules() if plan.get(name) == _MODULE]
-    for module in modules:  # the sizes of an exchange go through the host
+    for module in cast(dict[Any, Any], modules):
+        # The sizes of an exchange go through the host.
         module.forward = torch.compiler.disable(module.forward)
-    return modules
+        # All rows that arrive are of this rank's experts. transformers would fill those of others
+        # with zeros: three passes over all rows in a forward, three in a backward.
+        module._is_expert_parallel = False
+    return list(modules)
 
 
 def spread_stacks(model: PreTrainedModel) -> set[str]:
@@ -101,13 +115,18 @@ def gathered_numel(parameter: torch.Tensor) -> int:
 class ExpertExchange(EPImplementation):
     """Bring tokens to the ranks of their experts, and the experts' outputs back.
 
-    transformers' own does not tell the agents of this node that a rank waits for the others.
+    Tokens travel with their weights, and outputs come back weighted: what follows is a sum, whose
+    backward needs no output, so that a layer that is computed again need not bring them back.
     """
 
     def __init__(
-        self, progress: Progress, experts: nn.Module, mesh: DeviceMesh, _: DeviceMesh
+        self,
+        experts: nn.Module,
+        shared: Sequence[SharedExperts],
+        mesh: DeviceMesh,
+        progress: Progress,
     ) -> None:
-        self._experts_forward = experts.forward  # by the experts' numbers on this rank
+        self._experts, self._experts_forward, self._shared = experts, experts.forward, shared
         self._local_experts = cast(int, experts.num_experts)
         self._ranks, self._group, self._progress = mesh.size(), mesh.get_group(), progress
 
@@ -119,7 +138,6 @@ class ExpertExchange(EPImplementation):
         hidden_states: [tokens, width]. top_k_index, the experts' numbers in the layer, and
         top_k_weights: [tokens, k].
         """
-        top_k = top_k_index.shape[-1]
         # Sorted by expert, the pairs of each rank are consecutive.
         expert_of_pair = top_k_index.flatten()
         order = expert_of_pair.argsort(stable=True)
@@ -134,41 +152,126 @@ class ExpertExchange(EPImplementation):
             sent, received = sizes.tolist()
 
         order = order[: sum(sent)]  # the others chose no expert
-        tokens = self._exchange(hidden_states[order // top_k], sent, received)
-        local_experts = torch.arange(self._local_experts, device=tokens.device).repeat(self._ranks)
-        expert_of_token = local_experts.repeat_interleave(
-            received_counts.flatten(), output_size=sum(received)
-        )
-        outputs = self._exchange(self._run_experts(tokens, expert_of_token), received, sent)
+        to_pairs = partial(_to_pairs, order, top_k_index.shape)
+        to_tokens = partial(_to_tokens, order, top_k_index.shape)
+        there = partial(self._all_to_all, sent, received)
+        back = partial(self._all_to_all, received, sent)
+        weights = _apply(there, back, top_k_weights.flatten()[order].unsqueeze(-1))
+        pairs = _apply(to_pairs, to_tokens, hidden_states)
+        arrive = self._send(sent, received, pairs.detach())
+        try:
+            for shared in self._shared:
+                shared.run_ahead(hidden_states)
+            rows = _apply(lambda _: arrive(), back, pairs)
+            outputs = self._run_experts(rows, weights, received_counts)
+            return _apply(to_tokens, to_pairs, _apply(back, there, outputs))
+        except BaseException:  # a layer that is computed again ends when it has what it needs
+            for shared in self._shared:
+                shared.forget()
+            raise
 
-        of_pairs = outputs.new_zeros(len(expert_of_pair), outputs.shape[-1])
-        of_pairs[order] = outputs
-        weighted = of_pairs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
-        return weighted.sum(dim=1)
-
-    def _run_experts(self, tokens: torch.Tensor, expert_of_token: torch.Tensor) -> torch.Tensor:
-        """Return each token's output of its own expert, without its weight."""
-        n_tokens = len(tokens)
-        if n_tokens == 0:
-            # A zero token, dropped again below, gives the experts a gradient and lets the backward
-            # reach the exchange, in which the other ranks wait for this one.
-            tokens, expert_of_token = tokens.sum(0, keepdim=True), expert_of_token.new_zeros(1)
-        weights = tokens.new_ones(len(tokens), 1)
-        outputs = self._experts_forward(tokens, expert_of_token.unsqueeze(-1), weights)
-        return cast(torch.Tensor, outputs)[:n_tokens]
-
-    def _exchange(
-        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    def _run_experts(
+        self, rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        return cast(torch.Tensor, _Exchange.apply(rows, self._all_to_all, sent, received))
+        """Return the weighted output of each row that has arrived.
+
+        rows: [rows, width], and weights: [rows, 1], by sender and there by expert. counts:
+        [senders, experts], of the rows.
+        """
+        n_rows = len(rows)
+        if n_rows == 0:
+            # A zero row, dropped again below, gives the experts a gradient and lets the backward
+            # reach the exchange, in which the other ranks wait for this one.
+            rows, weights = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True)
+            counts = torch.zeros_like(counts)
+            counts[0, 0] = 1
+        of_experts = counts.sum(dim=0)
+        ends = of_experts.cumsum(0)
+        # Where the rows of a sender for an expert begin, by expert and there by sender.
+        begins = (ends - of_experts) + counts.cumsum(0) - counts
+        by_sender = counts.flatten()
+        shifts = begins.flatten() - (by_sender.cumsum(0) - by_sender)
+        places = torch.arange(len(rows), device=rows.device)
+        places += shifts.repeat_interleave(by_sender, output_size=len(rows))
+        put, take = partial(_put, places), partial(_take, places)
+        rows, expert_ids = (
+            _apply(put, take, rows),
+            torch.arange(self._local_experts, device=rows.device),
+        )
+        expert_ids = expert_ids.repeat_interleave(of_experts, output_size=len(rows))
+        if are_stacked(type(self._experts)):
+            outputs = expert_outputs(self._experts, rows, expert_ids, ends.to(torch.int32))
+        else:
+            ones = rows.new_ones(len(rows), 1)
+            outputs = self._experts_forward(rows, expert_ids.unsqueeze(-1), ones)
+        weighted = (_apply(take, put, outputs) * weights).to(outputs.dtype)
+        return weighted[:n_rows]
 
     def _all_to_all(
-        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+        self, sent: Sequence[int], received: Sequence[int], rows: torch.Tensor
     ) -> torch.Tensor:
+        return self._send(sent, received, rows)()
+
+    def _send(
+        self, sent: Sequence[int], received: Sequence[int], rows: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        """Send `sent[r]` rows to rank r of the group; return what waits for `received[r]`."""
         output = rows.new_empty(sum(received), rows.shape[-1])
-        with self._progress.waiting():
-            dist.all_to_all_single(output, rows.contiguous(), received, sent, group=self._group)
-        return output
+        rows = rows.contiguous()
+        work = dist.all_to_all_single(
+            output, rows, received, sent, group=self._group, async_op=True
+        )
+
+        def arrive() -> torch.Tensor:
+            with self._progress.waiting():
+                work.wait()
+            return output
+
+        return arrive
+
+
+class SharedExperts:
+    """The experts of all tokens, beside those of a router: they run while tokens travel.
+
+    Their module returns what was computed ahead where it is called behind the others, on the same
+    input. Where an architecture calls it before, or on another input, nothing is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward = module.forward
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # input and output
+        self._came_first = self._has_another_input = False
+        module.forward = torch.compiler.disable(self._output)
+
+    def run_ahead(self, tokens: torch.Tensor) -> None:
+        """Compute for tokens, [tokens, width]."""
+        if not self._came_first and not self._has_another_input:
+            self._ahead = tokens, self._forward(tokens)
+        self._came_first = False
+
+    def forget(self) -> None:
+        self._ahead = None
+
+    def _output(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._ahead is None:
+            self._came_first = True
+            return cast(torch.Tensor, self._forward(hidden))
+        (tokens, output), self._ahead = self._ahead, None
+        if not _is_same(tokens, hidden):
+            self._has_another_input = True
+            return cast(torch.Tensor, self._forward(hidden))
+        return output.view(*hidden.shape[:-1], -1)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements in memory."""
+    storages = {tensor.untyped_storage()._cdata for tensor in (a, b)}
+    return (
+        len(storages) == 1
+        and a.numel() == b.numel()
+        and a.storage_offset() == b.storage_offset()
+        and a._version == b._version
+    )
 
 
 @torch.library.custom_op("shardtune::count_tokens", mutates_args=("counts",))
@@ -188,22 +291,47 @@ def _add_counts(counts: torch.Tensor, expert_of_pair: torch.Tensor) -> None:
     counts.scatter_add_(0, expert_of_pair, torch.ones_like(expert_of_pair))
 
 
-class _Exchange(torch.autograd.Function):
-    """Send `sent[r]` rows to rank r of the group and receive `received[r]`.
+_Map = Callable[[torch.Tensor], torch.Tensor]
 
-    The backward sends the gradients the other way.
-    """
 
+def _apply(there: _Map, back: _Map, rows: torch.Tensor) -> torch.Tensor:
+    """Apply a linear map, of which `back` is the transpose. Nothing is saved for the backward."""
+    return cast(torch.Tensor, _Linear.apply(rows, there, back))
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, *exchange: Any) -> torch.Tensor:
-        all_to_all, sent, received = exchange
-        ctx.reverse = all_to_all, received, sent
-        return cast(torch.Tensor, all_to_all(rows, sent, received))
+    def forward(ctx: Any, rows: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
+        ctx.back = back
+        return there(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        all_to_all, sent, received = ctx.reverse
-        return all_to_all(gradients[0], sent, received), None, None, None
+        return ctx.back(gradients[0]), None, None
+
+
+def _to_pairs(order: torch.Tensor, shape: torch.Size, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the token of each (token, expert) pair in `order`. shape: [tokens, k]."""
+    return tokens[order // shape[1]]
+
+
+def _to_tokens(order: torch.Tensor, shape: torch.Size, pairs: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each token's pairs, 0 for those that are not in `order`."""
+    is_whole = len(order) == shape.numel()
+    empty = torch.empty if is_whole else torch.zeros
+    of_pairs = empty(shape.numel(), pairs.shape[-1], dtype=pairs.dtype, device=pairs.device)
+    of_pairs[order] = pairs
+    return of_pairs.view(*shape, -1).sum(dim=1)
+
+
+def _put(places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    output = torch.empty_like(rows)
+    output[places] = rows
+    return output
+
+
+def _take(places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return rows[places]
 
 
 SCALE_BLOCK = 256  # elements of the last dimension that share a scale, with adamw8bit

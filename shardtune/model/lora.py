@@ -28,6 +28,7 @@ from transformers.integrations.moe import _grouped_linear
 from shardtune.config import LoraConfig
 from shardtune.distributed.tensors import copy_slice, dtype_name
 from shardtune.errors import UserError
+from shardtune.model.grouped_experts import are_stacked, expert_outputs, stack_product
 from shardtune.model.support import decoder_layers
 
 FACTORS = ("lora_A", "lora_B")
@@ -66,41 +67,30 @@ class LoraExperts(nn.Module):
 
         `hidden_states`: (tokens, width). `top_k_index`, `top_k_weights`: (tokens, k).
         """
-        this: Any = self  # the attributes of transformers' experts
         tokens, k = top_k_index.shape
         expert_ids, order = top_k_index.reshape(-1).sort()
         # Of each expert, the end of its (token, expert) pairs.
-        experts = torch.arange(this.down_proj.shape[0], device=expert_ids.device)
+        experts = torch.arange(cast(Any, self).down_proj.shape[0], device=expert_ids.device)
         ends = torch.searchsorted(expert_ids, experts, right=True).to(torch.int32)
-        hidden = self._project(_up(this), hidden_states[order // k], expert_ids, ends)
-        hidden = this._apply_gate(hidden) if this.has_gate else this.act_fn(hidden)
-        hidden = self._project("down_proj", hidden, expert_ids, ends)
-        if this.has_post_expert_norm:
-            hidden = this.post_expert_norm(hidden)
-        weighted = hidden * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        outputs = expert_outputs(self, hidden_states[order // k], expert_ids, ends)
+        weighted = outputs * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         by_token = torch.empty_like(weighted).index_copy(0, order, weighted)
         return by_token.view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)
 
-    def _project(
-        self, name: str, hidden: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor
+    def product(
+        self, name: str, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
-        """Multiply rows (pairs, in), sorted by expert, by one stack: (pairs, out)."""
-        this: Any = self
-        bias = getattr(this, f"{name}_bias")[expert_ids] if this.has_bias else None
-        output = _grouped_linear(hidden, getattr(this, name), ends, bias, this.is_transposed)
-        if not hasattr(this, f"{name}_lora_A"):
+        """Multiply rows (rows, in), sorted by expert, by one stack and its factors: (rows, out)."""
+        output = stack_product(self, name, rows, expert_ids, ends)
+        if not hasattr(self, f"{name}_lora_A"):
             return output
-        a, b = (getattr(this, f"{name}_{factor}") for factor in FACTORS)
+        a, b = (getattr(self, f"{name}_{factor}") for factor in FACTORS)
         # Grouped products need rows of a multiple of 16 bytes.
         padding = -a.shape[1] % (16 // a.itemsize)
         a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
-        dropped = F.dropout(hidden, self.lora_dropout, self.training)
+        dropped = F.dropout(rows, self.lora_dropout, self.training)
         adapted = _grouped_linear(_grouped_linear(dropped, a, ends), b, ends)
         return output + adapted * self.lora_scaling
-
-
-def _up(experts: Any) -> str:
-    return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 @dataclass(frozen=True)
@@ -166,7 +156,7 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
                 yield Target(full_name, "weight", group, in_layer, type(module))
             elif is_of_expert:
                 # Experts of an unknown layout may be matrices one below the other, as DBRX's.
-                least = 3 if _is_known(type(module)) else 2
+                least = 3 if are_stacked(type(module)) else 2
                 for stack, parameter in module.named_parameters(recurse=False):
                     if parameter.dim() >= least and not is_factor(stack):
                         path = f"{in_layer}.{stack}"
@@ -191,7 +181,7 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
                 "leave it out, or write the names of other layers in full"
             )
         elif unsupported := {
-            t.kind.__name__ for t in meant if t.is_stack and not _is_known(t.kind)
+            t.kind.__name__ for t in meant if t.is_stack and not are_stacked(t.kind)
         }:
             problems.append(
                 f"lora.targets: {name} means the experts of {kind}, and adapters do not support "
@@ -205,11 +195,6 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
     if problems:
         raise UserError(*problems)
     return list(chosen.values())
-
-
-def _is_known(kind: type[nn.Module]) -> bool:
-    """Whether these experts follow transformers' `use_experts_implementation`."""
-    return hasattr(kind, "_apply_gate")
 
 
 def _nearest(name: str, weights: list[Target]) -> str:

@@ -151,12 +151,15 @@ def least_traffic(
         updated = DTYPES["float32" if config.lora.rank else config.model.master_dtype].itemsize
         traffic[Collective("all-gather", replicas)] += updated * slices
     rows = micro_batches * train.micro_batch_size
-    hidden = compute_bytes * rows * config.data.max_length * shapes.hidden_size
+    tokens = rows * config.data.max_length
+    hidden = compute_bytes * tokens * shapes.hidden_size
     if parallel.expert > 1:
-        # To the experts and back, in the forward, its recomputation and the backward.
-        times = 4 if config.model.activation_checkpointing == "none" else 6
-        pairs = times * shapes.top_k * hidden * layers.exchanges
-        traffic[Collective("all-to-all", shard_group[: parallel.expert])] += pairs
+        # To the experts and back, in the forward and the backward; once more to them in a
+        # recomputation. Weights, in float32, go to the experts, and their gradients come back.
+        again = config.model.activation_checkpointing != "none"
+        pair = (4 + again) * hidden + (2 + again) * 4 * tokens
+        exchanged = shapes.top_k * pair * layers.exchanges
+        traffic[Collective("all-to-all", shard_group[: parallel.expert])] += exchanged
     neighbours = [first - stage_ranks] * (stage > 0) + [first + stage_ranks] * (stage < stages - 1)
     for neighbour in neighbours:
         traffic[Collective("send", (neighbour, first))] += hidden

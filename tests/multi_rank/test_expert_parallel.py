@@ -263,7 +263,7 @@ def exchange() -> None:
     assert world.expert_mesh
     mesh, experts = world.expert_mesh["expert"], Experts(2 * world.rank)
     tokens, choices, weights = routed_tokens(world.rank)
-    outputs = ExpertExchange(world.progress, experts, mesh, mesh)(
+    outputs = ExpertExchange(experts, [], mesh, world.progress)(
         tokens.requires_grad_(), choices, weights.requires_grad_()
     )
     outputs.square().sum().backward()

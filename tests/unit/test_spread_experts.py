@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from helpers.moe_families import FAMILIES
+from helpers.moe_families import SMALL as FAMILY_SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardtune.model.experts import spread_problems
+from shardtune.config_io import load_config
+from shardtune.model.experts import ExpertExchange, spread_problems
+from shardtune.planner.simulate import fake_world, simulate
+from shardtune.training.reshard import ReshardPolicy
 
 SMALL = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 
@@ -43,3 +52,31 @@ def test_experts_that_cannot_be_spread_are_named(
     problems = list(spread_problems(model, degree, copies=4))
     assert len(problems) == (problem is not None)
     assert problem is None or problem in problems[0]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])
+def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So tokens and their weights travel once more, and outputs do not. Shared experts of glm4_moe
+    stand behind the exchange, and would make it wait for the outputs."""
+    sent: list[int] = []
+    original = ExpertExchange._send
+
+    def send(self: Any, to: Any, of: Any, rows: torch.Tensor) -> Any:
+        sent.append(rows.shape[-1])
+        return original(self, to, of, rows)
+
+    monkeypatch.setattr(ExpertExchange, "_send", send)
+    model_config = AutoConfig.for_model(family, **FAMILY_SMALL | FAMILIES[family])
+    widths = {}
+    for mode in ("none", "full"):
+        given = ["model.path=unread", "data.train=unread", "parallel.expert=2"]
+        given += ["train.gradient_accumulation_steps=1", f"model.activation_checkpointing={mode}"]
+        config = load_config(Path("/dev/null"), [*given, "data.max_length=64"], {})
+        sent.clear()
+        with fake_world(1, 2, config) as world:
+            simulate(config, model_config, ReshardPolicy(False, False), world, evaluates=False)
+        widths[mode] = Counter(sent)
+    layers = {"glm4_moe": 1, "qwen3_moe": 2}[family]  # that have experts
+    assert widths["full"] - widths["none"] == {32: layers, 1: layers}
