@@ -83,12 +83,8 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
     EPImplementationInterface.register("shardtune", exchange)
     # The ranks with the same batch, none here, would be the third argument.
     apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="shardtune")
-    for module in cast(dict[Any, Any], modules):
-        # The sizes of an exchange go through the host.
+    for module in cast(dict[Any, Any], modules):  # the sizes of an exchange go through the host
         module.forward = torch.compiler.disable(module.forward)
-        # All rows that arrive are of this rank's experts. transformers would fill those of others
-        # with zeros: three passes over all rows in a forward, three in a backward.
-        module._is_expert_parallel = False
     return list(modules)
 
 
@@ -156,15 +152,15 @@ class ExpertExchange(EPImplementation):
         to_tokens = partial(_to_tokens, order, top_k_index.shape)
         there = partial(self._all_to_all, sent, received)
         back = partial(self._all_to_all, received, sent)
-        weights = _apply(there, back, top_k_weights.flatten()[order].unsqueeze(-1))
-        pairs = _apply(to_pairs, to_tokens, hidden_states)
+        weights = _mapped(there, back, top_k_weights.flatten()[order].unsqueeze(-1))
+        pairs = _mapped(to_pairs, to_tokens, hidden_states)
         arrive = self._send(sent, received, pairs.detach())
         try:
             for shared in self._shared:
                 shared.run_ahead(hidden_states)
-            rows = _apply(lambda _: arrive(), back, pairs)
+            rows = _mapped(lambda _: arrive(), back, pairs)
             outputs = self._run_experts(rows, weights, received_counts)
-            return _apply(to_tokens, to_pairs, _apply(back, there, outputs))
+            return _mapped(to_tokens, to_pairs, _mapped(back, there, outputs))
         except BaseException:  # a layer that is computed again ends when it has what it needs
             for shared in self._shared:
                 shared.forget()
@@ -195,7 +191,7 @@ class ExpertExchange(EPImplementation):
         places += shifts.repeat_interleave(by_sender, output_size=len(rows))
         put, take = partial(_put, places), partial(_take, places)
         rows, expert_ids = (
-            _apply(put, take, rows),
+            _mapped(put, take, rows),
             torch.arange(self._local_experts, device=rows.device),
         )
         expert_ids = expert_ids.repeat_interleave(of_experts, output_size=len(rows))
@@ -204,7 +200,7 @@ class ExpertExchange(EPImplementation):
         else:
             ones = rows.new_ones(len(rows), 1)
             outputs = self._experts_forward(rows, expert_ids.unsqueeze(-1), ones)
-        weighted = (_apply(take, put, outputs) * weights).to(outputs.dtype)
+        weighted = (_mapped(take, put, outputs) * weights).to(outputs.dtype)
         return weighted[:n_rows]
 
     def _all_to_all(
@@ -265,9 +261,8 @@ class SharedExperts:
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same elements in memory."""
-    storages = {tensor.untyped_storage()._cdata for tensor in (a, b)}
     return (
-        len(storages) == 1
+        a.untyped_storage() is b.untyped_storage()
         and a.numel() == b.numel()
         and a.storage_offset() == b.storage_offset()
         and a._version == b._version
@@ -294,7 +289,7 @@ def _add_counts(counts: torch.Tensor, expert_of_pair: torch.Tensor) -> None:
 _Map = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _apply(there: _Map, back: _Map, rows: torch.Tensor) -> torch.Tensor:
+def _mapped(there: _Map, back: _Map, rows: torch.Tensor) -> torch.Tensor:
     """Apply a linear map, of which `back` is the transpose. Nothing is saved for the backward."""
     return cast(torch.Tensor, _Linear.apply(rows, there, back))
 

@@ -13,7 +13,7 @@ from helpers.moe_families import SMALL as FAMILY_SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.config_io import load_config
-from shardtune.model.experts import ExpertExchange, spread_problems
+from shardtune.model.experts import ExpertExchange, SharedExperts, spread_problems
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
 
@@ -80,3 +80,33 @@ def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
         widths[mode] = Counter(sent)
     layers = {"glm4_moe": 1, "qwen3_moe": 2}[family]  # that have experts
     assert widths["full"] - widths["none"] == {32: layers, 1: layers}
+
+
+def test_shared_experts_run_ahead_where_they_come_behind_and_have_the_same_input() -> None:
+    calls: list[torch.Size] = []
+
+    class Plain(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            calls.append(hidden.shape)
+            return hidden + 1
+
+    hidden, others = torch.zeros(2, 3, 4), torch.ones(2, 3, 4)
+    module = Plain()
+    shared = SharedExperts(module)
+    shared.run_ahead(hidden.view(-1, 4))
+    assert torch.equal(module(hidden), others) and calls == [(6, 4)]
+    shared.run_ahead(hidden.view(-1, 4))
+    shared.forget()
+    assert torch.equal(module(others), others + 1) and calls[1:] == [(6, 4), (2, 3, 4)]
+
+    for given in (hidden, others):  # the module first: never ahead
+        calls.clear()
+        assert torch.equal(module(given), given + 1)
+        shared.run_ahead(given.view(-1, 4))
+        assert calls == [(2, 3, 4)]
+
+    shared.run_ahead(hidden.view(-1, 4))
+    assert torch.equal(module(others), others + 1)  # another input: from now on never ahead
+    calls.clear()
+    shared.run_ahead(hidden.view(-1, 4))
+    assert not calls
