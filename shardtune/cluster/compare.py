@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 
 from shardtune.cluster.control import Message
 from shardtune.cluster.node_info import digest_of
-from shardtune.distributed.division import split_stage
+from shardtune.distributed.division import split_stage, undivided
 from shardtune.errors import first_few
 
 _MOST_LINES = 10
@@ -43,13 +42,14 @@ def problems_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
         )
     counts = [fact["processes"] for fact in facts]
     config = facts[0]["config"]
-    stages = int(config["parallel.stages"])
-    keys = (["parallel.stages"] if stages > 1 else []) + ["parallel.replicate", "parallel.expert"]
-    if sum(counts) % math.prod(int(config[key]) for key in keys):
+    keys = ("parallel.stages", "parallel.replicate", "parallel.expert")
+    stages, replicate, expert = (int(config[key]) for key in keys)
+    if first := next(undivided(sum(counts), stages, replicate, expert), None):
+        named = keys if stages > 1 else keys[1:]
         problems.append(
             f"the world size is {sum(counts)} ({' + '.join(map(str, counts))} processes on "
-            f"{', '.join(names)}), which {' x '.join(f'{key}={config[key]}' for key in keys)} does "
-            "not divide - change GPUS_PER_NODE or one of them"
+            f"{', '.join(names)}), which {' x '.join(f'{key}={config[key]}' for key in named)} "
+            f"does not divide - change GPUS_PER_NODE, or use {first.key}={first.nearest}"
         )
     elif problem := split_stage([k for k, n in enumerate(counts) for _ in range(n)], stages):
         problems.append(problem)

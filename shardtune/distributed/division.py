@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from shardtune.config import ParallelConfig
 from shardtune.errors import divisors
 
 
-def mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield why so many ranks cannot be divided as configured."""
+class Undivided(NamedTuple):
+    """A key whose parts do not divide the ranks that the keys before it have left."""
+
+    key: str
+    parts: int
+    ranks: int
+    whole: str  # what these ranks are
+
+    @property
+    def nearest(self) -> int:
+        """The number of parts that works and is the nearest, the smaller of two."""
+        working = (n for n in range(1, self.ranks + 1) if self.ranks % n == 0)
+        return min(working, key=lambda n: abs(n - self.parts))
+
+
+def undivided(size: int, stages: int, replicate: int, expert: int) -> Iterator[Undivided]:
+    """Yield each key that does not divide what the ones before it have left of so many ranks."""
     ranks, divided = size, ["world size"]
     for key, parts, is_named in (
-        ("parallel.stages", parallel.stages, parallel.stages > 1),
-        ("parallel.replicate", parallel.replicate, True),
-        ("parallel.expert", parallel.expert, True),
+        ("parallel.stages", stages, stages > 1),
+        ("parallel.replicate", replicate, True),
+        ("parallel.expert", expert, True),
     ):
         if ranks % parts:
             whole = " / ".join(divided) if len(divided) > 1 else "the world size"
-            yield f"{key}={parts} does not divide {whole}, {ranks} - use one of {divisors(ranks)}"
+            yield Undivided(key, parts, ranks, whole)
         else:
             ranks //= parts
         divided += [key] if is_named else []
+
+
+def mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield why so many ranks cannot be divided as configured."""
+    for key, parts, ranks, whole in undivided(
+        size, parallel.stages, parallel.replicate, parallel.expert
+    ):
+        yield f"{key}={parts} does not divide {whole}, {ranks} - use one of {divisors(ranks)}"
 
 
 def split_stage(node_of_rank: Sequence[int], stages: int) -> str:
