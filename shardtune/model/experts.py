@@ -180,7 +180,7 @@ class ExpertExchange(EPImplementation):
             # reach the exchange, in which the other ranks wait for this one.
             rows, weights = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True)
             counts = torch.zeros_like(counts)
-            counts[0, 0] = 1
+            counts[0, 0].fill_(1)
         of_experts = counts.sum(dim=0)
         ends = of_experts.cumsum(0)
         # Where the rows of a sender for an expert begin, by expert and there by sender.
