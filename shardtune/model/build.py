@@ -19,14 +19,13 @@ from typing import Any, cast
 import torch
 import torch.nn.attention.varlen  # registers its operator
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import InductorError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
+from shardtune.distributed.compiling import COMPILE_ERRORS
 from shardtune.distributed.tensors import DTYPES, copy_slice
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError, first_line
@@ -316,7 +315,7 @@ def _compiled_forward(layer: Any) -> Callable[..., Any]:
             if getattr(layer, "gradient_checkpointing", False) and layer.training:
                 return layer._gradient_checkpointing_func(partial(compiled, **options), *arguments)
             return compiled(*arguments, **options)
-        except (TorchDynamoException, InductorError) as error:
+        except COMPILE_ERRORS as error:
             raise RunFailed(
                 f"model.compile=true: {type(layer).__name__.removeprefix('FSDP')} cannot be "
                 f"compiled here ({first_line(error)}) - install the missing part, such as a C++ "

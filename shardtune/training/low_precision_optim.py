@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import InductorError
 from torch.distributed.tensor import DTensor
 
+from shardtune.distributed.compiling import COMPILE_ERRORS
 from shardtune.distributed.tensors import first_indices, to_local
 from shardtune.errors import RunFailed, first_line
 from shardtune.model.experts import SCALE_BLOCK
@@ -271,7 +270,7 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     def call(*arguments: Any) -> None:
         try:
             compiled(*arguments)
-        except (TorchDynamoException, InductorError) as error:
+        except COMPILE_ERRORS as error:
             raise RunFailed(
                 f"model.compile=true: the optimizer cannot be compiled here ({first_line(error)}) "
                 "- install the missing part, such as a C++ compiler on a CPU, or use "

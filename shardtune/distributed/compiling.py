@@ -1,0 +1,59 @@
+"""Compile functions where this machine can, and run them as they are where it cannot."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from shardtune.errors import first_line
+from shardtune.log import logger
+
+# What a compilation raises, and a function that is compiled never.
+COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+
+
+@functools.cache
+def can_compile(device: torch.device) -> bool:
+    """Return whether this machine compiles for the device; say once where it does not.
+
+    Compiles a line. Where Triton or a C compiler is missing or broken, this shows in errors of many
+    classes, and in some only when the kernel is launched.
+    """
+    try:
+        torch.compile(_line, dynamic=True)(torch.ones(8, device=device))
+    except Exception as error:
+        logger.info(f"Compile: nothing is compiled on this {device.type} ({first_line(error)})")
+        return False
+    return True
+
+
+def _line(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x + 1
+
+
+def compiled_or_eager(
+    function: Callable[..., Any], name: str, device: torch.device
+) -> Callable[..., Any]:
+    """Return the function compiled into one graph for all lengths, or as it is, which is said.
+
+    It must have no graph breaks: what fails to compile runs again from the beginning.
+    """
+    if not can_compile(device):
+        return function
+    compiled: Callable[..., Any] | None = torch.compile(function, dynamic=True, fullgraph=True)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal compiled
+        if compiled is not None:
+            try:
+                return compiled(*arguments, **options)
+            except COMPILE_ERRORS as error:
+                compiled = None
+                logger.info(f"Compile: {name} runs eager ({first_line(error)})")
+        return function(*arguments, **options)
+
+    return call
