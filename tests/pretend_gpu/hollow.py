@@ -16,12 +16,12 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-_REPOSITORY = Path(__file__).resolve().parent.parent.parent
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 class Peaks(NamedTuple):
@@ -64,14 +64,14 @@ def hollow_peaks(
     options += [f"--stage={stage}", *assignments]
     command = [sys.executable, "-m", "tests.pretend_gpu.hollow", *options]
     done = subprocess.run(
-        command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=timeout_s, check=False
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
     return Peaks(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse(arguments: Sequence[str] | None = None, doc: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--nodes", type=int, default=2)
@@ -79,17 +79,44 @@ def main() -> None:
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB")
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("assignments", nargs="*", metavar="section.key=value")
-    options = parser.parse_args()
-    from . import install
+    return parser.parse_args(arguments)
 
-    install(gpus=options.gpus_per_node, gb=options.gpu_memory, hollow=True)
-    peaks = _measure(options)
+
+def main() -> None:
+    options = parse()
+    install_for(options)
+    import torch
+
+    clock = _Phases(torch.ops.pretend)
+    rank = lonely_rank(options, clock.enter)
+    for _ in range(2):
+        rank.take_step()
+    clock.enter("end")
+    numel = sum(p.numel() for p in rank.context.model.parameters())
+    _, _, pools = torch.ops.pretend.memory(0)
+    peaks = Peaks(clock.allocated, sorted(pools.values(), reverse=True), numel)
     print(json.dumps(peaks._asdict()))
 
 
-def _measure(options: argparse.Namespace) -> Peaks:
-    import torch
-    from torch.nn import Parameter
+def install_for(options: argparse.Namespace) -> None:
+    """Give this process the GPUs of a node, without contents."""
+    from . import install
+
+    install(gpus=options.gpus_per_node, gb=options.gpu_memory, hollow=True)
+
+
+class LonelyRank(NamedTuple):
+    """A rank of a run without other ranks: what its steps use, and what takes one."""
+
+    context: Any
+    take_step: Callable[[], None]
+
+
+def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> LonelyRank:
+    """Build the rank that `options` name, and evaluate once.
+
+    Calls `enter` with the name of each phase as it begins, as `Peaks` has them.
+    """
 
     import train_fsdp
     from shardtune.config_io import load_config
@@ -107,10 +134,9 @@ def _measure(options: argparse.Namespace) -> Peaks:
     given = [f"model.path={options.model}", "model.init=random", *options.assignments]
     config = load_config(options.config, given, {})
     world = _fake_world(config, options.nodes, options.gpus_per_node, options.stage)
-    clock = _Phases(torch.ops.pretend)
     _leave_out_contents()
     model = build_model(config, read_model_config(config.model, config.data.max_length), world)
-    clock.enter("trial")
+    enter("trial")
     owned = OwnedParameters(model, config, world)
     optimizer = build_optimizer(owned, config)
     state = state_bytes(model, optimizer, config)
@@ -118,7 +144,7 @@ def _measure(options: argparse.Namespace) -> Peaks:
     model.set_attn_implementation(DOCUMENT_ATTENTION)
     use_loss_head(model, world.device)
     batch = _full_batch(config, world.device)
-    clock.enter("evaluate")
+    enter("evaluate")
     dtype = compute_dtype(config.model.compute_dtype, world.device)
     stage = stage_module.Stage(model, owned, dtype, world)
     with forward_only(model):
@@ -140,17 +166,24 @@ def _measure(options: argparse.Namespace) -> Peaks:
         (train_fsdp, "all_gather_step_stats", "norm", "norm"),
         (train_fsdp, "update_weights", "optimizer", "optimizer"),
     ):
-        setattr(place, name, clock.around(getattr(place, name), before, after))
+        setattr(place, name, _entering(getattr(place, name), enter, before, after))
     train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
     step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
     stop: Any = SimpleNamespace(received=None)
-    for _ in range(2):
-        micro_batches = [batch] * config.train.gradient_accumulation_steps
-        train_fsdp.train_step(context, step, micro_batches, stop)
-    clock.enter("end")
-    numel = sum(p.numel() for p in model.parameters() if isinstance(p, Parameter))
-    _, _, pools = torch.ops.pretend.memory(0)
-    return Peaks(clock.allocated, sorted(pools.values(), reverse=True), numel)
+    micro_batches = [batch] * config.train.gradient_accumulation_steps
+    return LonelyRank(context, lambda: train_fsdp.train_step(context, step, micro_batches, stop))
+
+
+def _entering(
+    function: Callable[..., Any], enter: Callable[[str], None], before: str, after: str
+) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        enter(before)
+        result = function(*arguments)
+        enter(after)
+        return result
+
+    return call
 
 
 class _Phases:
@@ -165,15 +198,6 @@ class _Phases:
         self.allocated[self._phase] = max(self.allocated.get(self._phase, 0), peak)
         self._ops.reset_peak(0)
         self._phase = phase
-
-    def around(self, function: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self.enter(before)
-            result = function(*arguments)
-            self.enter(after)
-            return result
-
-        return call
 
 
 def _fake_world(config: Any, nodes: int, ranks_per_node: int, stage: int) -> Any:
@@ -222,8 +246,9 @@ def _leave_out_contents() -> None:
     def balanced(output: torch.Tensor, given: torch.Tensor, *rest: Any, **options: Any) -> Any:
         done = exchange(output, given, *rest, **options)
         if not output.is_floating_point():  # counts of tokens
-            bounds = torch.arange(output.numel() + 1) * int(given.sum()) // output.numel()
-            output.copy_(bounds.diff().view_as(output))
+            on_host = torch.ops.pretend.on_host  # a real exchange does not wait
+            bounds = torch.arange(output.numel() + 1) * int(on_host(given).sum()) // output.numel()
+            on_host(output).copy_(bounds.diff().view_as(output))
         return done
 
     build.draw_weights, build.draw_factors = without_contents, frozen

@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class HostWait(NamedTuple):
     where: str
 
 
-_records: list[list[HostWait]] = []  # of the contexts that are open
+listeners: list[Callable[[HostWait], None]] = []  # of the contexts that are open
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _PACKAGES = sysconfig.get_paths()["purelib"]
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
@@ -36,20 +36,20 @@ def host_waits() -> Iterator[list[HostWait]]:
     Other threads may wait: the one that writes checkpoints does so for its copies.
     """
     waits: list[HostWait] = []
-    _records.append(waits)
+    listeners.append(waits.append)
     try:
         yield waits
     finally:
-        _records.remove(waits)
+        listeners.remove(waits.append)
 
 
 def wait(what: str) -> None:
     """Note that the host waits here."""
     is_main = threading.get_native_id() == os.getpid()
-    if _records and (is_main or torch._C._current_graph_task_id() != -1):
+    if listeners and (is_main or torch._C._current_graph_task_id() != -1):
         noted = HostWait(what, _where(sys._getframe(1)))
-        for waits in _records:
-            waits.append(noted)
+        for listener in listeners:
+            listener(noted)
 
 
 def _where(frame: FrameType | None) -> str:
