@@ -166,7 +166,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
         (train_fsdp, "all_gather_step_stats", "norm", "norm"),
         (train_fsdp, "update_weights", "optimizer", "optimizer"),
     ):
-        setattr(place, name, _entering(getattr(place, name), enter, before, after))
+        setattr(place, name, entering(getattr(place, name), enter, before, after))
     train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
     step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
     stop: Any = SimpleNamespace(received=None)
@@ -174,7 +174,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     return LonelyRank(context, lambda: train_fsdp.train_step(context, step, micro_batches, stop))
 
 
-def _entering(
+def entering(
     function: Callable[..., Any], enter: Callable[[str], None], before: str, after: str
 ) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:

@@ -1,0 +1,136 @@
+"""Say which kernel an operator launches on a GPU, and what that reads, writes and computes.
+
+An operator counts as one kernel, which reads each of its inputs and writes each of its outputs
+once: a few launch more (a sort, fused AdamW over many tensors).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+class Kind(StrEnum):
+    """The parts of a GPU's work that run at different rates."""
+
+    PRODUCT = "matrix products"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention's backward"
+    COPY = "FSDP's copies"  # into and out of what collectives send and receive
+    OTHER = "all else"
+    COLLECTIVE = "collectives"
+
+
+class Kernel(NamedTuple):
+    """A kernel. A collective's bytes are those that it sends or receives, the larger of the two."""
+
+    kind: Kind
+    operator: str
+    n_bytes: int
+    flops: int = 0
+
+
+# They launch nothing, though their schemas do not say so.
+_NOTHING = {"_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream", "is_same_size"}
+_NOTHING |= {"_local_scalar_dense", "equal", "detach_", "is_pinned", "_record_function_enter_new"}
+_NOTHING |= {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "dim", "is_contiguous"}
+_NOTHING |= {"wait_tensor", "_reshape_alias", "_has_compatible_shallow_copy_type"}
+_COMMUNICATION = {"c10d", "_c10d_functional"}
+_WRITES_ALONE = {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_"}
+# They read of their first tensor only the elements that they return.
+_LOOKUPS = {"embedding", "index_select", "index", "gather"}
+# They read and write of their first tensor only the elements that they change.
+_CHANGES = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_"}
+_CHANGES |= {"scatter_add_"}
+# The place of the first of two factors among the arguments.
+_PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
+_ATTENTION = {
+    "_varlen_attn": Kind.ATTENTION,
+    "_varlen_attn_backward": Kind.ATTENTION_BACKWARD,
+    "_flash_attention_forward": Kind.ATTENTION,
+    "_flash_attention_backward": Kind.ATTENTION_BACKWARD,
+    "causal_documents": Kind.ATTENTION,
+    "causal_documents_backward": Kind.ATTENTION_BACKWARD,
+}
+
+
+def kernel_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, device: str
+) -> Kernel | None:
+    """Return the kernel that an operator launches on devices of this type, or None.
+
+    `result`: that of the operator.
+    """
+    name = func._opname
+    if func.is_view or name in _NOTHING or "empty" in name or func.namespace in ("prim", "prims"):
+        return None
+    tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+    if not any(x.device.type == device and x.numel() for x in tensors):
+        return None
+    if func.namespace in _COMMUNICATION:
+        return Kernel(Kind.COLLECTIVE, name, max(x.nbytes for x in tensors))
+    n_bytes = sum(_moved(func, args, kwargs, result))
+    if name in _PRODUCTS:
+        place = _PRODUCTS[name]
+        flops = 2 * args[place].numel() * args[place + 1].shape[-1]
+        return Kernel(Kind.PRODUCT, name, n_bytes, flops)
+    if name in _ATTENTION:
+        return Kernel(_ATTENTION[name], name, n_bytes, _attention_flops(func, args, kwargs))
+    is_copy = func.namespace == "fsdp"
+    return Kernel(Kind.COPY if is_copy else Kind.OTHER, name, n_bytes)
+
+
+def _moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Iterator[int]:
+    """Yield the bytes that an operator reads of each input and writes of each output."""
+    name, given = func._opname, func._schema.arguments
+    values = {**dict(zip((x.name for x in given), args, strict=False)), **kwargs}
+    fresh = [
+        x
+        for x, declared in zip(
+            result if isinstance(result, (tuple, list)) else [result],
+            func._schema.returns,
+            strict=False,
+        )
+        if declared.alias_info is None
+    ]
+    written = sum(map(_extent, tree_leaves(fresh)))
+    yield written
+    for number, argument in enumerate(given):
+        size = sum(map(_extent, tree_leaves(values.get(argument.name))))
+        if number == 0 and name in _LOOKUPS:
+            yield written
+        elif number == 0 and name in _CHANGES:
+            yield 2 * sum(_extent(x) for x in tree_leaves(values.get("values", values.get("src"))))
+        elif argument.alias_info is None or not argument.alias_info.is_write:
+            yield size
+        elif (name, argument.name) == ("_fused_adamw_", "grads"):
+            yield size  # written only where a scaler is given
+        else:
+            yield size if argument.kwarg_only or name in _WRITES_ALONE else 2 * size
+
+
+def _extent(value: Any) -> int:
+    """Return the bytes of a tensor in memory, each once where it is expanded."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    sizes = zip(value.shape, value.stride(), strict=True)
+    return value.itemsize * math.prod(size for size, stride in sizes if stride or not size)
+
+
+def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the FLOPs of causal attention over documents that are all as long as the longest.
+
+    Two products forward, and five backward, which computes the scores again.
+    """
+    names = [x.name for x in func._schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    query = values["query"]
+    longest = next((values[n] for n in ("max_q", "longest") if n in values), None)
+    tokens, heads, width = query.shape[-3:]
+    pairs = tokens * ((longest or tokens) + 1) // 2
+    return (10 if "backward" in func._opname else 4) * pairs * heads * width

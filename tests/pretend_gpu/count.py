@@ -1,0 +1,156 @@
+"""The kernels that one rank launches in each part of a step, and the waits of its host:
+
+python -m tests.pretend_gpu.count --config FILE --model DIR --nodes 2 --gpus-per-node 8 [k=v ...]
+
+Prints JSON; `counted` is the same from a process of its own. `python -m benchmarks kernels` makes
+tables of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardtune.planner.kernels import Kernel, Kind, kernel_of
+from shardtune.training import low_precision_optim, optim
+
+from . import hollow, waits
+
+_PARTS = {"forward": "forward", "backward": "backward", "norm": "norm and clip"}
+_PARTS |= {"optimizer": "update"}
+
+
+class Count(TorchDispatchMode):
+    """Within this mode kernels and waits are counted by part of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: dict[str, Counter[Kernel]] = {}
+        self.waits: Counter[str] = Counter()
+        self.part = "forward"
+        self.is_open = False
+
+    def __enter__(self) -> Count:
+        self.is_open = True
+        waits.listeners.append(self._wait)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.is_open = False
+        super().__exit__(*error)
+        waits.listeners.remove(self._wait)
+
+    def _wait(self, _: waits.HostWait) -> None:
+        self.waits[self.part] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor comes first, and calls operators of its local tensors
+        result = func(*args, **(kwargs or {}))
+        is_fake = any(issubclass(kind, FakeTensor) for kind in types)
+        kernel = None if is_fake else kernel_of(func, args, kwargs or {}, result, "cuda")
+        if kernel:
+            self.kernels.setdefault(self.part, Counter())[kernel] += 1
+        return result
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Count a rank's second step: `kernels` and `waits` of each part."""
+    hollow.install_for(options)
+    count = Count()
+
+    def enter(phase: str) -> None:
+        count.part = _PARTS.get(phase, phase)
+
+    low_precision_optim.update = _counted_once(low_precision_optim.update, count)
+    rank = hollow.lonely_rank(options, enter)
+    _watch_head(rank.context, count)
+    for name, after in (("squared_gradients", "norm"), ("clip_gradients", "optimizer")):
+        function = getattr(optim, name)
+        setattr(optim, name, hollow.entering(function, enter, "norm", after))
+    rank.take_step()
+    with count:
+        rank.take_step()
+    kernels = {
+        part: [[*kernel, times] for kernel, times in counter.items()]
+        for part, counter in count.kernels.items()
+    }
+    return {"kernels": kernels, "waits": count.waits}
+
+
+def _counted_once(update: Callable[..., None], count: Count) -> Callable[..., None]:
+    """Run the update of one piece of each shape, and count it again for each further piece."""
+    known: dict[Any, Counter[Kernel]] = {}
+
+    def counted(tensors: Mapping[str, torch.Tensor], *rest: Any) -> None:
+        if not count.is_open:
+            return
+        kernels = count.kernels.setdefault(count.part, Counter())
+        key = tuple((name, x.shape, x.dtype) for name, x in tensors.items())
+        if key in known:
+            kernels.update(known[key])
+        else:
+            before = kernels.copy()
+            update(tensors, *rest)
+            known[key] = kernels - before
+
+    return counted
+
+
+def _watch_head(context: Any, count: Count) -> None:
+    """Count a model's head apart, in the forward and in the backward."""
+    if not context.run.world.is_last_stage:
+        return
+    head, stage = context.model.get_output_embeddings(), context.stage
+    backward = stage.backward
+
+    def enter(part: str) -> Any:
+        count.part = part
+
+    def begin(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        enter("head")
+        if arguments[0].requires_grad:
+            arguments[0].register_hook(lambda _: enter("backward"))
+
+    def from_head(*arguments: Any, **options: Any) -> Any:
+        enter("head")
+        return backward(*arguments, **options)
+
+    head.register_forward_pre_hook(begin)
+    head.register_forward_hook(lambda *_: enter("forward"))
+    stage.backward = from_head
+
+
+def counted(
+    config: Path, model: Path, nodes: int, gpus_per_node: int, *assignments: str, stage: int = 0
+) -> tuple[dict[str, Counter[Kernel]], Counter[str]]:
+    """Return the kernels and the waits of each part, counted in a process of its own."""
+    options = [f"--config={config}", f"--model={model}", f"--nodes={nodes}"]
+    options += [f"--gpus-per-node={gpus_per_node}", f"--stage={stage}", *assignments]
+    command = [sys.executable, "-m", "tests.pretend_gpu.count", *options]
+    done = subprocess.run(
+        command, cwd=hollow.REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    record = json.loads(done.stdout.splitlines()[-1])
+    kernels = {
+        part: Counter({Kernel(Kind(kind), *rest): n for kind, *rest, n in rows})
+        for part, rows in record["kernels"].items()
+    }
+    return kernels, Counter(record["waits"])
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(hollow.parse(doc=__doc__))))
