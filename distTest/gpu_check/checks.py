@@ -24,7 +24,7 @@ CHECKS = [
     Check("device", "device.device", 15, needs_project=False),
     Check("attention", "kernels.attention", 15),
     Check("loss-head", "kernels.loss_head", 15),
-    Check("optimizer", "kernels.optimizer", 20),
+    Check("optimizer", "optimizer.optimizer", 60),
     Check("packing", "packing.packing", 20),
     Check("losses", "training.losses", 45),
     Check("resume", "training.resume", 50),

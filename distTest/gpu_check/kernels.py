@@ -1,4 +1,4 @@
-"""Attention, the loss head and the optimizers on the GPU, against float64."""
+"""Attention and the loss head on the GPU, against float64."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
-from distTest.gpu_check.device import seconds
 from shardtune.data.batch import Batch
 from shardtune.model.attention import document_attention, documents
 from shardtune.model.loss import LossHead
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
 
 # Root mean square errors, relative to that of the float64 result. Bfloat16 rounds by 1.7e-3.
 _LIMIT = {torch.bfloat16: 1e-2, torch.float32: 2e-5}
@@ -158,90 +156,3 @@ def _exact_head(
         in_hidden.append(probabilities @ wide)
         in_weight += probabilities.t() @ rows
     return nll, torch.cat(in_hidden), in_weight
-
-
-def optimizer() -> Outcome:
-    """The fused AdamW against float64 and the unfused one, and low precision against the CPU's."""
-    problems, figures = list[str](), dict[str, Any]()
-    size = 1 << 10 if is_tiny() else 1 << 20
-    fused, exact = _updated(size, fused=True), _exact_update(size)
-    figures["fused_error"] = error(fused.cpu() - _start(size), exact - _start(size))
-    if not figures["fused_error"] <= 1e-3:  # of the change, of which float32 keeps few digits
-        problems.append(f"fused AdamW is {figures['fused_error']:.1e} from float64")
-    for eight_bit in (False, True):
-        name = "adamw8bit" if eight_bit else "bfloat16"
-        here, there = (_low_precision(size, eight_bit, d) for d in ("cuda", "cpu"))
-        share = (here.cpu() != there).double().mean().item()
-        figures[f"{name}_differs_from_cpu"] = share
-        # A product that is rounded once less moves a value across its random threshold.
-        if not share <= 5e-3:
-            problems.append(f"{name}: {share:.1%} of the weights are not those of a CPU")
-    large = 1 << (16 if is_tiny() else 28)
-    times = {way: _update_seconds(large, way == "fused") for way in ("fused", "unfused")}
-    figures |= {f"{way}_s": value for way, value in times.items()}
-    figures["fused_bytes_per_s"] = 28 * large / times["fused"]  # reads four, writes three
-    summary = (
-        f"fused AdamW is {figures['fused_error']:.1e} from float64, takes "
-        f"{1e9 * times['fused'] / large:.3g} ms for 1e6 parameters "
-        f"({figures['fused_bytes_per_s'] / 1e12:.3g} TB/s) and unfused "
-        f"{times['unfused'] / times['fused']:.2f} x; weights unlike a CPU's: bfloat16 "
-        f"{figures['bfloat16_differs_from_cpu']:.2%}, adamw8bit "
-        f"{figures['adamw8bit_differs_from_cpu']:.2%}"
-    )
-    return require(problems, summary, figures)
-
-
-_SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
-def _start(size: int) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0))
-
-
-def _gradient(size: int, step: int) -> torch.Tensor:
-    return 1e-3 * torch.randn(size, generator=torch.Generator().manual_seed(step))
-
-
-def _updated(size: int, fused: bool) -> torch.Tensor:
-    """Return a weight after three updates on the GPU."""
-    weight = nn.Parameter(_start(size).cuda())
-    adamw = torch.optim.AdamW([weight], **_SETTINGS, fused=fused)
-    for step in range(1, 4):
-        weight.grad = _gradient(size, step).cuda()
-        adamw.step()
-    return weight.detach()
-
-
-def _exact_update(size: int) -> torch.Tensor:
-    """Return the same by AdamW's definition (arXiv 1711.05101) in float64, on the CPU."""
-    weight = _start(size).double()
-    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
-    (beta1, beta2), lr = _SETTINGS["betas"], _SETTINGS["lr"]
-    for step in range(1, 4):
-        gradient = _gradient(size, step).double()
-        first = beta1 * first + (1 - beta1) * gradient
-        second = beta2 * second + (1 - beta2) * gradient**2
-        weight *= 1 - lr * _SETTINGS["weight_decay"]
-        root = (second / (1 - beta2**step)).sqrt() + _SETTINGS["eps"]
-        weight -= lr * first / (1 - beta1**step) / root
-    return weight
-
-
-def _low_precision(size: int, eight_bit: bool, device: str) -> torch.Tensor:
-    """Return a bfloat16 weight (size / 256, 256) after three updates on a device."""
-    weight = nn.Parameter(_start(size).view(-1, 256).bfloat16().to(device))
-    groups = [{"params": [("weight", weight)], "weight_decay": 0.1}]
-    adamw = LowPrecisionAdamW(
-        groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, seed=1, eight_bit=eight_bit
-    )
-    for step in range(1, 4):
-        weight.grad = _gradient(size, step).view(-1, 256).bfloat16().to(device)
-        adamw.step()
-    return weight.detach()
-
-
-def _update_seconds(size: int, fused: bool) -> float:
-    weight = nn.Parameter(torch.zeros(size, device="cuda"))
-    weight.grad = torch.ones_like(weight)
-    adamw = torch.optim.AdamW([weight], **_SETTINGS, fused=fused)
-    return seconds(adamw.step, 5)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +118,11 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     } | {"num_alloc_retries": 0, "num_ooms": 0}
 
 
+def _dump_snapshot(filename: str = "dump_snapshot.pickle", *_: Any) -> None:
+    """Write what a process has that allocated nothing."""
+    Path(filename).write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
+
+
 def _pin(begin: int, size: int, _: int) -> int:
     _OPS.pin(begin, size)
     return 0
@@ -132,7 +139,9 @@ _TORCH_CUDA: dict[str, Any] = {
     "StreamContext": _on_stream,
     "_initialized": True,
     "_is_in_bad_fork": lambda: False,
+    "_dump_snapshot": _dump_snapshot,
     "_lazy_init": lambda: None,
+    "_record_memory_history": lambda *_, **__: None,
     "_set_rng_state_offset": None,
     "cudart": lambda: SimpleNamespace(cudaHostRegister=_pin, cudaHostUnregister=_unpin),
     "current_device": lambda: _OPS.device(),
@@ -187,6 +196,8 @@ def patch() -> None:
                 setattr(module, name, value)
     torch.version.cuda = "13.0"
     torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)
+    profiler: Any = torch.autograd.profiler.profile
+    profiler.__init__ = _without_device(profiler.__init__)
 
 
 def _resizing(of_host: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
@@ -198,3 +209,8 @@ def _resizing(of_host: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         return storage
 
     return resize_
+
+
+def _without_device(init: Callable[..., None]) -> Callable[..., None]:
+    """Let the profiler see the host alone: for each operator it would ask CUDA for an event."""
+    return lambda *given, **options: init(*given, **options | {"use_device": None})

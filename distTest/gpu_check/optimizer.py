@@ -1,0 +1,118 @@
+"""The optimizers on the GPU: against float64 and a CPU, and the time of an update."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from distTest.gpu_check.checks import Outcome, is_tiny, require
+from distTest.gpu_check.device import seconds
+from distTest.gpu_check.kernels import error
+from shardtune.training.low_precision_optim import LowPrecisionAdamW
+
+# Of weights that may differ from a CPU's, or compiled from eager ones: a product that is rounded
+# once less moves a value across its random threshold.
+_SHARE = 5e-3
+_WIDTH = 1408  # of a weight whose update is timed: an expert's of GLM-4.5-Air, 5.5 blocks
+_SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def optimizer() -> Outcome:
+    """Compare the updates, and time them for 1e6 parameters, low precision eager and compiled."""
+    problems, figures = list[str](), dict[str, Any]()
+    size = 1 << 10 if is_tiny() else 1 << 20
+    fused, exact = _fused(size), _exact_update(size)
+    figures["fused_error"] = error(fused.cpu() - _start(size), exact - _start(size))
+    if not figures["fused_error"] <= 1e-3:  # of the change, of which float32 keeps few digits
+        problems.append(f"fused AdamW is {figures['fused_error']:.1e} from float64")
+    ways = {"eager": False, "compiled": True} if find_spec("triton") else {"eager": False}
+    times = {"float32, fused": _fused_seconds}
+    texts = [f"fused AdamW is {figures['fused_error']:.1e} from float64"]
+    for name, eight_bit in {"bfloat16": False, "adamw8bit": True}.items():
+        of_cpu = _low_precision(size, eight_bit, "cpu")
+        for way, compiled in ways.items():
+            times[f"{name}, {way}"] = partial(_low_precision_seconds, eight_bit, compiled)
+            here = _low_precision(size, eight_bit, "cuda", compiled)
+            share = (here.cpu() != of_cpu).double().mean().item()
+            figures[f"{name}_{way}_differs_from_cpu"] = share
+            texts.append(f"{share:.2%} of the weights of {name}, {way}, are not those of a CPU")
+            if not share <= _SHARE:
+                problems.append(texts[-1])
+    numel = _WIDTH << (6 if is_tiny() else 16)
+    ms = {way: 1e9 * measure(numel) / numel for way, measure in times.items()}
+    figures["ms_per_1e6_parameters"] = ms
+    texts.append(f"ms for 1e6 parameters: {', '.join(f'{v:.3g} ({w})' for w, v in ms.items())}")
+    if len(ways) == 1:
+        texts.append("compiled: skipped, since it needs the package triton")
+    return require(problems, "; ".join(texts), figures)
+
+
+def _start(size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+def _gradient(size: int, step: int) -> torch.Tensor:
+    return 1e-3 * torch.randn(size, generator=torch.Generator().manual_seed(step))
+
+
+def _fused(size: int) -> torch.Tensor:
+    """Return a weight after three updates on the GPU."""
+    weight = nn.Parameter(_start(size).cuda())
+    adamw = torch.optim.AdamW([weight], **_SETTINGS, fused=True)
+    for step in range(1, 4):
+        weight.grad = _gradient(size, step).cuda()
+        adamw.step()
+    return weight.detach()
+
+
+def _exact_update(size: int) -> torch.Tensor:
+    """Return the same by AdamW's definition (arXiv 1711.05101) in float64, on the CPU."""
+    weight = _start(size).double()
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    (beta1, beta2), lr = _SETTINGS["betas"], _SETTINGS["lr"]
+    for step in range(1, 4):
+        gradient = _gradient(size, step).double()
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        weight *= 1 - lr * _SETTINGS["weight_decay"]
+        root = (second / (1 - beta2**step)).sqrt() + _SETTINGS["eps"]
+        weight -= lr * first / (1 - beta1**step) / root
+    return weight
+
+
+def _low_precision(size: int, eight_bit: bool, device: str, compiled: bool = False) -> torch.Tensor:
+    """Return a bfloat16 weight (size / 256, 256) after three updates on a device."""
+    weight = nn.Parameter(_start(size).view(-1, 256).bfloat16().to(device))
+    adamw = _adamw(weight, eight_bit, compiled)
+    for step in range(1, 4):
+        weight.grad = _gradient(size, step).view(-1, 256).bfloat16().to(device)
+        adamw.step()
+    return weight.detach()
+
+
+def _adamw(weight: nn.Parameter, eight_bit: bool, compiled: bool) -> LowPrecisionAdamW:
+    groups = [{"params": [("weight", weight)], "weight_decay": _SETTINGS["weight_decay"]}]
+    lr, betas, eps = (_SETTINGS[name] for name in ("lr", "betas", "eps"))
+    return LowPrecisionAdamW(
+        groups, lr=lr, betas=betas, eps=eps, seed=1, eight_bit=eight_bit, compiled=compiled
+    )
+
+
+def _fused_seconds(numel: int) -> float:
+    weight = _with_gradient(numel, torch.float32)
+    return seconds(torch.optim.AdamW([weight], **_SETTINGS, fused=True).step, 5)
+
+
+def _low_precision_seconds(eight_bit: bool, compiled: bool, numel: int) -> float:
+    weight = _with_gradient(numel, torch.bfloat16)
+    return seconds(_adamw(weight, eight_bit, compiled).step, 5)
+
+
+def _with_gradient(numel: int, dtype: torch.dtype) -> nn.Parameter:
+    weight = nn.Parameter(torch.zeros(numel // _WIDTH, _WIDTH, device="cuda", dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    return weight
