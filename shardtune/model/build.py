@@ -37,6 +37,7 @@ from shardtune.model.experts import (
     spread_experts,
     spread_problems,
 )
+from shardtune.model.gathers import gather_ahead
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
@@ -229,6 +230,7 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
         fully(layer)
         always_give_expert_gradients(layer)
     fully(model)
+    gather_ahead(model, layers)
     for module in (*layers, model) if world.replicas > 1 else ():
         _average_over_stage(module, shards, world)
 
@@ -236,10 +238,7 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
 def _shard_experts(
     model: PreTrainedModel, mesh: DeviceMesh, world: World, policy: MixedPrecisionPolicy
 ) -> None:
-    """Spread the experts over `expert`, and apply FSDP2 to each rank's over the other dimensions.
-
-    No forward prefetch: an exchange of sizes stops the host before each layer's experts alone.
-    """
+    """Spread the experts over `expert`, and apply FSDP2 to each rank's over the other dimensions."""
     copies = mesh["expert_shard"].size()
     for experts in spread_experts(model, mesh["expert"], world.progress):
         fully_shard(

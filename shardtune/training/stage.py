@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from shardtune.data.batch import Batch
@@ -44,18 +43,6 @@ def idle_share(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def _prefetch_in_order(model: PreTrainedModel) -> None:
-    """Let the backward of each FSDP group gather the parameters of the group before it.
-
-    FSDP2 goes back through the forwards since the last backward. With several in flight it would
-    come to the last layer of the one before and gather it for nothing; with none it gathers late.
-    """
-    root, *groups = (module for module in model.modules() if isinstance(module, FSDPModule))
-    root.set_modules_to_backward_prefetch([groups[-1]])
-    for before, group in zip([groups[0], *groups], groups, strict=False):
-        group.set_modules_to_backward_prefetch([before])  # the first one has none but itself
-
-
 class Stage:
     """This rank's layers, and the ranks that it receives from and sends to."""
 
@@ -65,8 +52,6 @@ class Stage:
         """`dtype`: that of hidden states between layers."""
         self._model, self._owned, self._world, self._dtype = model, owned, world, dtype
         self._before, self._behind = world.meshes.before, world.meshes.behind
-        if world.stages > 1:
-            _prefetch_in_order(model)
         # Received hidden states and output of each micro-batch whose backward is to come.
         self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
         self._arriving: deque[tuple[Any, torch.Tensor]] = deque()
