@@ -40,6 +40,8 @@ class Meshes:
     behind: Link | None = None  # to the one behind
     # With replicas, by the dimensions in which a replica cuts a weight: these and then `replicate`.
     of_parts: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+    # On GPUs the ranks of `shard` and `expert_shard` once more: collectives of one group queue.
+    for_reductions: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -49,6 +51,7 @@ class Meshes:
         return [
             *(group for mesh in meshes for group in mesh.get_all_groups()),
             *(group for link in links for group in link[1:]),
+            *self.for_reductions.values(),
         ]
 
 
@@ -60,9 +63,11 @@ def build_meshes(device: torch.device, size: int, parallel: ParallelConfig) -> M
     shards = stage_ranks // parallel.replicate
     within = replicas | {"shard": shards}
     mesh, expert_mesh = _mesh(device, stages | within), None
+    whole_meshes = {"shard": mesh}
     if parallel.expert > 1:
         spread = replicas | {"expert_shard": shards // parallel.expert, "expert": parallel.expert}
-        expert_mesh = _mesh(device, stages | spread)[tuple(spread)]
+        whole_meshes["expert_shard"] = _mesh(device, stages | spread)
+        expert_mesh = whole_meshes["expert_shard"][tuple(spread)]
     links: tuple[Link | None, Link | None] = None, None
     if stages:
         mesh, links = mesh[tuple(within)], _links(size, parallel.stages)
@@ -70,7 +75,22 @@ def build_meshes(device: torch.device, size: int, parallel: ParallelConfig) -> M
     for each in filter(None, (mesh, expert_mesh)) if replicas else ():
         _, *others = each.mesh_dim_names or ()
         of_parts[tuple(others)] = _reversed(each)
-    return Meshes(mesh, expert_mesh, parallel.stages, *links, of_parts)
+    for_reductions = {}
+    # On a CPU the host itself waits for each collective, one after another.
+    for dimension, whole in whole_meshes.items() if device.type == "cuda" else ():
+        if group := _second_group(whole, dimension):
+            for_reductions[dimension] = group
+    return Meshes(mesh, expert_mesh, parallel.stages, *links, of_parts, for_reductions)
+
+
+def _second_group(mesh: DeviceMesh, dimension: str) -> dist.ProcessGroup | None:
+    """Return another group of several ranks in a dimension of a mesh of all ranks. Collective."""
+    place = (mesh.mesh_dim_names or ()).index(dimension)
+    if mesh.size(place) == 1:
+        return None
+    ranks = mesh.mesh.movedim(place, -1).reshape(-1, mesh.size(place))
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    return group
 
 
 def _reversed(mesh: DeviceMesh) -> DeviceMesh:

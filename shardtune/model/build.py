@@ -37,9 +37,9 @@ from shardtune.model.experts import (
     spread_experts,
     spread_problems,
 )
-from shardtune.model.gathers import gather_ahead
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
+from shardtune.model.overlap import gather_ahead, reduce_beside_gathers
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
 from shardtune.model.support import decoder_layers, unsupported
 
@@ -231,6 +231,7 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
         always_give_expert_gradients(layer)
     fully(model)
     gather_ahead(model, layers)
+    reduce_beside_gathers(model, world.meshes.for_reductions)
     for module in (*layers, model) if world.replicas > 1 else ():
         _average_over_stage(module, shards, world)
 
@@ -238,7 +239,7 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
 def _shard_experts(
     model: PreTrainedModel, mesh: DeviceMesh, world: World, policy: MixedPrecisionPolicy
 ) -> None:
-    """Spread the experts over `expert`, and apply FSDP2 to each rank's over the other dimensions."""
+    """Spread the experts over `expert`, and apply FSDP2 to each rank's over `expert_shard`."""
     copies = mesh["expert_shard"].size()
     for experts in spread_experts(model, mesh["expert"], world.progress):
         fully_shard(

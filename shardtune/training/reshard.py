@@ -13,8 +13,7 @@ A rank that has the whole model, one shard, gathers nothing, but FSDP2 casts its
 compute dtype and copies its gradients all the same, as often as others gather and reduce. There the
 kept gradients take the place of the sharded ones, and their sum has the same order.
 
-FSDP2 itself gathers the next layer while this one computes: in the forward because the host runs
-ahead of a GPU, in the backward because it prefetches in the reverse order.
+What is freed is gathered again a layer ahead of its use (`model/overlap.py`).
 """
 
 from __future__ import annotations

@@ -163,6 +163,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     )
     for place, name, before, after in (
         (stage_module.Stage, "forward", "forward", "backward"),
+        (stage_module.Stage, "backward", "backward", "backward"),
         (train_fsdp, "all_gather_step_stats", "norm", "norm"),
         (train_fsdp, "update_weights", "optimizer", "optimizer"),
     ):

@@ -3,7 +3,7 @@
 python -m tests.pretend_gpu.trace --config FILE --model DIR --nodes 2 --gpus-per-node 8 [k=v ...]
 
     A3 A3e    gathers the parameters of layer 3, and its spread experts; A those around the layers
-    R3 R3e R  reduces their gradients, within a replica
+    R3 R3e R  reduces their gradients; r where gathers share the group
     x X       exchanges the sizes of what goes to experts, and rows for them
     S         the host waits for the device
     f b g     runs attention forward and backward, and a grouped product
@@ -21,16 +21,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import hollow, waits
 
 _KERNELS = {"_varlen_attn": "f", "_varlen_attn_backward": "b", "_grouped_mm": "g"}
-_COLLECTIVES = {
-    "_allgather_base_": "A",
-    "all_gather_into_tensor_out": "A",
-    "_reduce_scatter_base_": "R",
-}
 
 
 class Trace(TorchDispatchMode):
@@ -39,6 +35,7 @@ class Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
+        self._gathering: set[str] = set()  # groups
         self._module = ""  # whose parameters FSDP2 gathers, or whose gradients it reduces
 
     def __enter__(self) -> Trace:
@@ -58,8 +55,12 @@ class Trace(TorchDispatchMode):
         if name == "_record_function_enter_new":
             if label := re.match(r"FSDP::(all_gather|post_backward_reduce)( \((.*)\))?$", args[0]):
                 self._module = label[3] or ""
-        elif func.namespace == "c10d" and name in _COLLECTIVES:
-            self.events.append(_COLLECTIVES[name] + _short(self._module))
+        elif name == "_allgather_base_":
+            self._gathering.add(dist.ProcessGroup.unbox(args[2]).group_name)
+            self.events.append("A" + _short(self._module))
+        elif name == "_reduce_scatter_base_":
+            is_shared = dist.ProcessGroup.unbox(args[2]).group_name in self._gathering
+            self.events.append(("r" if is_shared else "R") + _short(self._module))
         elif name == "alltoall_base_":
             self.events.append("X" if args[0].is_floating_point() else "x")
         elif name in _KERNELS:
@@ -88,13 +89,20 @@ def traced(options: argparse.Namespace) -> list[str]:
     with trace:
         rank.take_step()
     passes = [line for line in lines if line[0] in ("forward", "backward")]
-    return [f"{phase}: {' '.join(events)}" for phase, events in passes]
+    return [f"{phase}: {' '.join(events)}" for phase, events in passes if events]
 
 
-def trace_of(config: Path, model: Path, *assignments: str, timeout_s: float = 300) -> list[str]:
-    """Return what `traced` does, of the first of 2 x 8 ranks, in a process of its own."""
-    options = [f"--config={config}", f"--model={model}", *assignments]
-    command = [sys.executable, "-m", "tests.pretend_gpu.trace", *options]
+def trace_of(
+    config: Path,
+    model: Path,
+    *assignments: str,
+    gb: float = 80.0,
+    stage: int = 0,
+    timeout_s: float = 300,
+) -> list[str]:
+    """Return what `traced` does, of a stage's first rank on 2 x 8 GPUs, in a process of its own."""
+    options = [f"--config={config}", f"--model={model}", f"--gpu-memory={gb}", f"--stage={stage}"]
+    command = [sys.executable, "-m", "tests.pretend_gpu.trace", *options, *assignments]
     done = subprocess.run(
         command,
         cwd=hollow.REPOSITORY,
