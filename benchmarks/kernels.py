@@ -16,22 +16,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedConfig
 
 from distTest.workloads.script import REPOSITORY
-from shardtune.config import Config
 from shardtune.config_io import load_config
+from shardtune.errors import UserError
 from shardtune.log import quiet_libraries
 from shardtune.model.build import whole_on_meta
 from shardtune.model.files import read_model_config
-from shardtune.model.flops import count_flops
 from shardtune.model.stages import layers_of_stages
+from shardtune.planner.command import add_arguments, machine_of
 from shardtune.planner.extrapolate import cuts, layer_kinds, with_layers
 from shardtune.planner.kernels import Kernel, Kind
+from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.roofline import GPUS, launched, moved_bytes, seconds
 from shardtune.planner.simulate import fake_world
-from shardtune.training.stage import idle_share
 from tests.pretend_gpu.count import counted
 
 CONFIGS = REPOSITORY / "tests/data/configs"
@@ -56,9 +55,6 @@ class Part:
     kernels: Mapping[Kernel, float]
     waits: float
 
-    def __add__(self, other: Part) -> Part:
-        return self.plus(other, 1)
-
     def plus(self, other: Part, times: float) -> Part:
         keys = self.kernels.keys() | other.kernels.keys()
         kernels = {k: self.kernels.get(k, 0) + times * other.kernels.get(k, 0) for k in keys}
@@ -69,26 +65,21 @@ class Part:
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, help="default: three shapes, as in docs/kernels.md")
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("assignments", nargs="*", metavar="section.key=value")
+    add_arguments(parser)
+    for action in parser._actions:
+        action.required = False
 
 
 def main(options: Namespace) -> None:
     quiet_libraries(is_main=False)
     if options.config:
-        shapes = [("", options.config, options.nodes, options.assignments)]
-    else:
-        shapes = [
-            (name, REPOSITORY / file, nodes, [f"model.path={CONFIGS / model}", *more])
-            for name, (file, model, nodes, more) in SHAPES.items()
-        ]
-    for name, file, nodes, assignments in shapes:
-        if name:
-            print(f"{name}: {file.relative_to(REPOSITORY)} {' '.join(assignments[1:])}")
-        step = measure(file, nodes, options.gpus_per_node, assignments)
-        print(*step.lines(), "", sep="\n", flush=True)
+        print(*measure(options).lines(), sep="\n")
+        return
+    for name, (file, model, nodes, settings) in SHAPES.items():
+        print(f"{name}: {file} {' '.join(settings)}")
+        options.config, options.nodes = REPOSITORY / file, nodes
+        options.assignments = [f"model.path={CONFIGS / model}", *settings]
+        print(*measure(options).lines(), "", sep="\n", flush=True)
 
 
 @dataclass
@@ -135,21 +126,33 @@ def most(kernels: Mapping[Kernel, float], count: int = 8) -> Iterator[str]:
         yield f"{operator} {size / 1e9:.2f} GB in {round(numbers[operator]):,}"
 
 
-def measure(file: Path, nodes: int, ranks_per_node: int, assignments: list[str]) -> StepCount:
-    """Count the step of one rank of this configuration."""
+def measure(options: Namespace) -> StepCount:
+    """Count the step of one rank of this configuration.
+
+    Raises:
+        UserError: the run would be refused, or the model has too few layers.
+    """
     given = ["model.init=random", "data.train=unread", "model.compute_dtype=bfloat16"]
-    config = load_config(file, [*given, *assignments], {})
+    config = load_config(options.config, [*given, *options.assignments], {})
     model_config = read_model_config(config.model, config.data.max_length)
+    machine = machine_of(options, config)
+    # What is kept gathered depends on the memory that is left, which cut models have more of.
+    plan = make_plan(config, model_config, machine, reason="its policy alone is needed")
     stages, micro_batches = config.parallel.stages, config.train.gradient_accumulation_steps
-    with fake_world(nodes, ranks_per_node, config, stages - 1) as world:
+    with fake_world(machine.nodes, machine.ranks_per_node, config) as world:
         whole = whole_on_meta(config, model_config, world)
-        own = layers_of_stages(whole, stages)[-1]
-        kinds = layer_kinds(whole)[own.start : own.stop]
-        rows = config.train.micro_batch_size * micro_batches * world.data_ranks
-    lengths = cuts(kinds)
-    assert lengths, "the model has too few layers to take the difference of two depths"
+    own = layers_of_stages(whole, stages)[-1]
+    kinds = layer_kinds(whole)[own.start : own.stop]
+    if not (lengths := cuts(kinds)):
+        raise UserError(
+            f"a stage of {len(kinds)} layers is too short to take the difference of two depths "
+            "- give a deeper model"
+        )
+    settings = [each for each in options.assignments if not each.startswith("model.path=")]
     short, long = (
-        _count(file, model_config, config, nodes, ranks_per_node, given + assignments, own, n)
+        _count(
+            options.config, model_config, plan, range(own.start, own.start + n), given + settings
+        )
         for n in lengths
     )
     period = lengths[1] - lengths[0]
@@ -158,7 +161,7 @@ def measure(file: Path, nodes: int, ranks_per_node: int, assignments: list[str])
     extrapolated = {part: long[part].plus(further[part], left) for part in long}
     step = Part({}, 0)
     for part in extrapolated.values():
-        step += part
+        step = step.plus(part, 1)
     parts = {
         "layer forward": further["forward"].times(1 / micro_batches),
         "layer backward": further["backward"].times(1 / micro_batches),
@@ -167,36 +170,22 @@ def measure(file: Path, nodes: int, ranks_per_node: int, assignments: list[str])
         "norm and clip": extrapolated["norm and clip"],
         "step": step,
     }
-    length = config.data.max_length
-    flops = count_flops(whole).per_step(np.full(rows, length), rows * (length - 1))
-    return StepCount(parts, flops / (nodes * ranks_per_node), idle_share(stages, micro_batches))
+    return StepCount(parts, (plan.step_flops or 0) / machine.ranks, plan.bubble)
 
 
 def _count(
-    file: Path,
-    model_config: PreTrainedConfig,
-    config: Config,
-    nodes: int,
-    ranks_per_node: int,
-    assignments: list[str],
-    own: range,
-    layers: int,
+    file: Path, model_config: PreTrainedConfig, plan: Plan, layers: range, assignments: list[str]
 ) -> dict[str, Part]:
-    assignments = [each for each in assignments if not each.startswith("model.path=")]
+    """Count a step of the last stage with these layers."""
     with tempfile.TemporaryDirectory() as folder:
-        with_layers(model_config, own.start + layers).save_pretrained(folder)
+        with_layers(model_config, layers.stop).save_pretrained(folder)
         kernels, waits = counted(
             file,
             Path(folder),
-            nodes,
-            ranks_per_node,
+            plan.machine,
+            plan.policy,
+            layers,
             *assignments,
-            stage=config.parallel.stages - 1,
+            stage=plan.config.parallel.stages - 1,
         )
     return {part: Part(kernels[part], waits[part]) for part in kernels}
-
-
-if __name__ == "__main__":
-    parser = ArgumentParser()
-    add_options(parser)
-    main(parser.parse_args())

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardtune.model import build
 from shardtune.planner.kernels import Kernel, Kind, kernel_of
-from shardtune.training import low_precision_optim, optim
+from shardtune.planner.machine import Machine
+from shardtune.training import low_precision_optim, optim, reshard
+from shardtune.training.reshard import ReshardPolicy
 
 from . import hollow, waits
 
@@ -66,10 +70,20 @@ class Count(TorchDispatchMode):
         return result
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Count a rank's second step: `kernels` and `waits` of each part."""
+def measure(
+    options: argparse.Namespace, policy: ReshardPolicy | None, layers: range | None
+) -> dict[str, Any]:
+    """Count a rank's second step: `kernels` and `waits` of each part.
+
+    `policy` and `layers`, where they are given, take the place of what the rank would keep
+    gathered, and of the layers that its stage would have.
+    """
     hollow.install_for(options)
     count = Count()
+    if policy:
+        reshard.choose_reshard_policy = partial(_apply, policy)
+    if layers:
+        build.layers_of_stages = lambda model, stages: [layers] * stages
 
     def enter(phase: str) -> None:
         count.part = _PARTS.get(phase, phase)
@@ -88,6 +102,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for part, counter in count.kernels.items()
     }
     return {"kernels": kernels, "waits": count.waits}
+
+
+def _apply(policy: ReshardPolicy, model: Any, *_: Any) -> ReshardPolicy:
+    if policy.keep_parameters:
+        model.set_reshard_after_forward(False)
+    return policy
 
 
 def _counted_once(update: Callable[..., None], count: Count) -> Callable[..., None]:
@@ -134,11 +154,19 @@ def _watch_head(context: Any, count: Count) -> None:
 
 
 def counted(
-    config: Path, model: Path, nodes: int, gpus_per_node: int, *assignments: str, stage: int = 0
+    config: Path,
+    model: Path,
+    machine: Machine,
+    policy: ReshardPolicy,
+    layers: range,
+    *assignments: str,
+    stage: int = 0,
 ) -> tuple[dict[str, Counter[Kernel]], Counter[str]]:
     """Return the kernels and the waits of each part, counted in a process of its own."""
-    options = [f"--config={config}", f"--model={model}", f"--nodes={nodes}"]
-    options += [f"--gpus-per-node={gpus_per_node}", f"--stage={stage}", *assignments]
+    options = [f"--config={config}", f"--model={model}", f"--nodes={machine.nodes}"]
+    options += [f"--gpus-per-node={machine.ranks_per_node}", f"--stage={stage}", *assignments]
+    options += [f"--policy={json.dumps(vars(policy))}"]
+    options += ["--layers", str(layers.start), str(layers.stop)]
     command = [sys.executable, "-m", "tests.pretend_gpu.count", *options]
     done = subprocess.run(
         command, cwd=hollow.REPOSITORY, capture_output=True, text=True, check=False
@@ -152,5 +180,15 @@ def counted(
     return kernels, Counter(record["waits"])
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--policy", type=json.loads)
+    parser.add_argument("--layers", type=int, nargs=2)
+    given, rest = parser.parse_known_args()
+    policy = ReshardPolicy(**given.policy) if given.policy else None
+    layers = range(*given.layers) if given.layers else None
+    print(json.dumps(measure(hollow.parse(rest, __doc__), policy, layers)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(hollow.parse(doc=__doc__))))
+    main()
