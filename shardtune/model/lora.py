@@ -112,6 +112,13 @@ class Target:
         return self.group != "router" and not issubclass(self.kind, nn.Linear)
 
     @property
+    def is_supported(self) -> bool:
+        """Whether adapters know how its layer computes."""
+        if self.is_stack:
+            return are_stacked(self.kind)
+        return self.group == "router" or self.kind in (nn.Linear, LoraLinear)
+
+    @property
     def factors(self) -> tuple[str, str]:
         """The full names of A and B."""
         prefix = f"{self.weight}_" if self.is_stack else f"{self.module}."
@@ -131,7 +138,8 @@ class Target:
 
 
 def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
-    layers = set(decoder_layers(model))
+    # Not the layers of a tower for images, which no text reaches.
+    layers = set(decoder_layers(model)) & set(model.get_decoder().modules())
     for layer_name, layer in model.named_modules():
         if layer not in layers:
             continue
@@ -141,8 +149,9 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
             above = [modules[".".join(names[: i + 1])] for i in range(len(names))]
             in_layer = re.sub(r"\.\d+\.", ".N.", f".{name}")[1:]
             parts, full_name = set(names), f"{layer_name}.{name}"
-            # Doge keeps a row for each expert in an embedding, which other layers do not have.
-            is_of_expert = isinstance(module, nn.Embedding) or re.search(
+            # Doge keeps a row for each expert in an embedding beside the router.
+            beside = {each for each, _ in modules[name.rpartition(".")[0]].named_children()}
+            is_of_expert = (isinstance(module, nn.Embedding) and beside & _ROUTERS) or re.search(
                 "expert", name + "".join(type(m).__name__ for m in above), re.I
             )
             if "router" not in parts and re.search(r"attn|attention", name):
@@ -151,8 +160,7 @@ def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
                 group = "router"
             else:
                 group = "experts" if re.search(r"(^|\.)experts\.\d+\.", name) else "other"
-            is_linear = type(module) in (nn.Linear, LoraLinear)
-            if is_linear or (group == "router" and hasattr(module, "weight")):
+            if isinstance(module, nn.Linear) or (group == "router" and hasattr(module, "weight")):
                 yield Target(full_name, "weight", group, in_layer, type(module))
             elif is_of_expert:
                 # Experts of an unknown layout may be matrices one below the other, as DBRX's.
@@ -180,12 +188,14 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
                 f"lora.targets: {name} means the router of the experts ({routers[0]}) of {kind} - "
                 "leave it out, or write the names of other layers in full"
             )
-        elif unsupported := {
-            t.kind.__name__ for t in meant if t.is_stack and not are_stacked(t.kind)
-        }:
+        elif unsupported := [target for target in meant if not target.is_supported]:
+            first = min(unsupported, key=lambda target: target.kind.__name__)
+            what = "the experts" if first.is_stack else first.in_layer
+            attention = [target for target in weights if target.group == "attention"]
+            remedy = "attention or " if all(t.is_supported for t in attention) else ""
             problems.append(
-                f"lora.targets: {name} means the experts of {kind}, and adapters do not support "
-                f"their layout ({min(unsupported)}) - use lora.targets=attention or other names"
+                f"lora.targets: {name} means {what} of {kind}, and adapters do not support "
+                f"their layout ({first.kind.__name__}) - use lora.targets={remedy}other names"
             )
         elif not meant:
             problems.append(

@@ -203,6 +203,30 @@ def test_experts_of_another_layout_are_refused_and_attention_is_not(
     assert adapted and not any("expert" in name or "router" in name for name in adapted)
 
 
+def test_linear_layers_that_compute_otherwise_are_refused_by_name() -> None:
+    """One of DeepSeek V4's attention multiplies blocks of its input by blocks of its weight."""
+    config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    refusal = r"means self_attn.o_a_proj of deepseek_v4, .*\(DeepseekV4GroupedLinear\) - .*=other"
+    with pytest.raises(UserError, match=refusal):
+        choose_targets(model, LoraConfig(rank=2))
+    chosen = choose_targets(model, LoraConfig(rank=2, targets=("q_b_proj", "experts")))
+    assert {target.group for target in chosen} == {"attention", "experts"}
+
+
+def test_a_tower_of_images_gets_no_adapters() -> None:
+    text = SMALL | {"head_dim": 8, "num_key_value_heads": 2}
+    vision = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    add_adapters(model, LoraConfig(rank=2))
+    adapted = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("self_attn.q_proj" in name for name in adapted)
+    assert all("language_model" in name for name in adapted)
+
+
 def test_experts_of_a_model_without_any_are_refused() -> None:
     with pytest.raises(UserError, match="experts means no layer of llama - use "):
         choose_targets(build("llama"), LoraConfig(rank=2, targets="experts"))
