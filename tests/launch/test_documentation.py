@@ -104,6 +104,7 @@ def test_two_nodes_train_and_the_documented_greps_find_their_lines(repository: P
     for entry in repository.iterdir():
         (worker / entry.name).symlink_to(entry)
     assert len(NODES) == 2
+    assert all(" run.dir=" in node for node in NODES)  # the demo's has a finished run
     settings = r"^MASTER_ADDR=(\S+) NCCL_SOCKET_IFNAME=(\S+) ./launch_node\d.sh --config "
     ((address, interface),) = {*re.findall(settings, "\n".join(NODES), re.MULTILINE)}
     shell = partial(subprocess.Popen, text=True, stdout=PIPE, stderr=subprocess.STDOUT)
