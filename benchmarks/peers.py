@@ -45,9 +45,13 @@ class Watch(TrainerCallback):
     """
 
     def __init__(self) -> None:
+        self.began = 0.0
         self.ends: list[float] = []
         self.cpu_ends: list[float] = []  # of this process
         self.losses: list[float] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.began = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
@@ -74,6 +78,7 @@ def main() -> None:
         trainer.train()
     result = {
         "losses": watch.losses,
+        "first_s": watch.ends[0] - watch.began,
         # Of the second step and those after it: the first also sets things up.
         "seconds": differences(watch.ends),
         "cpu_seconds": differences(watch.cpu_ends),

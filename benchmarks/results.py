@@ -28,13 +28,19 @@ from distTest.workloads.script import REPOSITORY, absolute
 
 # Each is a module with `measure(options)` and `lines(figures, results)`. They are measured in this
 # order; one with `variants(options)` once for each of these, which `measure` gets, too.
-SECTIONS = ("traffic", "one", "profile", "two", "cable", "head", "scaling", "records", "experts")
-_SHOWN = ("one", "profile", "two", "cable", "traffic", "head", "scaling", "records", "experts")
+SECTIONS = (
+    *("traffic", "one", "epoch", "profile", "two", "cable", "head", "scaling"),
+    *("records", "experts"),
+)
+_SHOWN = (
+    *("one", "epoch", "profile", "two", "cable", "traffic", "head", "scaling"),
+    *("records", "experts"),
+)
 _PLOTTED = ("one", "scaling")
 _PEERS = ("trl_packed", "trl_padded", "trl_single", "hf_trainer")
 SHORT: dict[str, Any] = {"rounds": 1, "steps": 2, "tokens": 1024, "max_length": 512}
 SHORT |= {"ranks": [1, 2], "head_tokens": 256, "records": [1_000], "expert_tokens": [64]}
-SHORT |= {"mixes": ["prompts"]}
+SHORT |= {"mixes": ["prompts"], "epoch_tokens": 1024, "epochs": 2}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -51,6 +57,8 @@ def add_options(parser: ArgumentParser) -> None:
     add("--rounds", type=int, default=2)
     add("--steps", type=int, default=3, help="of each run; the first is not counted")
     add("--tokens", type=int, default=1536, help="of one step, about")
+    add("--epoch-tokens", type=int, default=8192, help="of an epoch in `epoch`, about")
+    add("--epochs", type=int, default=2, help="of a run in `epoch`")
     add("--max-length", type=int, default=2048)
     add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the scaling figure")
     add("--head-tokens", type=int, default=8192)

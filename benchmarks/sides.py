@@ -52,6 +52,7 @@ class Side:
     """
 
     losses: list[float]
+    first_s: float  # of the first step, which also sets things up, since the loop began
     seconds: list[float]
     memory_bytes: int  # the largest of any rank
     tokens: int  # real ones
@@ -285,6 +286,7 @@ def side_of(record: RunRecord) -> Side:
     # Packed rows are flattened, so nothing is padded.
     return Side(
         losses=[step["loss"] for step in steps],
+        first_s=steps[0]["seconds"],
         seconds=[step["seconds"] for step in steps[1:]],
         memory_bytes=max(step["memory_bytes"] for step in steps),
         tokens=tokens,

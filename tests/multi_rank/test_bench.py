@@ -18,7 +18,7 @@ import torch
 from conftest import REPOSITORY, needs_namespaces
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import cable, gpu, head, results, sides
+from benchmarks import cable, epoch, gpu, head, results, sides
 from benchmarks.__main__ import main
 from benchmarks.one import rate_lines
 from benchmarks.sides import (
@@ -36,6 +36,7 @@ from distTest.workloads.wrapped import PROFILE_LABEL, with_grouped_keys
 
 PEER = Side(
     losses=[3.0, 2.5],
+    first_s=2.0,
     seconds=[1.0],
     memory_bytes=10**9,
     tokens=100,
@@ -233,14 +234,18 @@ def test_a_slice_without_experts_is_refused(
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_the_sections_without_peers_are_measured(
-    run_benchmark: Callable[..., str], tmp_path: Path
+    run_benchmark: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(epoch, "_SIDES", ("ours",))
+    monkeypatch.setattr(epoch, "_REFERENCE", "ours")
+    monkeypatch.setattr(epoch, "_DTYPE", "float32")
     tokenizer = REPOSITORY / "models/SmolLM2-135M-Instruct"
     options = argparse.Namespace(
         tiny=True, lengths=[512], layers=None, work=tmp_path, tokenizer=tokenizer
     )
     model, _ = gpu.write_model(options, "llama3-8b")
-    more = ["--short", "--sections", "traffic", "profile", "records", "scaling", "experts"]
+    more = ["--short", "--sections", "traffic", "epoch", "profile"]
+    more += ["records", "scaling", "experts"]
     draws = find_spec("matplotlib") is not None
     with nullcontext() if draws else pytest.raises(SystemExit, match="ERROR: plot ended with 1"):
         run_benchmark("all", "--model", model, *more)
@@ -248,6 +253,8 @@ def test_the_sections_without_peers_are_measured(
     traffic, scaling, records = (
         in_file[name]["figures"] for name in ("traffic", "scaling", "records")
     )
+    row = in_file["epoch"]["figures"]["rows"]["ours"]
+    assert 0 < row["first_s"][0] < row["seconds"][0] and len(row["losses"]) == 2
     assert set(in_file["experts"]["figures"]["by_tokens"]) == {"64"}
     assert traffic["head"]["rows"] and set(records) == {"1000"} and set(scaling) == {"1", "2"}
     assert all(0 <= row["data_share"] < 0.5 for row in scaling.values())
