@@ -21,8 +21,8 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.machine import commit, cpu, versions
 from distTest.rehearse.tiny_model import make_model, write_chats
+from distTest.workloads.machine import commit, cpu, versions
 from distTest.workloads.script import REPOSITORY, environment, launch
 from shardtune.report.read_run import RunRecord, read_run
 

@@ -1,5 +1,5 @@
-"""shardtune, TRL and HF Trainer on one GPU: real shapes with random weights; writes
-benchmarks/GPU.md.
+"""shardtune, eager and compiled, TRL and HF Trainer on one GPU: real shapes with random weights;
+writes benchmarks/GPU.md.
 
 All of the chats are one optimizer step, all sides begin with the same weights, drawn once, and
 losses must be equal at every step. With random weights nearly all logits are alike at first, and
@@ -23,25 +23,26 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.machine import model_flops, versions
-from benchmarks.one import document_lengths
+from benchmarks.one import document_lengths, model_flops
 from benchmarks.sides import FAILED, NAMES, TOLERANCE, Job, Side, counted, in_turns
 from benchmarks.small_model import copy_tokenizer
 from benchmarks.tables import spread, table
 from distTest.workloads.chats import write_chats
+from distTest.workloads.machine import versions
 from distTest.workloads.script import REPOSITORY, absolute
 from distTest.workloads.shapes import SHAPES, slice_of
 from shardtune.model.flops import measure_matmul_rate, published_peak
 
 _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
 _TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 49152}
-_TINY |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_TINY |= {"n_routed_experts": 8, "num_experts": 8, "num_experts_per_tok": 2}
+_TINY |= {"moe_intermediate_size": 32}
 _PEERS = ("hf_trainer", "trl_packed", "hf_padded")
 _BYTES_PER_PARAMETER = 16  # float32: weight, gradient, two moments
 
 
 def add_options(parser: ArgumentParser) -> None:
-    add, sides = parser.add_argument, ("ours", *_PEERS)
+    add, sides = parser.add_argument, ("ours", "ours_compiled", *_PEERS)
     add("--tokenizer", type=absolute, required=True)
     add("--peers", type=absolute, required=True, help="the Python of the peers' environment")
     add("--results", type=absolute, default=REPOSITORY / "benchmarks/GPU.md")

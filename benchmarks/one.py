@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.machine import model_flops
 from benchmarks.sides import NAMES, Job, Side, counted, in_turns, run_pinned
 from benchmarks.tables import describe_count, describe_losses, spread, table
 from distTest.workloads.chats import write_chats
-from shardtune.model.flops import measure_matmul_rate
+from shardtune.model.flops import ModelFlops, count_flops, measure_matmul_rate
 
 _REFERENCE = "hf_trainer"
 # Matmul rates around two runs that differ by more, relative, mean that they did not have the same
@@ -112,6 +112,11 @@ def matmul_rate(cores: list[int], dtype: str) -> float:
     rate = measure_matmul_rate(getattr(torch, dtype), 1)
     os.sched_setaffinity(0, allowed_cores)
     return rate
+
+
+def model_flops(model: Path) -> ModelFlops:
+    with torch.device("meta"):
+        return count_flops(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
 
 
 def document_lengths(work: Path, job: Job) -> np.ndarray:

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import commit, cpu, output_of, versions
 from benchmarks.sides import FAILED, TOLERANCE, Unequal, run_pinned
 from distTest.workloads.chats import MIXES
+from distTest.workloads.machine import commit, cpu, output_of, versions
 from distTest.workloads.script import REPOSITORY, absolute
 
 # Each is a module with `measure(options)` and `lines(figures, results)`. They are measured in this

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ LR = 3e-4
 _TIMEOUT_S = 3600  # of one run
 NAMES = {
     "ours": "shardtune",
+    "ours_compiled": "shardtune, `model.compile=true`",
     "trl_packed": "TRL, packed (bfd)",
     "trl_padded": "TRL, padded (batches of 4)",
     "trl_single": "TRL (batches of 1, no padding)",
@@ -215,6 +216,7 @@ class Job:
             "model.path": self.model,
             "model.compute_dtype": self.dtype,
             "model.activation_checkpointing": self.checkpointing,
+            "model.compile": "false",
             "data.train": self.chats,
             "data.max_length": self.max_length,
             "data.overflow": self.overflow,
@@ -258,6 +260,9 @@ class Job:
         """
         if side == "ours":
             return self.run_ours(run, ways=ways, ranks=ranks, cores=cores)
+        if side == "ours_compiled":
+            compiled = replace(self, more={**self.more, "model.compile": "true"})
+            return compiled.run_ours(run, ways=ways, ranks=ranks, cores=cores)
         out = Path(f"{run}.json")
         options = {
             "side": side,

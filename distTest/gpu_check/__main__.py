@@ -1,6 +1,6 @@
-"""Run each check in a process of its own, print a table, and write it beside one JSON.
+"""Run each check in a process of its own; write a table, a JSON of all figures, and a card.
 
-python -m distTest.gpu_check [--only NAME ...] [--out DIR]
+python -m distTest.gpu_check [--limit-s 3000] [--only NAME ...] [--out DIR]
 
 It takes the Python that runs it, of any age: this file needs the standard library alone. A check
 whose PyTorch is too old or whose peer is absent is skipped by name, and one that crashes is a
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distTest.gpu_check.checks import CHECKS, Check
+from distTest.gpu_check.card import make_card, write_card
+from distTest.gpu_check.checks import CHECKS, DEVICE, LIMIT_S, WHOLE_S, Check
 from distTest.workloads.script import REPOSITORY, offline
 
 MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
@@ -31,20 +33,40 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
-    for check in CHECKS:
-        if options.only and check.name not in options.only:
-            continue
+    for check in selected(options.only):
         left_s = options.limit_s - (time.monotonic() - started)
-        row = {"check": check.name, **run(check, left_s, options)}
+        if check.is_timed and any(refuses_times(row) for row in rows):
+            row = {"check": check.name, **skipped(f"no figure is believed: {DEVICE.name} failed")}
+        else:
+            row = {"check": check.name, **run(check, left_s, options)}
         rows.append(row)
         print(f"{row['check']}: {MARKS[row['verdict']]} ({row['seconds']:.0f} s): {row['summary']}")
         sys.stdout.flush()
         write_results(options, rows, time.monotonic() - started)
-    print(f"\n{table(rows)}\n\nWritten: {options.out / 'results.json'}")
+    print(
+        f"\n{table(rows)}\n\nWritten: {options.out}: results.md, results.json, card.md, card.yaml"
+    )
     if failed := [row["check"] for row in rows if row["verdict"] == "failed"]:
         sys.exit(f"ERROR: {', '.join(failed)} failed - see the logs in {options.out}")
     if not any(row["verdict"] == "ok" for row in rows):
         sys.exit(f"ERROR: no check could be made - install what the table of {options.out} names")
+
+
+def selected(only: list[str] | None) -> list[Check]:
+    """Return the checks to make: the device's before those that are timed."""
+    if not only:
+        return CHECKS
+    checks = [check for check in CHECKS if check.name in only]
+    is_missing = any(check.is_timed for check in checks) and DEVICE not in checks
+    return [DEVICE, *checks] if is_missing else checks
+
+
+def refuses_times(row: dict[str, Any]) -> bool:
+    return row["check"] == DEVICE.name and row["verdict"] == "failed"
+
+
+def skipped(why: str) -> dict[str, Any]:
+    return {"verdict": "skipped", "summary": why, "figures": {}, "seconds": 0.0}
 
 
 def read_options() -> argparse.Namespace:
@@ -53,12 +75,21 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/gpu-check")
     parser.add_argument(
-        "--peers", default=sys.executable, help="the Python that has TRL and accelerate"
+        "--peers",
+        type=Path,
+        default=REPOSITORY / ".venv/peers/bin/python",
+        help="the Python that has TRL and accelerate; where its environment is missing, the check "
+        "`peers` builds it",
     )
-    parser.add_argument("--limit-s", type=float, default=510, help="seconds for all checks")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=LIMIT_S,
+        help=f"seconds for all checks (default {LIMIT_S}; {WHOLE_S} makes every check)",
+    )
     parser.add_argument("--tiny", action="store_true", help="shapes for a GPU that is pretended")
     options = parser.parse_args()
-    options.out = options.out.absolute()
+    options.out, options.peers = options.out.absolute(), options.peers.absolute()
     return options
 
 
@@ -67,8 +98,7 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
     is_limited = not (options.only or options.tiny)
     if is_limited and left_s < check.seconds:
         why = f"it takes about {check.seconds} s, and {max(0, left_s):.0f} s are left"
-        only = f"run it alone: --only {check.name}"
-        return {"verdict": "skipped", "summary": f"{why} - {only}", "figures": {}, "seconds": 0.0}
+        return skipped(f"{why} - give --limit-s {WHOLE_S}, or --only {check.name}")
     log, result = options.out / f"{check.name}.log", options.out / f"{check.name}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "distTest.gpu_check.child", check.name, str(result)]
@@ -79,7 +109,7 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
             command,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env=offline(GPU_CHECK_PEERS=options.peers, GPU_CHECK_TINY=tiny),
+            env=offline(GPU_CHECK_PEERS=str(options.peers), GPU_CHECK_TINY=tiny),
             cwd=REPOSITORY,
             start_new_session=True,
         )
@@ -121,8 +151,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write_results(options: argparse.Namespace, rows: list[dict[str, Any]], seconds: float) -> None:
-    """Write results.json and results.md after each check: a machine may be taken away."""
+    """Write results and card after each check: a machine may be taken away."""
     about = {
+        "command": shlex.join(["python", "-m", "distTest.gpu_check", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         "python": sys.version.split()[0],
         "seconds": round(seconds, 1),
@@ -131,6 +162,7 @@ def write_results(options: argparse.Namespace, rows: list[dict[str, Any]], secon
     text = json.dumps(about | {"checks": rows}, indent=1)
     (options.out / "results.json").write_text(text + "\n", encoding="utf-8")
     (options.out / "results.md").write_text(table(rows) + "\n", encoding="utf-8")
+    write_card(options.out, make_card(rows, about))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,9 @@ def train(
     on_cpu: bool = False,
     saves: bool = False,
     draws_on_device: bool = False,
+    ranks: int = 1,
 ) -> Run:
-    """Run train_fsdp.py in one process, with run.dir `name`. A run of that name is resumed.
+    """Run train_fsdp.py with run.dir `name`, its layers eager. A run of that name is resumed.
 
     Random weights are those of any run with this seed. With `draws_on_device` they are others, and
     are drawn in seconds.
@@ -59,7 +60,8 @@ def train(
         Failed: it ended with another code than 0.
     """
     folder = work_folder() / name
-    settings = {"run.dir": folder, **dict(each.split("=", 1) for each in assignments)}
+    settings: dict[str, Any] = {"run.dir": folder, "model.compile": "false"}
+    settings |= dict(each.split("=", 1) for each in assignments)
     ways = ["drawn_on_device"] * draws_on_device
     if not saves:
         settings |= {"checkpoint.every_steps": 0, "checkpoint.mode": "sync", "export.final": False}
@@ -67,7 +69,7 @@ def train(
     more = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     lines = list[tuple[float, str]]()
     with subprocess.Popen(
-        train_command(settings, ways=",".join(ways)),
+        train_command(settings, ways=",".join(ways), ranks=ranks),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

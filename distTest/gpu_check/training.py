@@ -1,13 +1,13 @@
-"""Whole runs on the GPU: losses of the CPU, resumes, saves in the background, compiled layers."""
+"""Whole runs: losses of the CPU, resumes, saves in the background, two GPUs against one."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from statistics import median
 from typing import Any
+
+import torch
 
 from distTest.gpu_check.checks import Outcome, Skipped, is_tiny, require
 from distTest.gpu_check.packing import FAMILIES, TINY
@@ -18,6 +18,7 @@ _AT_ONCE = 2  # runs: most of their time is that of one core
 # Of losses, relative: sums in another order, and roundings of bfloat16, which send tokens to other
 # experts.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+_EIGHT_STEPS, _FAST = "train.max_steps=8", "optimizer.lr=3e-3"  # which moves the loss
 
 
 def _settings(family: str, length: int, *more: str) -> list[str]:
@@ -39,34 +40,71 @@ def _settings(family: str, length: int, *more: str) -> list[str]:
 def losses() -> Outcome:
     """The losses of a dense model and one with experts, against the CPU's."""
     length = 128 if is_tiny() else 512
-    settings = {name: _settings(name, length, "train.max_steps=8") for name in FAMILIES}
+    settings = {name: _settings(name, length, _EIGHT_STEPS) for name in FAMILIES}
     pairs = list(product(FAMILIES, _TOLERANCE))
     if is_tiny():  # a run takes the seconds of its imports
         pairs = pairs[::3]
     cases = [(*pair, device) for pair in pairs for device in ("cuda", "cpu")]
 
     def run(family: str, dtype: str, device: str) -> list[float]:
-        more = [f"model.compute_dtype={dtype}", "optimizer.lr=3e-3"]
+        more = [f"model.compute_dtype={dtype}", _FAST]
         name = f"{family}-{dtype}-{device}"
-        done = train(name, *settings[family], *more, on_cpu=device == "cpu")
-        return [step["loss"] for step in done.steps]
+        return _losses(train(name, *settings[family], *more, on_cpu=device == "cpu"))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         found = dict(zip(cases, pool.map(lambda case: run(*case), cases), strict=True))
-    problems, figures, texts = list[str](), dict[str, Any](), []
+    compared = _Compared()
     for family, dtype in pairs:
-        tolerance = _TOLERANCE[dtype]
         here, there = (found[family, dtype, device] for device in ("cuda", "cpu"))
-        name = f"{family} in {dtype}"
+        compared.add(f"{family} in {dtype}", dtype, {"cuda": here, "cpu": there})
+    return compared.outcome("losses of GPU and CPU")
+
+
+def two_gpus() -> Outcome:
+    """The losses of experts, replicas and stages on two GPUs, against those of one."""
+    if torch.cuda.device_count() < 2:
+        raise Skipped(f"needs 2 GPUs, and PyTorch sees {torch.cuda.device_count()}")
+    # Wide enough in bfloat16 for the kernels that one GPU has.
+    settings = _settings("glm4_moe", 128 if is_tiny() else 512, _EIGHT_STEPS, _FAST)
+    compared = _Compared()
+    for dtype in ["bfloat16"] if is_tiny() else _TOLERANCE:
+        given = [*settings, f"model.compute_dtype={dtype}"]
+        one = _losses(train(f"one-{dtype}", *given))
+        for key, accumulation in {"expert": 1, "replicate": 1, "stages": 2}.items():
+            # Two data ranks take two micro-batches at once, a pipeline one behind the other.
+            mesh = f"parallel.{key}=2"
+            more = [mesh, f"train.gradient_accumulation_steps={accumulation}"]
+            two = _losses(train(f"{key}-{dtype}", *given, *more, ranks=2))
+            compared.add(f"{mesh} in {dtype}", dtype, {"two GPUs": two, "one GPU": one})
+    return compared.outcome("losses of two GPUs and one")
+
+
+def _losses(run: Run) -> list[float]:
+    return [step["loss"] for step in run.steps]
+
+
+class _Compared:
+    """Losses of pairs of runs: they must agree, and move by more than they may differ."""
+
+    def __init__(self) -> None:
+        self._problems, self._texts = list[str](), list[str]()
+        self._figures = dict[str, Any]()
+
+    def add(self, name: str, dtype: str, losses: dict[str, list[float]]) -> None:
+        """Compare the losses of a run with those of the second, its reference."""
+        (here, there), tolerance = losses.values(), _TOLERANCE[dtype]
         apart = max(abs(a / b - 1) for a, b in zip(here, there, strict=True))
         moved = abs(there[-1] / there[0] - 1)
-        figures[name] = {"cuda": here, "cpu": there, "apart": apart, "moved": moved}
-        texts.append(f"{apart:.1e} ({name})")
+        self._figures[name] = {**losses, "apart": apart, "moved": moved}
+        self._texts.append(f"{apart:.1e} ({name})")
         if not apart <= tolerance:
-            problems.append(f"{name}: losses differ by {apart:.1e}")
+            self._problems.append(f"{name}: losses differ by {apart:.1e}")
         if moved < 5 * tolerance:
-            problems.append(f"{name}: the loss moved by {moved:.1e} only, which shows nothing")
-    return require(problems, f"losses of GPU and CPU differ by {', '.join(texts)}", figures)
+            self._problems.append(f"{name}: the loss moved by {moved:.1e}, which shows nothing")
+
+    def outcome(self, what: str) -> Outcome:
+        text = f"{what} differ by {', '.join(self._texts)}"
+        return require(self._problems, text, self._figures)
 
 
 def resume() -> Outcome:
@@ -141,21 +179,3 @@ def async_save() -> Outcome:
     if not meanwhile and not is_tiny():  # a step of a pretended GPU takes as long as the disk
         problems.append("no step ended while the checkpoint was written")
     return require(problems, summary, figures)
-
-
-def compiled_layers() -> Outcome:
-    """Compiled layers have the losses of those that are not; how much faster are they?"""
-    if find_spec("triton") is None:
-        raise Skipped("needs the package triton")
-    settings = _settings("llama", 2048, "train.max_steps=6", "model.compute_dtype=bfloat16")
-    run = partial(train, *("eager", *settings))
-    eager, compiled = run(), train("compiled", *settings, "model.compile=true")
-    pairs = zip(eager.steps, compiled.steps, strict=True)
-    apart = max(abs(a["loss"] / b["loss"] - 1) for a, b in pairs)
-    speed = [median(step["seconds"] for step in r.steps[3:]) for r in (eager, compiled)]
-    figures = {"apart": apart, "eager_s": speed[0], "compiled_s": speed[1]}
-    summary = (
-        f"losses differ by {apart:.1e}; a step takes {speed[1] / speed[0]:.2f} x the eager one"
-    )
-    limit = _TOLERANCE["bfloat16"]
-    return require([] if apart <= limit else [f"over {limit:.0e}"], summary, figures)

@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure belongs to."""
+"""The machine and the versions that a figure belongs to. Imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from distTest.workloads.script import REPOSITORY
-from shardtune.model.flops import ModelFlops, count_flops
 
 # With changes to these files, the results are not those of a commit.
 _SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")
@@ -21,7 +17,10 @@ _SOURCES = ("*.py", "requirements.txt", "benchmarks/requirements-peers.txt")
 
 def output_of(*command: Any) -> str:
     """Return what a command prints, or an empty text where it fails."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
     return done.stdout.strip()
 
 
@@ -41,8 +40,3 @@ def cpu() -> str:
 def versions() -> dict[str, str]:
     installed = {name: version(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), **installed}
-
-
-def model_flops(model: Path) -> ModelFlops:
-    with torch.device("meta"):
-        return count_flops(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
