@@ -19,6 +19,7 @@ pytestmark = needs_compiler
 
 MODELS = {
     "llama": SMALL,
+    "qwen3_moe": SMALL | FAMILIES["qwen3_moe"],
     "glm4_moe": SMALL | FAMILIES["glm4_moe"] | {"n_routed_experts": 16},
 }
 BASE = ["data.train=none", "data.max_length=64", "model.compute_dtype=bfloat16"]
@@ -65,14 +66,15 @@ def test_dense_layers_are_gathered_one_ahead(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("stage", "gathered"), [(0, "A0 A1 A1e A2 A2e A3 A3e"), (1, "A4 A4e A5 A5e")]
+    ("stages", "stage", "gathered"),
+    [(2, 0, "A0 A0e A1 A1e A2 A2e A3 A3e"), (4, 1, "A2 A2e A3 A3e"), (4, 3, "A7 A7e")],
 )
 def test_a_stage_gathers_its_layers_once_a_pass_with_several_micro_batches_in_flight(
-    stage: int, gathered: str, tmp_path: Path
+    stages: int, stage: int, gathered: str, tmp_path: Path
 ) -> None:
-    more = ["parallel.stages=2", "parallel.expert=4", "train.gradient_accumulation_steps=3"]
-    lines = order(tmp_path, "glm4_moe", *more, layers=6, stage=stage)
-    assert len(lines) == 6
+    more = [f"parallel.stages={stages}", "parallel.expert=2", "train.gradient_accumulation_steps=4"]
+    lines = order(tmp_path, "qwen3_moe", *more, layers=8, stage=stage)
+    assert len(lines) == 8
     for line in lines:
         gathers = [event for event in line.split() if event.startswith("A") and event != "A"]
         assert sorted(gathers) == gathered.split(), line
