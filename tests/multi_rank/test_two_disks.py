@@ -160,6 +160,25 @@ def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(
     assert all((model[key] - expected[key]).abs().max().item() < 1e-4 for key in expected)
 
 
+def test_each_disk_has_the_layers_of_its_own_stage(tmp_path: Path, models: dict[str, Path]) -> None:
+    a, b = (write_inputs(tmp_path / name, models["llama"]) for name in ("a", "b"))
+    settings = (*SAVES, "parallel.stages=2", "train.gradient_accumulation_steps=2")
+    for steps in (2, 4):
+        done = train_on_nodes([(a, 1), (b, 1)], *settings, f"train.max_steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert "Resumed from checkpoint_0000002\n" in done.stdout
+    parts = [checkpoint(folder / "run", 4) for folder in (a, b)]
+    one, other = (
+        set(re.findall(r"\.layers\.(\d+)\.", " ".join(load_file(next(part.glob("rank_*"))))))
+        for part in parts
+    )
+    assert one and other and one.isdisjoint(other)
+    assert run(["verify", *map(str, parts)]) == 0
+    assert run(["export", *map(str, parts), str(tmp_path / "out")]) == 0
+    exported, written = ((f / "model.safetensors") for f in (tmp_path / "out", a / "run/model"))
+    assert exported.read_bytes() == written.read_bytes()
+
+
 def test_a_node_whose_part_is_gone_is_named(
     a: Path, b: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
