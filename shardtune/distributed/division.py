@@ -45,7 +45,8 @@ def mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
     for key, parts, ranks, whole in undivided(
         size, parallel.stages, parallel.replicate, parallel.expert
     ):
-        yield f"{key}={parts} does not divide {whole}, {ranks} - use one of {divisors(ranks)}"
+        remedy = f"one of {divisors(ranks)}" if ranks > 1 else f"{key}=1"
+        yield f"{key}={parts} does not divide {whole}, {ranks} - use {remedy}"
 
 
 def split_stage(node_of_rank: Sequence[int], stages: int) -> str:

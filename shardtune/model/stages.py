@@ -153,7 +153,7 @@ def stage_problems(model: PreTrainedModel, config: Config, ranks: int) -> Iterat
     key, number = f"parallel.stages={stages}", len(decoder_layers(model))
     if number < stages:
         fewer = [n for n in range(1, number + 1) if ranks % n == 0]
-        yield f"{key}: {kind} has {number} layers - use parallel.stages={fewer[-1]} or fewer"
+        yield f"{key}: {kind} has {number} layers - use parallel.stages={fewer[-1]}"
     elif _list_of_layers(model) is None or model.get_output_embeddings() is None:
         yield f"{key}: {kind} has no single list of its layers, or no head - use parallel.stages=1"
     accumulation = config.train.gradient_accumulation_steps

@@ -25,6 +25,8 @@ from shardtune.model.attention import documents
 from shardtune.model.loss import summed_loss
 from shardtune.training.replica_shards import OwnedParameters
 
+_MOST_SENT = 2  # hidden states of an evaluation that have not arrived
+
 
 class Pass(NamedTuple):
     """A forward of a micro-batch, or the backward of the one that has waited longest for it."""
@@ -165,7 +167,9 @@ class Stage:
     def _send(self, tensor: torch.Tensor, link: Link, group: dist.ProcessGroup) -> None:
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, link.rank, group), tensor))
-        while self._sent[0][0].is_completed():
+        while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
-            if not self._sent:
-                break
+        # In an evaluation nothing comes back that would keep a stage from running ahead.
+        if not torch.is_grad_enabled() and len(self._sent) > _MOST_SENT:
+            with self._world.progress.waiting(), self._world.progress.message():
+                self._sent.popleft()[0].wait()

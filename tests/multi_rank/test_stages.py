@@ -215,9 +215,9 @@ def test_the_best_model_and_the_balance_of_experts_are_of_all_stages(
     ("ranks", "stages", "more", "problem"),
     [
         ([2], 3, [], "parallel.stages=3 does not divide the world size, 2"),
-        ([4], 4, [], "has 2 layers - use parallel.stages=2 or fewer"),
+        ([4], 4, [], "has 2 layers - use parallel.stages=2"),
         ([2], 2, ["train.gradient_accumulation_steps=1"], "steps=1 gives a step fewer micro"),
-        ([1], 2, [], "parallel.stages=2 does not divide the world size, 1"),
+        ([1], 2, [], "parallel.stages=2 does not divide the world size, 1 - use parallel.stages=1"),
         ([1, 3], 2, [], "across part of two nodes - use parallel.stages=1"),
     ],
 )
