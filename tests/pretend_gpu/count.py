@@ -13,7 +13,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardtune.model import build
 from shardtune.planner.kernels import Kernel, Kind, kernel_of
 from shardtune.planner.machine import Machine
-from shardtune.training import low_precision_optim, optim, reshard
+from shardtune.training import optim, reshard
 from shardtune.training.reshard import ReshardPolicy
 
 from . import hollow, waits
+from .compiled import Compiler
 
 _PARTS = {"forward": "forward", "backward": "backward", "norm": "norm and clip"}
 _PARTS |= {"optimizer": "update"}
@@ -56,6 +56,15 @@ class Count(TorchDispatchMode):
         super().__exit__(*error)
         waits.listeners.remove(self._wait)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile would run everything as it is within this mode
+
+    def launch(self, kernels: Counter[Kernel]) -> None:
+        """Count kernels of compiled functions."""
+        if self.is_open:
+            self.kernels.setdefault(self.part, Counter()).update(kernels)
+
     def _wait(self, _: waits.HostWait) -> None:
         self.waits[self.part] += 1
 
@@ -66,7 +75,7 @@ class Count(TorchDispatchMode):
         is_fake = any(issubclass(kind, FakeTensor) for kind in types)
         kernel = None if is_fake else kernel_of(func, args, kwargs or {}, result, "cuda")
         if kernel:
-            self.kernels.setdefault(self.part, Counter())[kernel] += 1
+            self.launch(Counter([kernel]))
         return result
 
 
@@ -88,7 +97,7 @@ def measure(
     def enter(phase: str) -> None:
         count.part = _PARTS.get(phase, phase)
 
-    low_precision_optim.update = _counted_once(low_precision_optim.update, count)
+    torch.compile = Compiler(count.launch).compile
     rank = hollow.lonely_rank(options, enter)
     _watch_head(rank.context, count)
     for name, after in (("squared_gradients", "norm"), ("clip_gradients", "optimizer")):
@@ -108,25 +117,6 @@ def _apply(policy: ReshardPolicy, model: Any, *_: Any) -> ReshardPolicy:
     if policy.keep_parameters:
         model.set_reshard_after_forward(False)
     return policy
-
-
-def _counted_once(update: Callable[..., None], count: Count) -> Callable[..., None]:
-    """Run the update of one piece of each shape, and count it again for each further piece."""
-    known: dict[Any, Counter[Kernel]] = {}
-
-    def counted(tensors: Mapping[str, torch.Tensor], *rest: Any) -> None:
-        if not count.is_open:
-            return
-        kernels = count.kernels.setdefault(count.part, Counter())
-        key = tuple((name, x.shape, x.dtype) for name, x in tensors.items())
-        if key in known:
-            kernels.update(known[key])
-        else:
-            before = kernels.copy()
-            update(tensors, *rest)
-            known[key] = kernels - before
-
-    return counted
 
 
 def _watch_head(context: Any, count: Count) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,28 +43,35 @@ def _index(device: Any = None) -> int:
     return _OPS.device() if index is None else index
 
 
-@contextlib.contextmanager
-def _on_device(device: Any) -> Iterator[None]:
-    before = _OPS.device()
-    if device is not None:
-        _OPS.set_device(_index(device))
-    try:
-        yield
-    finally:
-        _OPS.set_device(before)
+class OnDevice:
+    """`torch.cuda.device`: a class, since Dynamo asks whether a value is one."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = None if device is None else _index(device)
+
+    def __enter__(self) -> None:
+        self._before = _OPS.device()
+        if self._device is not None:
+            _OPS.set_device(self._device)
+
+    def __exit__(self, *_: Any) -> None:
+        _OPS.set_device(self._before)
 
 
-@contextlib.contextmanager
-def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    if stream is None:
-        yield
-        return
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
+class OnStream:
+    """`torch.cuda.StreamContext`."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._before = torch.accelerator.current_stream(self._stream.device)
+            torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._before)
 
 
 def _stream_of(stream: torch.Stream) -> Stream:
@@ -136,7 +142,7 @@ def _unpin(begin: int) -> int:
 _TORCH_CUDA: dict[str, Any] = {
     "Event": Event,
     "Stream": Stream,
-    "StreamContext": _on_stream,
+    "StreamContext": OnStream,
     "_initialized": True,
     "_is_in_bad_fork": lambda: False,
     "_dump_snapshot": _dump_snapshot,
@@ -147,7 +153,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "current_device": lambda: _OPS.device(),
     "current_stream": lambda d=None: _stream_of(torch.accelerator.current_stream(_index(d))),
     "default_stream": lambda d=None: Stream(stream_id=0, device_index=_index(d), device_type=1),
-    "device": _on_device,
+    "device": OnDevice,
     "device_count": lambda: _OPS.gpus(),
     "empty_cache": lambda: _OPS.empty_cache(_OPS.device()),
     "get_arch_list": lambda: ["sm_90"],
@@ -174,7 +180,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "set_device": lambda d: _OPS.set_device(_index(d)),
     "set_rng_state": lambda state, d=None: _OPS.set_random_state(_index(d), state),
     "set_stream": lambda stream: torch.accelerator.set_stream(stream),
-    "stream": _on_stream,
+    "stream": OnStream,
     "synchronize": _synchronize,
 }
 

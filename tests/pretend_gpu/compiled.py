@@ -1,0 +1,146 @@
+"""What torch.compile makes of a function on a GPU, counted without one.
+
+Dynamo and AOTAutograd take a function apart, and Inductor decides which kernels it would write for
+a GPU and which bytes they move. Triton, which would compile them, is not needed for that. Then the
+graph runs operator by operator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import scheduler
+from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from shardtune.planner.kernels import Kernel, Kind, kernel_of
+
+_compile = torch.compile
+_PRODUCTS = ("mm", "mm.default")
+
+
+class Compiler:
+    """Its `compile` stands for `torch.compile`, and tells `launch` which kernels run."""
+
+    def __init__(self, launch: Callable[[Counter[Kernel]], None]) -> None:
+        self._launch = launch
+        self._launched: Counter[Kernel] = Counter()
+        self._backend = aot_autograd(
+            fw_compiler=self._graph,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table,
+            keep_inference_input_mutations=True,
+        )
+
+    def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Return the function, compiled.
+
+        One that returns nothing runs once for arguments of each shape: no number means anything.
+        """
+        compiled = _compile(function, backend=self._backend, **options)
+        known: dict[Any, Counter[Kernel]] = {}
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            key = [_shape(x) for x in tree_leaves((arguments, named))]
+            if (kernels := known.get(repr(key))) is not None:
+                self._run(kernels)
+                return None
+            before = self._launched.copy()
+            result = compiled(*arguments, **named)
+            if result is None:
+                known[repr(key)] = self._launched - before
+            return result
+
+        return call
+
+    def _run(self, kernels: Counter[Kernel]) -> None:
+        self._launched.update(kernels)
+        self._launch(kernels)
+
+    def _graph(self, graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs a graph of AOTAutograd.
+
+        It is lowered for the sizes that it first meets. At others its kernels are the same, and
+        their work is in proportion.
+        """
+        kernels: Counter[Kernel] = Counter()
+        size = 0
+
+        def run(given: list[Any]) -> Any:
+            nonlocal kernels, size
+            arguments = list(given)
+            given.clear()
+            with _disable_current_modes():
+                if not size:
+                    kernels, size = kernels_of(graph, arguments), _size(arguments)
+                share = _size(arguments) / size
+                self._run(Counter({_scaled(kernel, share): n for kernel, n in kernels.items()}))
+                return graph(*arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def _shape(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _size(values: Sequence[Any]) -> int:
+    return sum(x.nbytes for x in values if isinstance(x, torch.Tensor))
+
+
+def _scaled(kernel: Kernel, share: float) -> Kernel:
+    n_bytes, flops = round(share * kernel.n_bytes), round(share * kernel.flops)
+    return kernel._replace(n_bytes=n_bytes, flops=flops)
+
+
+def kernels_of(graph: torch.fx.GraphModule, arguments: Sequence[Any]) -> Counter[Kernel]:
+    """Return the kernels that Inductor would write for a graph, run on these arguments."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = [_like(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        traced = make_fx(graph)(*inputs)
+    kernels = Counter(filter(None, map(_product, traced.graph.nodes)))
+    view_to_reshape(traced)
+    with (
+        V.set_fake_mode(mode),
+        V.set_debug_handler(DebugContext()),
+        patch.object(scheduler, "has_triton", lambda *_: True),
+    ):
+        _recursive_post_grad_passes(traced, is_inference=True)
+        lowering = GraphLowering(traced, example_inputs=inputs, is_inference=True)
+        with V.set_graph_handler(lowering):
+            lowering.run(*inputs)
+            lowering._update_scheduler()
+            for node in lowering.scheduler.nodes:
+                n_bytes = node.get_read_write_buffers_sizes()
+                called = str(getattr(node.node, "python_kernel_name", ""))
+                if n_bytes and not called.endswith(_PRODUCTS):
+                    kernels[Kernel(Kind.OTHER, "compiled", n_bytes)] += 1
+    return kernels
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def _product(node: torch.fx.Node) -> Kernel | None:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    of_values = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    kernel = kernel_of(node.target, *of_values, node.meta.get("val"), "cuda")
+    return kernel if kernel and kernel.flops else None
