@@ -125,11 +125,20 @@ def kernels_of(graph: torch.fx.GraphModule, arguments: Sequence[Any]) -> Counter
             lowering.run(*inputs)
             lowering._update_scheduler()
             for node in lowering.scheduler.nodes:
-                n_bytes = node.get_read_write_buffers_sizes()
                 called = str(getattr(node.node, "python_kernel_name", ""))
-                if n_bytes and not called.endswith(_PRODUCTS):
+                if (n_bytes := _moved_bytes(node)) and not called.endswith(_PRODUCTS):
                     kernels[Kernel(Kind.OTHER, "compiled", n_bytes)] += 1
     return kernels
+
+
+def _moved_bytes(node: Any) -> int:
+    """Return what a kernel reads and writes, without the buffers that live in it alone."""
+    sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    operations = node.get_operation_names()
+    for buffer in node.get_outputs():
+        if all(user.get_name() in operations for user in buffer.users):
+            sizes.pop(buffer.get_name(), None)
+    return sum(sizes.values())
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

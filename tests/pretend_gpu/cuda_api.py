@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +201,9 @@ def patch() -> None:
         for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
             if hasattr(module, name):
                 setattr(module, name, value)
+    if dynamo := sys.modules.get("torch._dynamo.device_interface"):  # keeps what it has found
+        for name in vars(dynamo.CudaInterface).keys() & _TORCH_CUDA.keys():
+            setattr(dynamo.CudaInterface, name, staticmethod(_TORCH_CUDA[name]))
     torch.version.cuda = "13.0"
     torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)
     profiler: Any = torch.autograd.profiler.profile
