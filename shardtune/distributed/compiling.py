@@ -36,14 +36,19 @@ def _line(x: torch.Tensor) -> torch.Tensor:
 
 
 def compiled_or_eager(
-    function: Callable[..., Any], name: str, device: torch.device
+    function: Callable[..., Any],
+    name: str,
+    device: torch.device,
+    eager: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Return the function compiled into one graph for all lengths, or as it is, which is said.
 
-    It must have no graph breaks: what fails to compile runs again from the beginning.
+    It must have no graph breaks: what fails to compile runs again from the beginning. `eager` then
+    runs in its place.
     """
+    eager = eager or function
     if not can_compile(device):
-        return function
+        return eager
     compiled: Callable[..., Any] | None = torch.compile(function, dynamic=True, fullgraph=True)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -54,6 +59,6 @@ def compiled_or_eager(
             except COMPILE_ERRORS as error:
                 compiled = None
                 logger.info(f"Compile: {name} runs eager ({first_line(error)})")
-        return function(*arguments, **options)
+        return eager(*arguments, **options)
 
     return call

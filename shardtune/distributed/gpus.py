@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.utils.deterministic
 
 _DEVICES = Path("/dev")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -77,6 +79,9 @@ def use_gpu(local_rank: int) -> torch.device:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     # Else cuBLAS may add up parts of a matrix product in bfloat16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    # Attention sets the deterministic flag for its backward, under which whatever any thread
+    # allocates would be filled with NaN first.
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

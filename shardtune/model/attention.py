@@ -19,9 +19,13 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from shardtune.errors import first_line
 from shardtune.model.cpu_attention import causal_documents
+from shardtune.model.flash_attention import is_third, keep_second
 
 DOCUMENT_ATTENTION = "documents"  # its name in transformers' interface
+# In the trial of FlashAttention 3: enough for many blocks of keys to add to one gradient.
+_REPEATED_TOKENS, _REPEATS = 2048, 4
 _UNSUPPORTED_OPTIONS = {
     "softcap": "capped scores",
     "s_aux": "attention sinks",
@@ -171,14 +175,29 @@ def _kind(tensor: torch.Tensor) -> tuple[type, torch.device, torch.dtype]:
 @functools.cache
 def _varlen_runs(_: type, device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether this device runs it for heads of this width, forward and backward."""
-    x = torch.zeros(4, 1, width, dtype=dtype, device=device, requires_grad=True)
-    boundaries = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
+    problem = _varlen_problem(device, dtype, width)
+    if problem and is_third():
+        keep_second(f"fails for heads of {width} in its trial ({problem})")
+        problem = _varlen_problem(device, dtype, width)
+    return not problem
+
+
+def _varlen_problem(device: torch.device, dtype: torch.dtype, width: int) -> str:
+    """Return why varlen attention does not serve, or ""."""
+    length = _REPEATED_TOKENS if is_third() else 4
+    numbers = torch.arange(length * 2 * width, dtype=torch.float32, device=device).sin()
+    x = numbers.view(length, 2, width).to(dtype).requires_grad_()
+    boundaries = torch.tensor([0, 1, length], dtype=torch.int32, device=device)
+    gradients: list[torch.Tensor] = []
     try:
-        with torch.enable_grad():
-            _varlen(x, x, x, boundaries, 3, None).sum().backward()
-    except RuntimeError:
-        return False
-    return True
+        for _ in range(_REPEATS if is_third() else 1):
+            with torch.enable_grad():
+                output = _varlen(x, x, x, boundaries, length - 1, None)
+                gradients += torch.autograd.grad(output.sum(), x)
+    except RuntimeError as error:
+        return first_line(error)
+    repeats = all(torch.equal(gradients[0], other) for other in gradients[1:])
+    return "" if repeats else "its gradients do not repeat to the bit"
 
 
 @contextmanager

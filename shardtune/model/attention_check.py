@@ -19,6 +19,11 @@ from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
 from shardtune.model.attention import DOCUMENT_ATTENTION, attention_trial, documents
 from shardtune.model.build import forward_only
+from shardtune.model.flash_attention import (
+    choose_flash_attention,
+    flash_attention_name,
+    keep_second,
+)
 from shardtune.model.small_copy import small_copy
 from shardtune.model.support import can_be_packed
 
@@ -85,9 +90,17 @@ def choose_attention(
     Raises:
         RunFailed: data.packing is on, and a document sees the one before it.
     """
+    is_gpu = world.device.type == "cuda"
+    if is_gpu and config.model.attention == "auto":
+        choose_flash_attention(model.config, world)
     trial = LogitsTrial(model, config, world.device, world.all_gather_json)
     attention = decide_attention(model, config, longest_document, world.device, trial)
-    detail = f" ({documents.way}); rows have no padding" if attention.by_document else ""
+    way = documents.way
+    if way == "varlen attention":
+        way += f" by {flash_attention_name()}"
+    elif is_gpu:
+        keep_second("is for varlen attention alone")
+    detail = f" ({way}); rows have no padding" if attention.by_document else ""
     logger.info(f"Attention: {attention.text}{detail}")
     if leak := _leak_under_mask(attention, trial):
         raise RunFailed(_mixing(model, leak, "its logits"))

@@ -2,13 +2,16 @@
 
 Only the positions that predict a trained token reach the model's head. Projection and cross-entropy
 process them in chunks, and gradients are computed with the loss, so that no tensor of tokens x
-vocabulary exists (as in arXiv 2410.10989 and 2411.09009). A model that changes its logits after the
-head needs those of all trained positions at once, and a model whose head is not a plain linear
-layer those of all positions.
+vocabulary exists (as in arXiv 2410.10989 and 2411.09009). On a GPU softmax, loss and gradient of a
+chunk are one compiled function, which reads the logits and leaves their gradient in place. A model
+that changes its logits after the head needs those of all trained positions at once, and a model
+whose head is not a plain linear layer those of all positions.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,10 +21,13 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from shardtune.data.batch import Batch
+from shardtune.distributed.compiling import compiled_or_eager
 from shardtune.model.attention import documents
 from shardtune.model.build import forward_only
 
-_CHUNK_BYTES = 1 << 28  # of logits, in the dtype of the matrix product
+# Of logits, in the dtype of the matrix product. Each further chunk reads and writes the gradient of
+# the head's weight, in float32, once more: on a GPU 4096 tokens of 152,000 words are one chunk.
+_CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 5 << 28}
 _SOFTMAX_BYTES = 1 << 26  # of logits in float32
 _BLOCK_ROWS = 1 << 13  # of the head's weight
 HEAD_TRIAL_TOKENS = 8
@@ -59,6 +65,7 @@ class LossHead(nn.Linear):
 
     batch: Batch | None
     is_last: bool
+    device_type = "cpu"  # that of the run, which a plan's own is not
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.batch is None:
@@ -66,8 +73,8 @@ class LossHead(nn.Linear):
         predicting = hidden.flatten(0, -2).index_select(0, self.batch.predicting)
         if not self.is_last:
             return super().forward(predicting).unsqueeze(0)
-        targets, wants_gradients = self.batch.targets, torch.is_grad_enabled()
-        arguments = (predicting, self.weight, self.bias, targets, wants_gradients)
+        options = torch.is_grad_enabled(), _CHUNK_BYTES[self.device_type]
+        arguments = (predicting, self.weight, self.bias, self.batch.targets, *options)
         return cast(torch.Tensor, _SummedCrossEntropy.apply(*arguments))
 
 
@@ -86,9 +93,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,  # (vocabulary,)
         targets: torch.Tensor,  # (n,)
         wants_gradients: bool,
+        chunk_bytes: int,
     ) -> torch.Tensor:
         vocabulary, is_float32 = weight.shape[0], hidden.dtype == torch.float32
-        rows = max(1, min(len(hidden), _CHUNK_BYTES // (hidden.itemsize * vocabulary)))
+        rows = max(1, min(len(hidden), chunk_bytes // (hidden.itemsize * vocabulary)))
         chunk_buffer = hidden.new_empty(rows, vocabulary)
         # In float32 the softmax replaces the logits in place, else a few rows are converted at a
         # time.
@@ -96,6 +104,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         converted = hidden.new_empty(0 if is_float32 else at_once, vocabulary).float()
         loss = hidden.new_zeros((), dtype=torch.float32)
         gradients = _Gradients(hidden, weight, bias, rows) if wants_gradients else None
+        add_loss = _compiled_add_loss(hidden.device) if hidden.is_cuda else _add_loss
         for start in range(0, len(hidden), rows):
             chunk = hidden[start : start + rows]
             chunk_targets = targets[start : start + rows, None]
@@ -104,17 +113,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 torch.mm(chunk, weight.t(), out=chunk_logits)
             else:
                 torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
-            for logits, wanted in zip(
-                chunk_logits.split(at_once), chunk_targets.split(at_once), strict=True
-            ):
-                softmax = logits if is_float32 else converted[: len(logits)].copy_(logits)
-                target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
-                torch.softmax(softmax, 1, out=softmax)
-                # log sum exp = the largest logit - its log-probability.
-                loss += (largest - softmax.amax(1, keepdim=True).log() - target_logits).sum()
-                if gradients:
-                    softmax.scatter_add_(1, wanted, softmax.new_full(wanted.shape, -1.0))
-                    logits.copy_(softmax)
+            add_loss(loss, chunk_logits, chunk_targets, wants_gradients, converted)
             if gradients:
                 gradients.add(start, chunk, chunk_logits)
         ctx.gradients = gradients and (gradients.hidden, gradients.weight, gradients.bias)
@@ -125,7 +124,60 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good for one backward
         scaled = (None if each is None else each.mul_(loss_gradient) for each in gradients)
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
+
+
+def _add_loss(
+    loss: torch.Tensor,
+    chunk_logits: torch.Tensor,
+    chunk_targets: torch.Tensor,
+    wants_gradients: bool,
+    converted: torch.Tensor,
+) -> None:
+    """Add a chunk's loss to `loss`; where gradients are wanted, leave that of its logits in place.
+
+    Args:
+        loss: float32, scalar.
+        chunk_logits: [n, vocabulary].
+        chunk_targets: [n, 1].
+        converted: float32 [m, vocabulary], for as many rows at a time; empty for float32 logits.
+    """
+    rows_at_once = len(converted) or len(chunk_logits)
+    for logits, wanted in zip(
+        chunk_logits.split(rows_at_once), chunk_targets.split(rows_at_once), strict=True
+    ):
+        softmax = converted[: len(logits)].copy_(logits) if len(converted) else logits
+        target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
+        torch.softmax(softmax, 1, out=softmax)
+        # log sum exp = the largest logit - its log-probability.
+        loss += (largest - softmax.amax(1, keepdim=True).log() - target_logits).sum()
+        if wants_gradients:
+            softmax.scatter_add_(1, wanted, softmax.new_full(wanted.shape, -1.0))
+            logits.copy_(softmax)
+
+
+@functools.cache
+def _compiled_add_loss(device: torch.device) -> Callable[..., None]:
+    return compiled_or_eager(_add_loss_at_once, "the loss", device, eager=_add_loss)
+
+
+def _add_loss_at_once(
+    loss: torch.Tensor,
+    chunk_logits: torch.Tensor,
+    chunk_targets: torch.Tensor,
+    wants_gradients: bool,
+    _: torch.Tensor,
+) -> None:
+    """Do as `_add_loss` does, in a form that compiles into one kernel without float32 in memory."""
+    logits = chunk_logits.float()
+    target_logits, largest = logits.gather(1, chunk_targets), logits.amax(1, keepdim=True)
+    log_total = (logits - largest).exp().sum(1, keepdim=True).log()
+    loss += (largest + log_total - target_logits).sum()
+    if wants_gradients:
+        words = torch.arange(logits.shape[1], device=logits.device)
+        # Not from the exponentials above: what has two readers may be kept in memory.
+        probabilities = (logits - largest - log_total).exp()
+        chunk_logits.copy_(probabilities - (words == chunk_targets).float())
 
 
 class _Gradients:
@@ -154,10 +206,13 @@ class _Gradients:
             self.bias += logits_gradient.sum(0, dtype=torch.float32)
 
 
-def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
+def use_loss_head(
+    model: PreTrainedModel, device: torch.device, device_type: str = ""
+) -> str | None:
     """Let the head return the loss, if the model's own forward allows it.
 
     To find out, a marker stands in for the logits and must leave the model as it left the head.
+    `device_type`: the run's, where it is not that of `device`.
     Returns None, or which logits exist at once, and why: words to follow "logits are made".
     """
     head: Any = model.get_output_embeddings()
@@ -185,5 +240,6 @@ def use_loss_head(model: PreTrainedModel, device: torch.device) -> str | None:
         return "for every position, since its forward does not call the head once for all tokens"
     head.__class__ = LossHead
     head.batch, head.is_last = None, logits is marker
+    head.device_type = device_type or device.type
     after = f"since {model.config.model_type} changes them after its head"
     return None if head.is_last else f"for all trained positions at once, {after}"

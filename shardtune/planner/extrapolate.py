@@ -48,21 +48,28 @@ class Simulations:
         return others
 
     def measure(
-        self, whole: PreTrainedModel, config: Config, policy: ReshardPolicy, world: World
+        self,
+        whole: PreTrainedModel,
+        config: Config,
+        policy: ReshardPolicy,
+        world: World,
+        is_gpu: bool,
     ) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
         own = layers_of_stages(whole, world.stages)[world.stage]
         kinds = layer_kinds(whole)[own.start : own.stop]
         lengths = cuts(kinds)
         if lengths is None:
-            return self._step(own, config, policy, world)
+            return self._step(own, config, policy, world, is_gpu)
         short, long = (
-            self._step(range(own.start, own.start + length), config, policy, world)
+            self._step(range(own.start, own.start + length), config, policy, world, is_gpu)
             for length in lengths
         )
         return extrapolate(short, long, len(kinds))
 
-    def _step(self, own: range, config: Config, policy: ReshardPolicy, world: World) -> Measured:
+    def _step(
+        self, own: range, config: Config, policy: ReshardPolicy, world: World, is_gpu: bool
+    ) -> Measured:
         data, train = config.data, config.train
         # Other settings, such as the optimizer, do not change forward and backward.
         sections = [config.model, config.parallel, config.lora]
@@ -72,13 +79,13 @@ class Simulations:
             [data.max_length, data.packing],
             [train.micro_batch_size, train.gradient_accumulation_steps],
             list(vars(policy).values()),
-            [world.size, world.local_size, world.stage],
+            [world.size, world.local_size, world.stage, is_gpu],
         ]
         key = json.dumps(settings)
         if key not in self._measured:
             cut = with_layers(self._model_config, own.stop)
             self._measured[key] = simulate(
-                config, cut, policy, world, self._imbalance, self._evaluates, own
+                config, cut, policy, world, self._imbalance, self._evaluates, own, is_gpu
             )
         return self._measured[key]
 

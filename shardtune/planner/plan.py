@@ -231,7 +231,7 @@ def _plan_stage(
     if not reason:
         try:
             simulations = simulations or Simulations(model_config)
-            measured = simulations.measure(whole, config, policy, world)
+            measured = simulations.measure(whole, config, policy, world, machine.is_gpu)
         except UserError:
             raise
         except Exception as error:  # any architecture may ask for something else

@@ -103,18 +103,19 @@ def simulate(
     imbalance: float = EXPERT_IMBALANCE,
     evaluates: bool = True,
     own: range | None = None,
+    is_gpu: bool = False,
 ) -> Measured:
     """Evaluate where `evaluates`, and take a step of a few micro-batches of full rows.
 
     From the second micro-batch on gradients exist. The last one differs from the second, since it
     reduces gradients that were kept; any in between is like the second. With stages one more is
     taken than are in flight. This rank's experts get `imbalance` times the tokens that a rank's
-    experts get on average. `own`: the layers of this stage.
+    experts get on average. `own`: the layers of this stage. `is_gpu`: the step is that of a GPU.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.
     """
-    tracker, device = Tracker(), world.device
+    tracker, device = Tracker(is_gpu), world.device
     model = build_on_meta(config, model_config, world, own)
     if model._is_stateful:  # on a CPU it goes token by token and keeps the tensors of each
         raise NotSimulated("it keeps a state instead of attending")
@@ -129,7 +130,7 @@ def simulate(
             attention = decide_attention(model, config, config.data.max_length, device)
             tracker.read_by_host = _exchanged(HEAD_TRIAL_TOKENS, model, config, imbalance)
             if world.is_last_stage:
-                use_loss_head(model, device)
+                use_loss_head(model, device, "cuda" if is_gpu else "cpu")
             batch = full_batch(config, attention.is_flat, device)
             if policy.keep_parameters:
                 cast(Any, model).set_reshard_after_forward(False)

@@ -65,6 +65,10 @@ _KINDS = {
 }
 
 
+# Of an H100 or H200. A flash attention that adds up in one order keeps more sums on more of them.
+_MULTIPROCESSORS = 132
+
+
 class NotSimulated(Exception):
     """A fake tensor cannot answer the model; the message says why."""
 
@@ -80,14 +84,15 @@ class Tracker(TorchDispatchMode):
 
     `pools` has the peak bytes of each stream, by phase and place: a GPU's allocator keeps memory
     that is freed for the stream that allocated it. FSDP2 runs the same streams on a CPU, where they
-    do nothing.
+    do nothing. With `is_gpu` operators take the memory in which a GPU's kernels work, too.
 
     `traffic` has the bytes of each collective's unsharded side: the output of an all-gather, the
     input of a reduction, and the smaller side of an all-to-all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_gpu: bool = False) -> None:
         super().__init__()
+        self._is_gpu = is_gpu
         self.read_by_host: Iterator[int] = iter(())  # the numbers in fake tensors
         self.peaks: dict[tuple[str, int], Peak] = {}
         self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
@@ -157,6 +162,11 @@ class Tracker(TorchDispatchMode):
             return self._number(args[0])
         if func is torch.ops.aten.equal.default:
             return True  # a mask is taken for the one that is expected
+        workspace = None
+        if self._is_gpu and func is torch.ops.torch_attn._varlen_attn_backward.default:
+            _, query, key, _, _, _, boundaries, *_ = args
+            workspace = query.new_empty(varlen_workspace(query, key, boundaries), dtype=torch.uint8)
+            self._count(workspace.untyped_storage(), Cause.BACKWARD)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
             result = _grouped_product(*args)
         else:
@@ -250,6 +260,22 @@ class Tracker(TorchDispatchMode):
             place = self._place if stream == 0 else 0
             if size > self.pools.get((self._phase, place, stream), 0):
                 self.pools[self._phase, place, stream] = size
+
+
+def varlen_workspace(query: torch.Tensor, key: torch.Tensor, boundaries: torch.Tensor) -> int:
+    """Return the bytes in which FlashAttention 2's backward works while it adds up in one order.
+
+    Sums of dq in float32, one for each share of the multiprocessors that a head of a document gets,
+    and dk and dv of each query head where these share keys: mha_varlen_bwd in PyTorch's
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp. FlashAttention 3 takes less.
+    """
+    (tokens, heads, width), documents = query.shape, len(boundaries) - 1
+    shares = -(-_MULTIPROCESSORS // (heads * documents))
+    block = 32 if width <= 128 else 64
+    padded = tokens + 128 * documents
+    sums = shares * padded * heads * (-(-width // block) * block) * 4
+    repeated = 2 * query.nbytes if key.shape[1] != heads else 0
+    return sums + repeated + 4 * heads * padded
 
 
 def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -28,11 +28,15 @@ def on_gpus(
     return on_ranks(gpus, _install_and, gpus, work, arguments, cwd=cwd, timeout_s=timeout_s)
 
 
-def train_on_gpus(gpus: int, *assignments: Any, cwd: Path) -> None:
-    """Run train_fsdp.py on so many ranks with these assignments."""
+def train_on_gpus(gpus: int, *assignments: Any, cwd: Path) -> str:
+    """Run train_fsdp.py on so many ranks with these assignments; return its standard output.
+
+    Packages in `cwd` are found.
+    """
     (cwd / "config.yaml").touch()
     done = on_gpus(gpus, _train, list(map(str, assignments)), cwd=cwd)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout[-1000:]}{done.stderr[-3000:]}"
+    return done.stdout
 
 
 def waits_of(run_dir: Path, rank: int = 0) -> list[list[HostWait]]:
@@ -47,7 +51,7 @@ def _install_and(gpus: int, work: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def _train(assignments: list[str]) -> None:
-    sys.path.insert(0, str(REPOSITORY))
+    sys.path[:0] = [str(REPOSITORY), str(Path.cwd())]
     import train_fsdp
     from shardtune.distributed.exit_code import run
 

@@ -14,6 +14,10 @@ from helpers.pretended import needs_compiler, on_gpus
 from pretend_gpu.waits import host_waits
 from torch.nn.attention.varlen import varlen_attn
 
+from shardtune.distributed.gpus import use_gpu
+from shardtune.model import attention
+from shardtune.planner.tracker import varlen_workspace
+
 pytestmark = needs_compiler
 
 
@@ -29,6 +33,8 @@ def _check_all() -> None:
         tensors_of_two_devices_are_refused,
         attention_refuses_what_its_kernel_does_not_take,
         grouped_products_refuse_unaligned_matrices,
+        a_deterministic_backward_of_attention_works_in_the_memory_of_a_plan,
+        memory_is_not_filled_while_attention_is_deterministic,
         attention_and_its_gradients_are_those_of_each_document_alone,
         grouped_products_are_those_of_each_group,
         waits_are_told_with_their_place,
@@ -114,6 +120,38 @@ def attention_and_its_gradients_are_those_of_each_document_alone() -> None:
     (found * weights.to("cuda", torch.bfloat16)).sum().backward()
     for tensor, of_exact in zip(qkv, exact, strict=True):
         torch.testing.assert_close(tensor.grad.cpu().double(), of_exact.grad, atol=0.03, rtol=0.02)
+
+
+def a_deterministic_backward_of_attention_works_in_the_memory_of_a_plan() -> None:
+    """Of 33 splits for 4 heads of one document, 17 for two."""
+    for bounds in ([0, 64], [0, 60, 64]):
+        qkv = [x.requires_grad_() for x in _qkv(64, 4, 2, 16, torch.bfloat16)]
+        ends = torch.tensor(bounds, dtype=torch.int32)
+        torch.cuda.reset_peak_memory_stats()
+        output = attention._varlen(*qkv, ends.cuda(), 64, None)
+        gradient, held = torch.ones_like(output), torch.cuda.memory_allocated()
+        torch.autograd.grad(output, qkv, gradient)
+        expected = varlen_workspace(qkv[0], qkv[1], ends)
+        assert expected > 64 * 4 * 32 * 4 * (33 if len(bounds) == 2 else 17)
+        found = torch.cuda.max_memory_allocated() - held
+        assert found == pytest.approx(expected, rel=0.02), "copies of 16 kB beside it"
+
+
+def memory_is_not_filled_while_attention_is_deterministic() -> None:
+    """By the operator that fills what `torch.empty` makes."""
+
+    def filled() -> bool:
+        torch._C._set_deterministic_algorithms(True)
+        try:
+            with torch.profiler.profile() as profile:
+                torch.empty(3)
+        finally:
+            torch._C._set_deterministic_algorithms(False)
+        return "aten::fill_" in {event.key for event in profile.key_averages()}
+
+    assert filled(), "PyTorch does so by default"
+    use_gpu(0)
+    assert not filled()
 
 
 def _groups(width: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:

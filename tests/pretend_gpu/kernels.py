@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _OPS = torch.ops.pretend
+_MULTIPROCESSORS = 132  # of an H100
 _libraries: list[torch.library.Library] = []
 
 
@@ -24,6 +25,8 @@ def register() -> None:
     library.impl("histc", _histc, "CUDA")
     library.impl("_fused_sdp_choice", lambda *_, **__: 0, "CUDA")  # the definition, by operators
     _libraries.append(library)
+    # CUDA's are no Python, and another library in Python may take their place.
+    torch.library._impls -= library._op_impls
 
 
 def _require(condition: bool, message: str) -> None:
@@ -143,8 +146,10 @@ def _flash_backward(
 ) -> tuple[torch.Tensor, ...]:
     _require_varlen(query, key, value, (ends_q, ends_k), longest_q)
     causal = _is_causal(causal, window_size_left, window_size_right)
+    gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    _workspace = _backward_workspace(query, key, len(ends_q) - 1)
     if _OPS.hollow():
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        return gradients
     tensors = (query, key, value, out, gradient)
     q, k, v, o, do = (_OPS.on_host(x).float().transpose(0, 1) for x in tensors)
     group, factor = len(q) // len(k), query.shape[-1] ** -0.5 if scale is None else scale
@@ -160,7 +165,23 @@ def _flash_backward(
         dq[:, document], dk[:, document] = ds @ of_k, ds.mT @ of_q
         dv[:, document] = p.mT @ of_do
     dk, dv = (x.unflatten(0, (-1, group)).sum(1) for x in (dk, dv))
-    return tuple(_like(query, x.transpose(0, 1)) for x in (dq, dk, dv))
+    for made, x in zip(gradients, (dq, dk, dv), strict=True):
+        made.copy_(_like(query, x.transpose(0, 1)))
+    return gradients
+
+
+def _backward_workspace(query: torch.Tensor, key: torch.Tensor, documents: int) -> Any:
+    """Allocate what the kernel works in: of mha_varlen_bwd."""
+    tokens, heads, width = query.shape
+    padded = tokens + 128 * documents
+    splits = 1
+    if torch.are_deterministic_algorithms_enabled():
+        splits = -(-_MULTIPROCESSORS // (heads * documents))
+    step = 32 if width <= 128 else 64
+    sums = query.new_empty(splits, padded, heads, -(-width // step) * step, dtype=torch.float32)
+    of_rows = query.new_empty(heads, padded, dtype=torch.float32)
+    repeated = [query.new_empty(query.shape) for _ in range(2 * (key.shape[1] != heads))]
+    return sums, of_rows, repeated
 
 
 def _grouped_mm(

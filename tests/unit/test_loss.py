@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 from shardtune.data.batch import Batch
 from shardtune.model import loss as loss_module
@@ -38,7 +42,7 @@ def test_loss_and_gradients_equal_plain_pytorch_in_float64(
     chunk_rows: int, has_bias: bool, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a softmax is so sharp that most probabilities are zero."""
-    monkeypatch.setattr(loss_module, "_CHUNK_BYTES", chunk_rows * 4 * 331)
+    monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", chunk_rows * 4 * 331)
     predicting = torch.arange(0, 60, 3)
     head, targets = a_head(16, 331, has_bias, torch.float32, predicting)
     hidden = (scale * torch.randn(2, 30, 16)).requires_grad_()
@@ -76,7 +80,7 @@ def test_the_loss_in_bfloat16_is_as_near_to_the_truth_as_the_plain_head(
 
     plain = errors(F.cross_entropy(F.linear(*tensors).float(), targets, reduction="sum"))
     for chunk_rows in (200, 16):
-        monkeypatch.setattr(loss_module, "_CHUNK_BYTES", chunk_rows * 4 * 500)
+        monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", chunk_rows * 4 * 500)
         for mine, theirs in zip(errors(head(hidden)), plain, strict=True):
             assert mine <= 1.25 * theirs + 2e-5
 
@@ -98,3 +102,36 @@ def test_the_loss_makes_gradients_only_where_they_are_asked_for(
     head, _ = a_head(16, 331, False, torch.float32, torch.arange(5))
     with torch.no_grad():
         assert head(torch.randn(1, 9, 16)).item() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_compiled_loss_is_the_eager_one_without_a_matrix_of_float32(
+    dtype: torch.dtype,
+) -> None:
+    """As a GPU runs it, compiled for this CPU: one function, with a number a row in between."""
+    torch.manual_seed(0)
+    rows, vocabulary = 64, 1000
+    logits = (3 * torch.randn(rows, vocabulary)).to(dtype)
+    targets = torch.randint(0, vocabulary, (rows, 1))
+    converted = torch.empty(0 if dtype == torch.float32 else 7, vocabulary)
+    compiled = torch.compile(loss_module._add_loss_at_once, dynamic=True, fullgraph=True)
+
+    def run(add_loss: Any, n: int, wants_gradients: bool) -> list[torch.Tensor]:
+        loss, left = torch.zeros(()), logits[:n].clone()
+        add_loss(loss, left, targets[:n], wants_gradients, converted)
+        return [loss, left]
+
+    found, (code, *others) = run_and_get_code(run, compiled, rows, True)
+    assert not others and len(re.findall(r"^ +cpp_fused\w+\(", code, re.MULTILINE)) == 1
+    sizes = re.findall(r"= empty_strided_cpu\(\((.*?)\), ", code)
+    assert sizes and all("1" in size.split(", ") for size in sizes if size), sizes
+    spacing = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
+    for n in (rows, 3):
+        for mine, expected in zip(
+            found if n == rows else run(compiled, n, True),
+            run(loss_module._add_loss, n, True),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, expected, rtol=spacing, atol=1e-6)
+    loss, left = run(compiled, rows, False)
+    assert torch.equal(left, logits) and torch.equal(loss, found[0])

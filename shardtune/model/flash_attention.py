@@ -1,0 +1,61 @@
+"""Let varlen attention call FlashAttention 3 where it is installed, else PyTorch's own, the second.
+
+PyTorch has both behind the same operators. The third is for GPUs of compute capability 9, has no
+dropout, and adds up in one order if the heads of the model are narrow enough and its build obeys:
+builds of early 2025 did not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+from transformers import PreTrainedConfig
+
+from shardtune.distributed.world import World
+from shardtune.errors import first_line
+
+_why_second = ""  # of the two that varlen attention could call
+
+
+def choose_flash_attention(model_config: PreTrainedConfig, world: World) -> None:
+    """Let varlen attention call the third from now on, if it runs on every rank. Collective."""
+    reasons = world.all_gather_json(_activate_third(model_config, world.device))
+    if reason := next(filter(None, reasons), ""):
+        keep_second(reason)
+
+
+def is_third() -> bool:
+    return current_flash_attention_impl() == "FA3"
+
+
+def keep_second(reason: str) -> None:
+    """Call the second from now on."""
+    global _why_second
+    if is_third():
+        restore_flash_attention_impl()
+    _why_second = reason
+
+
+def flash_attention_name() -> str:
+    """Return the version that varlen attention calls on a GPU, and why not a newer one."""
+    return "FlashAttention 3" if is_third() else f"FlashAttention 2, as 3 {_why_second}"
+
+
+def _activate_third(model_config: PreTrainedConfig, device: torch.device) -> str:
+    """Activate it, or return why it cannot be: words to follow its name."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"needs a GPU of compute capability 9, and this one has {major}.{minor}"
+    settings = vars(model_config.get_text_config())
+    drops = [name for name in settings if "att" in name and "drop" in name and settings[name]]
+    if drops:
+        return f"has no dropout, and the model {drops[0]}={settings[drops[0]]}"
+    try:
+        activate_flash_attention_impl("FA3")
+    except Exception as error:  # whatever the import of a package raises
+        return f"is not there ({first_line(error)})"
+    return ""

@@ -1,0 +1,97 @@
+"""FlashAttention 3 on a pretended GPU, with stand-ins for its package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers.pretended import needs_compiler, train_on_gpus
+from helpers.small_runs import SETTINGS, write_inputs
+
+pytestmark = needs_compiler
+
+# As the package `flash_attn_interface`, whose import registers these operators.
+STAND_IN = """
+import torch
+from pretend_gpu import kernels
+
+def fwd(q, k, v, _1, _2, _3, out, ends_q, ends_k, *more):
+    longest, (scale, causal) = more[3], more[14:16]
+    out, log_sums, *_ = kernels._flash(
+        q, k, v, ends_q, ends_k, longest, longest, 0.0, causal, False, scale=scale
+    )
+    return out, log_sums, None, None
+
+def bwd(dout, q, k, v, out, sums, dq, dk, dv, ends_q, ends_k, _1, _2, longest, _3, scale, causal,
+        left, right, softcap, deterministic, margin):
+    with open("calls", "a") as calls:
+        calls.write(f"{deterministic}\\n")
+        place = calls.tell()
+    made = kernels._flash_backward(
+        dout, q, k, v, out, sums, ends_q, ends_k, longest, longest, 0.0, causal, None, None,
+        scale=scale,
+    )
+    for target, gradient in zip((dq, dk, dv), made):
+        target.copy_(gradient)
+    WRONG
+
+torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd = fwd, bwd
+"""
+TRIALS = 4  # backwards before it is taken
+FLAKY = "dq.mul_(1 + place / 1000)"
+TOO_WIDE = 'raise RuntimeError("Deterministic backward not supported for hdim 256.")'
+SECOND = "FlashAttention 2, as 3 "
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "calls"),
+    [
+        (None, f"{SECOND}is not there (No module named 'flash_attn_interface')", 0),
+        (STAND_IN.replace("WRONG", ""), "FlashAttention 3", TRIALS + 4),
+        pytest.param(
+            "raise OSError('libcudart.so.12')",
+            f"{SECOND}is not there (libcudart.so.12)",
+            0,
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            STAND_IN.replace("WRONG", FLAKY),
+            f"{SECOND}fails for heads of 8 in its trial (its gradients do not repeat to the bit)",
+            TRIALS,
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            STAND_IN.replace("WRONG", TOO_WIDE),
+            f"{SECOND}fails for heads of 8 in its trial (Deterministic backward not supported for "
+            "hdim 256.)",
+            1,
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["missing", "installed", "broken", "not-deterministic", "too-wide"],
+)
+def test_flash_attention_3_runs_where_it_is_installed_and_repeats(
+    package: str | None, name: str, calls: int, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = write_inputs(tmp_path, models["llama"])
+    if package is not None:
+        (folder / "flash_attn_interface.py").write_text(package)
+    given = ["model.compute_dtype=bfloat16", "train.max_steps=2", "export.final=false"]
+    output = train_on_gpus(1, *SETTINGS, *given, cwd=folder)
+    (line,) = re.findall("^Attention: (.+)", output, re.MULTILINE)
+    way = f"(varlen attention by {name}); rows have no padding"
+    assert line == f"within each document, without a mask {way}"
+    path = folder / "calls"
+    assert (path.read_text().split() if path.exists() else []) == ["True"] * calls
+
+
+def test_flash_attention_3_is_left_to_models_without_dropout(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = write_inputs(tmp_path, models["llama"], dropout=0.2)
+    (folder / "flash_attn_interface.py").write_text(STAND_IN.replace("WRONG", ""))
+    given = ["model.compute_dtype=bfloat16", "train.max_steps=1", "export.final=false"]
+    output = train_on_gpus(1, *SETTINGS, *given, cwd=folder)
+    assert f"by {SECOND}has no dropout, and the model attention_dropout=0.2)" in output
+    assert not (folder / "calls").exists()
