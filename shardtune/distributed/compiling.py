@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,18 @@ def can_compile(device: torch.device) -> bool:
     Compiles a line. Where Triton or a C compiler is missing or broken, this shows in errors of many
     classes, and in some only when the kernel is launched.
     """
-    try:
-        torch.compile(_line, dynamic=True)(torch.ones(8, device=device))
-    except Exception as error:
-        logger.info(f"Compile: nothing is compiled on this {device.type} ({first_line(error)})")
-        return False
-    return True
+    is_gpu, problem = device.type == "cuda", ""
+    if is_gpu and importlib.util.find_spec("triton") is None:
+        problem = "Triton is not installed"  # PyTorch's compiler takes seconds to find that out
+    else:
+        try:
+            torch.compile(_line, dynamic=True)(torch.ones(8, device=device))
+        except Exception as error:
+            problem = first_line(error)
+    if problem:
+        kind = "GPU" if is_gpu else "CPU"
+        logger.info(f"Compile: nothing is compiled for this {kind} ({problem})")
+    return not problem
 
 
 def _line(x: torch.Tensor) -> torch.Tensor:
