@@ -19,7 +19,7 @@ DEMO_ARGS ?=
 REHEARSE_ARGS ?=
 # Options of the benchmarks, such as --short, or --sections one --dtypes float32: other sections keep their results.
 BENCH_ARGS ?=
-# Options of the checks on a GPU, such as --only losses resume.
+# Options of the checks on a GPU, such as --limit-s 3000, which makes all of them, or --only losses.
 GPU_CHECK_ARGS ?=
 # The tools that the benchmarks compare with have an environment of their own.
 PEERS ?= .venv/peers
@@ -95,8 +95,9 @@ test-full: lint .venv/.templates .venv/.wandb $(MODEL)/config.json $(ENGINE)/.in
 mutants: .venv/.installed .venv/.templates $(MODEL)/config.json
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
-# Everything that needs one GPU, in runs/gpu-check. With PYTHON=... in that environment, which may be
-# older: .venv is not built, and what does not run there is skipped by name.
+# What needs one GPU, in runs/gpu-check: under nine minutes, and with GPU_CHECK_ARGS="--limit-s 3000"
+# all of it. With PYTHON=... in that environment, which may be older: .venv is not built, and what
+# does not run there is skipped by name.
 ifeq ($(origin PYTHON),file)
 gpu-check: .venv/.installed
 GPU_PYTHON := $(BIN)/python
@@ -104,7 +105,7 @@ else
 GPU_PYTHON := $(PYTHON)
 endif
 gpu-check:
-	$(GPU_PYTHON) -m distTest.gpu_check $(if $(wildcard $(PEERS)/bin/python),--peers $(PEERS)/bin/python) $(GPU_CHECK_ARGS)
+	$(GPU_PYTHON) -m distTest.gpu_check --peers $(PEERS)/bin/python $(GPU_CHECK_ARGS)
 
 # The site of README.md and docs/, in site/. It loads nothing from a network.
 docs: .venv/.installed

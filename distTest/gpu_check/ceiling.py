@@ -92,7 +92,9 @@ def _grouped(
     ends = torch.arange(1, groups + 1, device="cuda") * (rows // groups)
 
     def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends.to(torch.int32))
+        return torch.nn.functional.grouped_mm(
+            x, weight.transpose(-2, -1), offs=ends.to(torch.int32)
+        )
 
     return grouped, [_matrix(rows // groups * groups, width), _matrix(groups, out, width)]
 

@@ -35,7 +35,7 @@ def peers() -> Outcome:
         return Outcome(f"{python} has TRL and accelerate", {"python": python})
     root = Path(os.environ["GPU_CHECK_PEERS"]).parents[1]
     if root.exists():
-        raise Skipped(f"{root} is there, and lacks {', '.join(absent.values())}")
+        raise Skipped(f"{root} lacks {', '.join(absent.values())} - remove it, or name another")
     try:
         _build(root)
     except (OSError, subprocess.SubprocessError) as error:

@@ -18,7 +18,7 @@ _AT_ONCE = 2  # runs: most of their time is that of one core
 # Of losses, relative: sums in another order, and roundings of bfloat16, which send tokens to other
 # experts.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-_EIGHT_STEPS, _FAST = "train.max_steps=8", "optimizer.lr=3e-3"  # which moves the loss
+_FAST = "optimizer.lr=3e-3"  # which moves the loss
 
 
 def _settings(family: str, length: int, *more: str) -> list[str]:
@@ -40,7 +40,7 @@ def _settings(family: str, length: int, *more: str) -> list[str]:
 def losses() -> Outcome:
     """The losses of a dense model and one with experts, against the CPU's."""
     length = 128 if is_tiny() else 512
-    settings = {name: _settings(name, length, _EIGHT_STEPS) for name in FAMILIES}
+    settings = {name: _settings(name, length, "train.max_steps=8") for name in FAMILIES}
     pairs = list(product(FAMILIES, _TOLERANCE))
     if is_tiny():  # a run takes the seconds of its imports
         pairs = pairs[::3]
@@ -64,10 +64,9 @@ def two_gpus() -> Outcome:
     """The losses of experts, replicas and stages on two GPUs, against those of one."""
     if torch.cuda.device_count() < 2:
         raise Skipped(f"needs 2 GPUs, and PyTorch sees {torch.cuda.device_count()}")
-    # Wide enough in bfloat16 for the kernels that one GPU has.
-    settings = _settings("glm4_moe", 128 if is_tiny() else 512, _EIGHT_STEPS, _FAST)
+    settings = _settings("glm4_moe", 128 if is_tiny() else 512, "train.max_steps=6", _FAST)
     compared = _Compared()
-    for dtype in ["bfloat16"] if is_tiny() else _TOLERANCE:
+    for dtype in ["float32"] if is_tiny() else _TOLERANCE:
         given = [*settings, f"model.compute_dtype={dtype}"]
         one = _losses(train(f"one-{dtype}", *given))
         for key, accumulation in {"expert": 1, "replicate": 1, "stages": 2}.items():
