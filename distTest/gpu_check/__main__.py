@@ -102,14 +102,17 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
     log, result = options.out / f"{check.name}.log", options.out / f"{check.name}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "distTest.gpu_check.child", check.name, str(result)]
-    tiny = "1" if options.tiny else ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    more = {"GPU_CHECK_PEERS": str(options.peers), "GPU_CHECK_TINY": "1" if options.tiny else ""}
+    if not check.takes_all_gpus:
+        more["CUDA_VISIBLE_DEVICES"] = "0" if visible is None else visible.split(",")[0]
     started, timeout_s = time.monotonic(), left_s if is_limited else 20 * check.seconds
     with log.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(
             command,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env=offline(GPU_CHECK_PEERS=str(options.peers), GPU_CHECK_TINY=tiny),
+            env=offline(**more),
             cwd=REPOSITORY,
             start_new_session=True,
         )

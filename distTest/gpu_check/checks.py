@@ -16,7 +16,8 @@ class Check:
 
     `seconds` is an estimate for an H100: nobody has measured it. `needs_project`: it imports
     shardtune, and so a PyTorch that is new enough. `is_timed`: its figures are those of a GPU that
-    multiplies as fast as it should.
+    multiplies as fast as it should. Without `takes_all_gpus` it sees the first GPU alone, of which
+    HF Trainer would take several.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Check:
     seconds: int
     needs_project: bool = True
     is_timed: bool = False
+    takes_all_gpus: bool = False
 
 
 DEVICE = Check("device", "device.device", 15, needs_project=False)
@@ -40,7 +42,7 @@ DEFAULT = [
     Check("resume", "training.resume", 50),
 ]
 LONGER = [
-    Check("two-gpus", "training.two_gpus", 140),
+    Check("two-gpus", "training.two_gpus", 140, takes_all_gpus=True),
     Check("memory-dense-8b", "memory.dense_8b", 45),
     Check("memory-lora", "memory.lora", 45),
     Check("async-save", "training.async_save", 45),

@@ -31,7 +31,6 @@ def device() -> Outcome:
     published = published_rate(name)
     figures: dict[str, Any] = {
         "device": name,
-        "gpus": torch.cuda.device_count(),
         "capability": list(torch.cuda.get_device_capability()),
         "memory_bytes": total,
         "free_bytes": free,

@@ -26,7 +26,9 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
                 import pretend_gpu
 
                 gb = float(os.environ.get("PRETEND_GB", pretend_gpu.DEFAULT_GB))
-                pretend_gpu.install(int(os.environ["PRETEND_GPUS"]), gb)
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+                gpus = visible.count(",") + 1 if visible else int(os.environ["PRETEND_GPUS"])
+                pretend_gpu.install(gpus, gb)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
