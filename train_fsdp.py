@@ -176,7 +176,7 @@ def update_weights(context: TrainContext, grad_norm: float) -> None:
     context.run.world.progress.enter(Phase.OPTIMIZER)
     max_grad_norm = context.run.config.train.max_grad_norm
     if max_grad_norm is not None:
-        optim.clip_gradients(context.owned.by_name.values(), max_grad_norm, grad_norm)
+        optim.clip_gradients(context.optimizer, max_grad_norm, grad_norm)
     with weights_fit(context.run.config):  # the first update allocates the optimizer's state
         context.optimizer.step()
     context.optimizer.zero_grad()

@@ -99,9 +99,10 @@ def _low_precision(size: int, eight_bit: bool, device: str, compiled: bool = Fal
 def _adamw(weight: nn.Parameter, eight_bit: bool, compiled: bool) -> LowPrecisionAdamW:
     groups = [{"params": [("weight", weight)], "weight_decay": _SETTINGS["weight_decay"]}]
     lr, betas, eps = (_SETTINGS[name] for name in ("lr", "betas", "eps"))
-    return LowPrecisionAdamW(
-        groups, lr=lr, betas=betas, eps=eps, seed=1, eight_bit=eight_bit, compiled=compiled
-    )
+    adamw = LowPrecisionAdamW(groups, lr=lr, betas=betas, eps=eps, seed=1, eight_bit=eight_bit)
+    if compiled:
+        adamw.compile_update()
+    return adamw
 
 
 def _fused_seconds(numel: int) -> float:

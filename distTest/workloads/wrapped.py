@@ -219,8 +219,12 @@ class _Operators(TorchDispatchMode):
 def compiled_updates(script: Any, _: str) -> Iterator[None]:
     """Compile the updates of low-precision weights, which changes no bit of them."""
     optim: Any = import_module("shardtune.training.optim")
-    build = optim.LowPrecisionAdamW
-    optim.LowPrecisionAdamW = lambda *args, **more: build(*args, **more | {"compiled": True})
+
+    def compile_update(optimizer: Any, *_: Any) -> None:
+        if isinstance(optimizer, optim.LowPrecisionAdamW):
+            optimizer.compile_update()
+
+    optim.compile_update = compile_update
     yield
 
 

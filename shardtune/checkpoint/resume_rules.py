@@ -51,6 +51,19 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
         )
 
 
+def log_update(resumed: Checkpoint, update: str | None) -> None:
+    """Log where weights were updated in another way: on a GPU the last bits may differ.
+
+    `update`: `compiled` or `eager`, or None where that decides nothing.
+    """
+    old = resumed.state.get("update")
+    if old and update and old != update:
+        logger.info(
+            f"Changed since {resumed.name}: the update of the weights was {old}, is {update}, so "
+            "that the last bits of the following steps may differ from an uninterrupted run's"
+        )
+
+
 def require_same_data(resumed: Checkpoint, digest: str) -> None:
     """Raises UserError where `digest`, of the tokenized data, is not the checkpoint's."""
     remedy = "bring the same data, tokenizer and code back"

@@ -8,6 +8,7 @@ from functools import partial
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from shardtune import checkpoint
+from shardtune.checkpoint import resume_rules
 from shardtune.checkpoint.export.best import Best
 from shardtune.config import Config
 from shardtune.config_io import write_config
@@ -53,6 +54,8 @@ def build_train_context(
     whole = build.whole_on_meta(config, model_config, world)
     owned = OwnedParameters(model, config, world)
     optimizer = optim.build_optimizer(owned, config)
+    optim.compile_update(optimizer, config, world)
+    update = optim.update_kind(optimizer, world.device)
     state = state_bytes(model, optimizer, config)
     setup.log_model(whole, config, state, world)
     policy = reshard.choose_reshard_policy(
@@ -69,6 +72,7 @@ def build_train_context(
     best = open_best(run, model, whole, assets, metrics) if data.eval else None
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
+        resume_rules.log_update(resumed, update)
     timeout_s = config.distributed.save_timeout_s
     saver = checkpoint.Saver(
         run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
@@ -96,7 +100,7 @@ def build_train_context(
         ],
         saver=saver,
         best=best,
-        run_state=setup.state_of_run(run, model_config, assets, data, policy),
+        run_state=setup.state_of_run(run, model_config, assets, data, policy, update),
     )
 
 

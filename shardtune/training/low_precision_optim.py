@@ -14,18 +14,21 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardtune.distributed.compiling import COMPILE_ERRORS
 from shardtune.distributed.tensors import first_indices, to_local
-from shardtune.errors import RunFailed, first_line
 from shardtune.model.experts import SCALE_BLOCK
 
-PIECE = 1 << 22  # elements that are float32 at the same time
+PIECE = 1 << 22  # elements that are float32 at the same time in an eager update
+# A compiled update stores no number between, so that its pieces need only fit 32-bit indices.
+_COMPILED_PIECE = 1 << 28
+_TRIED = 1 << 18  # elements of a trial: as many as the compiler's choices need to be a large one's
+_MOST_GRAPHS = 64  # of few and many rows or blocks, with and without a rest, and of each dtype
+_ALIGNED = 16  # rows of which any number begins where kernels read aligned
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
@@ -36,8 +39,11 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     elements of its last dimension. The moments of norms and biases, which take little memory, keep
     the weight's dtype. All of them are sharded as the weight is.
 
-    `groups` hold named parameters. With `compiled` each update is one compiled function, whose
-    result is that of the eager one.
+    `groups` hold named parameters.
+
+    Attributes:
+        gradient_factor: multiplies each gradient in float32 where the next step reads it.
+        is_compiled: a parameter is updated by few compiled kernels, or by hundreds for each piece.
     """
 
     def __init__(
@@ -48,11 +54,56 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         eps: float,
         seed: int,
         eight_bit: bool,
-        compiled: bool = False,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._seed, self._eight_bit = seed, eight_bit
-        self._update = _compiled(update) if compiled else update
+        self._update = update
+        self.is_compiled = False
+        self.gradient_factor = 1.0
+
+    def compile_update(self) -> None:
+        """Compile the update, and try it on zeros as wide as each parameter.
+
+        Every graph of the later steps is compiled now. What the compiler raises leaves the update
+        eager.
+        """
+        compile_all: Any = torch.compile  # whose types lack the limit
+        compiled = compile_all(update, dynamic=True, fullgraph=True, recompile_limit=_MOST_GRAPHS)
+        trained = [p for group in self.param_groups for p in group["params"]]
+        shapes = dict.fromkeys(self._trial_shape(p) for p in trained if to_local(p).numel())
+        with torch.no_grad():
+            for shape in shapes:
+                compiled(*self._trial(shape, trained[0].device))
+        self._update, self.is_compiled = compiled, True
+
+    def _trial_shape(self, parameter: torch.Tensor) -> _TrialShape:
+        local = to_local(parameter)
+        width = local.shape[-1] if local.dim() else 1
+        return _TrialShape(
+            rows=1 if local.numel() == width else max(2, _TRIED // width),
+            width=width,
+            weight=local.dtype,
+            gradient=parameter.grad_dtype or local.dtype,
+            state=tuple(self._layout(parameter).items()),
+        )
+
+    def _trial(self, shape: _TrialShape, device: torch.device) -> tuple[Any, ...]:
+        """Return arguments of `update`."""
+        zeros = functools.partial(torch.zeros, device=device)
+        tensors = {
+            "weight": zeros(shape.rows, shape.width, dtype=shape.weight),
+            "gradient": zeros(shape.rows, shape.width, dtype=shape.gradient),
+        }
+        for name, (dtype, last) in shape.state:
+            tensors[name] = zeros(shape.rows, last(shape.width), dtype=dtype)
+        rows = torch.arange(shape.rows, device=device)
+        columns = torch.arange(shape.width, dtype=torch.int32, device=device)
+        factors = _factors(self.param_groups[0], 1, self.gradient_factor, device)
+        key = zeros(4, dtype=torch.int32)
+        return tensors, factors, rows, columns, key, code_tables(device)
+
+    def update_eagerly(self) -> None:
+        self._update, self.is_compiled = update, False
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state of a parameter before its first step."""
@@ -90,75 +141,53 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("LowPrecisionAdamW takes the gradients as they are - give no closure")
         for group in self.param_groups:
-            factors: dict[float, Factors] = {}  # mostly of one step: all parameters share them
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                if parameter.grad is None:
-                    continue
-                if parameter not in self.state:
-                    self.state[parameter] = self.new_state(parameter)
-                state = self.state[parameter]
-                state["step"] += 1
-                step = state["step"].item()
+            named = [
+                (name, p)
+                for name, p in zip(group["param_names"], group["params"], strict=True)
+                if p.grad is not None
+            ]
+            steps = [self._count_step(parameter) for _, parameter in named]
+            names = [name for name, _ in named]
+            device = group["params"][0].device
+            keys = _noise_keys(self._seed, steps, names, device)
+            factors: dict[int, Factors] = {}  # mostly of one step: all parameters share them
+            for (_, parameter), step, key in zip(named, steps, keys, strict=True):
                 if step not in factors:
-                    factors[step] = _factors(group, step, parameter.device)
-                self._update_pieces(name, parameter, state, factors[step], int(step))
+                    factors[step] = _factors(group, step, self.gradient_factor, device)
+                self._update_pieces(parameter, factors[step], key)
 
-    def _update_pieces(
-        self,
-        name: str,
-        parameter: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        factors: Factors,
-        step: int,
-    ) -> None:
+    def _count_step(self, parameter: torch.Tensor) -> int:
+        if parameter not in self.state:
+            self.state[parameter] = self.new_state(parameter)
+        step = self.state[parameter]["step"]
+        step += 1
+        return int(step.item())
+
+    def _update_pieces(self, parameter: torch.Tensor, factors: Factors, key: torch.Tensor) -> None:
         assert parameter.grad is not None
         local = to_local(parameter)
         if not local.numel():
             return
-        width = local.shape[-1] if local.dim() else 1
-        first = first_indices(parameter)
-        device = local.device
-        columns = torch.arange(width, dtype=torch.int32, device=device)
-        columns += first[-1] if first else 0
-        keys, tables = _noise_keys(self._seed, step, name, device), code_tables(device)
-        rows = _row_numbers(local.shape[:-1], first[:-1], parameter.shape[:-1], device)
+        rows, columns = _places(parameter)
+        tensors = {"weight": parameter, "gradient": parameter.grad, **self.state[parameter]}
         matrices = {
-            key: to_local(tensor).view(len(rows), -1)
-            for key, tensor in {"weight": parameter, "gradient": parameter.grad, **state}.items()
-            if key != "step"
+            name: to_local(tensor).view(len(rows), -1)
+            for name, tensor in tensors.items()
+            if name != "step"
         }
-        blocks = _whole_blocks_and_rest(width) if "exp_avg_scale" in state else [_Blocks(0, width)]
-        n_rows = max(1, PIECE // width)
+        n_rows = self.piece_rows(len(columns))
         for begin in range(0, len(rows), n_rows):
             piece = slice(begin, begin + n_rows)
-            for each in blocks:
-                # `data`, because torch.compile compiles again for another base of a view.
-                part = {key: each.view(key, matrix[piece]).data for key, matrix in matrices.items()}
-                places = rows[piece].data, each.view("columns", columns[None])[0].data
-                self._update(part, factors, *places, keys, tables)
+            # `data`, because torch.compile compiles again for another base of a view.
+            part = {name: matrix[piece].data for name, matrix in matrices.items()}
+            tables = code_tables(local.device)
+            self._update(part, factors, rows[piece].data, columns, key.data, tables)
 
-
-@dataclass(frozen=True)
-class _Blocks:
-    """Blocks of `length` columns of a matrix."""
-
-    begin: int  # the first column
-    length: int
-    number: int = 1
-
-    def view(self, key: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Return their part of a matrix [rows, number, length], or of scales [rows, number, 1]."""
-        if key.endswith("scale"):
-            first = self.begin // SCALE_BLOCK
-            return matrix[:, first : first + self.number, None]
-        columns = matrix[:, self.begin : self.begin + self.number * self.length]
-        return columns.unflatten(1, (self.number, self.length))
-
-
-def _whole_blocks_and_rest(width: int) -> list[_Blocks]:
-    number, rest = divmod(width, SCALE_BLOCK)
-    whole = [_Blocks(0, SCALE_BLOCK, number)] if number else []
-    return whole + ([_Blocks(width - rest, rest)] if rest else [])
+    def piece_rows(self, n_columns: int) -> int:
+        """Return the most rows of a matrix that are updated at once."""
+        if self.is_compiled:
+            return max(1, _COMPILED_PIECE // n_columns // _ALIGNED) * _ALIGNED
+        return max(1, PIECE // n_columns)
 
 
 _Length = Callable[[int], int]
@@ -193,6 +222,16 @@ def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype, last: _Length) -> t
     )
 
 
+class _TrialShape(NamedTuple):
+    """What a graph of the update may be compiled for."""
+
+    rows: int
+    width: int
+    weight: torch.dtype
+    gradient: torch.dtype
+    state: tuple[tuple[str, tuple[torch.dtype, _Length]], ...]
+
+
 class Factors(NamedTuple):
     """The numbers of one step of AdamW: float32 scalars on the device.
 
@@ -205,9 +244,12 @@ class Factors(NamedTuple):
     new1: torch.Tensor  # 1 - beta1
     new2: torch.Tensor  # 1 - beta2
     eps: torch.Tensor
+    gradient: torch.Tensor  # by which the gradient is multiplied
 
 
-def _factors(group: Mapping[str, Any], step: float, device: torch.device) -> Factors:
+def _factors(
+    group: Mapping[str, Any], step: float, gradient_factor: float, device: torch.device
+) -> Factors:
     lr, (beta1, beta2) = group["lr"], group["betas"]
     values = (
         1 - lr * group["weight_decay"],
@@ -216,6 +258,7 @@ def _factors(group: Mapping[str, Any], step: float, device: torch.device) -> Fac
         1 - beta1,
         1 - beta2,
         group["eps"],
+        gradient_factor,
     )
     # Filled on the device: the host would wait for a copy.
     return Factors(*(torch.full((), v, dtype=torch.float32, device=device) for v in values))
@@ -226,92 +269,123 @@ def update(
     factors: Factors,
     rows: torch.Tensor,
     columns: torch.Tensor,
-    keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    key: torch.Tensor,
     tables: tuple[CodeTable, CodeTable],
 ) -> None:
-    """Update a part of a weight and its moments in place.
+    """Update some rows of a weight and its moments in place.
 
     Args:
-        tensors: weight, gradient, exp_avg and exp_avg_sq [rows, blocks, length], and the scales of
-            moments of 8 bits [rows, blocks, 1].
-        rows, columns: their numbers in the whole tensor, int64 [rows] and int32 [blocks, length].
-        keys: of the noise of the weight and the two moments, int32 scalars.
+        tensors: weight, gradient, exp_avg and exp_avg_sq [rows, columns], and the scales of moments
+            of 8 bits [rows, blocks].
+        rows, columns: their numbers in the whole tensor, int64 [rows] and int32 [columns].
+        key: of the noise of the weight and the two moments, and an unused one, int32 [4].
         tables: the codes of the two moments.
 
     The formula is that of torch.optim.AdamW.
     """
-    weight, gradient = tensors["weight"], tensors["gradient"].float()
-    noise = [_noise(rows, columns, key) for key in keys]
+    noise = functools.partial(_noise, rows, columns)
+    first, second = _new_moments(tensors, factors, tables)
+    # Not sqrt, whose last bit on a CPU depends on the library and on the place in memory.
+    change = first / (1 / (second.rsqrt() * factors.root) + factors.eps)
+    weight = tensors["weight"].float() * factors.shrink - change * factors.rate
+    _store(tensors["weight"], weight, noise(key[0]))
+    del change, weight  # an eager update needs the memory
+    if "exp_avg_scale" not in tensors:
+        _store(tensors["exp_avg"], first, noise(key[1]))
+        _store(tensors["exp_avg_sq"], second, noise(key[2]))
+        return
+    if torch.compiler.is_compiling():
+        # Computed again, from what is read anyway. Else a compiled update would write both moments
+        # in float32, and read them when it knows the largest of each block.
+        blocks = {
+            name: tensor[:, :, None] if name.endswith("scale") else _in_blocks(tensor)
+            for name, tensor in tensors.items()
+        }
+        largest = [moment.abs().amax(-1) for moment in _new_moments(blocks, factors, tables)]
+    else:
+        largest = [_in_blocks(moment.abs()).amax(-1) for moment in (first, second)]
+    # A squared gradient that became 0 would make the next update as large as 1 / eps.
+    floor = tables[1].sizes[1]
+    tensors["exp_avg"].copy_(_quantize(first, largest[0], noise(key[1]), tables[0]))
+    tensors["exp_avg_sq"].copy_(_quantize(second, largest[1], noise(key[2]), tables[1], floor))
+    tensors["exp_avg_scale"].copy_(largest[0])
+    tensors["exp_avg_sq_scale"].copy_(largest[1])
+
+
+def _new_moments(
+    tensors: Mapping[str, torch.Tensor], factors: Factors, tables: tuple[CodeTable, CodeTable]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both moments after this step's gradient, in float32."""
+    gradient = tensors["gradient"].float() * factors.gradient
     if "exp_avg_scale" in tensors:
         first = _dequantize(tensors["exp_avg"], tensors["exp_avg_scale"], tables[0])
         second = _dequantize(tensors["exp_avg_sq"], tensors["exp_avg_sq_scale"], tables[1])
     else:
         first, second = tensors["exp_avg"].float(), tensors["exp_avg_sq"].float()
     first = first + (gradient - first) * factors.new1
-    second = second + (gradient * gradient - second) * factors.new2
-    # Not sqrt, whose last bit on a CPU depends on the library and on the place in memory.
-    change = first / (1 / (second.rsqrt() * factors.root) + factors.eps)
-    _store(weight, weight.float() * factors.shrink - change * factors.rate, noise[0])
-    if "exp_avg_scale" in tensors:
-        _quantize(tensors["exp_avg"], tensors["exp_avg_scale"], first, noise[1], tables[0])
-        # A squared gradient that became 0 would make the next update as large as 1 / eps.
-        floor = tables[1].sizes[1]
-        _quantize(
-            tensors["exp_avg_sq"], tensors["exp_avg_sq_scale"], second, noise[2], tables[1], floor
-        )
-    else:
-        _store(tensors["exp_avg"], first, noise[1])
-        _store(tensors["exp_avg_sq"], second, noise[2])
-
-
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    compiled = torch.compile(function, dynamic=True)
-
-    def call(*arguments: Any) -> None:
-        try:
-            compiled(*arguments)
-        except COMPILE_ERRORS as error:
-            raise RunFailed(
-                f"model.compile=true: the optimizer cannot be compiled here ({first_line(error)}) "
-                "- install the missing part, such as a C++ compiler on a CPU, or use "
-                "model.compile=false"
-            ) from error
-
-    return call
+    return first, second + (gradient * gradient - second) * factors.new2
 
 
 # Noise.
 
 
 def _noise_keys(
-    seed: int, step: int, name: str, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the keys of three independent noises, int32 scalars."""
-    digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
-    numbers = (
-        int.from_bytes(digest[begin : begin + 4], "little", signed=True) for begin in (0, 4, 8)
-    )
-    one, two, three = (torch.full((), n, dtype=torch.int32, device=device) for n in numbers)
-    return one, two, three
-
-
-def _row_numbers(
-    sizes: Iterable[int], first: Iterable[int], whole: Iterable[int], device: torch.device
+    seed: int, steps: Iterable[int], names: Iterable[str], device: torch.device
 ) -> torch.Tensor:
+    """Return the keys of three independent noises for each tensor, int32 [tensors, 4].
+
+    The fourth is unused: with it kernels read each row aligned.
+    """
+    digests = (
+        hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
+        for step, name in zip(steps, names, strict=True)
+    )
+    keys = [
+        [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4, 8, 12)]
+        for digest in digests
+    ]
+    return _on_device(torch.tensor(keys, dtype=torch.int32), device)
+
+
+def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy from the host, which does not wait for a GPU."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _places(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers, in the whole tensor, of this rank's rows and columns.
+
+    int64 and int32. Rows are those of a matrix as wide as the last dimension.
+    """
+    local, first = to_local(parameter), first_indices(parameter)
+    box = tuple(zip(local.shape[:-1], first[:-1], parameter.shape[:-1], strict=True))
+    begin, width = (first[-1], local.shape[-1]) if local.dim() else (0, 1)
+    return _row_numbers(box, local.device), _column_numbers(begin, width, local.device)
+
+
+@functools.cache  # the layers' parameters have few boxes
+def _row_numbers(box: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     """Return the number, in the whole tensor, of each row of a box of it.
 
-    `first` and `sizes` give the box in every dimension but the last, `whole` the tensor.
+    `box`: its size, its first index and the tensor's size in every dimension but the last.
     """
     rows = torch.zeros((), dtype=torch.int64, device=device)
-    for size, begin, length in zip(sizes, first, whole, strict=True):
+    for size, begin, length in box:
         rows = rows[..., None] * length + torch.arange(begin, begin + size, device=device)
     return rows.flatten()
 
 
+@functools.cache
+def _column_numbers(begin: int, size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(begin, begin + size, dtype=torch.int32, device=device)
+
+
 def _noise(rows: torch.Tensor, columns: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each element, int32 [rows, blocks, length]."""
+    """Return 32 random bits for each element, int32 [rows, columns]."""
     of_row = _hash(rows.to(torch.int32) ^ _hash((rows >> 32).to(torch.int32) ^ key))
-    return _hash(of_row[:, None, None] ^ _hash(columns))
+    return _hash(of_row[:, None] ^ _hash(columns))
 
 
 def _hash(x: torch.Tensor) -> torch.Tensor:
@@ -373,36 +447,45 @@ def code_tables(device: torch.device) -> tuple[CodeTable, CodeTable]:
     signed = CodeTable(torch.cat([half, -half]), half, _lower_codes(half))
     unsigned = CodeTable(full, full, _lower_codes(full))
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if device.type != "cuda":
-            return tensor.to(device)
-        return tensor.pin_memory().to(device, non_blocking=True)  # the host does not wait
-
-    first, second = (CodeTable(*map(move, table)) for table in (signed, unsigned))
+    first, second = (
+        CodeTable(*(_on_device(part, device) for part in table)) for table in (signed, unsigned)
+    )
     return first, second
 
 
+def _in_blocks(matrix: torch.Tensor) -> torch.Tensor:
+    """Return [rows, blocks, SCALE_BLOCK] of a matrix, with zeros behind a rest."""
+    rest = -matrix.shape[1] % SCALE_BLOCK
+    padded = nn.functional.pad(matrix, (0, rest)) if rest else matrix
+    return padded.unflatten(1, (-1, SCALE_BLOCK))
+
+
+def _of_elements(scales: torch.Tensor, n_columns: int) -> torch.Tensor:
+    """Return the scale [rows, columns] of each element from those of blocks."""
+    wide = scales[:, :, None].expand(-1, -1, SCALE_BLOCK).flatten(1)
+    return wide[:, :n_columns]
+
+
 def _dequantize(codes: torch.Tensor, scale: torch.Tensor, table: CodeTable) -> torch.Tensor:
+    if scale.dim() < 3:
+        scale = _of_elements(scale, codes.shape[1])
     return table.values[codes.to(torch.int32)] * scale
 
 
 def _quantize(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
     value: torch.Tensor,
+    largest: torch.Tensor,
     noise: torch.Tensor,
     table: CodeTable,
     floor: torch.Tensor | None = None,
-) -> None:
-    """Write the codes and scales of float32 values [rows, blocks, length].
+) -> torch.Tensor:
+    """Return the codes of float32 values [rows, columns]. `largest`: the scales of their blocks.
 
     Shares above 0 and below `floor` become `floor`.
     """
-    size = value.abs()
-    largest = size.amax(-1, keepdim=True)
-    scale.copy_(largest)
+    largest = _of_elements(largest, value.shape[1])
     # Smaller scales may be flushed to zero.
-    share = torch.where(largest >= torch.finfo(torch.float32).tiny, size / largest, 0.0)
+    share = torch.where(largest >= torch.finfo(torch.float32).tiny, value.abs() / largest, 0.0)
     if floor is not None:
         share = torch.where(share > 0, torch.maximum(share, floor), 0.0)
     sizes, last = table.sizes, len(table.sizes) - 2
@@ -414,4 +497,4 @@ def _quantize(
     code = lower + (chance * (high - low) < share - low).to(torch.int32)
     if len(sizes) < len(table.values):
         code = code + len(sizes) * (value < 0).to(torch.int32)
-    codes.copy_(code)
+    return code

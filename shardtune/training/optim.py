@@ -10,15 +10,18 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from shardtune.config import Config, SchedulerConfig
+from shardtune.distributed.compiling import can_compile
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
-from shardtune.errors import AGAIN, RunFailed
+from shardtune.errors import AGAIN, RunFailed, first_line
+from shardtune.log import logger
 from shardtune.model.experts import is_spread
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.metrics import StepStats
 from shardtune.training.replica_shards import OwnedParameters
 
-_NORM_PIECE = 1 << 24  # elements
+_NORM_PIECE = 1 << 24  # elements that are float64 at the same time
+_ROW = 2048  # elements whose squares are summed up in float32
 
 
 def build_optimizer(owned: OwnedParameters, config: Config) -> torch.optim.Optimizer:
@@ -51,8 +54,52 @@ def _build_adamw(named: Mapping[str, nn.Parameter], config: Config) -> torch.opt
         eps=settings.eps,
         seed=config.run.seed,
         eight_bit=settings.name == "adamw8bit",
-        compiled=config.model.compile is True,
     )
+
+
+def compile_update(optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
+    """Compile the update of low-precision weights: on GPUs always, on CPUs with model.compile=true.
+
+    Collective. Where a rank cannot, all of them update eagerly, which is said once.
+
+    Raises:
+        RunFailed: a rank cannot, with model.compile=true.
+    """
+    is_asked_for, device = config.model.compile is True, world.device
+    if not isinstance(optimizer, LowPrecisionAdamW):
+        return
+    if not (is_asked_for or device.type == "cuda"):
+        return
+    problem = ""
+    if not (is_asked_for or can_compile(device)):
+        problem = "nothing is compiled there"
+    else:
+        try:
+            optimizer.compile_update()
+        except Exception as error:  # compilers, linkers and drivers raise anything
+            problem = first_line(error)
+    per_rank = world.all_gather_json(problem)
+    if not any(per_rank):
+        return
+    optimizer.update_eagerly()
+    rank = next(rank for rank, problem in enumerate(per_rank) if problem)
+    if is_asked_for:
+        raise RunFailed(
+            f"model.compile=true: the optimizer cannot be compiled here ({per_rank[rank]}) - "
+            "install the missing part, such as a C++ compiler on a CPU, or use model.compile=false"
+        )
+    if can_compile(device):  # else it has said so
+        logger.info(f"Compile: the weights' update runs eager (rank {rank}: {per_rank[rank]})")
+
+
+def update_kind(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
+    """Return how weights are updated, `compiled` or `eager`, where that decides their last bits.
+
+    A GPU's compiled kernels round a product and a sum once, and divide less exactly.
+    """
+    if device.type != "cuda" or not isinstance(optimizer, LowPrecisionAdamW):
+        return None
+    return "compiled" if optimizer.is_compiled else "eager"
 
 
 def learning_rate(step: int, total_steps: int, peak: float, config: SchedulerConfig) -> float:
@@ -83,27 +130,42 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 def squared_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the sum of the squares of this rank's part of all gradients, a float64 scalar.
 
-    In float64 because on a CPU the float32 sum of a large tensor is wrong by a percent; in pieces
-    because each is copied to float64.
+    A CPU sums in float64, as its float32 sum of a large tensor is wrong by a percent, and in
+    pieces, as each is copied to float64. A GPU reads each gradient once: the norms of short rows
+    are summed up in float32, which is right to 1e-6, and their squares in float64.
     """
-    pieces = [
-        torch.linalg.vector_norm(piece, dtype=torch.float64)
-        for parameter in parameters
-        if parameter.grad is not None
-        for piece in to_local(parameter.grad).flatten().split(_NORM_PIECE)
-    ]
-    return torch.stack(pieces).square().sum()
+    gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
+    norm = torch.linalg.vector_norm
+    if gradients and gradients[0].is_cuda:
+        rows = (g.view(-1, _ROW) if g.numel() % _ROW == 0 else g for g in gradients)
+        norms = [norm(each, dim=-1, dtype=torch.float32).flatten() for each in rows]
+    else:
+        pieces = (piece for each in gradients for piece in each.flatten().split(_NORM_PIECE))
+        norms = [norm(piece, dtype=torch.float64)[None] for piece in pieces]
+    return torch.cat(norms).double().square().sum()
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
-    """Scale all gradients by max_norm / norm if `norm`, the global one, is above `max_norm`."""
-    parameters = [p for p in parameters if p.grad is not None]
-    # Filled on the device: the host would wait for a copy.
-    on_device = torch.full((), norm, dtype=torch.float32, device=parameters[0].device)
-    # PyTorch scales no gradients of different meshes together.
-    spread = [p for p in parameters if is_spread(p)]
-    for group in (spread, [p for p in parameters if not is_spread(p)]):
-        clip_grads_with_norm_(group, max_norm, on_device)
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, norm: float) -> None:
+    """Let the next step scale all gradients by max_norm / norm if the global norm is larger.
+
+    LowPrecisionAdamW multiplies in float32 where it reads a gradient. PyTorch's fused AdamW has
+    `grad_scale`, by which it divides, so that the last bits would be others, and it writes each
+    gradient back: they are scaled before.
+    """
+    # As PyTorch computes it on the device. The host has the norm.
+    ratio = max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
+    factor = ratio.clamp(max=1.0).item()
+    if isinstance(optimizer, LowPrecisionAdamW):
+        optimizer.gradient_factor = factor
+    elif factor < 1:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        clipped = [p for p in trained if p.grad is not None]
+        # Filled on the device: the host would wait for a copy.
+        on_device = torch.full((), norm, dtype=torch.float32, device=clipped[0].device)
+        # PyTorch scales no gradients of different meshes together.
+        spread = [p for p in clipped if is_spread(p)]
+        for group in (spread, [p for p in clipped if not is_spread(p)]):
+            clip_grads_with_norm_(group, max_norm, on_device)
 
 
 def require_finite(

@@ -16,7 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
-from shardtune.training.optim import clip_gradients, first_non_finite, squared_gradients
+from shardtune.training.optim import (
+    build_optimizer,
+    clip_gradients,
+    first_non_finite,
+    squared_gradients,
+)
 from shardtune.training.replica_shards import OwnedParameters
 
 
@@ -26,7 +31,7 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
     model = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
     given = load_file(gradients)
     owned = OwnedParameters(model, config, world)
-    parameters = owned.by_name.values()
+    parameters, optimizer = owned.by_name.values(), build_optimizer(owned, config)
     for name, parameter in owned.by_name.items():
         parameter.grad = distribute_tensor(given[name], parameter.device_mesh, parameter.placements)
 
@@ -34,9 +39,9 @@ def measure_norm(config: Config, gradients: Path, out: Path) -> None:
         return world.all_gather_scalars(squared_gradients(parameters)).sum().sqrt().item()
 
     norm = total_norm()
-    clip_gradients(parameters, 1.0, norm)
+    clip_gradients(optimizer, 1.0, norm)
     clipped = total_norm()
-    clip_gradients(parameters, 2.0, clipped)
+    clip_gradients(optimizer, 2.0, clipped)
     unchanged = total_norm()
     if world.rank == 1:
         owned.by_name["model.norm.weight"].grad.to_local()[3] = math.inf

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretend_gpu.inductor import count_compiled
 
 from shardtune.training import low_precision_optim
 from shardtune.training.low_precision_optim import LowPrecisionAdamW, code_tables, magnitudes
@@ -28,13 +29,16 @@ def optimizer_of(
 
 def noise(rows: int, columns: int, step: int = 1, name: str = "w", seed: int = 0) -> torch.Tensor:
     """Return the upper 16 bits of each element's noise."""
-    key, _, _ = low_precision_optim._noise_keys(seed, step, name, CPU)
-    return (noise_bits(rows, columns, key).long() >> 16) & 0xFFFF
+    return (noise_bits(rows, columns, noise_key(seed, step, name)).long() >> 16) & 0xFFFF
+
+
+def noise_key(seed: int, step: int, name: str = "w") -> torch.Tensor:
+    return low_precision_optim._noise_keys(seed, [step], [name], CPU)[0, 0]
 
 
 def noise_bits(rows: int, columns: int, key: torch.Tensor) -> torch.Tensor:
-    numbers = torch.arange(columns, dtype=torch.int32)[None]
-    return low_precision_optim._noise(torch.arange(rows), numbers, key)[:, 0]
+    numbers = torch.arange(columns, dtype=torch.int32)
+    return low_precision_optim._noise(torch.arange(rows), numbers, key)
 
 
 def test_rounding_is_right_on_average_and_only_to_a_neighbour():
@@ -43,9 +47,8 @@ def test_rounding_is_right_on_average_and_only_to_a_neighbour():
         exact = torch.full((1000, 1000), value)
         total, seen = torch.zeros((), dtype=torch.float64), set()
         for step in range(8):
-            key, _, _ = low_precision_optim._noise_keys(3, step, "w", CPU)
             target = torch.empty_like(exact, dtype=torch.bfloat16)
-            low_precision_optim._store(target, exact, noise_bits(1000, 1000, key))
+            low_precision_optim._store(target, exact, noise_bits(1000, 1000, noise_key(3, step)))
             total += target.double().mean()
             seen |= set(target.unique().tolist())
         low, high = min(seen), max(seen)
@@ -74,14 +77,13 @@ def test_noise_differs_by_element_step_tensor_and_seed_and_is_even():
 
 def test_elements_beyond_32_bits_have_noise_of_their_own():
     """A stack of experts may have more than 2 ** 32 elements, and rows."""
-    key, _, _ = low_precision_optim._noise_keys(0, 1, "w", CPU)
-    columns = torch.arange(64, dtype=torch.int32)[None]
+    key, columns = noise_key(0, 1), torch.arange(64, dtype=torch.int32)
     near, far = torch.arange(64), torch.arange(64) + 2**32
     assert not torch.equal(
         low_precision_optim._noise(near, columns, key),
         low_precision_optim._noise(far, columns, key),
     )
-    box = low_precision_optim._row_numbers((2, 3), (5, 1), (9, 4), CPU)
+    box = low_precision_optim._row_numbers(((2, 5, 9), (3, 1, 4)), CPU)
     assert box.tolist() == [21, 22, 23, 25, 26, 27]
 
 
@@ -128,25 +130,24 @@ def test_codes_are_a_dynamic_map_and_their_lookup_is_a_search(bits):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("width", [256, 5])
+@pytest.mark.parametrize("width", [768, 517])
 def test_moments_of_8_bits_are_right_on_average_and_within_a_code(signed, width):
+    """Each block of 256, and a rest, has a scale of its own."""
     table = code_tables(CPU)[0 if signed else 1]
-    value = torch.randn(4, 3, width) * torch.logspace(-6, 3, 12).view(4, 3, 1)
-    value[0, 1, 3] = 0
+    sizes = torch.logspace(-6, 3, 12).view(4, 3).repeat_interleave(256, dim=1)[:, :width]
+    value = torch.randn(4, width) * sizes
+    value[0, 259] = 0
     value = value if signed else value.square()
-    columns = torch.arange(3 * width, dtype=torch.int32).view(3, width)
-    codes, scale = torch.empty(value.shape, dtype=torch.uint8), torch.empty(4, 3, 1)
+    scale = torch.stack([block.abs().amax(-1) for block in value.split(256, dim=1)], dim=1)
     total = torch.zeros(value.shape, dtype=torch.float64)
     for step in range(1000):
-        key, _, _ = low_precision_optim._noise_keys(0, step, "w", CPU)
-        bits = low_precision_optim._noise(torch.arange(4), columns, key)
-        low_precision_optim._quantize(codes, scale, value, bits, table)
+        bits = noise_bits(4, width, noise_key(0, step))
+        codes = low_precision_optim._quantize(value, scale, bits, table).to(torch.uint8)
         back = low_precision_optim._dequantize(codes, scale, table)
         total += back.double()
-    assert torch.equal(scale, value.abs().amax(-1, keepdim=True))
     # The widest spacing of codes: of the uppermost decade, by the number of its codes.
-    spacing = 0.9 / (64 if signed else 128) * scale
-    assert ((back - value).abs() <= spacing).all() and back[0, 1, 3] == 0
+    spacing = 0.9 / (64 if signed else 128) * scale.repeat_interleave(256, dim=1)[:, :width]
+    assert ((back - value).abs() <= spacing).all() and back[0, 259] == 0
     assert ((total / 1000 - value).abs() <= 6 * spacing / 2 / 1000**0.5 + 1e-12).all()
 
 
@@ -213,11 +214,15 @@ def test_the_update_in_float32_is_pytorchs():
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
 
 
-def stepped(sizes: tuple[int, ...], dtype: torch.dtype, **given: Any) -> list[torch.Tensor]:
+def stepped(
+    sizes: tuple[int, ...], dtype: torch.dtype, compiled: bool = False, **given: Any
+) -> list[torch.Tensor]:
     """Return a weight and its state after three steps."""
     torch.manual_seed(0)
     weight = torch.randn(sizes).to(dtype)
     optimizer = optimizer_of(weight, weight_decay=0.1, **given)
+    if compiled:
+        optimizer.compile_update()
     for step in range(3):
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (step + 1)
@@ -243,15 +248,67 @@ def test_pieces_of_a_tensor_change_nothing(eight_bit, monkeypatch):
     [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
 def test_the_compiled_update_is_the_eager_one_to_the_last_bit(dtype, eight_bit, monkeypatch):
-    monkeypatch.setattr(low_precision_optim, "PIECE", 9000)
+    monkeypatch.setattr(low_precision_optim, "_COMPILED_PIECE", 9000)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for sizes in ((37, 600), (3, 50, 512), (700,), (41, 856), (64, 768), (900,)):
+    for sizes in ((37, 600), (3, 50, 512), (700,), (41, 856), (64, 768), (900,), (5, 100)):
         eager = stepped(sizes, dtype, eight_bit=eight_bit)
         compiled = stepped(sizes, dtype, eight_bit=eight_bit, compiled=True)
         assert all(map(torch.equal, eager, compiled)), sizes
-    # Not one for each size or rate; beyond 8 it would stay eager.
+    # With and without a rest, of one block, of one row: not one for each size or rate.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+
+
+@pytest.mark.full
+def test_steps_compile_nothing_anew(monkeypatch):
+    """The first step has a time limit, and a graph that fails in a later one would end the run."""
+    monkeypatch.setattr(low_precision_optim, "_COMPILED_PIECE", 30_000)
+    sizes = [(37, 600), (100, 2048), (600, 600), (1, 512), (9, 100), (2048,)]
+    weights = [torch.randn(each).bfloat16() for each in sizes]
+    optimizer = optimizer_of(*weights, eight_bit=True)
+    torch._dynamo.reset()
+    optimizer.compile_update()
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape)
+        optimizer.step()
+    assert optimizer.is_compiled
+    assert not torch._dynamo.utils.counters["stats"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "eight_bit", "most", "times"),
+    [
+        ((2896, 1408), True, 4, 1.5),
+        pytest.param((1024, 4096), True, 4, 1.5, marks=pytest.mark.full),
+        pytest.param((4096,), True, 1, 1.5, marks=pytest.mark.full),
+        # Triton does not store the noise, as the backend for CPUs does.
+        pytest.param((1024, 4096), False, 2, 3, marks=pytest.mark.full),
+    ],
+)
+def test_the_compiled_update_is_a_few_kernels_that_move_little_more_than_they_must(
+    sizes: tuple[int, ...],
+    eight_bit: bool,
+    most: int,
+    times: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of rows of whole blocks, and of five and a half; of a vector, whose moments have 16 bits."""
+    weight = torch.empty(sizes, dtype=torch.bfloat16)
+    optimizer = optimizer_of(weight, eight_bit=eight_bit)
+    weight.grad_dtype = torch.bfloat16
+    weight.grad = torch.empty_like(weight)
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(optimizer, "_update", lambda *arguments: calls.append(arguments))
+    optimizer.is_compiled = True
+    optimizer.step()
+    (arguments,) = calls
+    assert arguments[0]["weight"].numel() == weight.numel(), "a parameter is one piece"
+    counted = count_compiled(low_precision_optim.update, *arguments)
+    least = 3 * weight.nbytes + 2 * optimizer.state_bytes(weight)
+    assert counted.number <= most
+    assert least <= counted.n_bytes <= times * least
 
 
 @pytest.mark.parametrize(

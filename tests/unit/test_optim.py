@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,17 @@ import pytest
 import torch
 from helpers.configs import load
 from torch import nn
+from torch._inductor import config as inductor
 from transformers import AutoModelForCausalLM
 
+from shardtune.checkpoint.resume_rules import log_update
 from shardtune.config import SchedulerConfig
+from shardtune.errors import RunFailed
+from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.optim import (
     build_optimizer,
+    clip_gradients,
+    compile_update,
     first_non_finite,
     learning_rate,
     set_learning_rate,
@@ -91,3 +98,77 @@ def test_a_weight_that_is_not_finite_is_named_before_all_gradients():
     with torch.no_grad():
         model[1].bias[0] = float("inf")
     assert first_non_finite(model, parameters)[2] == "the weight 1.bias"
+
+
+def weights_and_optimizer(
+    low_precision: bool, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(8, 300)), nn.Parameter(torch.randn(300))]
+    given: Any = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+    for weight in weights:
+        weight.grad_dtype = dtype
+        weight.grad = torch.randn(weight.shape).to(dtype)
+    if not low_precision:
+        return weights, torch.optim.AdamW(weights, fused=True, **given)
+    group = {"params": [(f"w{i}", weight) for i, weight in enumerate(weights)]}
+    return weights, LowPrecisionAdamW([group], seed=1, eight_bit=True, **given)
+
+
+@pytest.mark.parametrize("low_precision", [False, True])
+@pytest.mark.parametrize("max_norm", [0.5, 1000.0])
+def test_a_clipped_update_is_that_of_gradients_which_pytorch_clips(low_precision, max_norm):
+    """To the bit; moments of 8 bits and the next step see the clipped gradients alone."""
+    expected, plain = weights_and_optimizer(low_precision, torch.float32)
+    weights, optimizer = weights_and_optimizer(low_precision, torch.float32)
+    for _ in range(2):
+        norm = math.sqrt(squared_gradients(weights).item())
+        torch.nn.utils.clip_grads_with_norm_(expected, max_norm, torch.tensor(norm))
+        plain.step()
+        clip_gradients(optimizer, max_norm, norm)
+        optimizer.step()
+        assert all(map(torch.equal, weights, expected))
+        for before, after in zip(expected, weights, strict=True):
+            before.grad = torch.randn(before.shape)
+            after.grad = before.grad.clone()
+
+
+def test_gradients_of_bfloat16_are_clipped_in_float32_and_not_rewritten():
+    """Written back, each would be rounded once more."""
+    weights, optimizer = weights_and_optimizer(True, torch.bfloat16)
+    exact, in_float32 = weights_and_optimizer(True, torch.float32)
+    for weight, other in zip(weights, exact, strict=True):
+        other.grad = weight.grad.float()
+    before = [weight.grad.clone() for weight in weights]
+    norm = math.sqrt(squared_gradients(weights).item())
+    clip_gradients(optimizer, 0.3, norm)
+    optimizer.step()
+    torch.nn.utils.clip_grads_with_norm_(exact, 0.3, torch.tensor(norm))
+    in_float32.step()
+    assert all(map(torch.equal, weights, exact))
+    assert all(torch.equal(weight.grad, old) for weight, old in zip(weights, before, strict=True))
+
+
+def test_a_compile_that_was_asked_for_and_fails_names_the_optimizer(tmp_path):
+    _, optimizer = weights_and_optimizer(True, torch.float32)
+    alone: Any = SimpleNamespace(device=torch.device("cpu"), all_gather_json=lambda value: [value])
+    compile_update(optimizer, load(tmp_path), alone)
+    assert not optimizer.is_compiled
+    config = load(tmp_path, "model.compile=true")
+    with (
+        inductor.patch({"cpp.cxx": ("/nowhere/c++",), "force_disable_caches": True}),
+        pytest.raises(RunFailed, match=r"^model\.compile=true: the optimizer cannot be .+ - "),
+    ):
+        compile_update(optimizer, config, alone)
+    assert not optimizer.is_compiled
+
+
+def test_a_resume_that_updates_in_another_way_says_so(caplog):
+    """An older checkpoint has no word for it, nor has a CPU's, whose bits do not depend on it."""
+    cases = [("eager", "compiled"), ("eager", "eager"), (None, "compiled"), ("compiled", None)]
+    with caplog.at_level(logging.INFO, "shardtune"):
+        for old, new in cases:
+            resumed: Any = SimpleNamespace(name="step-7", state={"update": old} if old else {})
+            log_update(resumed, new)
+    (line,) = caplog.messages
+    assert line.startswith("Changed since step-7: ") and "was eager, is compiled" in line

@@ -1,0 +1,100 @@
+"""The gradient norm, and the update that cannot be compiled, on pretended GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.pretended import needs_compiler, on_gpus
+from helpers.ranks import config_for
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+
+from shardtune.config import Config
+from shardtune.distributed.join import join_world
+from shardtune.model.build import build_model
+from shardtune.training import optim
+from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.training.replica_shards import OwnedParameters
+from shardtune.training.setup import start_logging
+
+pytestmark = needs_compiler
+
+
+class LargestFloat64(TorchDispatchMode):
+    """Keeps the elements of the largest float64 tensor that an operator makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def measure_norms(out: Path) -> None:
+    torch.manual_seed(0)
+    measured = []
+    for dtype in (torch.float32, torch.bfloat16):
+        parameters = []
+        for sizes in ((4, 704, 2000), (151, 12_288), (37, 1408), (100_000,), (3, 0), ()):
+            parameter = nn.Parameter(torch.zeros(sizes, dtype=dtype, device="cuda"))
+            # Of one sign, as sums of equal numbers lose the most.
+            parameter.grad = (1e-3 * (1 + torch.rand(sizes))).to(dtype).cuda()
+            parameters.append(parameter)
+        exact = sum(p.grad.cpu().double().square().sum().item() for p in parameters)
+        with LargestFloat64() as seen:
+            norm = optim.squared_gradients(parameters).item()
+        measured.append([norm, exact, seen.numel])
+    out.write_text(json.dumps(measured), encoding="utf-8")
+
+
+def test_the_norm_of_rows_in_float32_is_that_of_float64(tmp_path: Path) -> None:
+    done = on_gpus(1, measure_norms, tmp_path / "norms", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for squared, exact, numel in json.loads((tmp_path / "norms").read_text(encoding="utf-8")):
+        assert squared**0.5 == pytest.approx(exact**0.5, rel=1e-6)
+        assert numel <= 7000, "gradients are not copied to float64"
+
+
+def update_where(rank_that_cannot: int | None, config: Config) -> None:
+    """Make the optimizer. Other ranks than `rank_that_cannot` believe that they compile it."""
+    world = join_world(config.distributed, config.parallel)
+    start_logging(config, world)
+    if rank_that_cannot is not None:
+        vars(optim)["can_compile"] = lambda _: True
+        if world.rank != rank_that_cannot:
+            compiles: Any = LowPrecisionAdamW
+            compiles.compile_update = lambda optimizer: setattr(optimizer, "is_compiled", True)
+    model_config = AutoConfig.from_pretrained(config.model.path)
+    owned = OwnedParameters(build_model(config, model_config, world), config, world)
+    optimizer = optim.build_optimizer(owned, config)
+    optim.compile_update(optimizer, config, world)
+    assert isinstance(optimizer, LowPrecisionAdamW) and not optimizer.is_compiled
+    assert optim.update_kind(optimizer, world.device) == "eager"
+    for parameter in owned.by_name.values():
+        parameter.grad = torch.ones_like(parameter, dtype=parameter.grad_dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("rank", "line"),
+    [
+        (None, "Compile: nothing is compiled on this cuda ("),
+        (1, "Compile: the weights' update runs eager (rank 1: "),
+    ],
+)
+def test_where_a_rank_cannot_compile_the_update_all_run_it_eagerly_and_say_it_once(
+    rank: int | None, line: str, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    given = ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit")
+    config = config_for(models["llama"], tmp_path, *given)
+    done = on_gpus(2, update_where, rank, config, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [each for each in done.stdout.splitlines() if each.startswith("Compile: ")]
+    assert len(said) == 1 and said[0].startswith(line), done.stdout
