@@ -69,3 +69,26 @@ def compiled_or_eager(
         return eager(*arguments, **options)
 
     return call
+
+
+def compiled_on_gpus(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile the decorated function for the GPU of its tensors; `name` says what it is.
+
+    On CPUs it runs as it is, and so it does on the fake tensors of a plan.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.cache
+        def on_gpu(device: torch.device) -> Callable[..., Any]:
+            return compiled_or_eager(function, name, device)
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            tensor = next(x for x in arguments if isinstance(x, torch.Tensor))
+            if type(tensor) is torch.Tensor and tensor.is_cuda:
+                return on_gpu(tensor.device)(*arguments)
+            return function(*arguments)
+
+        return call
+
+    return decorate

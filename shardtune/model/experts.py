@@ -27,7 +27,13 @@ from transformers.distributed.expert_parallel import (
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.errors import UserError, divisors
-from shardtune.model.grouped_experts import are_stacked, expert_outputs
+from shardtune.model.grouped_experts import (
+    TokenPairs,
+    are_stacked,
+    expert_outputs,
+    inverse,
+    linear_map,
+)
 from shardtune.model.lora import is_factor
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
@@ -148,19 +154,19 @@ class ExpertExchange(EPImplementation):
             sent, received = sizes.tolist()
 
         order = order[: sum(sent)]  # the others chose no expert
-        to_pairs = partial(_to_pairs, order, top_k_index.shape)
-        to_tokens = partial(_to_tokens, order, top_k_index.shape)
+        pairs = TokenPairs(order, top_k_index.shape)
         there = partial(self._all_to_all, sent, received)
         back = partial(self._all_to_all, received, sent)
-        weights = _mapped(there, back, top_k_weights.flatten()[order].unsqueeze(-1))
-        pairs = _mapped(to_pairs, to_tokens, hidden_states)
-        arrive = self._send(sent, received, pairs.detach())
+        weights = linear_map(there, back, top_k_weights.flatten()[order].unsqueeze(-1))
+        rows = linear_map(pairs.of_tokens, pairs.sum_by_token, hidden_states)
+        arrive = self._send(sent, received, rows.detach())
         try:
             for shared in self._shared:
                 shared.run_ahead(hidden_states)
-            rows = _mapped(lambda _: arrive(), back, pairs)
+            rows = linear_map(lambda _: arrive(), back, rows)
             outputs = self._run_experts(rows, weights, received_counts)
-            return _mapped(to_tokens, to_pairs, _mapped(back, there, outputs))
+            outputs = linear_map(back, there, outputs)
+            return linear_map(pairs.sum_by_token, pairs.of_tokens, outputs)
         except BaseException:  # a layer that is computed again ends when it has what it needs
             for shared in self._shared:
                 shared.forget()
@@ -189,19 +195,17 @@ class ExpertExchange(EPImplementation):
         shifts = begins.flatten() - (by_sender.cumsum(0) - by_sender)
         places = torch.arange(len(rows), device=rows.device)
         places += shifts.repeat_interleave(by_sender, output_size=len(rows))
-        put, take = partial(_put, places), partial(_take, places)
-        rows, expert_ids = (
-            _mapped(put, take, rows),
-            torch.arange(self._local_experts, device=rows.device),
-        )
+        put, take = partial(_take, inverse(places, len(places))), partial(_take, places)
+        rows, weights = linear_map(put, take, rows), linear_map(put, take, weights)
+        expert_ids = torch.arange(self._local_experts, device=rows.device)
         expert_ids = expert_ids.repeat_interleave(of_experts, output_size=len(rows))
         if are_stacked(type(self._experts)):
-            outputs = expert_outputs(self._experts, rows, expert_ids, ends.to(torch.int32))
+            ends = ends.to(torch.int32)
+            outputs = expert_outputs(self._experts, rows, weights, expert_ids, ends)
         else:
-            ones = rows.new_ones(len(rows), 1)
-            outputs = self._experts_forward(rows, expert_ids.unsqueeze(-1), ones)
-        weighted = (_mapped(take, put, outputs) * weights).to(outputs.dtype)
-        return weighted[:n_rows]
+            outputs = self._experts_forward(rows, expert_ids.unsqueeze(-1), weights)
+        outputs = linear_map(take, put, outputs)
+        return outputs if n_rows else outputs[:0]
 
     def _all_to_all(
         self, sent: Sequence[int], received: Sequence[int], rows: torch.Tensor
@@ -284,45 +288,6 @@ def count_tokens(counts: torch.Tensor, top_k_index: torch.Tensor) -> None:
 def _add_counts(counts: torch.Tensor, expert_of_pair: torch.Tensor) -> None:
     expert_of_pair = expert_of_pair.clamp(max=len(counts) - 1)
     counts.scatter_add_(0, expert_of_pair, torch.ones_like(expert_of_pair))
-
-
-_Map = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _mapped(there: _Map, back: _Map, rows: torch.Tensor) -> torch.Tensor:
-    """Apply a linear map, of which `back` is the transpose. Nothing is saved for the backward."""
-    return cast(torch.Tensor, _Linear.apply(rows, there, back))
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
-        ctx.back = back
-        return there(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        return ctx.back(gradients[0]), None, None
-
-
-def _to_pairs(order: torch.Tensor, shape: torch.Size, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the token of each (token, expert) pair in `order`. shape: [tokens, k]."""
-    return tokens[order // shape[1]]
-
-
-def _to_tokens(order: torch.Tensor, shape: torch.Size, pairs: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each token's pairs, 0 for those that are not in `order`."""
-    is_whole = len(order) == shape.numel()
-    empty = torch.empty if is_whole else torch.zeros
-    of_pairs = empty(shape.numel(), pairs.shape[-1], dtype=pairs.dtype, device=pairs.device)
-    of_pairs[order] = pairs
-    return of_pairs.view(*shape, -1).sum(dim=1)
-
-
-def _put(places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    output = torch.empty_like(rows)
-    output[places] = rows
-    return output
 
 
 def _take(places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,23 @@
 """The products of stacked experts, on rows that are sorted by expert.
 
-As transformers' `grouped_mm_experts_forward`, without its sorting and without weights: rows that
-come from other ranks are brought into order once, and each caller has its own weights.
+As transformers' `grouped_mm_experts_forward`, without its sorting: rows that come from other ranks
+are brought into order once. Each row's output has its weight already.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import _grouped_linear
+
+from shardtune.distributed.compiling import compiled_on_gpus
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 def are_stacked(experts: type[nn.Module]) -> bool:
@@ -20,23 +26,32 @@ def are_stacked(experts: type[nn.Module]) -> bool:
 
 
 def expert_outputs(
-    experts: nn.Module, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor
+    experts: nn.Module,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    ends: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the output of each row's expert: (rows, width).
+    """Return the weighted output of each row's expert: (rows, width).
 
-    rows: (rows, width), sorted by `expert_ids`, (rows,). ends: (experts,), int32, of each expert
-    the number of rows up to its last.
+    rows: (rows, width), sorted by `expert_ids`, (rows,). weights: (rows, 1). ends: (experts,),
+    int32, of each expert the number of rows up to its last.
     """
     this: Any = experts  # the attributes of transformers' experts
     # Adapted experts have one of their own.
     product = getattr(this, "product", None) or partial(stack_product, experts)
     up = "gate_up_proj" if this.has_gate else "up_proj"
     hidden = product(up, rows, expert_ids, ends)
-    hidden = this._apply_gate(hidden) if this.has_gate else this.act_fn(hidden)
-    hidden = product("down_proj", hidden, expert_ids, ends)
+    activate = this._apply_gate if this.has_gate else this.act_fn
+    if not (this.has_bias or this.has_post_expert_norm):
+        # (w h) W is w (h W): rows are narrower here, and no backward needs the last product, so
+        # that a layer that is computed again leaves it out.
+        hidden = _weighted_activation(activate, hidden, weights)
+        return cast(torch.Tensor, product("down_proj", hidden, expert_ids, ends))
+    outputs = product("down_proj", activate(hidden), expert_ids, ends)
     if this.has_post_expert_norm:
-        hidden = this.post_expert_norm(hidden)
-    return hidden
+        outputs = this.post_expert_norm(outputs)
+    return cast(torch.Tensor, (outputs * weights).to(outputs.dtype))
 
 
 def stack_product(
@@ -46,3 +61,96 @@ def stack_product(
     this: Any = experts
     bias = getattr(this, f"{name}_bias")[expert_ids] if this.has_bias else None
     return _grouped_linear(rows, getattr(this, name), ends, bias, this.is_transposed)
+
+
+def _weighted_activation(
+    activate: _Map, hidden: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    owner = getattr(activate, "__self__", activate)
+    activation = getattr(owner, "act_fn", owner)
+    has_weights = isinstance(activation, nn.Module) and any(True for _ in activation.parameters())
+    if has_weights or torch.compiler.is_compiling():
+        return _weighted(activate, hidden, weights)
+    return cast(torch.Tensor, _WeightedActivation.apply(activate, hidden, weights))
+
+
+class _WeightedActivation(torch.autograd.Function):
+    """One kernel forward and one backward where a GPU's compiler works; keeps its inputs alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, activate: _Map, hidden: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.activate = activate
+        ctx.save_for_backward(hidden, weights)
+        # Hooks of an activation's module would look for the gradients' functions.
+        return _weighted_kernel(activate, hidden.detach(), weights.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, *_weighted_backward(ctx.activate, *ctx.saved_tensors, gradients[0])
+
+
+def _weighted(activate: _Map, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (activate(hidden) * weights).to(hidden.dtype)
+
+
+_weighted_kernel = compiled_on_gpus("the experts' activation")(_weighted)
+
+
+@compiled_on_gpus("the experts' activation, backward")
+def _weighted_backward(
+    activate: _Map, hidden: torch.Tensor, weights: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    transpose: Any = torch.func.vjp(partial(_weighted, activate), hidden, weights)[1]
+    return cast(tuple[torch.Tensor, ...], transpose(gradient))
+
+
+class TokenPairs:
+    """The (token, expert) pairs in an order, and their tokens. Both ways are gathers."""
+
+    def __init__(self, order: torch.Tensor, shape: torch.Size) -> None:
+        """order: of pairs that are numbered by token, without those of no expert.
+
+        shape: [tokens, k].
+        """
+        self._token_of_pair = order // shape[1]
+        self._pairs_of_token = inverse(order, shape.numel()).view(shape)
+
+    def of_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the token of each pair."""
+        return tokens[self._token_of_pair]
+
+    def sum_by_token(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's pairs."""
+        if len(pairs) < self._pairs_of_token.numel():
+            pairs = F.pad(pairs, (0, 0, 0, 1))  # what those of no expert add
+        return cast(torch.Tensor, _sum_rows(pairs, self._pairs_of_token))
+
+
+@compiled_on_gpus("the sum over the experts of a token")
+def _sum_rows(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return rows[indices].sum(dim=1)
+
+
+def inverse(order: torch.Tensor, length: int) -> torch.Tensor:
+    """Return where in `order` each of `length` numbers is; len(order) where it is not."""
+    places = order.new_full((length,), len(order))
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
+
+
+def linear_map(there: _Map, back: _Map, rows: torch.Tensor) -> torch.Tensor:
+    """Apply a linear map, of which `back` is the transpose. Nothing is saved for the backward."""
+    return cast(torch.Tensor, _Linear.apply(rows, there, back))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
+        ctx.back = back
+        return there(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        return ctx.back(gradients[0]), None, None

@@ -72,10 +72,10 @@ class LoraExperts(nn.Module):
         # Of each expert, the end of its (token, expert) pairs.
         experts = torch.arange(cast(Any, self).down_proj.shape[0], device=expert_ids.device)
         ends = torch.searchsorted(expert_ids, experts, right=True).to(torch.int32)
-        outputs = expert_outputs(self, hidden_states[order // k], expert_ids, ends)
-        weighted = outputs * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        by_token = torch.empty_like(weighted).index_copy(0, order, weighted)
-        return by_token.view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)
+        weights = top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        outputs = expert_outputs(self, hidden_states[order // k], weights, expert_ids, ends)
+        by_token = torch.empty_like(outputs).index_copy(0, order, outputs)
+        return by_token.view(tokens, k, -1).sum(dim=1)
 
     def product(
         self, name: str, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor
