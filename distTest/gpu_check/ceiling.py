@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention import varlen
+from torch.nn.attention import activate_flash_attention_impl, varlen
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distTest.gpu_check.checks import Outcome, is_tiny
@@ -45,7 +45,7 @@ def ceiling() -> Outcome:
     """Time each kind of layer and the head, and add up those of the slice."""
     length, times = (256, 1) if is_tiny() else (_LENGTH, 10)
     part = slice_for(length)
-    shape = part.settings
+    shape, version = part.settings, "FA3" if _activates_third() else "FA2"
     torch.manual_seed(0)
     n_dense = shape["first_k_dense_replace"]
     counts = {"dense": n_dense, "experts": part.layers - n_dense, "head": 1}
@@ -60,20 +60,27 @@ def ceiling() -> Outcome:
     with torch.device("meta"):
         config = AutoConfig.for_model(part.model_type, **shape)
         flops = count_flops(AutoModelForCausalLM.from_config(config))
-    step, peak = (
-        flops.per_step(np.array([length]), length),
-        published_peak(torch.cuda.get_device_name(), torch.bfloat16),
-    )
-    figures: dict[str, Any] = {"ms": ms, "flops_per_s": step / (once + computed_again)}
-    text = f"{part}: {step / (once + computed_again) / 1e12:.3g} model TFLOP/s"
+    step = flops.per_step(np.array([length]), length)
+    peak = published_peak(torch.cuda.get_device_name(), torch.bfloat16)
+    rate = step / (once + computed_again)
+    figures: dict[str, Any] = {"ms": ms, "attention": version, "flops_per_s": rate}
+    text = f"{part}: {rate / 1e12:.3g} model TFLOP/s"
     if peak:
-        figures["mfu"] = step / (once + computed_again) / peak
-        figures["mfu_without_recomputation"] = step / once / peak
+        figures |= {"mfu": rate / peak, "mfu_without_recomputation": step / once / peak}
         text += (
             f", MFU {figures['mfu']:.1%} with full activation checkpointing, "
             f"{figures['mfu_without_recomputation']:.1%} without"
         )
-    return Outcome(f"a plain loop of the products and attention of {text}", figures)
+    return Outcome(f"a plain loop of the products and attention ({version}) of {text}", figures)
+
+
+def _activates_third() -> bool:
+    """Return whether varlen attention calls FlashAttention 3 from now on."""
+    try:
+        activate_flash_attention_impl("FA3")
+    except Exception:  # whatever the import of a package raises
+        return False
+    return True
 
 
 def _matrix(*shape: int) -> torch.Tensor:
