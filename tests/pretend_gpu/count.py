@@ -100,6 +100,8 @@ def measure(
 
     torch.compile, compiling.can_compile = Compiler(count.launch).compile, lambda _: True
     rank = hollow.lonely_rank(options, enter)
+    if rank.context.run.config.model.compile:
+        build.compile_layers(rank.context.model)
     _watch_head(rank.context, count)
     for name, after in (("squared_gradients", "norm"), ("clip_gradients", "optimizer")):
         function = getattr(optim, name)
