@@ -159,4 +159,5 @@ def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:
             peaks[key] = Peak(by_cause.total(), by_cause)
     pools = {key: n for key, n in grow(short.pools, long.pools).items() if key in short.pools}
     traffic = [grow(*both) for both in zip(short.traffic, long.traffic, strict=True)]
-    return Measured(layers, peaks, pools, traffic, long.attention)
+    kernels = [grow(*both) for both in zip(short.kernels, long.kernels, strict=True)]
+    return Measured(layers, peaks, pools, traffic, kernels, long.attention)

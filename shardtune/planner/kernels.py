@@ -6,6 +6,7 @@ once: a few launch more (a sort, fused AdamW over many tensors).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -41,7 +42,7 @@ _NOTHING |= {"_local_scalar_dense", "equal", "detach_", "is_pinned", "_record_fu
 _NOTHING |= {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "dim", "is_contiguous"}
 _NOTHING |= {"wait_tensor", "_reshape_alias", "_has_compatible_shallow_copy_type"}
 _COMMUNICATION = {"c10d", "_c10d_functional"}
-_WRITES_ALONE = {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_"}
+_FILLS = {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_"}
 # They read of their first tensor only the elements that they return.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
 # They read and write of their first tensor only the elements that they change.
@@ -85,33 +86,60 @@ def kernel_of(
     return Kernel(Kind.COPY if is_copy else Kind.OTHER, name, n_bytes)
 
 
+class _Argument(NamedTuple):
+    name: str
+    is_written: bool
+    is_read: bool
+
+
+@functools.cache
+def _arguments(func: Any) -> list[_Argument]:
+    """Return what an operator does with each of its arguments."""
+    arguments = []
+    for each in func._schema.arguments:
+        is_written = each.alias_info is not None and each.alias_info.is_write
+        if (func._opname, each.name) == ("_fused_adamw_", "grads"):
+            is_written = False  # only where a scaler is given
+        is_filled = each.kwarg_only or func._opname in _FILLS
+        arguments.append(_Argument(each.name, is_written, not (is_written and is_filled)))
+    return arguments
+
+
+@functools.cache
+def _fresh_results(func: Any) -> list[bool]:
+    """Return whether each result is a new tensor, not one of the arguments."""
+    return [each.alias_info is None for each in func._schema.returns]
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = (argument.name for argument in _arguments(func))
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def _moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Iterator[int]:
     """Yield the bytes that an operator reads of each input and writes of each output."""
-    name, given = func._opname, func._schema.arguments
-    values = {**dict(zip((x.name for x in given), args, strict=False)), **kwargs}
-    fresh = [
-        x
-        for x, declared in zip(
-            result if isinstance(result, (tuple, list)) else [result],
-            func._schema.returns,
-            strict=False,
-        )
-        if declared.alias_info is None
-    ]
-    written = sum(map(_extent, tree_leaves(fresh)))
+    values = _named(func, args, kwargs)
+    results = result if isinstance(result, (tuple, list)) else [result]
+    if all(_fresh_results(func)):
+        results = tree_leaves(results)  # a list of tensors is one result
+    else:
+        pairs = zip(results, _fresh_results(func), strict=False)
+        results = [each for each, is_fresh in pairs if is_fresh]
+    written = sum(map(_extent, results))
     yield written
-    for number, argument in enumerate(given):
-        size = sum(map(_extent, tree_leaves(values.get(argument.name))))
-        if number == 0 and name in _LOOKUPS:
+    for number, argument in enumerate(_arguments(func)):
+        value = values.get(argument.name)
+        if number == 0 and func._opname in _LOOKUPS:
             yield written
-        elif number == 0 and name in _CHANGES:
-            yield 2 * sum(_extent(x) for x in tree_leaves(values.get("values", values.get("src"))))
-        elif argument.alias_info is None or not argument.alias_info.is_write:
-            yield size
-        elif (name, argument.name) == ("_fused_adamw_", "grads"):
-            yield size  # written only where a scaler is given
+        elif number == 0 and func._opname in _CHANGES:
+            yield 2 * _extent(values.get("values", values.get("src", values.get("source"))))
         else:
-            yield size if argument.kwarg_only or name in _WRITES_ALONE else 2 * size
+            size = _extent(value) if isinstance(value, torch.Tensor) else _total_extent(value)
+            yield size * (argument.is_written + argument.is_read)
+
+
+def _total_extent(value: Any) -> int:
+    return sum(map(_extent, value)) if isinstance(value, (tuple, list)) else 0
 
 
 def _extent(value: Any) -> int:
@@ -127,8 +155,7 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     Two products forward, and five backward, which computes the scores again.
     """
-    names = [x.name for x in func._schema.arguments]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    values = _named(func, args, kwargs)
     query = values["query"]
     longest = next((values[n] for n in ("max_q", "longest") if n in values), None)
     tokens, heads, width = query.shape[-3:]

@@ -19,6 +19,7 @@ from shardtune.model.flops import NotCounted, count_flops
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine, link_bytes
+from shardtune.planner.roofline import gpu_of, seconds
 from shardtune.planner.shapes import Shapes, least_traffic
 from shardtune.planner.simulate import Measured, fake_world
 from shardtune.planner.storage import Storage, join_storage, plan_storage
@@ -60,6 +61,9 @@ class Plan:
     step_flops: float | None  # recomputation not counted; None where it is not known
     shapes: Shapes
     storage: Storage
+
+    # Seconds of a step's kernels one after another, its bubble left out; None where none are known.
+    kernels_s: float | None
 
     @property
     def allocated_bytes(self) -> int:
@@ -103,6 +107,11 @@ class Plan:
     def floors_s(self) -> dict[str, float]:
         """The seconds that a step takes at least: of arithmetic, between nodes, inside a node."""
         return floors_s(self.traffic, self.step_flops, self.config, self.machine)
+
+    @property
+    def eager_s(self) -> float | None:
+        """About the seconds of a step on one kind of GPU, whose kernels move what they move."""
+        return None if self.kernels_s is None else self.kernels_s / (1 - self.bubble)
 
     @property
     def floor_s(self) -> float:
@@ -206,7 +215,9 @@ def _join(stages: Sequence[Plan]) -> Plan:
     states = max((stage.states for stage in stages), key=lambda each: each.total)
     traffic = tuple(stage.traffic[0] for stage in stages)
     storage = join_storage([stage.storage for stage in stages])
-    return replace(fullest, states=states, traffic=traffic, storage=storage)
+    times = [stage.kernels_s for stage in stages if stage.kernels_s is not None]
+    slowest = max(times, default=None)
+    return replace(fullest, states=states, traffic=traffic, storage=storage, kernels_s=slowest)
 
 
 def _plan_stage(
@@ -265,7 +276,23 @@ def _plan_stage(
         step_flops=_count_step_flops(whole, rows, config.data.max_length),
         shapes=shapes,
         storage=plan_storage(own, config, model_config, states, machine, world),
+        kernels_s=_kernel_seconds(measured, states, config, machine) if measured else None,
     )
+
+
+def _kernel_seconds(
+    measured: Measured, states: StateBytes, config: Config, machine: Machine
+) -> float | None:
+    """Return the seconds of a step's kernels, the update's with them; None on CPUs."""
+    if not machine.is_gpu:
+        return None
+    gpu = gpu_of(machine.memory_bytes)
+    # Adapters, their gradients and moments are float32.
+    weights = states.parameters if config.lora.rank is None else states.gradients
+    # The update is one kernel a piece, and the norm reads the gradients before it.
+    update = 2 * (weights + states.optimizer + states.gradients) / gpu.bytes_per_s
+    kernels = measured.step_kernels(config.train.gradient_accumulation_steps)
+    return seconds(kernels, gpu) + update
 
 
 def _policy(

@@ -31,7 +31,12 @@ class Gpu(NamedTuple):
     peak: float = 989e12
 
 
-GPUS = (Gpu("H100", 2.8e12), Gpu("H200", 4.0e12))
+GPUS = H100, H200 = (Gpu("H100", 2.8e12), Gpu("H200", 4.0e12))
+
+
+def gpu_of(memory_bytes: float) -> Gpu:
+    """Return the GPU that has this memory, or is nearest to it."""
+    return H200 if memory_bytes > 110e9 else H100
 
 
 def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from shardtune.model.attention_check import TRIAL_LENGTHS, decide_attention
 from shardtune.model.build import build_on_meta, compute_dtype, forward_only
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.support import decoder_layers
+from shardtune.planner.kernels import Kernel
 from shardtune.planner.tracker import Cause, Collective, NotSimulated, Peak, Tracker
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
@@ -37,36 +38,49 @@ from shardtune.training.stage import Stage
 # Tokens of the busiest rank of spread experts / the mean: assumed, since routing depends on data.
 EXPERT_IMBALANCE = 1.5
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Measured:
     """What one rank holds and sends in a step of `layers` layers.
 
     `peaks` has a peak for each phase and place. A layer's place is its number, counted from the end
-    in the second half. `pools` has the peak bytes of each phase, place and stream. `traffic` begins
-    with the evaluation's forward and goes on with each micro-batch; the last one's holds the new
-    weights', too. `attention` is in words.
+    in the second half. `pools` has the peak bytes of each phase, place and stream. `traffic` and
+    `kernels` begin with the evaluation's forward and go on with each micro-batch; the last one's
+    holds the new weights', too. `attention` is in words.
     """
 
     layers: int
     peaks: dict[tuple[str, int], Peak]
     pools: dict[tuple[str, int, int], int]
     traffic: list[Counter[Collective]]
+    kernels: list[Counter[Kernel]]
     attention: str
 
     def step_traffic(self, micro_batches: int) -> Counter[Collective]:
         """Return the traffic of a step with this number of micro-batches."""
-        _, first, *others, behind = self.traffic
-        total = first.copy()
-        if others:
-            total += others[-1]
-        for collective, size in others[0].items() if len(others) > 1 else ():
-            total[collective] += (micro_batches - 2) * size
+        total = _step(self.traffic, micro_batches)
         # A message may arrive during the micro-batch before its own, and all are alike.
         for collective in [each for each in total if each.kind == "send"]:
-            sizes = [micro_batch[collective] for micro_batch in (first, *others)]
+            sizes = [micro_batch[collective] for micro_batch in self.traffic[1:-1]]
             total[collective] = micro_batches * sum(sizes) // len(sizes)
-        return total + behind
+        return total
+
+    def step_kernels(self, micro_batches: int) -> Counter[Kernel]:
+        """Return how often each kernel runs in such a step, the optimizer's left out."""
+        return _step(self.kernels, micro_batches)
+
+
+def _step(parts: Sequence[Counter[T]], micro_batches: int) -> Counter[T]:
+    """Return the sum over a step, of which `parts` has the first micro-batches and the last."""
+    _, first, *others, behind = parts
+    total = first + behind
+    if others:
+        total += others[-1]
+    for each, size in others[0].items() if len(others) > 1 else ():
+        total[each] += (micro_batches - 2) * size
+    return total
 
 
 @contextmanager
@@ -136,7 +150,7 @@ def simulate(
                 cast(Any, model).set_reshard_after_forward(False)
             _watch_layers(model, tracker)
             tracker.read_by_host = _exchanged(batch.input_ids.numel(), model, config, imbalance)
-            tracker.traffic = Counter()
+            tracker.traffic, tracker.kernels = Counter(), Counter()
             dtype = compute_dtype(config.model.compute_dtype, device)
             stage = Stage(model, owned, dtype, world)
             if evaluates:
@@ -146,9 +160,11 @@ def simulate(
             most = max(3, world.stages + 1)
             micro_batches = [batch] * min(most, config.train.gradient_accumulation_steps)
             traffic = [tracker.traffic, *(Counter[Collective]() for _ in micro_batches)]
+            kernels = [tracker.kernels, *(Counter[Kernel]() for _ in micro_batches)]
             tracker.traffic = traffic[1]  # a stage expects its first message before its first pass
             for each in stage.passes(micro_batches):
                 tracker.traffic = traffic[1 + each.number]
+                tracker.kernels = kernels[1 + each.number]
                 if each.is_forward:
                     tracker.begin("forward")
                     stage.forward(batch)
@@ -159,13 +175,14 @@ def simulate(
                     for parameter in model.parameters():  # no collective has shown some of them
                         if parameter.grad is not None:
                             tracker.hold(to_local(parameter.grad), Cause.GRADIENTS)
-            tracker.traffic = Counter()
+            tracker.traffic, tracker.kernels = Counter(), Counter()
             traffic.append(tracker.traffic)
+            kernels.append(tracker.kernels)
             stage.finish()
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
     layers = len(decoder_layers(model))
-    return Measured(layers, tracker.peaks, tracker.pools, traffic, attention.text)
+    return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention.text)
 
 
 def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:

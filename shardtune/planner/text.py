@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from shardtune.planner.duration import RunLength
 from shardtune.planner.machine import DISK_BYTES_PER_S
 from shardtune.planner.plan import Plan
+from shardtune.planner.roofline import gpu_of
 from shardtune.planner.search import Change
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Cause
@@ -38,12 +39,20 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     yield from table(["", "by a node from others", "by a rank in its node"], rows)
     yield ""
     bubble = f" (a bubble of {plan.bubble:.0%} in it)" if plan.bubble else ""
-    yield "A step takes at least: " + ", ".join(
+    floors = ", ".join(
         f"{seconds:.3g} s {part}{bubble if part == 'arithmetic' else ''}"
         for part, seconds in plan.floors_s.items()
     )
+    yield f"A step takes at least: {floors}{_eager(plan)}"
     yield _hours(plan, length)
     yield from _storage(plan)
+
+
+def _eager(plan: Plan) -> str:
+    if plan.eager_s is None:
+        return ""
+    gpu = gpu_of(plan.machine.memory_bytes)
+    return f"; about {plan.eager_s:.2g} s by the bytes that eager kernels move on an {gpu.name}"
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

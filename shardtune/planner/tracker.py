@@ -22,6 +22,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from shardtune.planner.kernels import Kernel, kernel_of
+
 
 class Cause(StrEnum):
     """What takes a rank's memory."""
@@ -87,7 +89,8 @@ class Tracker(TorchDispatchMode):
     do nothing. With `is_gpu` operators take the memory in which a GPU's kernels work, too.
 
     `traffic` has the bytes of each collective's unsharded side: the output of an all-gather, the
-    input of a reduction, and the smaller side of an all-to-all.
+    input of a reduction, and the smaller side of an all-to-all. `kernels` has those that the
+    operators would launch on a GPU.
     """
 
     def __init__(self, is_gpu: bool = False) -> None:
@@ -97,6 +100,7 @@ class Tracker(TorchDispatchMode):
         self.peaks: dict[tuple[str, int], Peak] = {}
         self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
         self.traffic: Counter[Collective] = Counter()  # of what runs from now on
+        self.kernels: Counter[Kernel] = Counter()  # likewise
         self.cause = Cause.ACTIVATIONS  # of what operators make from now on
         self._live: Counter[Cause] = Counter()
         self._of_stream: Counter[int] = Counter()
@@ -171,6 +175,8 @@ class Tracker(TorchDispatchMode):
             result = _grouped_product(*args)
         else:
             result = func(*args, **(kwargs or {}))
+        if kernel := kernel_of(func, args, kwargs or {}, result, "cpu"):
+            self.kernels[kernel] += 1
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
