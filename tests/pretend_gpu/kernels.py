@@ -23,6 +23,7 @@ def register() -> None:
     library.impl("_flash_attention_backward", _flash_backward, "CUDA")
     library.impl("_grouped_mm", _grouped_mm, "CUDA")
     library.impl("histc", _histc, "CUDA")
+    library.impl("silu_backward", _silu_backward, "CUDA")
     library.impl("_fused_sdp_choice", lambda *_, **__: 0, "CUDA")  # the definition, by operators
     _libraries.append(library)
     # CUDA's are no Python, and another library in Python may take their place.
@@ -224,3 +225,11 @@ def _grouped_mm(
 def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
     """Unlike the CPU's it counts integers; without bounds it looks for them on the host."""
     return _like(x, torch.histc(_OPS.on_host(x).float(), bins, min, max))
+
+
+def _silu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One kernel, where a device that has none gets the formula, operator by operator."""
+    if _OPS.hollow():
+        return torch.empty_like(x)
+    host = (_OPS.on_host(tensor) for tensor in (gradient, x))
+    return _like(x, torch.ops.aten.silu_backward(*host))
