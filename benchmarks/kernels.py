@@ -65,9 +65,7 @@ class Part:
 
 
 def add_options(parser: ArgumentParser) -> None:
-    add_arguments(parser)
-    for action in parser._actions:
-        action.required = False
+    add_arguments(parser, needs_config=False)
 
 
 def main(options: Namespace) -> None:
@@ -89,6 +87,7 @@ class StepCount:
     parts: dict[str, Part]
     flops_of_rank: float  # that MFU counts
     bubble: float
+    trace: list[str]
 
     def lines(self) -> Iterator[str]:
         for name, part in self.parts.items():
@@ -108,6 +107,14 @@ class StepCount:
             time = seconds(step, gpu) / (1 - self.bubble)
             mfu = self.flops_of_rank / time / gpu.peak
             yield f"computed for {gpu.name}: {time:.2f} s a step, {mfu:.1%} MFU"
+        yield f"Order of one micro-batch of a few layers ({LETTERS}):"
+        yield from (f"    {line}" for line in self.trace)
+
+
+LETTERS = (
+    "A gathers, R reduces, e experts, x X exchange sizes and rows, S the host waits, "
+    "f b attention forward and backward, g grouped products"
+)
 
 
 def ms(time: float) -> str:
@@ -149,7 +156,7 @@ def measure(options: Namespace) -> StepCount:
             "- give a deeper model"
         )
     settings = [each for each in options.assignments if not each.startswith("model.path=")]
-    short, long = (
+    (short, _), (long, trace) = (
         _count(
             options.config, model_config, plan, range(own.start, own.start + n), given + settings
         )
@@ -170,16 +177,16 @@ def measure(options: Namespace) -> StepCount:
         "norm and clip": extrapolated["norm and clip"],
         "step": step,
     }
-    return StepCount(parts, (plan.step_flops or 0) / machine.ranks, plan.bubble)
+    return StepCount(parts, (plan.step_flops or 0) / machine.ranks, plan.bubble, trace[:2])
 
 
 def _count(
     file: Path, model_config: PreTrainedConfig, plan: Plan, layers: range, assignments: list[str]
-) -> dict[str, Part]:
-    """Count a step of the last stage with these layers."""
+) -> tuple[dict[str, Part], list[str]]:
+    """Count a step of the last stage with these layers, and trace it."""
     with tempfile.TemporaryDirectory() as folder:
         with_layers(model_config, layers.stop).save_pretrained(folder)
-        kernels, waits = counted(
+        count = counted(
             file,
             Path(folder),
             plan.machine,
@@ -188,4 +195,5 @@ def _count(
             *assignments,
             stage=plan.config.parallel.stages - 1,
         )
-    return {part: Part(kernels[part], waits[part]) for part in kernels}
+    parts = {part: Part(kernels, count.waits[part]) for part, kernels in count.kernels.items()}
+    return parts, count.trace

@@ -31,8 +31,8 @@ _RATES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE")
+def add_arguments(parser: argparse.ArgumentParser, needs_config: bool = True) -> None:
+    parser.add_argument("--config", type=Path, required=needs_config, metavar="FILE")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of 1e9 bytes")

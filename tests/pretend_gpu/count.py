@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -31,6 +31,7 @@ from shardtune.training.reshard import ReshardPolicy
 
 from . import hollow, waits
 from .compiled import Compiler
+from .trace import Trace
 
 _PARTS = {"forward": "forward", "backward": "backward", "norm": "norm and clip"}
 _PARTS |= {"optimizer": "update"}
@@ -83,13 +84,13 @@ class Count(TorchDispatchMode):
 def measure(
     options: argparse.Namespace, policy: ReshardPolicy | None, layers: range | None
 ) -> dict[str, Any]:
-    """Count a rank's second step: `kernels` and `waits` of each part.
+    """Count a rank's second step: `kernels` and `waits` of each part, and the `trace` of another.
 
     `policy` and `layers`, where they are given, take the place of what the rank would keep
     gathered, and of the layers that its stage would have.
     """
     hollow.install_for(options)
-    count = Count()
+    count, trace = Count(), Trace()
     if policy:
         reshard.choose_reshard_policy = partial(_apply, policy)
     if layers:
@@ -97,6 +98,7 @@ def measure(
 
     def enter(phase: str) -> None:
         count.part = _PARTS.get(phase, phase)
+        trace.enter(phase)
 
     torch.compile, compiling.can_compile = Compiler(count.launch).compile, lambda _: True
     rank = hollow.lonely_rank(options, enter)
@@ -109,11 +111,14 @@ def measure(
     rank.take_step()
     with count:
         rank.take_step()
+    trace.passes.clear()
+    with trace:
+        rank.take_step()
     kernels = {
         part: [[*kernel, times] for kernel, times in counter.items()]
         for part, counter in count.kernels.items()
     }
-    return {"kernels": kernels, "waits": count.waits}
+    return {"kernels": kernels, "waits": count.waits, "trace": trace.lines()}
 
 
 def _apply(policy: ReshardPolicy, model: Any, *_: Any) -> ReshardPolicy:
@@ -146,6 +151,14 @@ def _watch_head(context: Any, count: Count) -> None:
     stage.backward = from_head
 
 
+class Counted(NamedTuple):
+    """What `measure` returns."""
+
+    kernels: dict[str, Counter[Kernel]]
+    waits: Counter[str]
+    trace: list[str]
+
+
 def counted(
     config: Path,
     model: Path,
@@ -154,8 +167,8 @@ def counted(
     layers: range,
     *assignments: str,
     stage: int = 0,
-) -> tuple[dict[str, Counter[Kernel]], Counter[str]]:
-    """Return the kernels and the waits of each part, counted in a process of its own."""
+) -> Counted:
+    """Return what `measure` does, in a process of its own."""
     options = [f"--config={config}", f"--model={model}", f"--nodes={machine.nodes}"]
     options += [f"--gpus-per-node={machine.ranks_per_node}", f"--stage={stage}", *assignments]
     options += [f"--policy={json.dumps(vars(policy))}"]
@@ -170,7 +183,7 @@ def counted(
         part: Counter({Kernel(Kind(kind), *rest): n for kind, *rest, n in rows})
         for part, rows in record["kernels"].items()
     }
-    return kernels, Counter(record["waits"])
+    return Counted(kernels, Counter(record["waits"]), record["trace"])
 
 
 def main() -> None:

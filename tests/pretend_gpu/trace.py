@@ -34,7 +34,8 @@ class Trace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[str] = []
+        self.events: list[str] = []  # of the phase that runs
+        self.passes: list[tuple[str, list[str]]] = []
         self._gathering: set[str] = set()  # groups
         self._module = ""  # whose parameters FSDP2 gathers, or whose gradients it reduces
 
@@ -46,6 +47,15 @@ class Trace(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         waits.listeners.remove(self._wait)
+
+    def enter(self, phase: str) -> None:
+        self.events = []
+        self.passes.append((phase, self.events))
+
+    def lines(self) -> list[str]:
+        """Return the order of each forward and backward: `phase: letters`."""
+        passes = [each for each in self.passes if each[0] in ("forward", "backward")]
+        return [f"{phase}: {' '.join(events)}" for phase, events in passes if events]
 
     def _wait(self, _: waits.HostWait) -> None:
         self.events.append("S")
@@ -77,19 +87,13 @@ def _short(module: str) -> str:
 def traced(options: argparse.Namespace) -> list[str]:
     """Return the order of each forward and backward of a rank's second step: `phase: letters`."""
     hollow.install_for(options)
-    trace, lines = Trace(), []
-
-    def enter(phase: str) -> None:
-        trace.events = []
-        lines.append((phase, trace.events))
-
-    rank = hollow.lonely_rank(options, enter)
+    trace = Trace()
+    rank = hollow.lonely_rank(options, trace.enter)
     rank.take_step()
-    lines.clear()
+    trace.passes.clear()
     with trace:
         rank.take_step()
-    passes = [line for line in lines if line[0] in ("forward", "backward")]
-    return [f"{phase}: {' '.join(events)}" for phase, events in passes if events]
+    return trace.lines()
 
 
 def trace_of(
