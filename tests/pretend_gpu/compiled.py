@@ -33,10 +33,16 @@ _PRODUCTS = ("mm", "mm.default")
 
 
 class Compiler:
-    """Its `compile` stands for `torch.compile`, and tells `launch` which kernels run."""
+    """Its `compile` stands for `torch.compile`, and tells `launch` which kernels run.
 
-    def __init__(self, launch: Callable[[Counter[Kernel]], None]) -> None:
-        self._launch = launch
+    Graphs are lowered while `is_counting`, for the sizes that they first meet then. At others their
+    kernels are the same, and the work is in proportion.
+    """
+
+    def __init__(
+        self, launch: Callable[[Counter[Kernel]], None], is_counting: Callable[[], bool]
+    ) -> None:
+        self._launch, self._is_counting = launch, is_counting
         self._launched: Counter[Kernel] = Counter()
         self._backend = aot_autograd(
             fw_compiler=self._graph,
@@ -51,17 +57,18 @@ class Compiler:
         One that returns nothing runs once for arguments of each shape: no number means anything.
         """
         compiled = _compile(function, backend=self._backend, **options)
-        known: dict[Any, Counter[Kernel]] = {}
+        known: dict[tuple[str, bool], Counter[Kernel]] = {}
 
         def call(*arguments: Any, **named: Any) -> Any:
-            key = [_shape(x) for x in tree_leaves((arguments, named))]
-            if (kernels := known.get(repr(key))) is not None:
-                self._run(kernels)
+            shapes = repr([_shape(x) for x in tree_leaves((arguments, named))])
+            key = shapes, self._is_counting()
+            if key in known:
+                self._run(known[key])
                 return None
             before = self._launched.copy()
             result = compiled(*arguments, **named)
             if result is None:
-                known[repr(key)] = self._launched - before
+                known[key] = self._launched - before
             return result
 
         return call
@@ -71,11 +78,7 @@ class Compiler:
         self._launch(kernels)
 
     def _graph(self, graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        """Return what runs a graph of AOTAutograd.
-
-        It is lowered for the sizes that it first meets. At others its kernels are the same, and
-        their work is in proportion.
-        """
+        """Return what runs a graph of AOTAutograd."""
         kernels: Counter[Kernel] = Counter()
         size = 0
 
@@ -84,10 +87,11 @@ class Compiler:
             arguments = list(given)
             given.clear()
             with _disable_current_modes():
-                if not size:
-                    kernels, size = kernels_of(graph, arguments), _size(arguments)
-                share = _size(arguments) / size
-                self._run(Counter({_scaled(kernel, share): n for kernel, n in kernels.items()}))
+                if self._is_counting():
+                    if not size:
+                        kernels, size = kernels_of(graph, arguments), _size(arguments)
+                    share = _size(arguments) / size
+                    self._run(Counter({_scaled(kernel, share): n for kernel, n in kernels.items()}))
                 return graph(*arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ class Count(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else torch.compile would run everything as it is within this mode
+        return True  # else torch.compile refuses to run within this mode
 
     def launch(self, kernels: Counter[Kernel]) -> None:
         """Count kernels of compiled functions."""
@@ -100,10 +100,13 @@ def measure(
         count.part = _PARTS.get(phase, phase)
         trace.enter(phase)
 
-    torch.compile, compiling.can_compile = Compiler(count.launch).compile, lambda _: True
+    torch.compile = Compiler(count.launch, lambda: count.is_open).compile
+    compiling.can_compile = optim.can_compile = lambda _: True
     rank = hollow.lonely_rank(options, enter)
-    if rank.context.run.config.model.compile:
+    config = rank.context.run.config
+    if config.model.compile:
         build.compile_layers(rank.context.model)
+    optim.compile_update(rank.context.optimizer, config, rank.context.run.world)
     _watch_head(rank.context, count)
     for name, after in (("squared_gradients", "norm"), ("clip_gradients", "optimizer")):
         function = getattr(optim, name)

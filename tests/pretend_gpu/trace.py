@@ -48,6 +48,10 @@ class Trace(TorchDispatchMode):
         super().__exit__(*error)
         waits.listeners.remove(self._wait)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile refuses to run within this mode
+
     def enter(self, phase: str) -> None:
         self.events = []
         self.passes.append((phase, self.events))
