@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from shardtune.config import Config, SchedulerConfig
-from shardtune.distributed.compiling import can_compile
+from shardtune.distributed import compiling
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed, first_line
@@ -71,7 +71,7 @@ def compile_update(optimizer: torch.optim.Optimizer, config: Config, world: Worl
     if not (is_asked_for or device.type == "cuda"):
         return
     problem = ""
-    if not (is_asked_for or can_compile(device)):
+    if not (is_asked_for or compiling.can_compile(device)):
         problem = "nothing is compiled there"
     else:
         try:
@@ -88,7 +88,7 @@ def compile_update(optimizer: torch.optim.Optimizer, config: Config, world: Worl
             f"model.compile=true: the optimizer cannot be compiled here ({per_rank[rank]}) - "
             "install the missing part, such as a C++ compiler on a CPU, or use model.compile=false"
         )
-    if can_compile(device):  # else it has said so
+    if compiling.can_compile(device):  # else it has said so
         logger.info(f"Compile: the weights' update runs eager (rank {rank}: {per_rank[rank]})")
 
 

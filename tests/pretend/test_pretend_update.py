@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from helpers.pretended import needs_compiler, on_gpus
 from helpers.ranks import config_for
+from pretend_gpu.compiled import Compiler
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from shardtune.config import Config
+from shardtune.distributed import compiling
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.training import optim
@@ -42,7 +45,7 @@ def measure_norms(out: Path) -> None:
     measured = []
     for dtype in (torch.float32, torch.bfloat16):
         parameters = []
-        for sizes in ((4, 704, 2000), (151, 12_288), (37, 1408), (100_000,), (3, 0), ()):
+        for sizes in ((2, 352, 2000), (31, 12_288), (37, 1408), (100_000,), (3, 0), ()):
             parameter = nn.Parameter(torch.zeros(sizes, dtype=dtype, device="cuda"))
             # Of one sign, as sums of equal numbers lose the most.
             parameter.grad = (1e-3 * (1 + torch.rand(sizes))).to(dtype).cuda()
@@ -59,7 +62,7 @@ def test_the_norm_of_rows_in_float32_is_that_of_float64(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for squared, exact, numel in json.loads((tmp_path / "norms").read_text(encoding="utf-8")):
         assert squared**0.5 == pytest.approx(exact**0.5, rel=1e-6)
-        assert numel <= 7000, "gradients are not copied to float64"
+        assert numel <= 1000, "gradients are not copied to float64"
 
 
 def update_where(rank_that_cannot: int | None, config: Config) -> None:
@@ -67,7 +70,7 @@ def update_where(rank_that_cannot: int | None, config: Config) -> None:
     world = join_world(config.distributed, config.parallel)
     start_logging(config, world)
     if rank_that_cannot is not None:
-        vars(optim)["can_compile"] = lambda _: True
+        compiling.can_compile = lambda _: True
         if world.rank != rank_that_cannot:
             compiles: Any = LowPrecisionAdamW
             compiles.compile_update = lambda optimizer: setattr(optimizer, "is_compiled", True)
@@ -85,7 +88,7 @@ def update_where(rank_that_cannot: int | None, config: Config) -> None:
 @pytest.mark.parametrize(
     ("rank", "line"),
     [
-        (None, "Compile: nothing is compiled on this cuda ("),
+        (None, "Compile: nothing is compiled for this GPU ("),
         (1, "Compile: the weights' update runs eager (rank 1: "),
     ],
 )
@@ -98,3 +101,43 @@ def test_where_a_rank_cannot_compile_the_update_all_run_it_eagerly_and_say_it_on
     assert done.returncode == 0, done.stderr[-3000:]
     said = [each for each in done.stdout.splitlines() if each.startswith("Compile: ")]
     assert len(said) == 1 and said[0].startswith(line), done.stdout
+
+
+CASES = [  # rows, columns, moments of 8 bits
+    ((512, 1408), True),  # five and a half blocks
+    ((512, 2048), True),
+    ((512, 2048), False),
+    ((1 << 18,), True),  # the moments of a vector have 16 bits
+]
+
+
+def count_kernels(out: Path) -> None:
+    counted = []
+    for sizes, eight_bit in CASES:
+        launched: Counter[Any] = Counter()
+        vars(torch)["compile"] = Compiler(launched.update).compile
+        weight = nn.Parameter(torch.zeros(sizes, dtype=torch.bfloat16, device="cuda"))
+        optimizer = LowPrecisionAdamW(
+            [{"params": [("weight", weight)]}], 1e-3, (0.9, 0.95), 1e-8, 1, eight_bit
+        )
+        optimizer.compile_update()
+        launched.clear()
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        assert optimizer.is_compiled
+        least = 3 * weight.nbytes + 2 * optimizer.state_bytes(weight)
+        moved = sum(kernel.n_bytes * times for kernel, times in launched.items())
+        counted.append([launched.total(), moved / least])
+    out.write_text(json.dumps(counted), encoding="utf-8")
+
+
+def test_a_compiled_update_is_few_kernels_that_move_little_more_than_they_must(
+    tmp_path: Path,
+) -> None:
+    """A parameter is one call, of whole blocks and the rest of each row."""
+    done = on_gpus(1, count_kernels, tmp_path / "counted", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counted = json.loads((tmp_path / "counted").read_text(encoding="utf-8"))
+    for case, (kernels, times) in zip(CASES, counted, strict=True):
+        assert kernels <= 5, case
+        assert 1 <= times <= 1.5, (case, times)
