@@ -41,7 +41,9 @@ class Compiler:
     """
 
     def __init__(
-        self, launch: Callable[[Counter[Kernel]], None], is_counting: Callable[[], bool]
+        self,
+        launch: Callable[[Counter[Kernel]], None],
+        is_counting: Callable[[], bool] = lambda: True,
     ) -> None:
         self._launch, self._is_counting = launch, is_counting
         self._launched: Counter[Kernel] = Counter()

@@ -103,10 +103,8 @@ def measure(
     torch.compile = Compiler(count.launch, lambda: count.is_open).compile
     compiling.can_compile = optim.can_compile = lambda _: True
     rank = hollow.lonely_rank(options, enter)
-    config = rank.context.run.config
-    if config.model.compile:
+    if rank.context.run.config.model.compile:
         build.compile_layers(rank.context.model)
-    optim.compile_update(rank.context.optimizer, config, rank.context.run.world)
     _watch_head(rank.context, count)
     for name, after in (("squared_gradients", "norm"), ("clip_gradients", "optimizer")):
         function = getattr(optim, name)
