@@ -115,7 +115,7 @@ def count_kernels(out: Path) -> None:
     counted = []
     for sizes, eight_bit in CASES:
         launched: Counter[Any] = Counter()
-        vars(torch)["compile"] = Compiler(launched.update).compile
+        vars(torch)["compile"] = Compiler(launched.update, lambda: True).compile
         weight = nn.Parameter(torch.zeros(sizes, dtype=torch.bfloat16, device="cuda"))
         optimizer = LowPrecisionAdamW(
             [{"params": [("weight", weight)]}], 1e-3, (0.9, 0.95), 1e-8, 1, eight_bit

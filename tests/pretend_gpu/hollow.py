@@ -126,7 +126,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     from shardtune.model.loss import use_loss_head
     from shardtune.training import stage as stage_module
     from shardtune.training.expert_balance import ExpertBalance
-    from shardtune.training.optim import build_optimizer, compile_update
+    from shardtune.training.optim import build_optimizer
     from shardtune.training.replica_shards import OwnedParameters
     from shardtune.training.reshard import choose_reshard_policy
     from shardtune.training.states import state_bytes
@@ -139,7 +139,6 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     enter("trial")
     owned = OwnedParameters(model, config, world)
     optimizer = build_optimizer(owned, config)
-    compile_update(optimizer, config, world)
     state = state_bytes(model, optimizer, config)
     reshard = choose_reshard_policy(model, config, state, None, world)
     model.set_attn_implementation(DOCUMENT_ATTENTION)
