@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, compute_dtype, require_trainable, whole_on_meta
@@ -24,7 +23,7 @@ from shardtune.planner.shapes import Shapes, least_traffic
 from shardtune.planner.simulate import Measured, fake_world
 from shardtune.planner.storage import Storage, join_storage, plan_storage
 from shardtune.planner.tracker import Cause, Collective, Peak
-from shardtune.training.low_precision_optim import PIECE, LowPrecisionAdamW
+from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.optim import build_optimizer
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import (
@@ -35,10 +34,6 @@ from shardtune.training.reshard import (
 )
 from shardtune.training.stage import idle_share
 from shardtune.training.states import StateBytes, state_bytes
-
-# An eager LowPrecisionAdamW works on a piece at a time: measured, 14 numbers of 4 bytes for each
-# element. A compiled one needs none, and a GPU tells only when it runs whether it can compile.
-_UPDATE_BYTES_PER_ELEMENT = 56
 
 
 @dataclass(frozen=True)
@@ -310,8 +305,8 @@ def _update_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the memory in which an update works, beside the states."""
     if not isinstance(optimizer, LowPrecisionAdamW):
         return 0
-    trained = (to_local(p) for group in optimizer.param_groups for p in group["params"])
-    return _UPDATE_BYTES_PER_ELEMENT * max(min(p.numel(), PIECE) for p in trained)
+    trained = (p for group in optimizer.param_groups for p in group["params"])
+    return max(optimizer.eager_bytes(p) for p in trained)
 
 
 def _peaks(measured: Measured, states: StateBytes, update_bytes: int) -> dict[str, Peak]:

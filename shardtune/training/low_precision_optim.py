@@ -120,6 +120,18 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             for dtype, last in self._layout(parameter).values()
         )
 
+    def eager_bytes(self, parameter: torch.Tensor) -> int:
+        """Return the memory in which an eager update of a parameter works, counted by its tensors.
+
+        A compiled one needs none, and a GPU tells only when it runs whether it can compile.
+        """
+        local = to_local(parameter)
+        width = local.shape[-1] if local.dim() else 1
+        rows = min(local.numel() // max(1, width), max(1, PIECE // max(1, width)))
+        if not self._eight_bit or parameter.dim() < 2:
+            return 7 * 4 * rows * width  # seven numbers of 4 bytes for each element
+        return 12 * 4 * rows * _blocks(width) * SCALE_BLOCK
+
     def _layout(self, parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, _Length]]:
         """Return the dtype of each tensor of the state, and its last dimension's length."""
         if not self._eight_bit or parameter.dim() < 2:

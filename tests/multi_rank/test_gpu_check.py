@@ -72,6 +72,8 @@ def test_the_limit_holds_the_checks_that_it_is_for_and_shapes_with_experts_come_
     speeds = [check.name for check in CHECKS if check.name.startswith("speed-")]
     assert speeds[0] == "speed-glm-4.5-air" and len(set(speeds)) == len(speeds) > 3
     assert all(check.is_timed for check in CHECKS if check.name in speeds)
+    page = (REPOSITORY / "docs/measured.md").read_text(encoding="utf-8")
+    assert [n for n in names if f"| `{n}` |" not in page] == [], "not in the table of the docs"
 
 
 def test_a_slow_gpu_fails_by_name_and_no_speed_of_it_is_measured(

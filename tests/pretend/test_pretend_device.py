@@ -12,11 +12,13 @@ import pytest
 import torch
 from helpers.pretended import needs_compiler, on_gpus
 from pretend_gpu.waits import host_waits
+from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 from shardtune.distributed.gpus import use_gpu
 from shardtune.model import attention
 from shardtune.planner.tracker import varlen_workspace
+from shardtune.training.low_precision_optim import LowPrecisionAdamW
 
 pytestmark = needs_compiler
 
@@ -35,6 +37,7 @@ def _check_all() -> None:
         grouped_products_refuse_unaligned_matrices,
         a_deterministic_backward_of_attention_works_in_the_memory_of_a_plan,
         memory_is_not_filled_while_attention_is_deterministic,
+        an_eager_update_works_in_the_memory_of_a_plan,
         attention_and_its_gradients_are_those_of_each_document_alone,
         grouped_products_are_those_of_each_group,
         waits_are_told_with_their_place,
@@ -152,6 +155,23 @@ def memory_is_not_filled_while_attention_is_deterministic() -> None:
     assert filled(), "PyTorch does so by default"
     use_gpu(0)
     assert not filled()
+
+
+def an_eager_update_works_in_the_memory_of_a_plan() -> None:
+    """Of whole blocks of 256, and with a rest that is padded to one."""
+    for eight_bit, width in ((False, 256), (False, 1408), (True, 256), (True, 1408)):
+        weight = nn.Parameter(torch.zeros(200, width, device="cuda", dtype=torch.bfloat16))
+        weight.grad = torch.ones_like(weight)
+        groups = [{"params": [("weight", weight)]}]
+        more: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "seed": 1}
+        adamw = LowPrecisionAdamW(groups, lr=1e-3, eight_bit=eight_bit, **more)
+        adamw.step()  # makes its states
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        adamw.step()
+        worked_in = torch.cuda.max_memory_allocated() - before
+        planned = adamw.eager_bytes(weight)
+        assert worked_in == pytest.approx(planned, rel=0.02), (eight_bit, width)
 
 
 def _groups(width: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
