@@ -33,6 +33,7 @@ DEVICE = Check("device", "device.device", 15, needs_project=False)
 DEFAULT = [
     DEVICE,
     Check("attention", "kernels.attention", 15),
+    Check("experts", "kernels.experts", 15),
     Check("loss-head", "kernels.loss_head", 15),
     Check("optimizer", "optimizer.optimizer", 60),
     Check("packing", "packing.packing", 20),

@@ -1,4 +1,4 @@
-"""Attention and the loss head on the GPU, against float64."""
+"""Attention, experts and the loss head on the GPU, against float64."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
 from shardtune.data.batch import Batch
 from shardtune.model.attention import document_attention, documents
+from shardtune.model.grouped_experts import expert_outputs
 from shardtune.model.loss import LossHead
 
 # Root mean square errors, relative to that of the float64 result. Bfloat16 rounds by 1.7e-3.
@@ -100,6 +103,66 @@ def _attention_errors(
     expected = [output, *torch.autograd.grad((output * _weights(output)).sum(), exact)]
     names = ("output", "query", "key", "value")
     return {n: error(a, b) for n, a, b in zip(names, found, expected, strict=True)}, way
+
+
+def experts() -> Outcome:
+    """Weighted outputs of experts with odd numbers of rows, one with none, and their gradients."""
+    sizes = [1, 7, 0, 13, 27] if is_tiny() else [1, 7, 0, 13, 4075]
+    problems, figures = list[str](), dict[str, Any]()
+    for dtype in _LIMIT:
+        name = str(dtype).removeprefix("torch.")
+        found, expected = _expert_tensors(sizes, dtype)
+        errors = {key: error(found[key], expected[key]) for key in expected}
+        figures[name] = errors
+        if not max(errors.values()) <= _LIMIT[dtype]:
+            problems.append(f"{name}: {errors}")
+        if any(found[stack][2].any() for stack in ("gate_up_proj", "down_proj")):
+            problems.append(f"{name}: an expert without rows has a gradient")
+    worst = ", ".join(f"{max(each.values()):.1e} in {name}" for name, each in figures.items())
+    summary = f"largest error of {sizes} rows against float64, gradients included: {worst}"
+    return require(problems, summary, figures)
+
+
+def _expert_tensors(
+    sizes: list[int], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return output and gradients, as the model computes them and by a loop in float64."""
+    width, inner = (32, 16) if is_tiny() else (4096, 1408)  # GLM-4.5-Air's
+    shape = {"hidden_size": width, "moe_intermediate_size": inner, "n_routed_experts": len(sizes)}
+    module = Glm4MoeExperts(AutoConfig.for_model("glm4_moe", **shape))
+    torch.manual_seed(0)
+    inputs: dict[str, Any] = {
+        "rows": torch.randn(sum(sizes), width),
+        "weights": torch.rand(sum(sizes), 1),
+        **{
+            name: torch.randn(stack.shape) / stack.shape[-1] ** 0.5
+            for name, stack in module.named_parameters()
+        },
+    }
+    dtypes = {name: torch.float32 if name == "weights" else dtype for name in inputs}
+    inputs = {n: x.to("cuda", dtypes[n]).requires_grad_() for n, x in inputs.items()}
+    for name in ("gate_up_proj", "down_proj"):
+        module.register_parameter(name, nn.Parameter(inputs[name].detach()))
+    inputs |= dict(module.named_parameters())
+    counts = torch.tensor(sizes, device="cuda")
+    ids = torch.arange(len(sizes), device="cuda").repeat_interleave(counts)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    output = expert_outputs(module, inputs["rows"], inputs["weights"], ids, ends)
+    exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    outputs = []
+    parts = zip(exact["rows"].split(sizes), exact["weights"].split(sizes), strict=True)
+    for expert, (rows, weights) in enumerate(parts):
+        gate, up = (rows @ exact["gate_up_proj"][expert].t()).chunk(2, -1)
+        hidden = nn.functional.silu(gate) * up
+        outputs.append(hidden @ exact["down_proj"][expert].t() * weights)
+    return _with_gradients(output, inputs), _with_gradients(torch.cat(outputs), exact)
+
+
+def _with_gradients(
+    output: torch.Tensor, inputs: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    gradients = torch.autograd.grad((output * _weights(output)).sum(), list(inputs.values()))
+    return {"output": output.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
 def loss_head() -> Outcome:

@@ -15,6 +15,7 @@ from shardtune.log import logger
 
 # What a compilation raises, and a function that is compiled never.
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+_COMPILED = "cuda"  # the type of the devices of `compiled_on_gpus`
 
 
 @functools.cache
@@ -74,20 +75,24 @@ def compiled_or_eager(
 def compiled_on_gpus(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile the decorated function for the GPU of its tensors; `name` says what it is.
 
-    On CPUs it runs as it is, and so it does on the fake tensors of a plan.
+    On CPUs it runs as it is, and so it does on the fake tensors of a plan. Autograd sees nothing of
+    it.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.cache
-        def on_gpu(device: torch.device) -> Callable[..., Any]:
+        def on_device(device: torch.device) -> Callable[..., Any]:
             return compiled_or_eager(function, name, device)
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
-            tensor = next(x for x in arguments if isinstance(x, torch.Tensor))
-            if type(tensor) is torch.Tensor and tensor.is_cuda:
-                return on_gpu(tensor.device)(*arguments)
-            return function(*arguments)
+            # `data`, because torch.compile compiles again for another base of a view.
+            given = [x.data if isinstance(x, torch.Tensor) else x for x in arguments]
+            tensor = next(x for x in given if isinstance(x, torch.Tensor))
+            is_real = type(tensor) is torch.Tensor
+            if is_real and tensor.device.type == _COMPILED:
+                return on_device(tensor.device)(*given)
+            return function(*given)
 
         return call
 

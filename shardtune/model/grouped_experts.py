@@ -83,8 +83,7 @@ class _WeightedActivation(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.activate = activate
         ctx.save_for_backward(hidden, weights)
-        # Hooks of an activation's module would look for the gradients' functions.
-        return _weighted_kernel(activate, hidden.detach(), weights.detach())
+        return _weighted_kernel(activate, hidden, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

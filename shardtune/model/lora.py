@@ -28,7 +28,13 @@ from transformers.integrations.moe import _grouped_linear
 from shardtune.config import LoraConfig
 from shardtune.distributed.tensors import copy_slice, dtype_name
 from shardtune.errors import UserError
-from shardtune.model.grouped_experts import are_stacked, expert_outputs, stack_product
+from shardtune.model.grouped_experts import (
+    TokenPairs,
+    are_stacked,
+    expert_outputs,
+    linear_map,
+    stack_product,
+)
 from shardtune.model.support import decoder_layers
 
 FACTORS = ("lora_A", "lora_B")
@@ -67,15 +73,15 @@ class LoraExperts(nn.Module):
 
         `hidden_states`: (tokens, width). `top_k_index`, `top_k_weights`: (tokens, k).
         """
-        tokens, k = top_k_index.shape
-        expert_ids, order = top_k_index.reshape(-1).sort()
+        expert_ids, order = top_k_index.flatten().sort()
+        pairs = TokenPairs(order, top_k_index.shape)
         # Of each expert, the end of its (token, expert) pairs.
         experts = torch.arange(cast(Any, self).down_proj.shape[0], device=expert_ids.device)
         ends = torch.searchsorted(expert_ids, experts, right=True).to(torch.int32)
-        weights = top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        outputs = expert_outputs(self, hidden_states[order // k], weights, expert_ids, ends)
-        by_token = torch.empty_like(outputs).index_copy(0, order, outputs)
-        return by_token.view(tokens, k, -1).sum(dim=1)
+        rows = linear_map(pairs.of_tokens, pairs.sum_by_token, hidden_states)
+        weights = top_k_weights.flatten()[order].unsqueeze(-1)
+        outputs = expert_outputs(self, rows, weights, expert_ids, ends)
+        return linear_map(pairs.sum_by_token, pairs.of_tokens, outputs)
 
     def product(
         self, name: str, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor

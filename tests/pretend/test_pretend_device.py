@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pretend_gpu.waits import host_waits
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
+from distTest.gpu_check.kernels import experts
 from shardtune.distributed.gpus import use_gpu
 from shardtune.model import attention
 from shardtune.planner.tracker import varlen_workspace
@@ -40,6 +42,8 @@ def _check_all() -> None:
         an_eager_update_works_in_the_memory_of_a_plan,
         attention_and_its_gradients_are_those_of_each_document_alone,
         grouped_products_are_those_of_each_group,
+        groups_of_any_size_follow_one_another_along_rows_alone,
+        outputs_and_gradients_of_odd_groups_of_experts_are_exact,
         waits_are_told_with_their_place,
         copies_land_for_the_host_when_it_waits,
         copies_of_a_side_stream_are_in_order_for_those_that_wait_for_it,
@@ -189,6 +193,38 @@ def grouped_products_refuse_unaligned_matrices() -> None:
     refused(lambda: torch._grouped_mm(a, b, ends.long()), "int32")
     refused(lambda: torch._grouped_mm(a, b.float(), ends), "Expected inputs of")
     refused(lambda: torch._grouped_mm(a, b.cpu(), ends), "on one GPU|same device")
+    refused(lambda: torch._grouped_mm(a[:, ::2], b[:, ::2], ends), "Invalid strides/sizes")
+
+
+def groups_of_any_size_follow_one_another_along_rows_alone() -> None:
+    """Elsewhere each begins at 16 bytes, and none is empty where it is summed up."""
+
+    def sum_of_groups(sizes: list[int], a_by_rows: bool, b_by_rows: bool) -> None:
+        ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
+        a, b = (torch.randn(32, width).to("cuda", torch.bfloat16) for width in (16, 8))
+        pairs = zip(a.double().split(sizes), b.double().split(sizes), strict=True)
+        expected = torch.stack([x.t() @ y for x, y in pairs])
+        a, b = (x if k else x.t().contiguous().t() for x, k in ((a, a_by_rows), (b, b_by_rows)))
+        found = torch._grouped_mm(a.t(), b, ends)
+        torch.testing.assert_close(found.double(), expected, atol=0.1, rtol=0.01)
+
+    torch.manual_seed(0)
+    odd, odd_and_empty = [1, 7, 13, 11], [1, 7, 0, 13, 11]
+    sum_of_groups(odd_and_empty, True, True)
+    for by_rows in ((False, True), (True, False)):
+        sum_of_groups([8, 16, 8], *by_rows)
+        refused(partial(sum_of_groups, odd, *by_rows), "multiple of 16")
+        refused(partial(sum_of_groups, odd_and_empty, *by_rows), "greater than 0")
+    rows = torch.randn(16, 8).to("cuda", torch.bfloat16).t()
+    stacks = torch.randn(2, 16, 8).to("cuda", torch.bfloat16)
+    ends = torch.tensor([3, 8], dtype=torch.int32, device="cuda")
+    refused(lambda: torch._grouped_mm(rows, stacks, ends), "multiple of 16")
+
+
+def outputs_and_gradients_of_odd_groups_of_experts_are_exact() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPU_CHECK_TINY", "1")
+        experts()  # raises what is wrong
 
 
 def grouped_products_are_those_of_each_group() -> None:

@@ -1,7 +1,8 @@
 """CUDA's kernels that the CPU build has no word of, by definition.
 
 Each first makes the checks of the real one. Sources: torch 2.13, aten/src/ATen/native/
-transformers/cuda/flash_attn/flash_api.cpp (mha_varlen_fwd), native/GroupedMMUtils.h.
+transformers/cuda/flash_attn/flash_api.cpp (mha_varlen_fwd), native/GroupedMMUtils.h and
+native/cuda/GroupMMCommon.cuh.
 """
 
 from __future__ import annotations
@@ -198,19 +199,15 @@ def _grouped_mm(
             x.dtype == a.dtype and x.dtype in (torch.bfloat16, torch.float32, torch.float16),
             "Expected inputs of BF16, FP16 or FP32 type",
         )
-        inner = [stride for stride in x.stride()[-2:] if stride != 1]
-        _require(len(inner) < 2, "Invalid strides/sizes: one of the last dimensions is contiguous")
-        if x.dtype == torch.float32:
-            continue  # a loop of plain products
-        _require(x.data_ptr() % 16 == 0, "expected data_ptr to be aligned to 16 bytes")
-        _require(
-            all(stride * x.itemsize % 16 == 0 for stride in inner),
-            "strides should be multiple of 16 bytes",
-        )
+        _require_strides(x)
     if a.dim() == 2 or b.dim() == 2:
         _require(offs is not None, "Have to provide offsets if there is a 2d matrix")
         assert offs is not None
         _require(offs.is_cuda and offs.dtype == torch.int32, "Offsets have to be int32")
+        if a.dtype != torch.bfloat16:
+            offs.cpu()  # a loop of plain products, for which the host reads where groups end
+        elif not _OPS.hollow():
+            _require_groups(a, b, _OPS.on_host(offs))
     _require(bias is None, "Bias not supported yet")
     if _OPS.hollow():
         groups = [len(offs)] if offs is not None and a.dim() == b.dim() == 2 else []
@@ -220,6 +217,42 @@ def _grouped_mm(
     if a.dtype == torch.bfloat16:
         return _like(a, torch._grouped_mm(*host), out_dtype)
     return _like(a, torch._grouped_mm(*host, None, out_dtype))
+
+
+def _require_strides(x: torch.Tensor) -> None:
+    """As check_valid_strides_and_return_transposed."""
+    (of_row, of_column), (rows, columns) = x.stride()[-2:], x.shape[-2:]
+    is_transposed = of_row == 1 and of_column >= max(1, rows)
+    is_plain = of_column == 1 and of_row >= max(1, columns)
+    _require(x.data_ptr() % 16 == 0, "expected data_ptr to be aligned to 16 bytes")
+    _require(
+        is_transposed or is_plain,
+        f"Invalid strides/sizes, got {x.stride()} for strides and {x.shape} for sizes",
+    )
+    leading = of_column if is_transposed else of_row
+    _require(leading * x.itemsize % 16 == 0, "strides should be multiple of 16 bytes")
+
+
+def _require_groups(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> None:
+    """As prepare_grouped_gemm_data, which asserts on the device: a later call raises it there.
+
+    Groups that follow one another along rows may have any size. Along contiguous elements each has
+    to begin at 16 bytes.
+    """
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    _require(len(sizes) < 1024, "Can't process more than 1024 groups")
+    if b.dim() == 3:
+        along_rows = a.stride(-1) == 1
+    elif a.dim() == 2:  # a sum over each group, as of the gradients of weights
+        along_rows = a.stride(-1) != 1 and b.stride(-1) == 1
+        least = 0 if along_rows else 1
+        _require(int(sizes.min()) >= least, "expected offsets to be greater than 0")
+    else:
+        along_rows = False  # those of the output's columns
+    _require(
+        along_rows or not (sizes[:-1] * a.itemsize % 16).any(),
+        "expected input tensor dynamic dimension byte size to be non-negative multiple of 16",
+    )
 
 
 def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:

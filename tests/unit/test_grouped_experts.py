@@ -1,0 +1,172 @@
+"""The outputs of stacked experts on sorted rows, their gradients, and what is compiled of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.moe_families import build
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from shardtune.config_io import load_config
+from shardtune.distributed import compiling
+from shardtune.model import grouped_experts
+from shardtune.model.grouped_experts import TokenPairs, expert_outputs, linear_map
+from shardtune.planner.simulate import fake_world
+
+SIZES = [1, 7, 0, 13]
+# Gates and weights at the activation; no gate; biases, behind which the weights are.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 24},
+    "nemotron_h": {
+        "num_hidden_layers": 2,
+        "layers_block_type": ["moe", "attention"],
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "gpt_oss": {},
+}
+
+
+def experts_of(family: str) -> list[Any]:
+    torch.manual_seed(0)
+    modules: list[Any] = [
+        module
+        for module in build(family, **FAMILIES[family]).modules()
+        if grouped_experts.are_stacked(type(module))
+    ]
+    for parameter in (p for module in modules for p in module.parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+    return modules
+
+
+def routed(experts: Any, count: int = sum(SIZES)) -> list[torch.Tensor]:
+    """Return rows, weights, the expert of each row and the ends of the experts."""
+    down = experts.down_proj
+    width = down.shape[-1] if experts.is_transposed else down.shape[-2]
+    ends = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)
+    ends[-1] = count
+    rows, weights = torch.randn(count, width), torch.rand(count, 1)
+    ids = torch.arange(len(SIZES)).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
+    return [rows.requires_grad_(), weights.requires_grad_(), ids, ends]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_those_of_each_expert_alone(family: str) -> None:
+    """By transformers' loop over the experts, whose forward is a reference of its own."""
+    experts = experts_of(family)[0]
+    rows, weights, ids, ends = routed(experts)
+    gradient = torch.randn_like(rows)
+    inputs = [rows, weights, *experts.parameters()]
+    experts.config._experts_implementation = "eager"
+    outputs = {
+        "grouped": expert_outputs(experts, rows, weights, ids, ends),
+        "alone": experts(rows, ids.unsqueeze(-1), weights),
+    }
+    for found, expected in zip(
+        *([output, *torch.autograd.grad(output, inputs, gradient)] for output in outputs.values()),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+class Products(TorchDispatchMode):
+    """Counts grouped products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._grouped_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("family", "again"), [("mixtral", 1), ("nemotron_h", 1), ("gpt_oss", 2)])
+def test_experts_that_are_computed_again_leave_out_a_product_that_no_gradient_needs(
+    family: str, again: int
+) -> None:
+    experts = experts_of(family)[0]
+    inputs = routed(experts)
+
+    def products(is_again: bool) -> int:
+        with Products() as counter:
+            output: Any = (
+                checkpoint(expert_outputs, experts, *inputs, use_reentrant=False)
+                if is_again
+                else expert_outputs(experts, *inputs)
+            )
+            output.square().sum().backward()
+        return counter.count
+
+    assert products(is_again=False) == 2 + 4
+    assert products(is_again=True) == 2 + 4 + again
+
+
+def test_the_activation_keeps_its_inputs_alone() -> None:
+    experts = experts_of("mixtral")[0]
+    kept: Counter[torch.Size] = Counter()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.shape] += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        expert_outputs(experts, *routed(experts))
+    inner, rows = experts.down_proj.shape[-1], sum(SIZES)
+    assert kept[torch.Size([rows, 2 * inner])] == 1  # gate and up
+    assert kept[torch.Size([rows, inner])] == 1  # what the last product multiplies
+    assert kept[torch.Size([rows, 1])] == 1
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Compile for CPUs what is compiled for GPUs, and count PyTorch's graphs."""
+    monkeypatch.setattr(compiling, "_COMPILED", "cpu")
+    assert compiling.can_compile(torch.device("cpu"))
+    torch._dynamo.reset()
+    stats: Counter[str] = torch._dynamo.utils.counters["stats"]
+    stats.clear()
+    yield stats
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
+def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
+    family: str, graphs: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that FSDP2 has given a class of their own, with rows of any number."""
+    config = load_config(Path("/dev/null"), ["model.path=unread", "data.train=unread"], {})
+    layers = [experts_of(family)[0] for _ in range(10)]  # more than a function is compiled anew for
+
+    def results(number: int) -> list[torch.Tensor]:
+        experts, count = layers[number], 8 + 2 * number
+        torch.manual_seed(number)
+        rows, weights, ids, ends = routed(experts, count)
+        output = expert_outputs(experts, rows, weights, ids, ends)
+        pairs = TokenPairs(torch.randperm(count), torch.Size([count // 2, 2]))
+        output = linear_map(pairs.sum_by_token, pairs.of_tokens, output)
+        inputs = [rows, weights, *experts.parameters()]
+        return [output, *torch.autograd.grad(output.square().sum(), inputs)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "_COMPILED", "cuda")
+        eager = [results(number) for number in range(len(layers))]
+    assert not graphs["unique_graphs"]
+    with fake_world(1, 1, config):
+        for experts in layers:
+            fully_shard(experts)
+            experts.unshard()
+        compiled = [results(number) for number in range(len(layers))]
+    assert graphs["unique_graphs"] == 3
+    for one, other in zip(eager, compiled, strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
