@@ -89,8 +89,8 @@ class ModelConfig(Section):
     `offload`: as `full`, with the layers' inputs in host memory."""
     attention: Literal["auto", "sdpa", "eager"] = _changeable("auto")
     """`auto`: the fastest implementation on this device that keeps documents apart."""
-    compile: bool | Literal["auto"] = _changeable(False, enum=[True, False])
-    """Compile each transformer block. `auto`: on GPUs, where it works."""
+    compile: bool | Literal["auto"] = _changeable("auto")
+    """Compile each transformer block. `auto`: on GPUs where it works; `true`: or end the run."""
 
 
 class TrainSource(Section):

@@ -298,6 +298,8 @@ def _in_words(schema: Mapping[str, Any]) -> str:
         return "a mapping of names (letters, digits, _ . and -, not Step) to such texts"
     if "enum" in schema:
         return " or ".join(map(bare, schema["enum"]))
+    if "const" in schema:
+        return bare(schema["const"])
     if "anyOf" in schema:
         return " or ".join(map(_in_words, schema["anyOf"]))
     if kind in ("integer", "number"):

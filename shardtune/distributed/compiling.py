@@ -32,7 +32,7 @@ def can_compile(device: torch.device) -> bool:
         try:
             torch.compile(_line, dynamic=True)(torch.ones(8, device=device))
         except Exception as error:
-            problem = first_line(error)
+            problem = compile_problem(error)
     if problem:
         kind = "GPU" if is_gpu else "CPU"
         logger.info(f"Compile: nothing is compiled for this {kind} ({problem})")
@@ -41,6 +41,11 @@ def can_compile(device: torch.device) -> bool:
 
 def _line(x: torch.Tensor) -> torch.Tensor:
     return 2 * x + 1
+
+
+def compile_problem(error: Exception) -> str:
+    """Return a line why a compilation failed."""
+    return first_line(getattr(error, "inner_exception", error))
 
 
 def compiled_or_eager(
@@ -66,7 +71,7 @@ def compiled_or_eager(
                 return compiled(*arguments, **options)
             except COMPILE_ERRORS as error:
                 compiled = None
-                logger.info(f"Compile: {name} runs eager ({first_line(error)})")
+                logger.info(f"Compile: {name} runs eager ({compile_problem(error)})")
         return eager(*arguments, **options)
 
     return call

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,10 +24,9 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.distributed.compiling import COMPILE_ERRORS
 from shardtune.distributed.tensors import DTYPES, copy_slice
 from shardtune.distributed.world import World
-from shardtune.errors import RunFailed, UserError, first_line
+from shardtune.errors import UserError, first_line
 from shardtune.model import cpu_attention
 from shardtune.model.experts import (
     always_give_expert_gradients,
@@ -289,40 +287,6 @@ def _init_dtypes(group: Any, reduce_dtype: torch.dtype) -> None:
 def gradient_dtype(weight: torch.Tensor, reduce_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a sharded weight's gradient."""
     return torch.promote_types(weight.dtype, reduce_dtype)
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the forward of each layer, once for all lengths.
-
-    FSDP2's hooks and activation checkpointing stay outside. Compilation happens at the first call,
-    which raises RunFailed where it fails.
-    """
-    for layer in decoder_layers(model):
-        layer.forward = _compiled_forward(layer)
-
-
-def _compiled_forward(layer: Any) -> Callable[..., Any]:
-    # transformers checkpoints inside the forward. Compiled together, a layer whose graph breaks,
-    # as it does at attention, would silently stay uncompiled.
-    inner = inspect.unwrap(
-        type(layer).forward,
-        stop=lambda function: function.__code__.co_name != "forward_with_checkpointing",
-    )
-    compiled = torch.compile(partial(inner, layer), dynamic=True)
-
-    def forward(*arguments: Any, **options: Any) -> Any:
-        try:
-            if getattr(layer, "gradient_checkpointing", False) and layer.training:
-                return layer._gradient_checkpointing_func(partial(compiled, **options), *arguments)
-            return compiled(*arguments, **options)
-        except COMPILE_ERRORS as error:
-            raise RunFailed(
-                f"model.compile=true: {type(layer).__name__.removeprefix('FSDP')} cannot be "
-                f"compiled here ({first_line(error)}) - install the missing part, such as a C++ "
-                "compiler on a CPU, or use model.compile=false"
-            ) from error
-
-    return forward
 
 
 @contextmanager

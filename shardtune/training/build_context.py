@@ -19,6 +19,7 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model import build
 from shardtune.model.attention_check import choose_attention
+from shardtune.model.compiled_layers import compile_layers
 from shardtune.model.flops import DevicePeak, cost_of
 from shardtune.model.loss import use_loss_head
 from shardtune.training import optim, reshard, setup
@@ -121,7 +122,7 @@ def open_best(
 
 
 def prepare_forward(model: PreTrainedModel, config: Config, longest: int, world: World) -> bool:
-    """Choose how the model attends and makes logits, and compile it where that is set.
+    """Choose how the model attends and makes logits, and compile it as model.compile says.
 
     Return whether a batch is one row without padding. `longest`: tokens of the longest document.
     """
@@ -131,6 +132,5 @@ def prepare_forward(model: PreTrainedModel, config: Config, longest: int, world:
     whole_logits = use_loss_head(model, world.device) if world.is_last_stage else None
     if logits := world.all_gather_json(whole_logits)[-1]:
         logger.info(f"Loss: logits are made {logits}")
-    if config.model.compile:
-        build.compile_layers(model)
+    compile_layers(model, config.model, world)
     return is_flat

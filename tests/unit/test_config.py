@@ -150,6 +150,7 @@ NOT_ALLOWED = {
         "123 '' {} [a] {a:1} {a/b:c} {Step1:c}",
     ),
     "scheduler.name": ("cosine or linear or constant", "step true null"),
+    "model.compile": ("true or false or auto", "1 full null"),
 }
 
 
@@ -168,7 +169,6 @@ NOT_BUILT = {
     "parallel.context": ("1", "2 8", "-1 1.5"),
     "optimizer.offload": ("false", "true", "1"),
     "data.on_broken": ("error", "drop", "true"),
-    "model.compile": ("true or false", "auto", "1 full"),
     "model.activation_checkpointing": ("none or selective or full", "offload", "some"),
 }
 

@@ -1,0 +1,104 @@
+"""Compile the decoder layers, each once for all lengths.
+
+A layer is compiled in parts, between attention and, where they are spread, its experts. FSDP2's
+hooks and activation checkpointing stay outside. Compilation happens at the first call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.config import ModelConfig
+from shardtune.distributed import compiling
+from shardtune.distributed.world import World
+from shardtune.errors import RunFailed
+from shardtune.log import logger
+from shardtune.model.support import decoder_layers
+
+
+def compile_layers(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
+    """Compile the forward of each layer as model.compile says. Collective.
+
+    With `true`, the first call of a layer that cannot be compiled raises RunFailed. With `auto`, it
+    is said, and all layers go on as they are.
+    """
+    is_required = config.compile is True
+    if not is_required and not (config.compile and _every_rank_compiles(world)):
+        return
+    # A backward that cannot be compiled then shows in the forward, where a layer can run eager.
+    functorch_config.force_non_lazy_backward_lowering = True
+    # As selective checkpointing of a layer that runs eager: products are kept, the rest is not.
+    is_selective = config.activation_checkpointing == "selective"
+    functorch_config.aggressive_recomputation = is_selective
+    failed = list[str]()
+    for layer in decoder_layers(model):
+        keeps_products = is_selective and not _has_experts(layer)
+        layer.forward = _compiled_forward(layer, keeps_products, is_required, failed)
+
+
+def _every_rank_compiles(world: World) -> bool:
+    """Return whether all ranks have a GPU that they can compile for, and say it. Collective."""
+    if world.device.type != "cuda":
+        return False
+    able = world.all_gather_json(compiling.can_compile(world.device))
+    if all(able):
+        logger.info("Compile: layers, each at its first use")
+    elif able[0]:  # else it has said that nothing is compiled
+        logger.info(f"Compile: layers run eager, since rank {able.index(False)} cannot compile")
+    return all(able)
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    return any(parameter.dim() > 2 for parameter in layer.parameters())
+
+
+def _compiled_forward(
+    layer: Any, keeps_products: bool, is_required: bool, failed: list[str]
+) -> Callable[..., Any]:
+    """Return the compiled forward of a layer.
+
+    `keeps_products`: the compiled one keeps what selective checkpointing keeps, without it.
+    `failed`: why a layer could not be compiled, of all layers; then the others run eager, too.
+    """
+    # transformers checkpoints inside the forward. Compiled together, a layer whose graph breaks,
+    # as it does at attention, would silently stay uncompiled.
+    inner = inspect.unwrap(
+        type(layer).forward,
+        stop=lambda function: function.__code__.co_name != "forward_with_checkpointing",
+    )
+    eager = partial(inner, layer)
+    compiled = torch.compile(eager, dynamic=True)
+
+    def checkpointed(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if getattr(layer, "gradient_checkpointing", False) and layer.training:
+            return layer._gradient_checkpointing_func(partial(function, **options), *arguments)
+        return function(*arguments, **options)
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        if failed:
+            return checkpointed(eager, *arguments, **options)
+        try:
+            if keeps_products:
+                return compiled(*arguments, **options)
+            return checkpointed(compiled, *arguments, **options)
+        except compiling.COMPILE_ERRORS as error:
+            name = type(layer).__name__.removeprefix("FSDP")
+            reason = compiling.compile_problem(error)
+            if is_required:
+                raise RunFailed(
+                    f"model.compile=true: {name} cannot be compiled here ({reason}) - install the "
+                    "missing part, such as a C++ compiler on a CPU, or use model.compile=false"
+                ) from error
+            failed.append(reason)
+            logger.info(f"Compile: layers run eager, since {name} cannot be compiled ({reason})")
+        return checkpointed(eager, *arguments, **options)
+
+    return forward

@@ -1,0 +1,240 @@
+"""Layers are compiled in few graphs, keep what they should, and run eager where they cannot be."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardtune.config import ModelConfig
+from shardtune.distributed import compiling
+from shardtune.errors import RunFailed
+from shardtune.model.attention import DOCUMENT_ATTENTION, documents
+from shardtune.model.build import kept_operators
+from shardtune.model.compiled_layers import compile_layers
+
+WIDTH = 32
+NARROW = dict(
+    hidden_size=WIDTH,
+    intermediate_size=2 * WIDTH,
+    moe_intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    num_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    pad_token_id=None,
+    use_cache=False,
+)
+# Without code for this CPU. The second takes graphs apart as Inductor does.
+GRAPHS_ALONE, PARTITIONED = "eager", "aot_eager_decomp_partition"
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with functorch_config.patch(
+        force_non_lazy_backward_lowering=False, aggressive_recomputation=False
+    ):
+        yield
+    torch._dynamo.reset()
+
+
+def small(name: str) -> Any:
+    """Return a narrow model with the layers of this one, which attends by document."""
+    config = AutoConfig.from_pretrained(REPOSITORY / "tests/data/configs" / name)
+    for key, value in NARROW.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model.set_attn_implementation(DOCUMENT_ATTENTION)
+    return model
+
+
+def compile_with(
+    model: Any, backend: Any, monkeypatch: pytest.MonkeyPatch, device: str = "cpu", **settings: Any
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(compiling, "can_compile", lambda _: True)
+    world: Any = SimpleNamespace(device=torch.device(device), all_gather_json=lambda x: [x, x])
+    compile_layers(model, ModelConfig(path="unread", **settings), world)
+
+
+def loss_of(model: Any, tokens: int = 17) -> torch.Tensor:
+    documents.set([5, tokens - 5], torch.tensor([0, 5, tokens], dtype=torch.int32))
+    positions = torch.cat([torch.arange(5), torch.arange(tokens - 5)])[None]
+    logits = model(input_ids=torch.arange(tokens)[None], position_ids=positions).logits
+    return logits.logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    # Before and behind the call of attention: in the layer and in its module. GLM's first layer is
+    # dense.
+    [("llama-3-8b", 4), ("qwen3-30b-a3b", 4), ("glm-4.5-air", 5)],
+)
+def test_a_layer_is_a_few_graphs_for_all_lengths_that_break_at_attention_alone(
+    name: str, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small(name)
+    expected = [loss_of(model, tokens).item() for tokens in (12, 17, 30)]
+    compile_with(model, GRAPHS_ALONE, monkeypatch, compile=True)
+    for tokens, loss in zip((12, 17, 30), expected, strict=True):
+        found = loss_of(model, tokens)
+        found.backward()
+        assert found.item() == pytest.approx(loss, rel=1e-6)
+    assert counters["stats"]["unique_graphs"] == graphs
+    breaks = {re.findall(r"<function (\w+) at", reason)[0] for reason in counters["graph_break"]}
+    assert breaks == {"document_attention"}
+
+
+def no_backend(*_: Any) -> Any:
+    raise RuntimeError("no such kernel")
+
+
+def no_backward(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """Refuse the second graph of a pair, as a backward that cannot be compiled."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    made = aot_autograd(fw_compiler=lambda forward, _: forward, bw_compiler=lambda *_: no_backend())
+    return made(graph, inputs)
+
+
+@pytest.mark.parametrize("backend", [no_backend, no_backward])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_layers_that_cannot_be_compiled_run_eager_and_it_is_said_once(
+    backend: Any,
+    checkpointing: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = small("llama-3-8b")
+    expected = loss_of(model)
+    (gradient,) = torch.autograd.grad(expected, model.model.embed_tokens.weight)
+    checkpoint(model, checkpointing)
+    with caplog.at_level(logging.INFO, "shardtune"):
+        compile_with(model, backend, monkeypatch, "cuda", activation_checkpointing=checkpointing)
+        for _ in range(2):
+            found = loss_of(model)
+            assert found.item() == expected.item()
+            (mine,) = torch.autograd.grad(found, model.model.embed_tokens.weight)
+            assert torch.equal(mine, gradient)
+    lines = [record.message for record in caplog.records if record.name == "shardtune"]
+    assert lines[0] == "Compile: layers, each at its first use"
+    assert len(lines) == 2 and "no such kernel" in lines[1]
+    assert lines[1].startswith("Compile: layers run eager, since LlamaDecoderLayer cannot be ")
+
+
+def test_with_true_a_layer_that_cannot_be_compiled_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small("llama-3-8b")
+    compile_with(model, no_backend, monkeypatch, compile=True)
+    with pytest.raises(RunFailed, match=r"model\.compile=true: LlamaDecoderLayer cannot .* - "):
+        loss_of(model)
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "able", "said"),
+    [
+        ("auto", "cpu", [True, True], None),
+        (False, "cuda", [True, True], None),
+        ("auto", "cuda", [True, True], "Compile: layers, each at its first use"),
+        ("auto", "cuda", [True, False], "Compile: layers run eager, since rank 1 cannot compile"),
+        ("auto", "cuda", [False, True], None),  # `can_compile` has said why
+    ],
+)
+def test_auto_compiles_on_gpus_where_every_rank_can(
+    setting: Any,
+    device: str,
+    able: list[bool],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(compiling, "can_compile", lambda _: able[0])
+    model = small("llama-3-8b")
+    world: Any = SimpleNamespace(device=torch.device(device), all_gather_json=lambda _: able)
+    with caplog.at_level(logging.INFO, "shardtune"):
+        compile_layers(model, ModelConfig(path="unread", compile=setting), world)
+    lines = [record.message for record in caplog.records if record.name == "shardtune"]
+    assert lines == ([said] if said else [])
+    is_compiled = "forward" in vars(model.model.layers[0])
+    assert is_compiled == (setting == "auto" and device == "cuda" and all(able))
+
+
+def checkpoint(model: Any, mode: str) -> None:
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        kept = kept_operators(model)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+    model.gradient_checkpointing_enable(options)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    number = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func._schema.name in ("aten::mm", "aten::addmm")
+        return func(*args, **(kwargs or {}))
+
+
+def test_compiled_dense_layers_keep_what_selective_checkpointing_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So products are not computed again: two are in the backward for each in the forward."""
+    tokens, model = 40, small("llama-3-8b")
+    checkpoint(model, "selective")
+    compile_with(
+        model, PARTITIONED, monkeypatch, compile=True, activation_checkpointing="selective"
+    )
+    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters and tensor.numel() >= tokens:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    layer, ids = model.model.layers[0], torch.arange(tokens)[None]
+    documents.set([tokens], torch.tensor([0, tokens], dtype=torch.int32))
+    hidden = model.model.embed_tokens(ids).detach().requires_grad_()
+    rotary = model.model.rotary_emb(hidden, ids)
+    known = {x.untyped_storage().data_ptr() for x in rotary}
+    parameters |= known
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), Products() as forward:
+        output = layer(hidden, position_embeddings=rotary, position_ids=ids)
+    with Products() as backward:
+        output.sum().backward()
+    assert (forward.number, backward.number) == (7, 14)
+    # Input, products (the gates and the up projections are twice as wide, keys and values half) and
+    # attention: its output, that once more on a CPU, and the logarithm of each sum.
+    of_token = WIDTH * (1 + (1 + 0.5 + 0.5 + 1) + (2 + 2 + 1) + 1 + 1) + 4
+    assert sum(kept.values()) <= 1.01 * 4 * tokens * of_token
