@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +24,16 @@ from helpers.plain_training import (
     sharpen,
     uneven_chats,
 )
-from helpers.ranks import on_ranks, train, train_each
+from helpers.ranks import on_ranks, run_script, train, train_each
 from helpers.small_runs import steps_of
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.config import DistributedConfig, ParallelConfig
 from shardtune.distributed.join import join_world
 from shardtune.model.experts import ExpertExchange
+from shardtune.training.reshard import ReshardPolicy
 
 RATES = [3e-3] * 4
 MAX_NORM = 0.5
@@ -217,6 +221,42 @@ def test_compiled_layers_exchange_tokens(
         ("glm4_moe", Mesh(2, 2), Mesh(4, 2), f"model.activation_checkpointing={checkpointing}")
     ]
     check(cases, models, tokenizer, tmp_path, "model.compile=true")
+
+
+def train_in_graphs_and_print_breaks(arguments: list[str]) -> None:
+    """Train with graphs that run as they are; print how many there are and where they end."""
+    torch.compile = partial(torch.compile, backend="eager")
+    before_backward = ReshardPolicy.before_backward
+
+    def printing(*given: Any, **options: Any) -> None:
+        print("Graphs:", counters["stats"]["unique_graphs"])
+        for reason in counters["graph_break"]:
+            print("Break:", *reason.split())
+        before_backward(*given, **options)
+
+    ReshardPolicy.before_backward = printing  # type: ignore[method-assign]
+    run_script(arguments)
+
+
+def test_compiled_layers_break_at_attention_and_spread_experts_alone(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In GLM's layers these are the experts of a router and those that run while tokens travel."""
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    (tmp_path / "config.yaml").touch()
+    given = settings(models("glm4_moe"), data, tmp_path / "run", "parallel.expert=2")
+    given += ["train.max_steps=2", "export.final=false", "model.compile=true"]
+    given += ["model.activation_checkpointing=full"]
+    done = on_ranks(
+        2, train_in_graphs_and_print_breaks, ["--config", "config.yaml", *given], cwd=tmp_path
+    )
+    finish(done)
+    breaks = re.findall(
+        "^Break: .*? function `<?(?:function )?([\\w.]+)", done.stdout, re.MULTILINE
+    )
+    # FSDP2's hooks, of which experts have their own, call `disable`.
+    assert set(breaks) == {"document_attention", "SharedExperts._output", "disable"}
+    assert set(re.findall(r"^Graphs: (\d+)", done.stdout, re.MULTILINE)) == {"10"}
 
 
 @pytest.mark.full

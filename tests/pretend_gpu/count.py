@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtune.distributed import compiling
 from shardtune.model import build
+from shardtune.model.compiled_layers import compile_layers
 from shardtune.planner.kernels import Kernel, Kind, kernel_of
 from shardtune.planner.machine import Machine
 from shardtune.training import optim, reshard
@@ -103,8 +104,8 @@ def measure(
     torch.compile = Compiler(count.launch, lambda: count.is_open).compile
     compiling.can_compile = lambda _: True
     rank = hollow.lonely_rank(options, enter)
-    if rank.context.run.config.model.compile:
-        build.compile_layers(rank.context.model)
+    run = rank.context.run
+    compile_layers(rank.context.model, run.config.model, run.world)
     _watch_head(rank.context, count)
     for name, after in (("squared_gradients", "norm"), ("clip_gradients", "optimizer")):
         function = getattr(optim, name)

@@ -27,21 +27,21 @@ from shardtune.model.build import kept_operators
 from shardtune.model.compiled_layers import compile_layers
 
 WIDTH = 32
-NARROW = dict(
-    hidden_size=WIDTH,
-    intermediate_size=2 * WIDTH,
-    moe_intermediate_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=64,
-    num_experts=4,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    pad_token_id=None,
-    use_cache=False,
-)
+NARROW = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+    "use_cache": False,
+}
 # Without code for this CPU. The second takes graphs apart as Inductor does.
 GRAPHS_ALONE, PARTITIONED = "eager", "aot_eager_decomp_partition"
 
