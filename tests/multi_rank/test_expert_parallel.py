@@ -238,6 +238,7 @@ def train_in_graphs_and_print_breaks(arguments: list[str]) -> None:
     run_script(arguments)
 
 
+@pytest.mark.full
 def test_compiled_layers_break_at_attention_and_spread_experts_alone(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
