@@ -172,9 +172,9 @@ def test_every_check_passes_on_pretended_gpus_but_for_what_they_lack(tmp_path: P
         yaml.safe_load(path.read_text(encoding="utf-8"))
         for path in (tmp_path / "out/card.yaml", PRETENDED)
     )
+    # Losses are near those of another time: bfloat16 sends tokens to other experts.
     assert card.keys() == committed.keys() and card["eager"].keys() == committed["eager"].keys()
-    assert card["eager"]["losses"] == pytest.approx(committed["eager"]["losses"], rel=2e-2)
-    assert card["memory"]["planned_bytes"] == committed["memory"]["planned_bytes"]
+    assert card["eager"]["losses"] == pytest.approx(committed["eager"]["losses"], rel=2e-3)
 
 
 def check_pretended(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
