@@ -68,7 +68,7 @@ def test_the_limit_holds_the_checks_that_it_is_for_and_shapes_with_experts_come_
     assert sum(check.seconds for check in DEFAULT) <= LIMIT_S < 9 * 60
     assert sum(check.seconds for check in CHECKS) <= WHOLE_S
     names = [check.name for check in DEFAULT]
-    assert {"device", "optimizer", "speed-glm-4.5-air", "ceiling"} <= set(names)
+    assert {"device", "experts", "optimizer", "speed-glm-4.5-air", "ceiling"} <= set(names)
     speeds = [check.name for check in CHECKS if check.name.startswith("speed-")]
     assert speeds[0] == "speed-glm-4.5-air" and len(set(speeds)) == len(speeds) > 3
     assert all(check.is_timed for check in CHECKS if check.name in speeds)
