@@ -58,7 +58,9 @@ def main() -> None:
         )
     else:
         plan.require_fit()
-        context = build_train_context(run, model_config, data, assets, schedule, plan.device_peak)
+        context = build_train_context(
+            run, model_config, data, assets, schedule, plan.device_peak, plan.kept_groups
+        )
         with (
             context.metrics,
             collected_by_micro_batch(),

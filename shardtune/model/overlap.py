@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardtune.model.experts import is_spread
+
 
 def gather_ahead(model: Any, layers: Sequence[nn.Module]) -> None:
     """Let each layer begin to gather the next one with its spread experts, both ways.
@@ -28,6 +30,22 @@ def gather_ahead(model: Any, layers: Sequence[nn.Module]) -> None:
         before[0].set_modules_to_forward_prefetch(behind)
     for before, behind in pairwise([*groups, [model]]):
         behind[0].set_modules_to_backward_prefetch(before)
+
+
+def gathered_groups(model: Any) -> dict[Any, list[nn.Parameter]]:
+    """Return FSDP2's groups and their parameters, in the order in which they may stay gathered.
+
+    First comes what stands around the layers, then the layers, then their spread experts, which
+    travel between fewer ranks.
+    """
+    groups = [model, *(each for each in model.modules() if _is_group(each) and each is not model)]
+    parameters: dict[Any, list[nn.Parameter]] = {}
+    of_inner_groups: set[nn.Parameter] = set()
+    for group in reversed(groups):
+        parameters[group] = [p for p in group.parameters() if p not in of_inner_groups]
+        of_inner_groups.update(parameters[group])
+    groups.sort(key=lambda group: any(map(is_spread, parameters[group])))
+    return {group: parameters[group] for group in groups}
 
 
 def reduce_beside_gathers(model: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:

@@ -43,7 +43,8 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     staging = 0
     if world.device.type == "cpu" and config.checkpoint.mode == "async":
         staging = states.parameters + states.optimizer
-    gathered = _COPIES_OF_GATHERED * sum(kept_bytes(model, config, world))
+    parameters, *others = kept_bytes(model, config, world)
+    gathered = _COPIES_OF_GATHERED * (sum(parameters) + sum(others))
     # A parameter is loaded and updated in float32.
     return states.total + gathered + activations + 2 * largest + staging
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, compute_dtype, require_trainable, whole_on_meta
+from shardtune.model.experts import is_spread
 from shardtune.model.flops import NotCounted, count_flops
+from shardtune.model.overlap import gathered_groups
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine, link_bytes
 from shardtune.planner.roofline import gpu_of, seconds
-from shardtune.planner.shapes import Shapes, least_traffic
+from shardtune.planner.shapes import Keeps, Shapes, least_traffic
 from shardtune.planner.simulate import Measured, fake_world
 from shardtune.planner.storage import Storage, join_storage, plan_storage
 from shardtune.planner.tracker import Cause, Collective, Peak
@@ -27,10 +32,13 @@ from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.optim import build_optimizer
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import (
+    KeptBytes,
     ReshardPolicy,
     decide,
     fixed_policy,
+    groups_in,
     kept_bytes,
+    room_beside,
 )
 from shardtune.training.stage import idle_share
 from shardtune.training.states import StateBytes, state_bytes
@@ -45,7 +53,9 @@ class Plan:
     parameters: int  # of the whole model
     trained_parameters: int
     states: StateBytes
+    kept_groups: tuple[int, ...]  # of each stage, see `gathered_groups`
     policy: ReshardPolicy
+    needed_bytes: int  # without groups that stay gathered although others have no room
     peaks: dict[str, Peak]  # by phase, the states included and the allowance not
     # Peak bytes of each stream, which a GPU's allocator keeps for it; none of a CPU.
     pools: list[int]
@@ -68,7 +78,7 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """The most memory that the device must have: the streams' pools, and the allowance."""
-        return max(sum(self.pools), self.allocated_bytes) + self.machine.allowance_bytes
+        return _peak_bytes(self.peaks, self.pools, self.machine)
 
     @property
     def fits(self) -> bool:
@@ -208,11 +218,16 @@ def _join(stages: Sequence[Plan]) -> Plan:
     """
     fullest = max(stages, key=lambda stage: stage.peak_bytes)
     states = max((stage.states for stage in stages), key=lambda each: each.total)
-    traffic = tuple(stage.traffic[0] for stage in stages)
-    storage = join_storage([stage.storage for stage in stages])
     times = [stage.kernels_s for stage in stages if stage.kernels_s is not None]
-    slowest = max(times, default=None)
-    return replace(fullest, states=states, traffic=traffic, storage=storage, kernels_s=slowest)
+    return replace(
+        fullest,
+        states=states,
+        kept_groups=tuple(stage.policy.kept_groups for stage in stages),
+        needed_bytes=max(stage.needed_bytes for stage in stages),
+        traffic=tuple(stage.traffic[0] for stage in stages),
+        storage=join_storage([stage.storage for stage in stages]),
+        kernels_s=max(times, default=None),
+    )
 
 
 def _plan_stage(
@@ -232,7 +247,8 @@ def _plan_stage(
     whole = whole_on_meta(config, model_config, world)
     optimizer = build_optimizer(OwnedParameters(own, config, world), config)
     states = state_bytes(own, optimizer, config)
-    policy = _policy(own, config, states, machine, world)
+    kept = kept_bytes(own, config, world)
+    policy = _policy(kept, config, states, machine, world)
     shapes = Shapes(whole, compute_dtype(config.model.compute_dtype, world.device))
     measured = None
     if not reason:
@@ -245,13 +261,23 @@ def _plan_stage(
             kind = model_config.model_type
             reason = f"no step of {kind} can be simulated: {first_line(error)}"
     if measured:
-        traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
-        peaks = _peaks(measured, states, _update_bytes(optimizer))
-        pools = _pools(measured, states) if machine.is_gpu else []
+        micro_batches = config.train.gradient_accumulation_steps
+        traffic = measured.step_traffic(micro_batches)
+        memory = partial(_memory, states=states, optimizer=optimizer, machine=machine)
+        peaks, pools = memory(measured)
+        needed = _peak_bytes(peaks, pools, machine)
+        if not policy.kept_groups:
+            fitting = groups_in(kept, room_beside(needed, machine.memory_bytes))
+            policy = _policy(kept, config, states, machine, world, fitting)
+            sizes = kept.parameters[: policy.kept_groups]
+            traffic.subtract(_not_gathered_again(own, sizes, micro_batches, world))
+            # What stands around the layers is gathered at each peak.
+            peaks, pools = memory(measured.keeping(sum(sizes[1:])))
     else:
-        traffic = least_traffic(shapes, world.stage, policy, config, world.size)
-        pools = []
-        peaks = {"any phase": _bound(own, config, states, world)}
+        keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
+        traffic = least_traffic(shapes, world.stage, keeps, config, world.size)
+        peaks, pools = {"any phase": _bound(own, config, states, world)}, []
+        needed = _peak_bytes(peaks, pools, machine)
     rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
     rows *= world.data_ranks
     parameters = list(whole.parameters())
@@ -261,7 +287,9 @@ def _plan_stage(
         parameters=sum(p.numel() for p in parameters),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         states=states,
+        kept_groups=(policy.kept_groups,),
         policy=policy,
+        needed_bytes=needed,
         peaks=peaks,
         pools=pools,
         attention=measured.attention if measured else "",
@@ -291,14 +319,49 @@ def _kernel_seconds(
 
 
 def _policy(
-    model: PreTrainedModel, config: Config, states: StateBytes, machine: Machine, world: World
+    kept: KeptBytes,
+    config: Config,
+    states: StateBytes,
+    machine: Machine,
+    world: World,
+    planned_groups: int = 0,
 ) -> ReshardPolicy:
     """Decide as `choose_reshard_policy` does."""
     free = machine.memory_bytes - machine.allowance_bytes - states.total
     micro_batches = config.train.gradient_accumulation_steps
-    kept, fixed = kept_bytes(model, config, world), fixed_policy(config, world)
-    policy, *_ = decide(kept, free, micro_batches, fixed)
+    policy, *_ = decide(kept, free, micro_batches, fixed_policy(config, world), planned_groups)
     return policy
+
+
+def _not_gathered_again(
+    model: PreTrainedModel, sizes: Sequence[int], micro_batches: int, world: World
+) -> Counter[Collective]:
+    """Return what a step gathers less where the first groups, of these bytes, stay gathered."""
+    less: Counter[Collective] = Counter()
+    groups = list(gathered_groups(model).items())
+    for (group, parameters), size in zip(groups, sizes, strict=False):
+        mesh = world.mesh["shard"]
+        if world.expert_mesh and any(map(is_spread, parameters)):
+            mesh = world.expert_mesh["expert_shard"]
+        ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
+        # What stands around the layers stays from the forward to the backward in any case.
+        gathers = micro_batches if group is model else 2 * micro_batches
+        if len(ranks) > 1:
+            less[Collective("all-gather", ranks)] += (gathers - 1) * size
+    return less
+
+
+def _peak_bytes(peaks: Mapping[str, Peak], pools: Sequence[int], machine: Machine) -> int:
+    allocated = max(peak.n_bytes for peak in peaks.values())
+    return max(sum(pools), allocated) + machine.allowance_bytes
+
+
+def _memory(
+    measured: Measured, states: StateBytes, optimizer: torch.optim.Optimizer, machine: Machine
+) -> tuple[dict[str, Peak], list[int]]:
+    """Return the peak of each phase, and a GPU's pools."""
+    peaks = _peaks(measured, states, _update_bytes(optimizer))
+    return peaks, _pools(measured, states) if machine.is_gpu else []
 
 
 def _update_bytes(optimizer: torch.optim.Optimizer) -> int:

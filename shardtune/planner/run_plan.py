@@ -61,6 +61,7 @@ class Prediction(TypedDict):
     changes: list[str]  # that would let it fit, the best first
     step_s: float | None  # the least time of a step, None if it is not known
     bound_by: str | None  # what takes that time
+    kept_groups: list[int]  # of each stage, which may stay gathered
 
 
 class RunPlan:
@@ -120,6 +121,12 @@ class RunPlan:
             )
         if world.is_main:
             self._suggest_mesh()
+
+    @property
+    def kept_groups(self) -> list[int]:
+        """How many groups of each stage may stay gathered, once the plan is made."""
+        assert self._prediction
+        return self._prediction["kept_groups"]
 
     def _suggest_mesh(self) -> None:
         """Log a mesh with which a step takes less than two thirds of its time, on rank 0."""
@@ -245,6 +252,7 @@ def _prediction(plan: Plan) -> Prediction:
         changes=[],
         step_s=plan.floor_s or None,
         bound_by=plan.bound_by,
+        kept_groups=list(plan.kept_groups),
     )
 
 

@@ -108,7 +108,7 @@ class Search:
         plan, simulations = self._plan, simulations.without_evaluation()
         left, memory_bytes = _MOST_SIMULATED, plan.machine.memory_bytes
         # For other meshes the arithmetic is about as far off as for this one.
-        off = 0.0 if plan.reason else plan.peak_bytes - self._own.peak_bytes
+        off = 0.0 if plan.reason else plan.needed_bytes - self._own.peak_bytes
         for settings in islice(_settings(plan.config), 1 if plan.fits else None):
             estimates: list[Estimate] = []
             for values, price in settings:
@@ -127,7 +127,7 @@ class Search:
                 if change and change.plan.fits:
                     changes.append(change)
                 elif change:
-                    off = max(off, change.plan.peak_bytes - each.peak_bytes)
+                    off = max(off, change.plan.needed_bytes - each.peak_bytes)
             if changes or not left:
                 return sorted(changes, key=lambda change: change.plan.seconds_per_token)
         return []
@@ -159,9 +159,9 @@ class Search:
         machine, traffic, peak_bytes = self._plan.machine, [], 0.0
         free = machine.memory_bytes - machine.allowance_bytes
         for stage in range(config.parallel.stages):
-            memory, policy = rough_memory(shapes, stage, config, machine.ranks, free)
+            memory, keeps = rough_memory(shapes, stage, config, machine.ranks, free)
             peak_bytes = max(peak_bytes, memory + machine.allowance_bytes)
-            traffic.append(least_traffic(shapes, stage, policy, config, machine.ranks))
+            traffic.append(least_traffic(shapes, stage, keeps, config, machine.ranks))
         floors = floors_s(traffic, self._plan.step_flops, config, machine)
         return Estimate(values, price, config, floors, peak_bytes)
 

@@ -5,6 +5,7 @@ A simulated step takes seconds; this takes less than a millisecond once the shap
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -21,7 +22,7 @@ from shardtune.model.stages import layers_of_stages
 from shardtune.model.support import decoder_layers
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Collective
-from shardtune.training.reshard import KeptBytes, ReshardPolicy, decide
+from shardtune.training.reshard import KeptBytes, ReshardPolicy, decide, room_beside
 
 
 class Sizes(NamedTuple):
@@ -44,6 +45,13 @@ class StageSizes(NamedTuple):
     largest: Sizes
     around: Sizes
     n_layers: int
+
+
+class Keeps(NamedTuple):
+    """What a rank keeps until the end of a step, and the bytes of parameters that stay gathered."""
+
+    policy: ReshardPolicy
+    gathered_bytes: float
 
 
 class Shapes:
@@ -114,7 +122,7 @@ def _sizes(parameters: Sequence[nn.Parameter], spread: set[nn.Parameter], top_k:
 
 
 def least_traffic(
-    shapes: Shapes, stage: int, policy: ReshardPolicy, config: Config, ranks: int
+    shapes: Shapes, stage: int, keeps: Keeps, config: Config, ranks: int
 ) -> Counter[Collective]:
     """Return what the first rank of a stage gathers, reduces, exchanges and receives in a step.
 
@@ -131,21 +139,27 @@ def least_traffic(
     layers, around = sizes.layers, sizes.around
     compute_bytes = shapes.compute_bytes
     reduce_bytes = DTYPES[config.model.reduce_dtype].itemsize
+    own, trained = (n // parallel.expert for n in (layers.experts, layers.trained_experts))
     # FSDP2 keeps what stands around the layers from the forward to the backward.
-    once = 1 if policy.keep_parameters else micro_batches
-    twice = 1 if policy.keep_parameters else 2 * micro_batches
-    reduced = reduce_bytes * (1 if policy.keep_gradients else micro_batches)
+    kept, gathered = keeps.gathered_bytes / compute_bytes, []
+    for numel, times in (
+        (around.dense, micro_batches),
+        (layers.dense, 2 * micro_batches),
+        (own, 2 * micro_batches),
+    ):
+        here = min(kept, numel)
+        kept -= here
+        gathered.append(round(times * numel - (times - 1) * here))
+    reduced = reduce_bytes * (1 if keeps.policy.keep_gradients else micro_batches)
     traffic: Counter[Collective] = Counter()
     trained_dense = layers.trained_dense + around.trained_dense
-    gathered = twice * layers.dense + once * around.dense
-    traffic[Collective("all-gather", shard_group)] += compute_bytes * gathered
+    traffic[Collective("all-gather", shard_group)] += compute_bytes * sum(gathered[:2])
     traffic[Collective("reduce-scatter", shard_group)] += reduced * trained_dense
-    own, trained = (n // parallel.expert for n in (layers.experts, layers.trained_experts))
-    traffic[Collective("all-gather", copies)] += compute_bytes * twice * own
+    traffic[Collective("all-gather", copies)] += compute_bytes * gathered[2]
     traffic[Collective("reduce-scatter", copies)] += reduced * trained
     if parallel.replicate > 1:
         slices = (trained_dense + layers.trained_experts) // shards
-        reduced = reduce_bytes if policy.keep_sums else reduced
+        reduced = reduce_bytes if keeps.policy.keep_sums else reduced
         traffic[Collective("reduce-scatter", replicas)] += reduced * slices
         # Factors of adapters are float32.
         updated = DTYPES["float32" if config.lora.rank else config.model.master_dtype].itemsize
@@ -172,10 +186,11 @@ def least_traffic(
 
 def rough_memory(
     shapes: Shapes, stage: int, config: Config, ranks: int, free: float
-) -> tuple[float, ReshardPolicy]:
-    """Return about the bytes that a rank of a stage holds at its peak, and what it keeps unsharded.
+) -> tuple[float, Keeps]:
+    """Return about the bytes that a rank of a stage holds at its peak, and what it keeps.
 
-    `ranks`: of all stages. `free`: what a rank may hold. The plans in docs/planner.md are within a
+    Where not all parameters have room, those that stay gathered are left out of the peak. `ranks`:
+    of all stages. `free`: what a rank may hold. The plans in docs/planner.md are within a
     tenth of it; a simulated step knows better.
     """
     parallel, train, expert = config.parallel, config.train, config.parallel.expert
@@ -200,9 +215,9 @@ def rough_memory(
         reduced = 0.0
     micro_batches = train.gradient_accumulation_steps
     sums = gradient_bytes * trained / shards * (1 - 1 / parallel.replicate)
-    kept_bytes = KeptBytes(round(gathered), round(reduced), round(sums))
-    policy, *_ = decide(kept_bytes, free - states, micro_batches)
-    if not policy.keep_parameters:  # that of one layer, of the one before, and a copy
+    kept_bytes = KeptBytes([round(gathered)], round(reduced), round(sums))
+    policy, _, room = decide(kept_bytes, free - states, micro_batches)
+    if not policy.kept_groups:  # that of one layer, of the one before, and a copy
         layer = largest.dense + largest.experts / expert
         gathered = compute_bytes * (sizes.around.dense + 3 * layer)
     if not policy.keep_gradients or micro_batches == 1:
@@ -221,4 +236,6 @@ def rough_memory(
     activations = compute_bytes * tokens * (kept + 3 * of_layer)
     if policy.keep_gradients or not policy.keep_sums or micro_batches == 1:
         sums = 0.0
-    return states + gathered + reduced + sums + activations, policy
+    total = states + gathered + reduced + sums + activations
+    more = max(0.0, min(room, room_beside(total, free)))
+    return total, Keeps(policy, math.inf if policy.kept_groups else more)

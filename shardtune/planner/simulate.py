@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,22 @@ class Measured:
     def step_kernels(self, micro_batches: int) -> Counter[Kernel]:
         """Return how often each kernel runs in such a step, the optimizer's left out."""
         return _step(self.kernels, micro_batches)
+
+    def keeping(self, n_bytes: int) -> Measured:
+        """Return the memory of a step in which so many bytes more stay gathered throughout."""
+        of_passes = ("evaluate", "forward", "backward")
+        more = Counter({Cause.GATHERED: n_bytes})
+        peaks = {
+            (phase, place): Peak(peak.n_bytes + n_bytes, peak.by_cause + more)
+            if phase in of_passes
+            else peak
+            for (phase, place), peak in self.peaks.items()
+        }
+        pools = {
+            (phase, place, stream): size + n_bytes * (phase in of_passes and stream == 0)
+            for (phase, place, stream), size in self.pools.items()
+        }
+        return replace(self, peaks=peaks, pools=pools)
 
 
 def _step(parts: Sequence[Counter[T]], micro_batches: int) -> Counter[T]:
@@ -146,8 +162,7 @@ def simulate(
             if world.is_last_stage:
                 use_loss_head(model, device, "cuda" if is_gpu else "cpu")
             batch = full_batch(config, attention.is_flat, device)
-            if policy.keep_parameters:
-                cast(Any, model).set_reshard_after_forward(False)
+            policy.keep_gathered(model)
             _watch_layers(model, tracker)
             tracker.read_by_host = _exchanged(batch.input_ids.numel(), model, config, imbalance)
             tracker.traffic, tracker.kernels = Counter(), Counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
@@ -43,10 +43,12 @@ def build_train_context(
     assets: Mapping[str, bytes],
     schedule: Schedule,
     device_peak: DevicePeak,
+    planned_groups: Sequence[int],
 ) -> TrainContext:
     """Build the sharded model and its optimizer, and load the checkpoint that the run resumes from.
 
-    Files of another run are moved aside once that checkpoint is loaded.
+    `planned_groups`: for each stage, see `choose_reshard_policy`. Files of another run are moved
+    aside once that checkpoint is loaded.
     """
     config, world, resumed = run.config, run.world, run.resumed
     world.progress.enter(Phase.LOADING)
@@ -59,8 +61,9 @@ def build_train_context(
     update = optim.update_kind(optimizer, world.device)
     state = state_bytes(model, optimizer, config)
     setup.log_model(whole, config, state, world)
+    saved = setup.saved_reshard_policy(run)
     policy = reshard.choose_reshard_policy(
-        model, config, state, setup.saved_reshard_policy(run), world
+        model, config, state, saved, world, planned_groups[world.stage]
     )
     set_seed((config.run.seed + world.rank) % 2**32)
     is_flat = prepare_forward(model, config, data.longest, world)

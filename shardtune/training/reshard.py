@@ -4,6 +4,8 @@
     parameters        gathered twice in every micro-batch       gathered once a step
     gradients         reduced in every micro-batch              reduced once a step
 
+Parameters are kept by group, as many as have room; gradients all or none.
+
 Gradients that are reduced in every micro-batch meet those of other replicas once a step, if the
 sums of each replica can be kept until then, else in every micro-batch, too.
 
@@ -18,7 +20,9 @@ What is freed is gathered again a layer ahead of its use (`model/overlap.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +34,7 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.build import compute_dtype, gradient_dtype
 from shardtune.model.experts import gathered_numel
+from shardtune.model.overlap import gathered_groups
 from shardtune.training.states import StateBytes
 
 _SHARE = 0.5  # of the free memory; the rest is for activations
@@ -39,22 +44,29 @@ _SHARE = 0.5  # of the free memory; the rest is for activations
 class ReshardPolicy:
     """What is kept until the last micro-batch of a step."""
 
-    keep_parameters: bool  # unsharded
+    kept_groups: int  # whose parameters stay unsharded, of `gathered_groups`
     keep_gradients: bool  # unsharded
     keep_sums: bool = True  # of a replica's gradients, sharded; with one replica always
+
+    def keep_gathered(self, model: Any) -> None:
+        """Tell FSDP what every forward leaves unsharded."""
+        for group in list(gathered_groups(model))[: self.kept_groups]:
+            group.set_reshard_after_forward(False, recurse=False)
 
     def before_backward(self, model: Any, is_last_micro_batch: bool) -> None:
         """Tell FSDP what the coming backward keeps and reduces."""
         model.set_requires_gradient_sync(is_last_micro_batch or not self.keep_gradients)
         # The line above decides within a replica, and this one between replicas.
         model.set_requires_all_reduce(is_last_micro_batch or not self.keep_sums)
-        model.set_reshard_after_backward(is_last_micro_batch or not self.keep_parameters)
+        for number, group in enumerate(gathered_groups(model)):
+            is_freed = is_last_micro_batch or number >= self.kept_groups
+            group.set_reshard_after_backward(is_freed, recurse=False)
 
 
 class KeptBytes(NamedTuple):
     """The bytes that each choice of a `ReshardPolicy` takes of a rank, beside its state."""
 
-    parameters: int
+    parameters: Sequence[int]  # of each group
     gradients: int
     sums: int
 
@@ -65,7 +77,7 @@ def kept_bytes(model: Any, config: Config, world: World) -> KeptBytes:
     The gradients of a rank that reduces with no other take none, since they replace the sharded
     ones. Of a replica's sums a rank keeps those whose owners are other replicas' ranks.
     """
-    numel = sum(gathered_numel(p) for p in model.parameters())
+    groups = gathered_groups(model).values()
     trained = sum(gathered_numel(p) for p in model.parameters() if p.requires_grad)
     compute = compute_dtype(config.model.compute_dtype, world.device)
     reduce_dtype = DTYPES[config.model.reduce_dtype]
@@ -76,34 +88,40 @@ def kept_bytes(model: Any, config: Config, world: World) -> KeptBytes:
         if p.requires_grad
     )
     others = sums * (world.replicas - 1) // world.replicas
-    return KeptBytes(numel * compute.itemsize, gradients, others)
+    parameters = [sum(map(gathered_numel, group)) * compute.itemsize for group in groups]
+    return KeptBytes(parameters, gradients, others)
 
 
 def choose_reshard_policy(
-    model: Any, config: Config, state: StateBytes, saved: ReshardPolicy | None, world: World
+    model: Any,
+    config: Config,
+    state: StateBytes,
+    saved: ReshardPolicy | None,
+    world: World,
+    planned_groups: int,
 ) -> ReshardPolicy:
     """Decide by the free memory of the fullest rank, for all ranks, and log why. Collective.
 
     `saved` is the decision of the resumed run. It holds for gradients, because a resume must not
-    change the order of a sum.
+    change the order of a sum. `planned_groups`: how many this stage may keep gathered where not all
+    have room, by the plan, which knows the activations.
     """
-    # Stages differ, and one decision holds for all.
-    sizes = world.all_gather_json(kept_bytes(model, config, world))
-    kept = KeptBytes(*map(max, zip(*sizes, strict=True)))
+    # Stages differ, and one decision about gradients holds for all.
+    own = kept_bytes(model, config, world)
+    gradients, sums = map(max, zip(*world.all_gather_json(own[1:]), strict=True))
+    kept = KeptBytes(own.parameters, gradients, sums)
     micro_batches = config.train.gradient_accumulation_steps
     # The sharded gradients and the optimizer's state are not allocated yet.
-    free = _free_bytes(world) - state.gradients - state.optimizer
+    free = min(world.all_gather_json(_free_bytes(world) - state.gradients - state.optimizer))
     policy, room, room_for_parameters = decide(
-        kept, min(world.all_gather_json(free)), micro_batches, fixed_policy(config, world) or saved
+        kept, free, micro_batches, fixed_policy(config, world) or saved, planned_groups
     )
-    if policy.keep_parameters:
-        model.set_reshard_after_forward(False)
+    policy.keep_gathered(model)
     is_whole = world.mesh["shard"].size() == 1
     made = "whole on each rank, copied" if is_whole else "gathered"
-    when = "once a step" if policy.keep_parameters else "in each forward and each backward"
     logger.info(
-        f"Parameters: {made} {when} "
-        f"({_gb(kept.parameters)} unsharded, room for {_gb(room_for_parameters)})"
+        f"Parameters: {made} {_when(policy, kept, world)} "
+        f"({_gb(sum(kept.parameters))} unsharded, room for {_gb(room_for_parameters)})"
     )
     if micro_batches > 1 and world.stage_ranks > 1:
         reduced = "once a step" if policy.keep_gradients else "in each micro-batch"
@@ -115,6 +133,16 @@ def choose_reshard_policy(
     return policy
 
 
+def _when(policy: ReshardPolicy, kept: KeptBytes, world: World) -> str:
+    once, always = "once a step", "in each forward and each backward"
+    number, groups = policy.kept_groups, len(kept.parameters)
+    if number in (0, groups):
+        return once if number else always
+    stage = " of the first stage" if world.stages > 1 else ""
+    size = _gb(sum(kept.parameters[:number]))
+    return f"{once} in {number} of {groups} groups{stage} ({size}), {always} in the others"
+
+
 def fixed_policy(config: Config, world: World) -> ReshardPolicy | None:
     """Return what a rank keeps of its gradients that reduces with no other, whatever the memory.
 
@@ -124,23 +152,40 @@ def fixed_policy(config: Config, world: World) -> ReshardPolicy | None:
         return None
     # One rank sums gradients that it does not keep in the dtype of the sharded ones.
     keep_gradients = world.size > 1 or config.model.reduce_dtype == "float32"
-    return ReshardPolicy(keep_parameters=True, keep_gradients=keep_gradients)
+    return ReshardPolicy(kept_groups=0, keep_gradients=keep_gradients)
 
 
 def decide(
-    kept: KeptBytes, free: float, micro_batches: int, saved: ReshardPolicy | None = None
+    kept: KeptBytes,
+    free: float,
+    micro_batches: int,
+    saved: ReshardPolicy | None = None,
+    planned_groups: int = 0,
 ) -> tuple[ReshardPolicy, float, float]:
     """Decide by the bytes of what is kept and of the free memory, as `saved` has it for gradients.
 
-    Returns the decision, the room for all of it, and that for the parameters, in bytes.
+    Where not all groups have room, at most `planned_groups` are kept. Returns the decision, the
+    room for all of it, and that for the parameters, in bytes.
     """
     room = max(0.0, _SHARE * free)
     keep_gradients = saved.keep_gradients if saved else kept.gradients <= room
     keep_sums = saved.keep_sums if saved else kept.sums <= room
     of_gradients = kept.gradients if keep_gradients else kept.sums * keep_sums
     room_for_parameters = max(0.0, room - of_gradients * (micro_batches > 1))
-    policy = ReshardPolicy(kept.parameters <= room_for_parameters, keep_gradients, keep_sums)
-    return policy, room, room_for_parameters
+    groups = groups_in(kept, room_for_parameters)
+    if groups < len(kept.parameters):
+        groups = min(groups, planned_groups)
+    return ReshardPolicy(groups, keep_gradients, keep_sums), room, room_for_parameters
+
+
+def room_beside(peak: float, memory: float) -> float:
+    """Return how many bytes of groups may stay gathered beside the peak of a step without them."""
+    return _SHARE * (memory - peak)
+
+
+def groups_in(kept: KeptBytes, room: float) -> int:
+    """Return how many groups have room, from the first on."""
+    return sum(total <= room for total in accumulate(kept.parameters))
 
 
 def _free_bytes(world: World) -> float:

@@ -61,14 +61,14 @@ def compare(config_file: Path, model: Path, nodes: int, gb: float, assignments: 
     """Hold the plan of nodes of 8 GPUs against two steps without contents."""
     given = ["data.train=none", *assignments]
     config = load_config(config_file, [f"model.path={model}", *given], {})
-    stages = [
-        hollow_peaks(config_file, model, nodes, 8, *given, gb=gb, stage=stage)
-        for stage in range(config.parallel.stages)
-    ]
-    measured = max(stages, key=lambda stage: stage.peak_bytes)
     model_config = AutoConfig.from_pretrained(model)
     machine = Machine(nodes, 8, gb * 1e9, 1, 1, 1)
     plan = make_plan(config, model_config, machine, Simulations(model_config, imbalance=1))
+    stages = [
+        hollow_peaks(config_file, model, nodes, 8, *given, gb=gb, stage=stage, kept_groups=groups)
+        for stage, groups in enumerate(plan.kept_groups)
+    ]
+    measured = max(stages, key=lambda stage: stage.peak_bytes)
     assert plan.parameters == sum(stage.parameters for stage in stages)
     for phase in ("forward", "backward"):
         allocated = measured.allocated[phase]

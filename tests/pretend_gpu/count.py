@@ -124,8 +124,7 @@ def measure(
 
 
 def _apply(policy: ReshardPolicy, model: Any, *_: Any) -> ReshardPolicy:
-    if policy.keep_parameters:
-        model.set_reshard_after_forward(False)
+    policy.keep_gathered(model)
     return policy
 
 

@@ -53,15 +53,17 @@ def hollow_peaks(
     *assignments: str,
     gb: float = 80.0,
     stage: int = 0,
+    kept_groups: int = 0,
     timeout_s: float = 580,
 ) -> Peaks:
     """Measure a stage's first rank, with this configuration and `section.key=value`.
 
-    `gb` of a GPU, in 1e9 bytes, decides what is kept gathered, and limits nothing.
+    `gb` of a GPU, in 1e9 bytes, and the plan's `kept_groups` decide what is kept gathered, and
+    limit nothing.
     """
     options = [f"--config={config}", f"--model={model}", f"--nodes={nodes}"]
     options += [f"--gpus-per-node={gpus_per_node}", f"--gpu-memory={gb}"]
-    options += [f"--stage={stage}", *assignments]
+    options += [f"--stage={stage}", f"--kept-groups={kept_groups}", *assignments]
     command = [sys.executable, "-m", "tests.pretend_gpu.hollow", *options]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -78,6 +80,7 @@ def parse(arguments: Sequence[str] | None = None, doc: str | None = __doc__) -> 
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB")
     parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--kept-groups", type=int, default=0, help="as the plan of the run says")
     parser.add_argument("assignments", nargs="*", metavar="section.key=value")
     return parser.parse_args(arguments)
 
@@ -140,7 +143,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     owned = OwnedParameters(model, config, world)
     optimizer = build_optimizer(owned, config)
     state = state_bytes(model, optimizer, config)
-    reshard = choose_reshard_policy(model, config, state, None, world)
+    reshard = choose_reshard_policy(model, config, state, None, world, options.kept_groups)
     model.set_attn_implementation(DOCUMENT_ATTENTION)
     use_loss_head(model, world.device)
     batch = _full_batch(config, world.device)

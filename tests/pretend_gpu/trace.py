@@ -106,10 +106,12 @@ def trace_of(
     *assignments: str,
     gb: float = 80.0,
     stage: int = 0,
+    kept_groups: int = 0,
     timeout_s: float = 300,
 ) -> list[str]:
     """Return what `traced` does, of a stage's first rank on 2 x 8 GPUs, in a process of its own."""
     options = [f"--config={config}", f"--model={model}", f"--gpu-memory={gb}", f"--stage={stage}"]
+    options.append(f"--kept-groups={kept_groups}")
     command = [sys.executable, "-m", "tests.pretend_gpu.trace", *options, *assignments]
     done = subprocess.run(
         command,

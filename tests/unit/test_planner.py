@@ -133,7 +133,7 @@ def test_a_cut_model_ends_as_the_whole_one_does(
 def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
     model_config: PreTrainedConfig, assignments: list[str]
 ) -> None:
-    config, policy = configured(*assignments), ReshardPolicy(False, False)
+    config, policy = configured(*assignments), ReshardPolicy(0, False)
     with fake_world(2, 4, config) as world:
         lengths = cuts(layer_kinds(build_on_meta(config, model_config, world)))
         assert lengths
@@ -156,7 +156,7 @@ def test_a_world_of_one_keeps_what_its_run_keeps(reduce_dtype: str) -> None:
     """Its compute copies, and the gradients unless they are added up in another dtype."""
     machine = Machine(1, 1, 80e9, 1e9, 1e9, 1e12)
     plan = make_plan(configured(f"model.reduce_dtype={reduce_dtype}"), LLAMA, machine)
-    assert plan.policy == ReshardPolicy(True, reduce_dtype == "float32")
+    assert plan.policy == ReshardPolicy(1 + LLAMA.num_hidden_layers, reduce_dtype == "float32")
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_an_update_holds_weights_gradients_and_moments() -> None:
 
 def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> None:
     config = configured("parallel.expert=4", "train.gradient_accumulation_steps=1")
-    cut, policy = with_layers(GLM, 2), ReshardPolicy(False, False)
+    cut, policy = with_layers(GLM, 2), ReshardPolicy(0, False)
     with fake_world(1, 4, config) as world:
         even, uneven = (simulate(config, cut, policy, world, factor) for factor in (1.0, 2.0))
     assert even.traffic == uneven.traffic
@@ -448,7 +448,7 @@ def test_each_further_micro_batch_sends_as_much() -> None:
     def sent(micro_batches: int) -> int:
         config = configured(f"train.gradient_accumulation_steps={micro_batches}")
         with fake_world(1, 4, config) as world:
-            cut, policy = with_layers(LLAMA, 2), ReshardPolicy(False, False)
+            cut, policy = with_layers(LLAMA, 2), ReshardPolicy(0, False)
             return simulate(config, cut, policy, world).step_traffic(micro_batches).total()
 
     two, three, four = map(sent, (2, 3, 4))

@@ -13,14 +13,19 @@ from helpers.thread_ranks import on_threads, thread_worlds
 from torch import nn
 
 from shardtune.distributed.meshes import Meshes
-from shardtune.training.reshard import ReshardPolicy, choose_reshard_policy
+from shardtune.training.reshard import (
+    KeptBytes,
+    ReshardPolicy,
+    choose_reshard_policy,
+    decide,
+)
 from shardtune.training.states import StateBytes
 
 
 class Sharded(nn.Linear):
     """Parameters of 4 MB, and the method that FSDP2 adds."""
 
-    def set_reshard_after_forward(self, reshards: bool) -> None:
+    def set_reshard_after_forward(self, reshards: bool, recurse: bool) -> None:
         self.reshards = reshards
 
 
@@ -41,10 +46,30 @@ def test_the_rank_with_the_least_memory_decides_for_all(
         state = StateBytes(0, 0, 0)
         return on_threads(
             worlds,
-            lambda world: choose_reshard_policy(Sharded(1024, 1024), config, state, None, world),
+            lambda world: choose_reshard_policy(Sharded(1024, 1024), config, state, None, world, 1),
         )
 
-    assert decided([1, 1]) == [ReshardPolicy(True, True)] * 2
+    assert decided([1, 1]) == [ReshardPolicy(1, True)] * 2
     shares = [1, 1]
     shares[fullest] = 1 << 20
-    assert decided(shares) == [ReshardPolicy(False, False)] * 2
+    assert decided(shares) == [ReshardPolicy(0, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("free", "planned", "groups"),
+    [
+        (100, 0, 4),  # half of it is room for all, whatever the plan says
+        (98, 0, 0),
+        (98, 2, 2),
+        (98, 4, 3),
+        (58, 4, 2),
+        (38, 4, 1),
+        (18, 4, 0),
+    ],
+)
+def test_as_many_groups_stay_gathered_as_have_room_and_the_plan_allows(
+    free: float, planned: int, groups: int
+) -> None:
+    kept = KeptBytes(parameters=[10, 10, 10, 20], gradients=1000, sums=0)
+    policy, *_ = decide(kept, free, micro_batches=2, planned_groups=planned)
+    assert policy == ReshardPolicy(groups, keep_gradients=False, keep_sums=True)

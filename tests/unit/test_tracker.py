@@ -33,7 +33,7 @@ def test_peaks_are_those_of_pytorchs_tracker(family: str, assignment: str) -> No
     given = ["model.path=unread", "model.compute_dtype=bfloat16", "data.train=unread"]
     config = load_config(Path("/dev/null"), [*given, "data.max_length=64", assignment], {})
     model_config = AutoConfig.for_model(family, **SMALL | FAMILIES.get(family, {}))
-    policy = ReshardPolicy(False, False)
+    policy = ReshardPolicy(0, False)
     with fake_world(1, 4, config) as world:
         ours = simulate(config, model_config, policy, world, evaluates=False)
         model = build_on_meta(config, model_config, world)
