@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -261,27 +260,16 @@ def _plan_stage(
             kind = model_config.model_type
             reason = f"no step of {kind} can be simulated: {first_line(error)}"
     if measured:
-        micro_batches = config.train.gradient_accumulation_steps
-        traffic = measured.step_traffic(micro_batches)
-        memory = partial(_memory, states=states, optimizer=optimizer, machine=machine)
-        peaks, pools = memory(measured)
-        needed = _peak_bytes(peaks, pools, machine)
-        if not policy.kept_groups:
-            fitting = groups_in(kept, room_beside(needed, machine.memory_bytes))
-            policy = _policy(kept, config, states, machine, world, fitting)
-            sizes = kept.parameters[: policy.kept_groups]
-            traffic.subtract(_not_gathered_again(own, sizes, micro_batches, world))
-            # What stands around the layers is gathered at each peak.
-            peaks, pools = memory(measured.keeping(sum(sizes[1:])))
+        traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
+        peaks, pools = _memory(measured, states, optimizer, machine)
     else:
         keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
         traffic = least_traffic(shapes, world.stage, keeps, config, world.size)
         peaks, pools = {"any phase": _bound(own, config, states, world)}, []
-        needed = _peak_bytes(peaks, pools, machine)
     rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
     rows *= world.data_ranks
     parameters = list(whole.parameters())
-    return Plan(
+    plan = Plan(
         config=config,
         machine=machine,
         parameters=sum(p.numel() for p in parameters),
@@ -289,7 +277,7 @@ def _plan_stage(
         states=states,
         kept_groups=(policy.kept_groups,),
         policy=policy,
-        needed_bytes=needed,
+        needed_bytes=_peak_bytes(peaks, pools, machine),
         peaks=peaks,
         pools=pools,
         attention=measured.attention if measured else "",
@@ -300,6 +288,35 @@ def _plan_stage(
         shapes=shapes,
         storage=plan_storage(own, config, model_config, states, machine, world),
         kernels_s=_kernel_seconds(measured, states, config, machine) if measured else None,
+    )
+    if measured and not policy.kept_groups:
+        return _keep_groups(plan, measured, own, kept, optimizer, world)
+    return plan
+
+
+def _keep_groups(
+    plan: Plan,
+    measured: Measured,
+    model: PreTrainedModel,
+    kept: KeptBytes,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+) -> Plan:
+    """Return the plan in which as many groups stay gathered as its peak leaves room for."""
+    config, machine, states = plan.config, plan.machine, plan.states
+    fitting = groups_in(kept, room_beside(plan.peak_bytes, machine.memory_bytes))
+    policy = _policy(kept, config, states, machine, world, fitting)
+    sizes = kept.parameters[: policy.kept_groups]
+    # What stands around the layers is gathered at each peak.
+    peaks, pools = _memory(measured.keeping(sum(sizes[1:])), states, optimizer, machine)
+    traffic = plan.traffic[0] - _not_gathered_again(model, sizes, config, world)
+    return replace(
+        plan,
+        kept_groups=(policy.kept_groups,),
+        policy=policy,
+        peaks=peaks,
+        pools=pools,
+        traffic=(traffic,),
     )
 
 
@@ -334,9 +351,10 @@ def _policy(
 
 
 def _not_gathered_again(
-    model: PreTrainedModel, sizes: Sequence[int], micro_batches: int, world: World
+    model: PreTrainedModel, sizes: Sequence[int], config: Config, world: World
 ) -> Counter[Collective]:
     """Return what a step gathers less where the first groups, of these bytes, stay gathered."""
+    micro_batches = config.train.gradient_accumulation_steps
     less: Counter[Collective] = Counter()
     groups = list(gathered_groups(model).items())
     for (group, parameters), size in zip(groups, sizes, strict=False):

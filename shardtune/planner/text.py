@@ -34,6 +34,13 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
     yield from table(["", "total", *causes], rows)
     yield ""
     between, inside = plan.received
+    if plan.needed_bytes < plan.peak_bytes:
+        numbers = " and ".join(map(str, plan.kept_groups))
+        yield (
+            f"Gathered once a step, since memory is left: {numbers} groups of parameters; without "
+            f"that the peak is {gb(plan.needed_bytes)} GB"
+        )
+        yield ""
     yield f"Received in a step, GB (as {plan.machine.backend} moves it):"
     rows = [[kind, gb(between[kind]), gb(inside[kind])] for kind in between]
     yield from table(["", "by a node from others", "by a rank in its node"], rows)

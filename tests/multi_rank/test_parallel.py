@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerFast
 from shardtune.training import reshard
 
 RATES = (3e-3,) * 4
+FREE = 6.12e5  # bytes of memory, with room for two groups of the tiny GLM
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +157,13 @@ def test_a_checkpoint_resumes_on_another_number_of_replicas(
     check(run_dir, expected["glm"])
 
 
-def run_and_count_copies(arguments: list[str], share: float) -> None:
+def run_and_count_copies(
+    arguments: list[str], share: float = 0.5, free: float | None = None
+) -> None:
     """On a rank: print a line whenever a group's weights are copied for forward or backward."""
     reshard._SHARE = share
+    if free is not None:
+        vars(reshard)["_free_bytes"] = lambda world: free
     to_unsharded = FSDPParamGroup._to_unsharded
 
     def counting(group: FSDPParamGroup) -> None:
@@ -199,6 +204,28 @@ def test_a_world_of_one_copies_its_weights_once_a_step(
     assert set(copies[0.0][:-1]) == {micro_batches * (2 * groups - 1)}
     if compute_dtype == "float32":
         check(tmp_path / "run0.5", expected["llama"])
+
+
+def test_groups_that_have_room_are_gathered_once_a_step(
+    sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
+) -> None:
+    """These are what stands around the layers, and one layer."""
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    more = ["train.epochs=4", "train.gradient_accumulation_steps=4", "parallel.expert=2"]
+    given = settings(sharp["glm"], data, tmp_path / "run", *more)
+    (tmp_path / "config.yaml").touch()
+    arguments = ["--config", "config.yaml", *given]
+    said = finish(on_ranks(2, run_and_count_copies, arguments, 0.5, FREE, cwd=tmp_path))
+    assert re.search(
+        r"^Parameters: gathered once a step in 2 of 6 groups \(0\.00 GB\), in each forward and "
+        r"each backward in the others \(",
+        said,
+        re.MULTILINE,
+    )
+    _, *of_steps = said.split("\nStep ")
+    copies = {part.count("A copy") for part in of_steps[:-1]}
+    assert copies == {2 + (6 - 2) * 2 * 4}  # in the forward and the backward of micro-batches
+    check(tmp_path / "run", expected["glm"])
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused(

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_l
 from shardtune.planner.machine import Machine, collective_bytes, link_bytes
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.simulate import fake_world, simulate
+from shardtune.planner.text import describe
 from shardtune.planner.tracker import Collective
 from shardtune.planner.verdict import verdict
 from shardtune.training.reshard import ReshardPolicy
@@ -351,6 +353,28 @@ def test_a_bound_receives_once_what_is_kept() -> None:
     around = 2 * 2 * LLAMA.vocab_size * LLAMA.hidden_size
     assert freed["all-gather"] == pytest.approx(8 * kept["all-gather"] - 4 * around, rel=0.001)
     assert freed["reduce-scatter"] == 4 * kept["reduce-scatter"]
+
+
+def test_what_stays_gathered_takes_half_of_what_is_left() -> None:
+    """A step that keeps as many groups sends what the plan counts, and takes no more memory."""
+    settings = ["parallel.expert=4", "data.max_length=64", *STEPS]
+    config, model_config = configured(*settings), with_layers(GLM, 4)
+    machine = replace(MACHINE, memory_bytes=4.048e9)
+    plan = make_plan(config, model_config, machine)
+    layers, layers_with_experts = 4, 3
+    (kept,) = plan.kept_groups
+    assert 1 + layers < kept < 1 + layers + layers_with_experts
+    assert plan.needed_bytes < plan.peak_bytes
+    assert plan.peak_bytes - plan.needed_bytes <= (machine.memory_bytes - plan.needed_bytes) / 2
+    with fake_world(2, 4, config) as world:
+        measured = simulate(config, model_config, plan.policy, world)
+    assert plan.traffic == (measured.step_traffic(4),)
+    for phase in ("evaluate", "forward", "backward"):
+        simulated = max(peak.n_bytes for (name, _), peak in measured.peaks.items() if name == phase)
+        planned = plan.peaks[phase].n_bytes - plan.states.optimizer
+        # The layer that computes, and the next one, are counted twice where they stay gathered.
+        assert simulated <= planned < 1.15 * simulated, phase
+    assert f"Gathered once a step, since memory is left: {kept} groups" in "".join(describe(plan))
 
 
 def test_an_unknown_architecture_without_shapes_is_refused(
