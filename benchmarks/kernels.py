@@ -9,6 +9,7 @@ the network between nodes is left out: no GPU has run this.
 
 from __future__ import annotations
 
+import datetime
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from distTest.workloads.machine import commit, versions
 from distTest.workloads.script import REPOSITORY
 from shardtune.config_io import load_config
 from shardtune.errors import UserError
@@ -29,10 +31,12 @@ from shardtune.planner.command import add_arguments, machine_of
 from shardtune.planner.extrapolate import cuts, layer_kinds, with_layers
 from shardtune.planner.kernels import Kernel, Kind
 from shardtune.planner.plan import Plan, make_plan
-from shardtune.planner.roofline import GPUS, launched, moved_bytes, seconds
+from shardtune.planner.roofline import GPUS, Gpu, launched, moved_bytes, seconds
 from shardtune.planner.simulate import fake_world
 from tests.pretend_gpu.count import counted
 
+PAGE = REPOSITORY / "docs/kernels.md"
+_MARKER = "<!-- kernels: written by python -m benchmarks kernels -->"
 CONFIGS = REPOSITORY / "tests/data/configs"
 # Config file, model, nodes, and settings beside the file's.
 SHAPES = {
@@ -55,6 +59,19 @@ class Part:
     kernels: Mapping[Kernel, float]
     waits: float
 
+    def counts(self) -> list[str]:
+        return [
+            f"{round(launched(self.kernels)):,} kernels",
+            f"{self.gb()} GB",
+            f"{round(self.waits):,} waits",
+        ]
+
+    def gb(self, *kinds: Kind) -> str:
+        return f"{moved_bytes(self.kernels, *kinds) / 1e9:.1f}"
+
+    def ms(self, gpu: Gpu) -> str:
+        return f"{1e3 * seconds(self.kernels, gpu):.1f}"
+
     def plus(self, other: Part, times: float) -> Part:
         keys = self.kernels.keys() | other.kernels.keys()
         kernels = {k: self.kernels.get(k, 0) + times * other.kernels.get(k, 0) for k in keys}
@@ -73,11 +90,20 @@ def main(options: Namespace) -> None:
     if options.config:
         print(*measure(options).lines(), sep="\n")
         return
+    versions_ = ", ".join(f"{name} {version}" for name, version in versions().items())
+    day = datetime.date.today().isoformat()
+    sections = [f"Counted on {day} by `{options.command}`, shardtune {commit()}, {versions_}.\n"]
     for name, (file, model, nodes, settings) in SHAPES.items():
-        print(f"{name}: {file} {' '.join(settings)}")
         options.config, options.nodes = REPOSITORY / file, nodes
         options.assignments = [f"model.path={CONFIGS / model}", *settings]
-        print(*measure(options).lines(), "", sep="\n", flush=True)
+        step = measure(options)
+        print(name, *step.lines(), "", sep="\n", flush=True)
+        changed = f" with `{' '.join(settings)}`" if settings else ""
+        where = f"`{file}`{changed}, {nodes} x {options.gpus_per_node} GPUs of 80 GB."
+        sections.append("\n".join([f"## {name}\n", f"{where}\n", *step.table()]))
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, _ = text.partition(_MARKER)
+    PAGE.write_text(before + _MARKER + "\n\n" + "\n".join(sections), encoding="utf-8")
 
 
 @dataclass
@@ -91,34 +117,44 @@ class StepCount:
 
     def lines(self) -> Iterator[str]:
         for name, part in self.parts.items():
-            times = ", ".join(f"{gpu.name} {ms(seconds(part.kernels, gpu))}" for gpu in GPUS)
-            fields = [
-                f"{round(launched(part.kernels)):,} kernels",
-                f"{moved_bytes(part.kernels) / 1e9:.1f} GB",
-                f"{round(part.waits):,} waits",
-                f"{moved_bytes(part.kernels, Kind.OTHER) / 1e9:.1f} GB beside products, attention "
-                f"and {moved_bytes(part.kernels, Kind.COPY) / 1e9:.1f} GB of FSDP's copies",
-                f"computed: {times}",
-            ]
-            yield f"{name}: {', '.join(fields)}"
+            beside = f"{part.gb(Kind.OTHER)} GB beside products, attention and FSDP's copies"
+            times = ", ".join(f"{part.ms(gpu)} ms on {gpu.name}" for gpu in GPUS)
+            yield f"{name}: {', '.join([*part.counts(), beside, f'computed: {times}'])}"
             yield f"    most bytes: {', '.join(most(part.kernels))}"
-        step = self.parts["step"].kernels
-        for gpu in GPUS:
-            time = seconds(step, gpu) / (1 - self.bubble)
-            mfu = self.flops_of_rank / time / gpu.peak
-            yield f"computed for {gpu.name}: {time:.2f} s a step, {mfu:.1%} MFU"
-        yield f"Order of one micro-batch of a few layers ({LETTERS}):"
+        yield from self._rates()
+        yield f"Order of a micro-batch of a few layers ({LETTERS}):"
         yield from (f"    {line}" for line in self.trace)
+
+    def _rates(self) -> Iterator[str]:
+        for gpu in GPUS:
+            rates = []
+            for attention in (gpu, gpu.with_flash_attention_3()):
+                time = seconds(self.parts["step"].kernels, attention) / (1 - self.bubble)
+                rates.append(f"{time:.2f} s a step, {self.flops_of_rank / time / gpu.peak:.1%} MFU")
+            bubble = f" (a bubble of {self.bubble:.0%} in it)" if self.bubble else ""
+            yield f"Computed for {gpu.name}: {rates[0]}{bubble}; FlashAttention 3: {rates[1]}"
+
+    def table(self) -> Iterator[str]:
+        """Yield the lines of a table in Markdown, and what follows from it."""
+        yield "| part | kernels | GB | waits | products, attention, copies, all else: GB | ms |"
+        yield "|---|---|---|---|---|---|"
+        for name, part in self.parts.items():
+            counts = (field.split()[0] for field in part.counts())
+            attention = Kind.ATTENTION, Kind.ATTENTION_BACKWARD
+            kinds = ((Kind.PRODUCT,), attention, (Kind.COPY,), (Kind.OTHER,))
+            sizes = ", ".join(part.gb(*each) for each in kinds)
+            times = ", ".join(f"{part.ms(gpu)}" for gpu in GPUS)
+            yield f"| {' | '.join([name, *counts, sizes, times])} |"
+        yield ""
+        for line in self._rates():
+            yield f"- {line}"
+        yield f"\n```text\n{chr(10).join(self.trace)}\n```\n"
 
 
 LETTERS = (
     "A gathers, R reduces, e experts, x X exchange sizes and rows, S the host waits, "
     "f b attention forward and backward, g grouped products"
 )
-
-
-def ms(time: float) -> str:
-    return f"{1e3 * time:.1f} ms"
 
 
 def most(kernels: Mapping[Kernel, float], count: int = 8) -> Iterator[str]:

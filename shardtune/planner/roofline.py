@@ -3,7 +3,8 @@
 Rates are what large kernels reach, below the published peaks:
 
 - matrix products in bfloat16: cuBLAS reaches about 650 of H100's 989 TFLOP/s at 700 W;
-- attention: FlashAttention-2 on H100, causal, heads of 128 (arXiv 2407.08608, figures 5 and 6);
+- attention: FlashAttention-2 on H100, causal, heads of 128, and FlashAttention-3 (arXiv 2407.08608,
+  figures 5 and 6), whose backward is taken to be slower where it repeats to the bit;
 - memory: 84% of the published 3.35 TB/s (H100 SXM) and 4.8 TB/s (H200);
 - a launch: the host's time for one operator of PyTorch, eager, forward or backward;
 - exchanges of tokens inside a node: 350 of NVLink's 450 GB/s.
@@ -29,6 +30,9 @@ class Gpu(NamedTuple):
     attention_backward: float = 270e12
     exchange_bytes_per_s: float = 350e9
     peak: float = 989e12
+
+    def with_flash_attention_3(self) -> Gpu:
+        return self._replace(attention=550e12, attention_backward=400e12)
 
 
 GPUS = H100, H200 = (Gpu("H100", 2.8e12), Gpu("H200", 4.0e12))

@@ -1,0 +1,90 @@
+"""Which kernel an operator launches on a GPU, and how long kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardtune.planner.kernels import Kernel, Kind, kernel_of
+from shardtune.planner.roofline import H100, H200, LAUNCH_S, gpu_of, seconds
+
+aten = torch.ops.aten
+
+
+def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(*sizes, dtype=dtype)
+
+
+def kernel(func: Any, *args: Any, **kwargs: Any) -> Kernel | None:
+    return kernel_of(func, args, kwargs, func(*args, **kwargs), "cpu")
+
+
+HALVES = [zeros(4, 8, dtype=torch.bfloat16), zeros(8, 2, dtype=torch.bfloat16)]
+ROWS = torch.tensor([5, 0, 5])
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "n_bytes", "flops"),
+    [
+        (aten.mm.default, HALVES, 2 * (32 + 16 + 8), 2 * 4 * 8 * 2),
+        (aten.addmm.default, [zeros(2).bfloat16(), *HALVES], 2 * (2 + 32 + 16 + 8), 128),
+        (aten.mul.Tensor, [zeros(10), zeros(10)], 120, 0),
+        (aten.add_.Tensor, [zeros(10), zeros(10)], 120, 0),  # read, read and written
+        (aten.copy_.default, [zeros(10), zeros(10).bfloat16()], 60, 0),  # written, not read
+        (aten.fill_.Scalar, [zeros(10), 1.0], 40, 0),
+        (aten.mul.Tensor, [zeros(9, 10), zeros(9, 1).expand(9, 10)], 360 + 36 + 360, 0),
+        (aten.cat.default, [[zeros(10), zeros(5)]], 120, 0),
+        (aten.index.Tensor, [zeros(1000, 4), [ROWS]], 48 + 48 + 24, 0),  # not all of the table
+        (aten.embedding.default, [zeros(1000, 4), ROWS], 48 + 48 + 24, 0),
+        (aten.index_put_.default, [zeros(1000, 4), [ROWS], zeros(3, 4)], 3 * 48 + 24, 0),
+        (aten.topk.default, [zeros(10), 2], 40 + 2 * (4 + 8), 0),
+    ],
+)
+def test_a_kernel_reads_its_inputs_once_and_writes_its_outputs_once(
+    func: Any, args: list[Any], n_bytes: int, flops: int
+) -> None:
+    launched = kernel(func, *args)
+    assert launched and (launched.n_bytes, launched.flops) == (n_bytes, flops)
+    assert launched.kind == (Kind.PRODUCT if flops else Kind.OTHER)
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.view.default, [zeros(10), [2, 5]]),
+        (aten.transpose.int, [zeros(2, 5), 0, 1]),
+        (aten.split.Tensor, [zeros(10), 5]),
+        (aten.detach.default, [zeros(10)]),
+        (aten.empty_like.default, [zeros(10)]),
+        (aten._local_scalar_dense.default, [zeros(1)]),
+        (aten.add.Tensor, [zeros(0), zeros(0)]),
+    ],
+)
+def test_views_and_allocations_launch_nothing(func: Any, args: list[Any]) -> None:
+    assert kernel(func, *args) is None
+
+
+def test_an_operator_of_the_host_is_no_kernel_of_the_gpu() -> None:
+    x = zeros(10)
+    assert kernel_of(aten.neg.default, (x,), {}, -x, "cuda") is None
+
+
+def test_kernels_take_the_longer_of_arithmetic_and_memory_and_are_launched_one_by_one() -> None:
+    product = Kernel(Kind.PRODUCT, "mm", n_bytes=8, flops=int(H100.products))
+    copy = Kernel(Kind.OTHER, "copy_", n_bytes=int(H100.bytes_per_s))
+    assert seconds({product: 2, copy: 3}, H100) == pytest.approx(5)
+    assert seconds({copy: 3}, H200) == pytest.approx(3 * H100.bytes_per_s / H200.bytes_per_s)
+    tiny = Kernel(Kind.OTHER, "add", n_bytes=8)
+    assert seconds({tiny: 1000}, H100) == pytest.approx(1000 * LAUNCH_S)
+
+
+def test_of_collectives_only_exchanges_of_tokens_take_time_of_their_own() -> None:
+    gather = Kernel(Kind.COLLECTIVE, "_allgather_base_", n_bytes=10**12)
+    exchange = Kernel(Kind.COLLECTIVE, "alltoall_base_", n_bytes=int(H100.exchange_bytes_per_s))
+    assert seconds({gather: 1, exchange: 1}, H100) == pytest.approx(1)
+
+
+def test_a_plan_names_the_gpu_with_its_memory() -> None:
+    assert (gpu_of(80e9), gpu_of(141e9)) == (H100, H200)
