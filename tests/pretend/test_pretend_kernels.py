@@ -11,51 +11,82 @@ import pytest
 from helpers.commands import REPOSITORY
 from helpers.moe_families import FAMILIES, SMALL
 from helpers.pretended import needs_compiler
+from pretend_gpu.count import counted
 from transformers import AutoConfig
+
+from shardtune.planner.machine import Machine
+from shardtune.planner.roofline import launched, moved_bytes
+from shardtune.training.reshard import ReshardPolicy
 
 pytestmark = needs_compiler
 
 # Wide enough for tensors without contents, on which nothing is computed.
-WIDE = SMALL | {"hidden_size": 2048, "num_hidden_layers": 7, "num_attention_heads": 16}
+WIDE = SMALL | {"hidden_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 16}
 WIDE |= {"head_dim": 128, "intermediate_size": 5632, "vocab_size": 32000}
 WIDE |= {"max_position_embeddings": 4096}
 EXPERTS = {"n_routed_experts": 16, "moe_intermediate_size": 1408, "num_experts_per_tok": 4}
 MODELS = {"llama": WIDE, "glm4_moe": WIDE | FAMILIES["glm4_moe"] | EXPERTS}
-BASE = ["data.max_length=4096", "train.gradient_accumulation_steps=2"]
-BASE += ["model.master_dtype=bfloat16", "model.activation_checkpointing=full"]
-# Kernels, gigabytes and waits at most, by part. Where a change makes them fewer, these go down.
-MOST = {
-    ("llama", "optimizer.name=adamw"): {},
-    ("glm4_moe", "parallel.expert=8", "optimizer.name=adamw8bit"): {},
-}
-LINE = re.compile(r"^([a-z ]+): ([\d,]+) kernels, ([\d.]+) GB, ([\d,]+) waits", re.MULTILINE)
+BASE = ["data.train=none", "model.compute_dtype=bfloat16", "data.max_length=4096"]
+BASE += ["train.gradient_accumulation_steps=2", "model.activation_checkpointing=full"]
+BIT_8 = ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"]
+NOTHING_KEPT = ReshardPolicy(keep_parameters=False, keep_gradients=False)
+MACHINE = Machine(2, 8, 80e9, 1, 1, 1)
+# Kernels, gigabytes and waits at most, by part of a step of two micro-batches. Where a change makes
+# them fewer, these go down.
+GLM = {"forward": (0, 0, 0)}
+GLM_COMPILED = {"forward": (0, 0, 0)}
+LLAMA_COMPILED = {"forward": (0, 0, 0)}
+CASES = [
+    ("glm4_moe", ["parallel.expert=8", "model.compile=false"], GLM),
+    pytest.param("glm4_moe", ["parallel.expert=8", *BIT_8], GLM_COMPILED, marks=pytest.mark.full),
+    pytest.param("llama", [], LLAMA_COMPILED, marks=pytest.mark.full),
+]
 
 
-def count(family: str, assignments: tuple[str, ...], tmp_path: Path) -> dict[str, list[float]]:
-    """Return kernels, gigabytes and waits of each part, as the command prints them."""
+@pytest.mark.parametrize(("family", "assignments", "most"), CASES)
+def test_small_shapes_launch_move_and_wait_no_more_than_recorded(
+    family: str, assignments: list[str], most: dict[str, tuple[float, ...]], tmp_path: Path
+) -> None:
     AutoConfig.for_model(family, **MODELS[family]).save_pretrained(tmp_path / family)
     (tmp_path / "config.yaml").touch()
-    given = [f"model.path={tmp_path / family}", *BASE, *assignments]
-    command = ["-m", "benchmarks", "kernels", f"--config={tmp_path / 'config.yaml'}", *given]
+    step = counted(
+        tmp_path / "config.yaml",
+        tmp_path / family,
+        MACHINE,
+        NOTHING_KEPT,
+        range(MODELS[family]["num_hidden_layers"]),
+        *BASE,
+        *assignments,
+    )
+    numbers = {
+        part: (launched(kernels), round(moved_bytes(kernels) / 1e9, 2), step.waits[part])
+        for part, kernels in step.kernels.items()
+    }
+    print(numbers)
+    assert numbers.keys() == most.keys()
+    for part, limits in most.items():
+        pairs = zip(numbers[part], limits, strict=True)
+        assert all(n <= limit for n, limit in pairs), (part, numbers)
+
+
+@pytest.mark.full
+def test_the_command_prints_a_line_for_each_part(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", **MODELS["llama"] | {"num_hidden_layers": 7}).save_pretrained(
+        tmp_path / "llama"
+    )
+    (tmp_path / "config.yaml").touch()
+    command = ["-m", "benchmarks", "kernels", f"--config={tmp_path / 'config.yaml'}"]
+    command += [f"model.path={tmp_path / 'llama'}", *BASE]
     done = subprocess.run(
         [sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
-    print(done.stdout)
-    return {
-        part: [float(number.replace(",", "")) for number in numbers]
-        for part, *numbers in LINE.findall(done.stdout)
-    }
-
-
-@pytest.mark.parametrize(("family", "assignments"), [(f, a) for f, *a in MOST])
-def test_small_shapes_launch_move_and_wait_no_more_than_recorded(
-    family: str, assignments: list[str], tmp_path: Path
-) -> None:
-    counted = count(family, tuple(assignments), tmp_path)
-    most = MOST[family, *assignments]
-    assert counted.keys() == most.keys()
-    for part, numbers in counted.items():
-        assert all(n <= limit for n, limit in zip(numbers, most[part], strict=True)), (
-            f"{part}: {numbers} kernels, GB and waits, above {most[part]}"
-        )
+    line = r"^([a-z ]+): [\d,]+ kernels, [\d.]+ GB, [\d,]+ waits"
+    assert re.findall(line, done.stdout, re.MULTILINE) == [
+        "layer forward",
+        "layer backward",
+        "head",
+        "update",
+        "norm and clip",
+        "step",
+    ]

@@ -106,6 +106,7 @@ def measure(
     rank = hollow.lonely_rank(options, enter)
     run = rank.context.run
     compile_layers(rank.context.model, run.config.model, run.world)
+    optim.compile_update(rank.context.optimizer, run.config, run.world)
     _watch_head(rank.context, count)
     for name, after in (("squared_gradients", "norm"), ("clip_gradients", "optimizer")):
         function = getattr(optim, name)
