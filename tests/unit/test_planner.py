@@ -31,7 +31,7 @@ from shardtune.planner.machine import Machine, collective_bytes, link_bytes
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.text import describe
-from shardtune.planner.tracker import Collective
+from shardtune.planner.tracker import Cause, Collective
 from shardtune.planner.verdict import verdict
 from shardtune.training.reshard import ReshardPolicy
 
@@ -466,6 +466,27 @@ def test_the_most_loaded_rank_of_the_experts_has_more_tokens_than_the_mean() -> 
     highest = [max(peak.n_bytes for peak in measured.peaks.values()) for measured in (even, uneven)]
     # A layer's experts see 256 tokens x 4, in both widths, and keep what they make of them.
     assert highest[1] - highest[0] > 256 * 4 * (256 + 2 * 128) * 2
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 152_000])
+def test_chunks_of_logits_and_the_workspace_of_attention_are_those_of_the_device(
+    vocabulary: int,
+) -> None:
+    """Of 4096 tokens of 152,000 words a GPU has all logits at once, and a CPU 0.27 GB."""
+    model_config = with_layers(LLAMA, 2)
+    model_config.vocab_size = vocabulary
+    gpu, cpu = (
+        make_plan(configured("data.max_length=4096"), model_config, machine).peaks
+        for machine in (MACHINE, replace(MACHINE, is_gpu=False))
+    )
+    if vocabulary > 1000:
+        row = 2 * vocabulary
+        more = (4095 - (1 << 28) // row) * row
+        assert gpu["evaluate"].n_bytes - cpu["evaluate"].n_bytes == more
+    else:  # attention has the peak of the backward
+        sums = -(-132 // 8) * (4096 + 128) * 8 * 32 * 4
+        mine, other = (peaks["backward"].by_cause[Cause.BACKWARD] for peaks in (gpu, cpu))
+        assert other < sums < mine < 1.2 * sums
 
 
 def test_each_further_micro_batch_sends_as_much() -> None:
