@@ -16,9 +16,11 @@ from pretend_gpu.waits import host_waits
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from distTest.gpu_check.kernels import experts
+from distTest.gpu_check import kernels
+from distTest.gpu_check.checks import Failed
 from shardtune.distributed.gpus import use_gpu
 from shardtune.model import attention
+from shardtune.model.grouped_experts import expert_outputs
 from shardtune.planner.tracker import varlen_workspace
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 
@@ -224,7 +226,17 @@ def groups_of_any_size_follow_one_another_along_rows_alone() -> None:
 def outputs_and_gradients_of_odd_groups_of_experts_are_exact() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPU_CHECK_TINY", "1")
-        experts()  # raises what is wrong
+        kernels.experts()  # raises what is wrong
+        for factor, of_empty, problem in ((1.05, 0.0, "bfloat16: {"), (1.0, 0.1, "without rows")):
+
+            def wrong(
+                module: Any, *rest: Any, factor: float = factor, of_empty: float = of_empty
+            ) -> Any:
+                return factor * expert_outputs(module, *rest) + of_empty * module.down_proj[2, 0, 0]
+
+            patch.setattr(kernels, "expert_outputs", wrong)
+            with pytest.raises(Failed, match=problem):
+                kernels.experts()
 
 
 def grouped_products_are_those_of_each_group() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.moe_families import build
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,8 @@ from shardtune.config_io import load_config
 from shardtune.distributed import compiling
 from shardtune.model import grouped_experts
 from shardtune.model.grouped_experts import TokenPairs, expert_outputs, linear_map
-from shardtune.planner.simulate import fake_world
+from shardtune.planner.simulate import fake_world, simulate
+from shardtune.training.reshard import ReshardPolicy
 
 SIZES = [1, 7, 0, 13]
 # Gates and weights at the activation; no gate; biases, behind which the weights are.
@@ -153,7 +155,8 @@ def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
         rows, weights, ids, ends = routed(experts, count)
         output = expert_outputs(experts, rows, weights, ids, ends)
         pairs = TokenPairs(torch.randperm(count), torch.Size([count // 2, 2]))
-        output = linear_map(pairs.sum_by_token, pairs.of_tokens, output)
+        part = F.pad(output, (0, 0, 0, number))[:count]  # a view, of another base in each layer
+        output = linear_map(pairs.sum_by_token, pairs.of_tokens, part)
         inputs = [rows, weights, *experts.parameters()]
         return [output, *torch.autograd.grad(output.square().sum(), inputs)]
 
@@ -170,3 +173,13 @@ def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
     for one, other in zip(eager, compiled, strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_plan_compiles_nothing(graphs: Counter[str]) -> None:
+    """Its tensors have no contents, whatever device they pretend to be on."""
+    given = ["model.path=unread", "data.train=unread", "parallel.expert=2", "data.max_length=64"]
+    config = load_config(Path("/dev/null"), [*given, "train.gradient_accumulation_steps=1"], {})
+    model_config = build("mixtral").config
+    with fake_world(1, 2, config) as world:
+        simulate(config, model_config, ReshardPolicy(False, False), world, evaluates=False)
+    assert not graphs["unique_graphs"]
