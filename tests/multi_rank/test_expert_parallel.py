@@ -295,7 +295,7 @@ class Experts(torch.nn.Module):
 def routed_tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens of which none chooses the experts 2 and 3; 4 stands for none."""
     source = torch.Generator().manual_seed(rank)
-    choices = torch.tensor([[0, 1], [1, 4], [4, 4], [0, 4]])
+    choices = torch.tensor([[0, 1], [1, 4], [[4, 4], [1, 4]][rank], [0, 4]])
     return torch.randn(4, 3, generator=source), choices, torch.rand(4, 2, generator=source)
 
 
@@ -311,8 +311,8 @@ def exchange() -> None:
 
     oracle, expected = Experts(0), []
     for rank in range(2):
-        x, _, w = (each.requires_grad_(each.is_floating_point()) for each in routed_tokens(rank))
-        chosen = [[0, 1], [1], [], [0]]
+        x, c, w = (each.requires_grad_(each.is_floating_point()) for each in routed_tokens(rank))
+        chosen = [[expert for expert in of_token if expert < 4] for of_token in c.tolist()]
         rows = [
             sum((w[i, k] * (x[i] @ oracle.stack[e]) for k, e in enumerate(of_token)), 0 * x[i])
             for i, of_token in enumerate(chosen)

@@ -54,32 +54,63 @@ def test_experts_that_cannot_be_spread_are_named(
     assert problem is None or problem in problems[0]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])
+def small_step(family: str, *more: str) -> None:
+    """Simulate a micro-batch of a rank of two that spread a small model's experts.
+
+    Before it the model goes forward twice, for its attention and its head.
+    """
+    model_config = AutoConfig.for_model(family, **FAMILY_SMALL | FAMILIES[family])
+    given = ["model.path=unread", "data.train=unread", "parallel.expert=2", "data.max_length=64"]
+    given += ["train.gradient_accumulation_steps=1", *more]
+    config = load_config(Path("/dev/null"), given, {})
+    with fake_world(1, 2, config) as world:
+        simulate(config, model_config, ReshardPolicy(False, False), world, evaluates=False)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("glm4_moe", 1), ("qwen3_moe", 2)])
 def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So tokens and their weights travel once more, and outputs do not. Shared experts of glm4_moe
     stand behind the exchange, and would make it wait for the outputs."""
-    sent: list[int] = []
+    sent: Counter[int] = Counter()
     original = ExpertExchange._send
 
     def send(self: Any, to: Any, of: Any, rows: torch.Tensor) -> Any:
-        sent.append(rows.shape[-1])
+        sent[rows.shape[-1]] += 1
         return original(self, to, of, rows)
 
     monkeypatch.setattr(ExpertExchange, "_send", send)
-    model_config = AutoConfig.for_model(family, **FAMILY_SMALL | FAMILIES[family])
-    widths = {}
-    for mode in ("none", "full"):
-        given = ["model.path=unread", "data.train=unread", "parallel.expert=2"]
-        given += ["train.gradient_accumulation_steps=1", f"model.activation_checkpointing={mode}"]
-        config = load_config(Path("/dev/null"), [*given, "data.max_length=64"], {})
+    for mode, again in (("none", 0), ("full", 1)):
         sent.clear()
-        with fake_world(1, 2, config) as world:
-            simulate(config, model_config, ReshardPolicy(False, False), world, evaluates=False)
-        widths[mode] = Counter(sent)
-    layers = {"glm4_moe": 1, "qwen3_moe": 2}[family]  # that have experts
-    assert widths["full"] - widths["none"] == {32: layers, 1: layers}
+        small_step(family, f"model.activation_checkpointing={mode}")
+        # To the experts and back, and the gradients of both; weights, and their gradients.
+        rows, weights = 2 * 2 + 4 + again, 2 * 1 + 2 + again
+        assert sent == {32: rows * layers, 1: weights * layers}
+
+
+def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    send, run_ahead = ExpertExchange._send, SharedExperts.run_ahead
+
+    def told_send(self: Any, to: Any, of: Any, rows: torch.Tensor) -> Any:
+        what = "weights" if rows.shape[-1] == 1 else "rows"
+        arrive = send(self, to, of, rows)
+        events.append(f"send {what}")
+        return lambda: (events.append(f"{what} arrive"), arrive())[1]
+
+    def told_run(self: Any, tokens: torch.Tensor) -> None:
+        events.append("shared")
+        run_ahead(self, tokens)
+
+    monkeypatch.setattr(ExpertExchange, "_send", told_send)
+    monkeypatch.setattr(SharedExperts, "run_ahead", told_run)
+    small_step("glm4_moe", "model.activation_checkpointing=full")
+    weights, rows = (["send weights", "weights arrive"], ["send rows", "rows arrive"])
+    around = [*weights, "send rows", "shared", "rows arrive"]
+    forward = [*around, *rows]
+    # The gradients of outputs, the layer that is computed again, and the gradients of its inputs.
+    assert events == [*forward, *forward, *forward, *rows, *around, *rows, *weights]
 
 
 def test_shared_experts_run_ahead_where_they_come_behind_and_have_the_same_input() -> None:
