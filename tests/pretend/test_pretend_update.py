@@ -28,15 +28,17 @@ from shardtune.training.setup import start_logging
 pytestmark = needs_compiler
 
 
-class LargestFloat64(TorchDispatchMode):
-    """Keeps the elements of the largest float64 tensor that an operator makes."""
+class NormDtypes(TorchDispatchMode):
+    """Keeps the dtypes of norms: for one in float64 a GPU copies the whole gradient."""
 
-    numel = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
-            self.numel = max(self.numel, result.numel())
+        if func is torch.ops.aten.linalg_vector_norm.default:
+            self.names.add(str(result.dtype))
         return result
 
 
@@ -51,18 +53,18 @@ def measure_norms(out: Path) -> None:
             parameter.grad = (1e-3 * (1 + torch.rand(sizes))).to(dtype).cuda()
             parameters.append(parameter)
         exact = sum(p.grad.cpu().double().square().sum().item() for p in parameters)
-        with LargestFloat64() as seen:
+        with NormDtypes() as dtypes:
             norm = optim.squared_gradients(parameters).item()
-        measured.append([norm, exact, seen.numel])
+        measured.append([norm, exact, sorted(dtypes.names)])
     out.write_text(json.dumps(measured), encoding="utf-8")
 
 
 def test_the_norm_of_rows_in_float32_is_that_of_float64(tmp_path: Path) -> None:
     done = on_gpus(1, measure_norms, tmp_path / "norms", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    for squared, exact, numel in json.loads((tmp_path / "norms").read_text(encoding="utf-8")):
+    for squared, exact, dtypes in json.loads((tmp_path / "norms").read_text(encoding="utf-8")):
         assert squared**0.5 == pytest.approx(exact**0.5, rel=1e-6)
-        assert numel <= 1000, "gradients are not copied to float64"
+        assert dtypes == ["torch.float32"]
 
 
 def update_where(rank_that_cannot: int | None, config: Config) -> None:

@@ -150,6 +150,19 @@ def test_moments_of_8_bits_are_right_on_average_and_within_a_code(signed, width)
     assert ((total / 1000 - value).abs() <= 6 * spacing / 2 / 1000**0.5 + 1e-12).all()
 
 
+@pytest.mark.parametrize("width", [512, 600, 100])
+def test_each_block_and_a_rest_has_the_scale_of_its_largest(width):
+    weight = torch.zeros(3, width)
+    optimizer = optimizer_of(weight, eight_bit=True, betas=(0.5, 0.75))
+    weight.grad = torch.randn(3, width)
+    optimizer.step()
+    blocks = weight.grad.abs().split(256, dim=1)
+    largest = torch.stack([block.amax(1) for block in blocks], dim=1)
+    state = optimizer.state[weight]
+    assert torch.equal(state["exp_avg_scale"], largest / 2)
+    assert torch.equal(state["exp_avg_sq_scale"], largest.square() / 4)
+
+
 def test_a_second_moment_above_0_does_not_become_0():
     """The update would be as large as 1 / eps."""
     weight = torch.zeros(2, 256)
@@ -256,6 +269,15 @@ def test_the_compiled_update_is_the_eager_one_to_the_last_bit(dtype, eight_bit, 
         assert all(map(torch.equal, eager, compiled)), sizes
     # With and without a rest, of one block, of one row: not one for each size or rate.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+
+
+def test_a_compiled_update_of_many_experts_is_one_call():
+    """16 of GLM-4.5-Air's 128 experts on a rank; a kernel's indices have 32 bits."""
+    optimizer = optimizer_of(torch.zeros(2, 2), eight_bit=True)
+    assert optimizer.piece_rows(4096) * 4096 <= low_precision_optim.PIECE
+    optimizer.is_compiled = True
+    assert 16 * 2816 <= optimizer.piece_rows(4096) < 2**31 // 4096
+    assert optimizer.piece_rows(1408) % 16 == 0, "the next piece begins where kernels read aligned"
 
 
 @pytest.mark.full
