@@ -34,7 +34,7 @@ def train_on_gpus(gpus: int, *assignments: Any, cwd: Path) -> str:
     Packages in `cwd` are found.
     """
     (cwd / "config.yaml").touch()
-    done = on_gpus(gpus, _train, list(map(str, assignments)), cwd=cwd)
+    done = on_gpus(gpus, train_script, list(map(str, assignments)), cwd=cwd)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout[-1000:]}{done.stderr[-3000:]}"
     return done.stdout
 
@@ -50,7 +50,7 @@ def _install_and(gpus: int, work: Any, arguments: tuple[Any, ...]) -> None:
     work(*arguments)
 
 
-def _train(assignments: list[str]) -> None:
+def train_script(assignments: list[str]) -> None:
     sys.path[:0] = [str(REPOSITORY), str(Path.cwd())]
     import train_fsdp
     from shardtune.distributed.exit_code import run

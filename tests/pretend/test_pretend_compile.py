@@ -1,0 +1,65 @@
+"""Layers of a run on pretended GPUs: compiled where the GPU can, else eager, which is said once."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.commands import read_metrics
+from helpers.pretended import needs_compiler, on_gpus, train_on_gpus, train_script, waits_of
+from helpers.small_runs import SETTINGS, write_inputs
+
+from shardtune.distributed import compiling
+
+pytestmark = needs_compiler
+
+RUN = (*SETTINGS, "model.compute_dtype=bfloat16", "train.max_steps=3", "export.final=false")
+
+
+def train_compiled(backend: str, assignments: list[str]) -> None:
+    """Train with graphs that PyTorch runs operator by operator, in place of Triton's kernels."""
+    torch.compile = partial(torch.compile, backend=backend)
+    compiling.can_compile = lambda _: True
+    train_script(assignments)
+
+
+def said(output: str) -> list[str]:
+    return re.findall("^Compile: (.+)", output, re.MULTILINE)
+
+
+def test_a_gpu_without_triton_runs_eager_and_says_so_once(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = write_inputs(tmp_path, models["llama"])
+    output = train_on_gpus(1, *RUN, "optimizer.name=adamw8bit", cwd=folder)
+    assert said(output) == ["nothing is compiled for this GPU (Triton is not installed)"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("checkpointing", "backend"),
+    # Selective checkpointing looks into graphs whose operators run one by one, and knows not all.
+    [("none", "aot_eager"), ("selective", "eager"), ("full", "aot_eager")],
+)
+def test_compiled_layers_have_the_losses_and_the_waits_of_eager_ones(
+    checkpointing: str, backend: str, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = write_inputs(tmp_path, models["glm"])
+    given = [*RUN, "parallel.expert=2", f"model.activation_checkpointing={checkpointing}"]
+    train_on_gpus(2, *given, "model.compile=false", "run.dir=eager", cwd=folder)
+    done = on_gpus(2, train_compiled, backend, [*given, "run.dir=compiled"], cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert said(done.stdout) == ["layers, each at its first use"]
+    eager, compiled = (read_metrics(folder / name, "step") for name in ("eager", "compiled"))
+    for one, other in zip(eager, compiled, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=2.0**-10)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2.0**-6)
+    for rank in range(2):
+        counts = [
+            [len(waits) for waits in waits_of(folder / name, rank)[1:]]
+            for name in ("eager", "compiled")
+        ]
+        assert counts[0] == counts[1]
