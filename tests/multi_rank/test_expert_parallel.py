@@ -295,7 +295,7 @@ class Experts(torch.nn.Module):
 def routed_tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens of which none chooses the experts 2 and 3; 4 stands for none."""
     source = torch.Generator().manual_seed(rank)
-    choices = torch.tensor([[0, 1], [1, 4], [[4, 4], [1, 4]][rank], [0, 4]])
+    choices = torch.tensor([[0, 1], [1, 4], *([[4, 4], [0, 4]], [[1, 4], [4, 4]])[rank]])
     return torch.randn(4, 3, generator=source), choices, torch.rand(4, 2, generator=source)
 
 
