@@ -13,8 +13,8 @@ import datetime
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig
@@ -33,6 +33,7 @@ from shardtune.planner.kernels import Kernel, Kind
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.roofline import GPUS, Gpu, launched, moved_bytes, seconds
 from shardtune.planner.simulate import fake_world
+from shardtune.training.reshard import ReshardPolicy
 from tests.pretend_gpu.count import counted
 
 PAGE = REPOSITORY / "docs/kernels.md"
@@ -179,8 +180,7 @@ def measure(options: Namespace) -> StepCount:
     config = load_config(options.config, [*given, *options.assignments], {})
     model_config = read_model_config(config.model, config.data.max_length)
     machine = machine_of(options, config)
-    # What is kept gathered depends on the memory that is left, which cut models have more of.
-    plan = make_plan(config, model_config, machine, reason="its policy alone is needed")
+    plan = make_plan(config, model_config, machine)
     stages, micro_batches = config.parallel.stages, config.train.gradient_accumulation_steps
     with fake_world(machine.nodes, machine.ranks_per_node, config) as world:
         whole = whole_on_meta(config, model_config, world)
@@ -216,8 +216,27 @@ def measure(options: Namespace) -> StepCount:
     return StepCount(parts, (plan.step_flops or 0) / machine.ranks, plan.bubble, trace[:2])
 
 
+def _policy(plan: Plan, kinds: Sequence[Hashable], layers: int) -> ReshardPolicy:
+    """Return what the last stage keeps gathered, for as few layers: the memory of all decides.
+
+    Where some layers or experts alone are kept, none count as kept.
+    """
+    experts = sum("experts" in repr(kind) for kind in kinds) * (plan.config.parallel.expert > 1)
+    kept = plan.kept_groups[-1]
+    if kept > len(kinds):  # what stands around the layers comes first, and experts come last
+        kept = 1 + layers + (layers if kept == 1 + len(kinds) + experts else 0)
+    else:
+        kept = 0
+    return replace(plan.policy, kept_groups=kept)
+
+
 def _count(
-    file: Path, model_config: PreTrainedConfig, plan: Plan, layers: range, assignments: list[str]
+    file: Path,
+    model_config: PreTrainedConfig,
+    plan: Plan,
+    policy: ReshardPolicy,
+    layers: range,
+    assignments: list[str],
 ) -> tuple[dict[str, Part], list[str]]:
     """Count a step of the last stage with these layers, and trace it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -226,7 +245,7 @@ def _count(
             file,
             Path(folder),
             plan.machine,
-            plan.policy,
+            policy,
             layers,
             *assignments,
             stage=plan.config.parallel.stages - 1,
