@@ -145,6 +145,7 @@ def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
         )
     extrapolated = extrapolate(short, long, model_config.num_hidden_layers)
     assert extrapolated.traffic == whole.traffic
+    assert extrapolated.kernels == whole.kernels
     for phase in ("evaluate", "forward", "backward"):
         highest = [
             max(peak.n_bytes for (name, _), peak in measured.peaks.items() if name == phase)
@@ -219,6 +220,7 @@ def test_the_command_needs_config_json_alone(
     assert f"Parameters: {numel:,} |" in said
     per_rank = numel / 2 / 1e9
     assert f"States: {16 * per_rank:.1f} GB = " in said
+    assert re.search(r"^A step takes at least: .*; about \S+ s by the bytes", said, re.MULTILINE)
     assert "The run fits" in said
 
 
