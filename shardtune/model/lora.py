@@ -144,8 +144,9 @@ class Target:
 
 
 def weights_of_layers(model: PreTrainedModel) -> Iterator[Target]:
-    # Not the layers of a tower for images, which no text reaches.
-    layers = set(decoder_layers(model)) & set(model.get_decoder().modules())
+    layers = set(decoder_layers(model))
+    # Not the layers of a tower for images, which no text reaches. ModernBERT's decoder is its head.
+    layers = layers & set(model.get_decoder().modules()) or layers
     for layer_name, layer in model.named_modules():
         if layer not in layers:
             continue
@@ -197,11 +198,9 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
         elif unsupported := [target for target in meant if not target.is_supported]:
             first = min(unsupported, key=lambda target: target.kind.__name__)
             what = "the experts" if first.is_stack else first.in_layer
-            attention = [target for target in weights if target.group == "attention"]
-            remedy = "attention or " if all(t.is_supported for t in attention) else ""
             problems.append(
-                f"lora.targets: {name} means {what} of {kind}, and adapters do not support "
-                f"their layout ({first.kind.__name__}) - use lora.targets={remedy}other names"
+                f"lora.targets: {name} means {what} of {kind}, and adapters do not support such "
+                f"layers ({first.kind.__name__}) - {_supported(weights)}"
             )
         elif not meant:
             problems.append(
@@ -213,14 +212,26 @@ def choose_targets(model: PreTrainedModel, config: LoraConfig) -> list[Target]:
     return list(chosen.values())
 
 
+def _supported(weights: list[Target]) -> str:
+    """Return a remedy with names that adapters support."""
+    usable = [t for t in weights if t.group != "router" and t.is_supported]
+    if not usable:
+        return "set lora.rank=null"
+    attention = [target for target in weights if target.group == "attention"]
+    if attention and all(target.is_supported for target in attention):
+        return "use lora.targets=attention or other names"
+    return f"use names such as {', '.join(dict.fromkeys(t.in_layer for t in usable))}"
+
+
 def _nearest(name: str, weights: list[Target]) -> str:
     """Return a remedy with the names that are nearest to one that means nothing."""
-    usable = [target for target in weights if target.group != "router"]
+    usable = [t for t in weights if t.group != "router" and t.is_supported]
     if not usable:
-        return "it has no linear layers; set lora.rank=null"
+        return "it has no layers that adapters support; set lora.rank=null"
     known = {path: None for target in usable for path in _suffixes(target.in_layer)}
-    groups = {target.group: None for target in usable if target.group in _GROUPS}
-    known = dict.fromkeys(("all-linear", *groups)) | known
+    odd = {target.group for target in weights if not target.is_supported}
+    groups = [group for group in _GROUPS if group in {t.group for t in usable} - odd]
+    known = dict.fromkeys([*(() if odd else ("all-linear",)), *groups]) | known
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"use {', '.join(near)}" if near else f"use one of {', '.join(list(known)[:12])}"
 

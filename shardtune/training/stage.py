@@ -167,9 +167,11 @@ class Stage:
     def _send(self, tensor: torch.Tensor, link: Link, group: dist.ProcessGroup) -> None:
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, link.rank, group), tensor))
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-        # In an evaluation nothing comes back that would keep a stage from running ahead.
-        if not torch.is_grad_enabled() and len(self._sent) > _MOST_SENT:
+        if torch.is_grad_enabled():
+            while self._sent and self._sent[0][0].is_completed():
+                self._sent.popleft()
+        elif len(self._sent) > _MOST_SENT:
+            # Nothing comes back that would keep a stage from running ahead. All ranks of a stage
+            # wait as often, by which a stuck one is found.
             with self._world.progress.waiting(), self._world.progress.message():
                 self._sent.popleft()[0].wait()

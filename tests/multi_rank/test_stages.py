@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.chats import write_jsonl
 from helpers.commands import read_metrics
@@ -111,6 +112,7 @@ def run_and_note(arguments: list[str]) -> None:
     """On a rank without room to keep parameters: write its passes and gathers of the last step."""
     gather, write = _fsdp_param_group.foreach_all_gather, Metrics.write
     noted: list[str] = []
+    ahead: list[int] = []  # what an evaluation has sent and not waited for
 
     def noting(what: str, original: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:
@@ -134,6 +136,15 @@ def run_and_note(arguments: list[str]) -> None:
     vars(dist)["irecv"] = noting("r", dist.irecv)
     Stage.forward, Stage.backward = noting("f", Stage.forward), noting("b", Stage.backward)
     Metrics.write = write_noted
+    send = Stage._send
+
+    def send_noted(stage: Stage, *given: Any) -> None:
+        send(stage, *given)
+        if not torch.is_grad_enabled():
+            ahead.append(len(stage._sent))
+            Path(f"ahead{os.environ['RANK']}").write_text(str(max(ahead)), encoding="utf-8")
+
+    Stage._send = send_noted
     vars(reshard)["_free_bytes"] = lambda world: 0.0
     run_script(arguments)
 
@@ -148,7 +159,7 @@ def test_passes_receive_early_and_gather_each_layer_once(
     AutoTokenizer.from_pretrained(models["qwen3"]).save_pretrained(tmp_path / "deep")
     data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
     more = ["model.init=random", "train.gradient_accumulation_steps=4", "train.max_steps=2"]
-    more += [f"parallel.stages={stages}", "export.final=false"]
+    more += [f"parallel.stages={stages}", "export.final=false", f"data.eval={data}"]
     (tmp_path / "config.yaml").touch()
     given = ["--config", "config.yaml", *settings(tmp_path / "deep", data, tmp_path / "run", *more)]
     done = on_ranks(ranks, run_and_note, given, cwd=tmp_path)
@@ -161,6 +172,7 @@ def test_passes_receive_early_and_gather_each_layer_once(
         assert noted.count("L") == 2 * 4 * (last - first + 1), noted
         passes = noted.replace("L", "")
         if stage == 0:
+            assert (tmp_path / "ahead0").read_text(encoding="utf-8") == "2"
             assert passes == {2: "frfbrfbrfrbb", 4: "fffrfrbrbrbb"}[stages]
         if stage == stages - 1:
             assert passes == "rfrbfrbfrbfb"

@@ -195,7 +195,7 @@ def test_experts_of_another_layout_are_refused_and_attention_is_not(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
     for targets in ("all-linear", "experts"):
-        refusal = f"{targets} means the experts of {family}, and .* layout \\({kind}\\) - use lora"
+        refusal = f"{targets} means the experts of {family}, and .* layers \\({kind}\\) - use lora"
         with pytest.raises(UserError, match=refusal):
             choose_targets(model, LoraConfig(rank=2, targets=targets))
     add_adapters(model, LoraConfig(rank=2, targets="attention"))
@@ -208,9 +208,14 @@ def test_linear_layers_that_compute_otherwise_are_refused_by_name() -> None:
     config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=2)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    refusal = r"means self_attn.o_a_proj of deepseek_v4, .*\(DeepseekV4GroupedLinear\) - .*=other"
-    with pytest.raises(UserError, match=refusal):
+    refusal = (
+        r"means self_attn.o_a_proj of deepseek_v4, .*\(DeepseekV4GroupedLinear\) - use names .*"
+    )
+    with pytest.raises(UserError, match=refusal + "q_a_proj"):
         choose_targets(model, LoraConfig(rank=2))
+    with pytest.raises(UserError, match=r"o_a_prj means no layer .* - use ") as nearest:
+        choose_targets(model, LoraConfig(rank=2, targets=("o_a_prj",)))
+    assert "o_a_proj" not in str(nearest.value)
     chosen = choose_targets(model, LoraConfig(rank=2, targets=("q_b_proj", "experts")))
     assert {target.group for target in chosen} == {"attention", "experts"}
 
@@ -225,6 +230,22 @@ def test_a_tower_of_images_gets_no_adapters() -> None:
     adapted = {name for name, p in model.named_parameters() if p.requires_grad}
     assert any("self_attn.q_proj" in name for name in adapted)
     assert all("language_model" in name for name in adapted)
+
+
+def test_a_decoder_that_is_a_head_has_the_layers_of_the_whole_model() -> None:
+    config = AutoConfig.for_model("modernbert-decoder", num_hidden_layers=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert {t.in_layer for t in choose_targets(model, LoraConfig(rank=2))} >= {"attn.q_proj"}
+
+
+def test_a_model_without_a_layer_for_adapters_is_refused_without_a_name() -> None:
+    """Falcon's linear layers are of a class of its own."""
+    config = AutoConfig.for_model("falcon", num_hidden_layers=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=r"FalconLinear.* - set lora.rank=null"):
+        choose_targets(model, LoraConfig(rank=2))
 
 
 def test_experts_of_a_model_without_any_are_refused() -> None:
