@@ -84,7 +84,7 @@ def verdict_row(line: str) -> str:
 
 
 def _memory(plan: Plan, unit: str = "") -> list[str]:
-    sizes = [f"{size / 1e9:.1f}{unit}" for size in (plan.states.total, plan.peak_bytes)]
+    sizes = [f"{size / 1e9:.1f}{unit}" for size in (plan.states.total, plan.needed_bytes)]
     return [*sizes, "yes" if plan.fits else "no"]
 
 

@@ -304,12 +304,19 @@ def _keep_groups(
 ) -> Plan:
     """Return the plan in which as many groups stay gathered as its peak leaves room for."""
     config, machine, states = plan.config, plan.machine, plan.states
+    groups = _gathering_ranks(model, world)
+    # A group that one rank has whole is copied, which takes less time than its memory is worth.
+    shared = sum(len(ranks) > 1 for ranks in groups)
     fitting = groups_in(kept, room_beside(plan.peak_bytes, machine.memory_bytes))
-    policy = _policy(kept, config, states, machine, world, fitting)
+    policy = _policy(kept, config, states, machine, world, min(fitting, shared))
     sizes = kept.parameters[: policy.kept_groups]
     # What stands around the layers is gathered at each peak.
     peaks, pools = _memory(measured.keeping(sum(sizes[1:])), states, optimizer, machine)
-    traffic = plan.traffic[0] - _not_gathered_again(model, sizes, config, world)
+    traffic, micro_batches = plan.traffic[0].copy(), config.train.gradient_accumulation_steps
+    for number, (ranks, size) in enumerate(zip(groups, sizes, strict=False)):
+        # What stands around the layers stays from the forward to the backward in any case.
+        gathers = 2 * micro_batches if number else micro_batches
+        traffic[Collective("all-gather", ranks)] -= (gathers - 1) * size
     return replace(
         plan,
         kept_groups=(policy.kept_groups,),
@@ -350,23 +357,15 @@ def _policy(
     return policy
 
 
-def _not_gathered_again(
-    model: PreTrainedModel, sizes: Sequence[int], config: Config, world: World
-) -> Counter[Collective]:
-    """Return what a step gathers less where the first groups, of these bytes, stay gathered."""
-    micro_batches = config.train.gradient_accumulation_steps
-    less: Counter[Collective] = Counter()
-    groups = list(gathered_groups(model).items())
-    for (group, parameters), size in zip(groups, sizes, strict=False):
+def _gathering_ranks(model: PreTrainedModel, world: World) -> list[tuple[int, ...]]:
+    """Return the ranks that gather each of `gathered_groups` together."""
+    ranks = []
+    for parameters in gathered_groups(model).values():
         mesh = world.mesh["shard"]
         if world.expert_mesh and any(map(is_spread, parameters)):
             mesh = world.expert_mesh["expert_shard"]
-        ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
-        # What stands around the layers stays from the forward to the backward in any case.
-        gathers = micro_batches if group is model else 2 * micro_batches
-        if len(ranks) > 1:
-            less[Collective("all-gather", ranks)] += (gathers - 1) * size
-    return less
+        ranks.append(tuple(dist.get_process_group_ranks(mesh.get_group())))
+    return ranks
 
 
 def _peak_bytes(peaks: Mapping[str, Peak], pools: Sequence[int], machine: Machine) -> int:

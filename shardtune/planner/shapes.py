@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -140,16 +140,8 @@ def least_traffic(
     compute_bytes = shapes.compute_bytes
     reduce_bytes = DTYPES[config.model.reduce_dtype].itemsize
     own, trained = (n // parallel.expert for n in (layers.experts, layers.trained_experts))
-    # FSDP2 keeps what stands around the layers from the forward to the backward.
-    kept, gathered = keeps.gathered_bytes / compute_bytes, []
-    for numel, times in (
-        (around.dense, micro_batches),
-        (layers.dense, 2 * micro_batches),
-        (own, 2 * micro_batches),
-    ):
-        here = min(kept, numel)
-        kept -= here
-        gathered.append(round(times * numel - (times - 1) * here))
+    kept = keeps.gathered_bytes / compute_bytes
+    gathered = list(_gathered(kept, around.dense, layers.dense, own, micro_batches))
     reduced = reduce_bytes * (1 if keeps.policy.keep_gradients else micro_batches)
     traffic: Counter[Collective] = Counter()
     trained_dense = layers.trained_dense + around.trained_dense
@@ -182,6 +174,20 @@ def least_traffic(
         shared = max(reduce_bytes, master_bytes) * shapes.shared_numel // stage_ranks
         traffic[Collective("send", (ranks - stage_ranks - first, first))] += shared
     return Counter({each: n for each, n in traffic.items() if n and len(each.ranks) > 1})
+
+
+def _gathered(
+    kept: float, around: int, layers: int, experts: int, micro_batches: int
+) -> Iterator[int]:
+    """Yield how many elements a step gathers around the layers, of these, and of spread experts.
+
+    The first `kept` elements are gathered once. FSDP2 keeps what stands around the layers from the
+    forward to the backward in any case.
+    """
+    for numel, times in ((around, 1), (layers, 2), (experts, 2)):
+        once = min(kept, numel)
+        kept -= once
+        yield round(once + times * micro_batches * (numel - once))
 
 
 def rough_memory(

@@ -379,6 +379,14 @@ def test_what_stays_gathered_takes_half_of_what_is_left() -> None:
     assert f"Gathered once a step, since memory is left: {kept} groups" in "".join(describe(plan))
 
 
+def test_experts_that_are_not_shared_do_not_stay_gathered() -> None:
+    """They would be copied once instead of in each pass, and travel in neither case."""
+    machine, model_config = replace(MACHINE, memory_bytes=4.042e9), with_layers(GLM, 4)
+    config = configured("parallel.expert=8", "data.max_length=64", *STEPS)
+    plan = make_plan(config, model_config, machine)
+    assert plan.kept_groups == (1 + model_config.num_hidden_layers,)
+
+
 def test_an_unknown_architecture_without_shapes_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,14 +26,15 @@ def test_the_shipped_configuration_fits_and_takes_what_its_comments_say() -> Non
     text = (REPOSITORY / "config.yaml").read_text(encoding="utf-8").replace("\n#", "")
     plan = plan_of("--gpu-memory 80")
     assert plan.fits
-    assert f"a GPU needs {plan.peak_bytes / 1e9:.0f} GB" in text
+    assert f"a GPU needs {plan.needed_bytes / 1e9:.0f} GB" in text
+    assert f"takes {plan.peak_bytes / 1e9:.0f} GB where it has them" in text
     between, arithmetic = plan.floors_s["between nodes"], plan.floors_s["arithmetic"]
     received = between * plan.machine.node_bytes_per_s / 1e9
     assert f"A node receives {received:.1f} GB a step from the other: {between:.2f} s" in text
     assert f"the arithmetic takes {arithmetic:.2f} s at best, a fifth of it without work" in text
     assert plan.bubble == 0.2
     # What the configuration is for.
-    assert received <= 3 and plan.floor_s <= 2 and plan.peak_bytes <= 62e9
+    assert received <= 3 and plan.floor_s <= 2 and plan.needed_bytes <= 62e9
 
 
 @pytest.mark.full
@@ -50,7 +51,7 @@ def test_the_changes_of_one_line_need_what_the_shipped_comments_say() -> None:
     assert len(changes) == 3
     for memory, needed, change in changes:
         plan = plan_of(f"--gpu-memory {memory} --nic-gbps 3200 {change}")
-        assert plan.fits and round(plan.peak_bytes / 1e9) == int(needed)
+        assert plan.fits and round(plan.needed_bytes / 1e9) == int(needed)
         assert plan.step_tokens == 32 * 4096
 
 
