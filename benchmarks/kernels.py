@@ -194,7 +194,12 @@ def measure(options: Namespace) -> StepCount:
     settings = [each for each in options.assignments if not each.startswith("model.path=")]
     (short, _), (long, trace) = (
         _count(
-            options.config, model_config, plan, range(own.start, own.start + n), given + settings
+            options.config,
+            with_layers(model_config, own.start + n),
+            plan,
+            _policy(plan, kinds, n),
+            range(own.start, own.start + n),
+            given + settings,
         )
         for n in lengths
     )
@@ -240,7 +245,7 @@ def _count(
 ) -> tuple[dict[str, Part], list[str]]:
     """Count a step of the last stage with these layers, and trace it."""
     with tempfile.TemporaryDirectory() as folder:
-        with_layers(model_config, layers.stop).save_pretrained(folder)
+        model_config.save_pretrained(folder)
         count = counted(
             file,
             Path(folder),

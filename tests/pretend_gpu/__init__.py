@@ -16,7 +16,7 @@ and the grouped product are their definitions, with the checks of the real kerne
   `hollow.py`.
 
 What it cannot show: races between kernels of two streams, NCCL itself, the rounding and the speed
-of kernels, fragmentation, torch.compile, drivers.
+of kernels, fragmentation, compiled code (`compiled.py` says which kernels it would be), drivers.
 
 Any command, with N GPUs in all of its processes (needs g++; the first time takes half a minute):
 
