@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
     peak: float = 989e12
 
     def with_flash_attention_3(self) -> Gpu:
-        return self._replace(attention=550e12, attention_backward=400e12)
+        return Gpu(self.name, self.bytes_per_s, attention=550e12, attention_backward=400e12)
 
 
 GPUS = H100, H200 = (Gpu("H100", 2.8e12), Gpu("H200", 4.0e12))
