@@ -64,7 +64,8 @@ class Measured:
         # A message may arrive during the micro-batch before its own, and all are alike.
         for collective in [each for each in total if each.kind == "send"]:
             sizes = [micro_batch[collective] for micro_batch in self.traffic[1:-1]]
-            total[collective] = micro_batches * sum(sizes) // len(sizes)
+            behind = self.traffic[-1][collective]
+            total[collective] = micro_batches * sum(sizes) // len(sizes) + behind
         return total
 
     def step_kernels(self, micro_batches: int) -> Counter[Kernel]:
