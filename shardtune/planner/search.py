@@ -60,6 +60,10 @@ class Estimate:
     peak_bytes: float
 
     @property
+    def stages(self) -> int:
+        return self.config.parallel.stages
+
+    @property
     def floor_s(self) -> float:
         return max(self.floors_s.values())
 
@@ -93,7 +97,7 @@ class Search:
         No step is simulated, so that the memory has a margin.
         """
         limit = _MARGIN * self._plan.machine.memory_bytes
-        for fastest in self._estimates({}, "", limit):
+        for fastest in (each for each in self._estimates({}, "") if each.peak_bytes <= limit):
             if fastest.floor_s * _SLOW > self._own.floor_s:
                 return None
             if self._can_be_cut(fastest):
@@ -107,27 +111,34 @@ class Search:
         """
         plan, simulations = self._plan, simulations.without_evaluation()
         left, memory_bytes = _MOST_SIMULATED, plan.machine.memory_bytes
-        # For other meshes the arithmetic is about as far off as for this one.
-        off = 0.0 if plan.reason else plan.needed_bytes - self._own.peak_bytes
+        # For other meshes the arithmetic is about as far off as for this one, until one with as
+        # many stages, which have layers of their own in flight, has been simulated.
+        own_off = 0.0 if plan.reason else plan.needed_bytes - self._own.peak_bytes
+        off: dict[int, float] = {}  # by number of stages
+
+        def fits(each: Estimate) -> bool:
+            return each.peak_bytes + off.get(each.stages, own_off) <= memory_bytes
+
         for settings in islice(_settings(plan.config), 1 if plan.fits else None):
             estimates: list[Estimate] = []
             for values, price in settings:
                 if all(map(self._may_change, values)):
-                    found = self._estimates(values, price, memory_bytes - off)
+                    found = [each for each in self._estimates(values, price) if fits(each)]
                     estimates += found[: 1 if values else None]  # with a price one is enough
             changes: list[Change] = []
             for each in sorted(estimates, key=Estimate.rank):
                 is_faster = not plan.fits or each.floor_s < _FASTER * plan.floor_s
                 if not left or not is_faster or (changes and not each.price):
                     break
-                if each.peak_bytes + off > memory_bytes or not self._can_be_cut(each):
+                if not fits(each) or not self._can_be_cut(each):
                     continue
                 change = self._simulate(each, simulations)
                 left -= 1
                 if change and change.plan.fits:
                     changes.append(change)
                 elif change:
-                    off = max(off, change.plan.needed_bytes - each.peak_bytes)
+                    by = change.plan.needed_bytes - each.peak_bytes
+                    off[each.stages] = max(by, off.get(each.stages, own_off))
             if changes or not left:
                 return sorted(changes, key=lambda change: change.plan.seconds_per_token)
         return []
@@ -140,8 +151,8 @@ class Search:
             return None
         return Change(estimate.values, estimate.price, made)
 
-    def _estimates(self, values: Mapping[str, Any], price: str, limit: float) -> list[Estimate]:
-        """Return all meshes with other settings that take no more memory, the fastest first."""
+    def _estimates(self, values: Mapping[str, Any], price: str) -> list[Estimate]:
+        """Return all meshes with other settings, the fastest first."""
         config = with_values(self._plan.config, values)
         shapes = self._with_adapters if "lora.rank" in values else self._plan.shapes
         estimates = []
@@ -151,7 +162,7 @@ class Search:
                 estimates.append(
                     self._estimate(dict(values) | changed, price, _with_mesh(config, mesh), shapes)
                 )
-        return sorted((e for e in estimates if e.peak_bytes <= limit), key=Estimate.rank)
+        return sorted(estimates, key=Estimate.rank)
 
     def _estimate(
         self, values: dict[str, Any], price: str, config: Config, shapes: Shapes

@@ -58,7 +58,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_help(
     assert refused.returncode == 2, refused.stderr
     assert re.fullmatch(
         r"ERROR: The run does not fit, \S+ GB do not hold the peak of .+ - use "
-        r"(lora\.rank=16( \S+=\d+)* \(.+ GB\), or )?more or larger devices; run\.ignore_plan=true "
+        r"lora\.rank=16( \S+=\d+)* \(.+ GB\), or more or larger devices; run\.ignore_plan=true "
         r"starts it all the same",
         refused.stderr.splitlines()[-1],
     ), refused.stderr
@@ -99,9 +99,10 @@ def test_a_run_with_a_slow_mesh_names_the_fastest_once(
 def test_a_model_that_this_machine_does_not_hold_is_refused(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """All weights take twice the free memory, and frozen ones with adapters a quarter."""
+    """All weights take three times the free memory, with every setting more than all of it, and
+    frozen ones with adapters half."""
     width = 4096
-    layers = available_memory() // 8 // (4 * width * width)
+    layers = available_memory() // 5 // (4 * width * width)
     config = AutoConfig.for_model(
         "llama",
         vocab_size=AutoConfig.from_pretrained(models["llama"]).vocab_size,
