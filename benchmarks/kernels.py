@@ -2,7 +2,7 @@
 
 A rank of the real shape takes a step on a pretended GPU without contents (needs g++). A layer is
 the difference of two depths; it is one with experts where the model has them, in one micro-batch.
-With stages the rank is the first of the last one, which has the head. Bytes are those of tensors
+With stages the rank is the first of the last stage: it has the head. Bytes are those of tensors
 that kernels read and write. Milliseconds and MFU are computed by shardtune/planner/roofline.py, and
 the network between nodes is left out: no GPU has run this.
 """

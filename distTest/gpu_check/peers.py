@@ -28,7 +28,7 @@ _BUILD_S = 240
 def peers() -> Outcome:
     """Build the environment of TRL and HF Trainer, where it is missing and a registry answers.
 
-    It gets the packages of this one first, so that both have one PyTorch, which is not downloaded.
+    It gets the packages of this one first, so that both have one PyTorch, without a download.
     """
     python, absent = _peers_python()
     if not absent:

@@ -54,7 +54,7 @@ def compiled_or_eager(
     device: torch.device,
     eager: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return the function compiled into one graph for all lengths, or as it is, which is said.
+    """Return the function compiled into one graph for all lengths, else as it is; the log says so.
 
     It must have no graph breaks: what fails to compile runs again from the beginning. `eager` then
     runs in its place.

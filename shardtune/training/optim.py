@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
@@ -60,7 +61,7 @@ def _build_adamw(named: Mapping[str, nn.Parameter], config: Config) -> torch.opt
 def compile_update(optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
     """Compile the update of low-precision weights: on GPUs always, on CPUs with model.compile=true.
 
-    Collective. Where a rank cannot, all of them update eagerly, which is said once.
+    Collective. Where a rank cannot, all of them update eagerly, and the log says so.
 
     Raises:
         RunFailed: a rank cannot, with model.compile=true.
@@ -132,7 +133,7 @@ def squared_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
     A CPU sums in float64, as its float32 sum of a large tensor is wrong by a percent, and in
     pieces, as each is copied to float64. A GPU reads each gradient once: the norms of short rows
-    are summed up in float32, which is right to 1e-6, and their squares in float64.
+    are summed up in float32, right to 1e-6, and their squares in float64.
     """
     gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
     norm = torch.linalg.vector_norm
@@ -152,9 +153,9 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, norm: floa
     `grad_scale`, by which it divides, so that the last bits would be others, and it writes each
     gradient back: they are scaled before.
     """
-    # As PyTorch computes it on the device. The host has the norm.
-    ratio = max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
-    factor = ratio.clamp(max=1.0).item()
+    # As PyTorch computes it on the device, in float32. The host has the norm.
+    inverse = 1 / (np.float32(norm) + np.float32(1e-6))
+    factor = min(float(np.float32(max_norm) * inverse), 1.0)
     if isinstance(optimizer, LowPrecisionAdamW):
         optimizer.gradient_factor = factor
     elif factor < 1:

@@ -75,7 +75,8 @@ def on_nodes(
         for place, folder, log in zip(places, folders, logs, strict=True)
     ]
     for log, process in zip(logs, started, strict=True):
-        log.with_suffix(".err").touch()
+        for suffix in (".out", ".err"):  # of a rank, too, that is ended before it opens them
+            log.with_suffix(suffix).touch()
         process.start()
     deadline = time.monotonic() + timeout_s
     while running := [process for process in started if process.exitcode is None]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -234,7 +234,7 @@ def train_in_graphs_and_print_breaks(arguments: list[str]) -> None:
             print("Break:", *reason.split())
         before_backward(*given, **options)
 
-    ReshardPolicy.before_backward = printing  # type: ignore[method-assign]
+    cast(Any, ReshardPolicy).before_backward = printing
     run_script(arguments)
 
 

@@ -151,9 +151,7 @@ def test_the_ceiling_is_measured_on_a_pretended_gpu(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @needs_compiler
 def test_every_check_passes_on_pretended_gpus_but_for_what_they_lack(tmp_path: Path) -> None:
-    """No triton is in the CPU build, and TRL has an environment of its own, for which there is no
-    registry here.
-    """
+    """The CPU build lacks Triton, and no registry here builds the peers' environment."""
     # The other shapes are as these; rows of 8,192 are as long as those of 4,096 here.
     left_out = {"speed-glm-4.5-air-8192", "speed-llama3-8b", "speed-qwen3-1.7b"}
     names = [check.name for check in CHECKS if check.name not in left_out]

@@ -222,8 +222,8 @@ def test_groups_that_have_room_are_gathered_once_a_step(
         said,
         re.MULTILINE,
     )
-    _, *of_steps = said.split("\nStep ")
-    copies = {part.count("A copy") for part in of_steps[:-1]}
+    _, *step_parts = said.split("\nStep ")
+    copies = {part.count("A copy") for part in step_parts[:-1]}
     assert copies == {2 + (6 - 2) * 2 * 4}  # in the forward and the backward of micro-batches
     check(tmp_path / "run", expected["glm"])
 

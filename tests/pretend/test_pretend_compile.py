@@ -1,4 +1,4 @@
-"""Layers of a run on pretended GPUs: compiled where the GPU can, else eager, which is said once."""
+"""Layers of a run on pretended GPUs: compiled where the GPU can, else eager, said once."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -97,7 +97,7 @@ class Compiler:
                     self._run(Counter({_scaled(kernel, share): n for kernel, n in kernels.items()}))
                 return graph(*arguments)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
+        cast(Any, run)._boxed_call = True
         return run
 
 
@@ -125,7 +125,7 @@ def kernels_of(graph: torch.fx.GraphModule, arguments: Sequence[Any]) -> Counter
         V.set_fake_mode(mode),
         V.set_debug_handler(DebugContext()),
         patch.object(scheduler, "has_triton", lambda *_: True),
-        # A run compiles for all lengths, where padding is no concatenation.
+        # A run compiles for all lengths, where padding does not concatenate.
         patch.object(inductor_lowering, "_pad_as_cat", lambda *_: None),
     ):
         _recursive_post_grad_passes(traced, is_inference=True)
