@@ -26,7 +26,7 @@ PEERS ?= .venv/peers
 # An engine that reads the exported demo, for one test.
 ENGINE := .venv/engine
 # Tests that run at the same time. Most of them wait for imports, disks and silent nodes.
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 IN_PARALLEL = -n $(TEST_PROCESSES) --dist worksteal
 
 help:
