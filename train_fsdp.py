@@ -139,10 +139,10 @@ def train_step(
     Raises:
         RunFailed: the loss or the gradient norm is not finite; the weights are as before.
     """
-    nll_sum = accumulate_gradients(context, step, micro_batches)
+    nll_sum, squared_gradients = accumulate_gradients(context, step, micro_batches)
     stats = all_gather_step_stats(
         nll_sum,
-        optim.squared_gradients(context.stage.own_parameters()),
+        squared_gradients,
         step.trained_tokens,
         stop.received is not None,
         context.expert_balance.take_counts(),
@@ -155,8 +155,11 @@ def train_step(
 
 def accumulate_gradients(
     context: TrainContext, step: Step, micro_batches: list[Batch]
-) -> torch.Tensor:
-    """Return the sum of this rank's negative log-likelihoods, a float64 scalar on its device."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of this rank's negative log-likelihoods and of its gradients' squares.
+
+    Both are float64 scalars on its device.
+    """
     world, model = context.run.world, context.model
     world.progress.enter(Phase.FORWARD_BACKWARD)
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -170,7 +173,7 @@ def accumulate_gradients(
             context.stage.backward(each.batch, scale)
             micro_batch_ended()
     context.stage.finish()
-    return nll_sum
+    return nll_sum, optim.squared_gradients(context.stage.own_parameters())
 
 
 def update_weights(context: TrainContext, grad_norm: float) -> None:
