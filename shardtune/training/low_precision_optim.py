@@ -3,25 +3,30 @@
 The arithmetic is AdamW's in float32. What is stored is rounded at random, up or down in proportion
 to the distance, so that it is right on average: updates far below the spacing of the stored values
 add up, which rounding to the nearest value would lose.
-
-The random numbers are a hash of (seed, step, tensor name, index of the element in the whole
-tensor). They need no state in a checkpoint, and each rank makes those of its own elements, whatever
-its mesh.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardtune.distributed.tensors import first_indices, to_local
+from shardtune.distributed.tensors import to_local
 from shardtune.model.experts import SCALE_BLOCK
+from shardtune.training.stochastic_rounding import (
+    CodeTable,
+    code_tables,
+    dequantize,
+    in_blocks,
+    noise_bits,
+    noise_keys,
+    places,
+    quantize,
+    store_rounded,
+)
 
 PIECE = 1 << 22  # elements that are float32 at the same time in an eager update
 # A compiled update stores no number between, so that its pieces need only fit 32-bit indices.
@@ -161,7 +166,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             steps = [self._count_step(parameter) for _, parameter in named]
             names = [name for name, _ in named]
             device = group["params"][0].device
-            keys = _noise_keys(self._seed, steps, names, device)
+            keys = noise_keys(self._seed, steps, names, device)
             factors: dict[int, Factors] = {}  # mostly of one step: all parameters share them
             for (_, parameter), step, key in zip(named, steps, keys, strict=True):
                 if step not in factors:
@@ -180,7 +185,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         local = to_local(parameter)
         if not local.numel():
             return
-        rows, columns = _places(parameter)
+        rows, columns = places(parameter)
         tensors = {"weight": parameter, "gradient": parameter.grad, **self.state[parameter]}
         matrices = {
             name: to_local(tensor).view(len(rows), -1)
@@ -295,31 +300,31 @@ def update(
 
     The formula is that of torch.optim.AdamW.
     """
-    noise = functools.partial(_noise, rows, columns)
+    noise = functools.partial(noise_bits, rows, columns)
     first, second = _new_moments(tensors, factors, tables)
     # Not sqrt, whose last bit on a CPU depends on the library and on the place in memory.
     change = first / (1 / (second.rsqrt() * factors.root) + factors.eps)
     weight = tensors["weight"].float() * factors.shrink - change * factors.rate
-    _store(tensors["weight"], weight, noise(key[0]))
+    store_rounded(tensors["weight"], weight, noise(key[0]))
     del change, weight  # an eager update needs the memory
     if "exp_avg_scale" not in tensors:
-        _store(tensors["exp_avg"], first, noise(key[1]))
-        _store(tensors["exp_avg_sq"], second, noise(key[2]))
+        store_rounded(tensors["exp_avg"], first, noise(key[1]))
+        store_rounded(tensors["exp_avg_sq"], second, noise(key[2]))
         return
     if torch.compiler.is_compiling():
         # Computed again, from what is read anyway. Else a compiled update would write both moments
         # in float32, and read them when it knows the largest of each block.
         blocks = {
-            name: tensor[:, :, None] if name.endswith("scale") else _in_blocks(tensor)
+            name: tensor[:, :, None] if name.endswith("scale") else in_blocks(tensor)
             for name, tensor in tensors.items()
         }
         largest = [moment.abs().amax(-1) for moment in _new_moments(blocks, factors, tables)]
     else:
-        largest = [_in_blocks(moment.abs()).amax(-1) for moment in (first, second)]
+        largest = [in_blocks(moment.abs()).amax(-1) for moment in (first, second)]
     # A squared gradient that became 0 would make the next update as large as 1 / eps.
     floor = tables[1].sizes[1]
-    tensors["exp_avg"].copy_(_quantize(first, largest[0], noise(key[1]), tables[0]))
-    tensors["exp_avg_sq"].copy_(_quantize(second, largest[1], noise(key[2]), tables[1], floor))
+    tensors["exp_avg"].copy_(quantize(first, largest[0], noise(key[1]), tables[0]))
+    tensors["exp_avg_sq"].copy_(quantize(second, largest[1], noise(key[2]), tables[1], floor))
     tensors["exp_avg_scale"].copy_(largest[0])
     tensors["exp_avg_sq_scale"].copy_(largest[1])
 
@@ -330,183 +335,9 @@ def _new_moments(
     """Return both moments after this step's gradient, in float32."""
     gradient = tensors["gradient"].float() * factors.gradient
     if "exp_avg_scale" in tensors:
-        first = _dequantize(tensors["exp_avg"], tensors["exp_avg_scale"], tables[0])
-        second = _dequantize(tensors["exp_avg_sq"], tensors["exp_avg_sq_scale"], tables[1])
+        first = dequantize(tensors["exp_avg"], tensors["exp_avg_scale"], tables[0])
+        second = dequantize(tensors["exp_avg_sq"], tensors["exp_avg_sq_scale"], tables[1])
     else:
         first, second = tensors["exp_avg"].float(), tensors["exp_avg_sq"].float()
     first = first + (gradient - first) * factors.new1
     return first, second + (gradient * gradient - second) * factors.new2
-
-
-# Noise.
-
-
-def _noise_keys(
-    seed: int, steps: Iterable[int], names: Iterable[str], device: torch.device
-) -> torch.Tensor:
-    """Return the keys of three independent noises for each tensor, int32 [tensors, 4].
-
-    The fourth is unused: with it kernels read each row aligned.
-    """
-    digests = (
-        hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
-        for step, name in zip(steps, names, strict=True)
-    )
-    keys = [
-        [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4, 8, 12)]
-        for digest in digests
-    ]
-    return _on_device(torch.tensor(keys, dtype=torch.int32), device)
-
-
-def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy from the host, which does not wait for a GPU."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _places(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers, in the whole tensor, of this rank's rows and columns.
-
-    int64 and int32. Rows are those of a matrix as wide as the last dimension.
-    """
-    local, first = to_local(parameter), first_indices(parameter)
-    box = tuple(zip(local.shape[:-1], first[:-1], parameter.shape[:-1], strict=True))
-    begin, width = (first[-1], local.shape[-1]) if local.dim() else (0, 1)
-    return _row_numbers(box, local.device), _column_numbers(begin, width, local.device)
-
-
-@functools.cache  # the layers' parameters have few boxes
-def _row_numbers(box: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
-    """Return the number, in the whole tensor, of each row of a box of it.
-
-    `box`: its size, its first index and the tensor's size in every dimension but the last.
-    """
-    rows = torch.zeros((), dtype=torch.int64, device=device)
-    for size, begin, length in box:
-        rows = rows[..., None] * length + torch.arange(begin, begin + size, device=device)
-    return rows.flatten()
-
-
-@functools.cache
-def _column_numbers(begin: int, size: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(begin, begin + size, dtype=torch.int32, device=device)
-
-
-def _noise(rows: torch.Tensor, columns: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each element, int32 [rows, columns]."""
-    of_row = _hash(rows.to(torch.int32) ^ _hash((rows >> 32).to(torch.int32) ^ key))
-    return _hash(of_row[:, None] ^ _hash(columns))
-
-
-def _hash(x: torch.Tensor) -> torch.Tensor:
-    """Mix 32 bits: lowbias32 of https://github.com/skeeto/hash-prospector."""
-    x = (x ^ _shift_right(x, 16)) * 0x7FEB352D
-    x = (x ^ _shift_right(x, 15)) * (0x846CA68B - 2**32)
-    return x ^ _shift_right(x, 16)
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    # `>>` of an int32 fills with the sign.
-    return (x >> bits) & (2 ** (32 - bits) - 1)
-
-
-# Storage.
-
-
-def _store(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor) -> None:
-    """Write float32 values; into bfloat16, their upper 16 bits, by chance one more."""
-    if target.dtype == torch.bfloat16:
-        bits = (value.view(torch.int32) + _shift_right(noise, 16)) & -(2**16)
-        value = bits.view(torch.float32)
-    target.copy_(value)
-
-
-def magnitudes(bits: int) -> torch.Tensor:
-    """Return the 2 ** bits values that codes stand for, from 0 to 1, ascending: a dynamic map.
-
-    Each decade has twice as many evenly spaced values as the one below it (arXiv 1511.04561).
-    """
-    values = [0.0]
-    for i in range(bits):
-        values += torch.linspace(10.0 ** (i - bits), 10.0 ** (i - bits + 1), 2**i + 1).tolist()[1:]
-    return torch.tensor(values)
-
-
-def _lower_codes(values: torch.Tensor) -> torch.Tensor:
-    """Return the code of the largest value not above x, by the upper 16 bits of a float32 x <= 1.
-
-    It is right where x has no more bits; else the next one may be.
-    """
-    cell_of_one = 0x3F80
-    cells = (torch.arange(cell_of_one + 1, dtype=torch.int32) << 16).view(torch.float32)
-    return torch.bucketize(cells, values, right=True, out_int32=True) - 1
-
-
-class CodeTable(NamedTuple):
-    """What the codes of a moment stand for, as shares of the block's largest size."""
-
-    values: torch.Tensor  # of each code [256]; the sign is the upper bit of signed ones
-    sizes: torch.Tensor  # ascending, without sign [128 or 256]
-    lower: torch.Tensor  # see _lower_codes
-
-
-@functools.cache
-def code_tables(device: torch.device) -> tuple[CodeTable, CodeTable]:
-    """Return the tables of the first moment, which is signed, and of the second, unsigned."""
-    half, full = magnitudes(7), magnitudes(8)
-    signed = CodeTable(torch.cat([half, -half]), half, _lower_codes(half))
-    unsigned = CodeTable(full, full, _lower_codes(full))
-
-    first, second = (
-        CodeTable(*(_on_device(part, device) for part in table)) for table in (signed, unsigned)
-    )
-    return first, second
-
-
-def _in_blocks(matrix: torch.Tensor) -> torch.Tensor:
-    """Return [rows, blocks, SCALE_BLOCK] of a matrix, with zeros behind a rest."""
-    rest = -matrix.shape[1] % SCALE_BLOCK
-    padded = nn.functional.pad(matrix, (0, rest)) if rest else matrix
-    return padded.unflatten(1, (-1, SCALE_BLOCK))
-
-
-def _of_elements(scales: torch.Tensor, n_columns: int) -> torch.Tensor:
-    """Return the scale [rows, columns] of each element from those of blocks."""
-    wide = scales[:, :, None].expand(-1, -1, SCALE_BLOCK).flatten(1)
-    return wide[:, :n_columns]
-
-
-def _dequantize(codes: torch.Tensor, scale: torch.Tensor, table: CodeTable) -> torch.Tensor:
-    if scale.dim() < 3:
-        scale = _of_elements(scale, codes.shape[1])
-    return table.values[codes.to(torch.int32)] * scale
-
-
-def _quantize(
-    value: torch.Tensor,
-    largest: torch.Tensor,
-    noise: torch.Tensor,
-    table: CodeTable,
-    floor: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the codes of float32 values [rows, columns]. `largest`: the scales of their blocks.
-
-    Shares above 0 and below `floor` become `floor`.
-    """
-    largest = _of_elements(largest, value.shape[1])
-    # Smaller scales may be flushed to zero.
-    share = torch.where(largest >= torch.finfo(torch.float32).tiny, value.abs() / largest, 0.0)
-    if floor is not None:
-        share = torch.where(share > 0, torch.maximum(share, floor), 0.0)
-    sizes, last = table.sizes, len(table.sizes) - 2
-    cell = (share.view(torch.int32) >> 16).clamp(0, len(table.lower) - 1)
-    lower = table.lower[cell].clamp(max=last)
-    lower = (lower + (share >= sizes[lower + 1]).to(torch.int32)).clamp(max=last)
-    low, high = sizes[lower], sizes[lower + 1]
-    chance = _shift_right(noise, 8).float() * 2.0**-24
-    code = lower + (chance * (high - low) < share - low).to(torch.int32)
-    if len(sizes) < len(table.values):
-        code = code + len(sizes) * (value < 0).to(torch.int32)
-    return code

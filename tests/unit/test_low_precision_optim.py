@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardtune.training import low_precision_optim
-from shardtune.training.low_precision_optim import LowPrecisionAdamW, code_tables, magnitudes
+from shardtune.training import low_precision_optim, stochastic_rounding
+from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.training.stochastic_rounding import code_tables, magnitudes
 
 CPU = torch.device("cpu")
 
@@ -32,12 +33,12 @@ def noise(rows: int, columns: int, step: int = 1, name: str = "w", seed: int = 0
 
 
 def noise_key(seed: int, step: int, name: str = "w") -> torch.Tensor:
-    return low_precision_optim._noise_keys(seed, [step], [name], CPU)[0, 0]
+    return stochastic_rounding.noise_keys(seed, [step], [name], CPU)[0, 0]
 
 
 def noise_bits(rows: int, columns: int, key: torch.Tensor) -> torch.Tensor:
     numbers = torch.arange(columns, dtype=torch.int32)
-    return low_precision_optim._noise(torch.arange(rows), numbers, key)
+    return stochastic_rounding.noise_bits(torch.arange(rows), numbers, key)
 
 
 def test_rounding_is_right_on_average_and_only_to_a_neighbour():
@@ -47,7 +48,9 @@ def test_rounding_is_right_on_average_and_only_to_a_neighbour():
         total, seen = torch.zeros((), dtype=torch.float64), set()
         for step in range(8):
             target = torch.empty_like(exact, dtype=torch.bfloat16)
-            low_precision_optim._store(target, exact, noise_bits(1000, 1000, noise_key(3, step)))
+            stochastic_rounding.store_rounded(
+                target, exact, noise_bits(1000, 1000, noise_key(3, step))
+            )
             total += target.double().mean()
             seen |= set(target.unique().tolist())
         low, high = min(seen), max(seen)
@@ -56,7 +59,7 @@ def test_rounding_is_right_on_average_and_only_to_a_neighbour():
         assert abs(total / 8 - exact[0, 0].double()) < 5 * (high - low) / 2 / 8e6**0.5
     exact_in_bfloat16 = torch.randn(64, 64).bfloat16()
     target = torch.empty_like(exact_in_bfloat16)
-    low_precision_optim._store(target, exact_in_bfloat16.float(), noise(64, 64).int() << 16)
+    stochastic_rounding.store_rounded(target, exact_in_bfloat16.float(), noise(64, 64).int() << 16)
     assert torch.equal(target, exact_in_bfloat16)
 
 
@@ -79,10 +82,10 @@ def test_elements_beyond_32_bits_have_noise_of_their_own():
     key, columns = noise_key(0, 1), torch.arange(64, dtype=torch.int32)
     near, far = torch.arange(64), torch.arange(64) + 2**32
     assert not torch.equal(
-        low_precision_optim._noise(near, columns, key),
-        low_precision_optim._noise(far, columns, key),
+        stochastic_rounding.noise_bits(near, columns, key),
+        stochastic_rounding.noise_bits(far, columns, key),
     )
-    box = low_precision_optim._row_numbers(((2, 5, 9), (3, 1, 4)), CPU)
+    box = stochastic_rounding._row_numbers(((2, 5, 9), (3, 1, 4)), CPU)
     assert box.tolist() == [21, 22, 23, 25, 26, 27]
 
 
@@ -122,7 +125,7 @@ def test_codes_are_a_dynamic_map_and_their_lookup_is_a_search(bits):
     ]
     assert decades == [2 ** (bits - 3), 2 ** (bits - 2), 2 ** (bits - 1)]
     shares = torch.cat([torch.rand(100_000), 10 ** (-10 * torch.rand(100_000)), values])
-    lower = low_precision_optim._lower_codes(values)[shares.view(torch.int32) >> 16]
+    lower = stochastic_rounding.lower_codes(values)[shares.view(torch.int32) >> 16]
     lower = lower.clamp(max=len(values) - 2)
     lower = lower + (shares >= values[lower + 1]).int()
     assert torch.equal(lower, torch.bucketize(shares, values, right=True, out_int32=True) - 1)
@@ -141,8 +144,8 @@ def test_moments_of_8_bits_are_right_on_average_and_within_a_code(signed, width)
     total = torch.zeros(value.shape, dtype=torch.float64)
     for step in range(1000):
         bits = noise_bits(4, width, noise_key(0, step))
-        codes = low_precision_optim._quantize(value, scale, bits, table).to(torch.uint8)
-        back = low_precision_optim._dequantize(codes, scale, table)
+        codes = stochastic_rounding.quantize(value, scale, bits, table).to(torch.uint8)
+        back = stochastic_rounding.dequantize(codes, scale, table)
         total += back.double()
     # The widest spacing of codes: of the uppermost decade, by the number of its codes.
     spacing = 0.9 / (64 if signed else 128) * scale.repeat_interleave(256, dim=1)[:, :width]
