@@ -297,7 +297,7 @@ class ExportConfig(Section, json_schema_extra=MAY_CHANGE):
     final: bool = True
     """Write `model/` at the end."""
     dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
-    """Dtype of the written model. `source`: the dtypes of `model.path`."""
+    """Dtype of the written model. `source`: as `model.path` (bfloat16 where quantised)."""
     merge: bool = True
     """With LoRA: write `model/`, with the adapters merged, beside `adapter/`."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.model.files import FILES_BESIDE_WEIGHTS
+from shardtune.model.quantised import QUANTIZATION
 
 SOURCE = "source_tensors.json"  # in checkpoints only
 # How configurations announce layers of multi-token prediction, which transformers does not train.
@@ -23,13 +24,16 @@ _DTYPE = ("dtype", "torch_dtype")
 def model_assets(folder: Path) -> dict[str, bytes]:
     """Return the source's configuration, generation settings and tokenizer, by file name.
 
-    They are the source's bytes, but config.json does not say where it came from.
+    They are the source's bytes, but config.json does not say where it came from, and of a quantised
+    source it says bfloat16, as which its weights are read.
     """
     files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
     assets = {path.name: path.read_bytes() for path in sorted(files) if path.is_file()}
     if "_name_or_path" in (values := json.loads(assets["config.json"])):
         del values["_name_or_path"]
         assets["config.json"] = _dump(values)
+    if any(part.pop(QUANTIZATION, None) for part in (values, values.get("text_config") or {})):
+        assets["config.json"] = with_dtype(_dump(values), "bfloat16")
     return assets
 
 

@@ -18,6 +18,7 @@ from shardtune.config import ModelConfig
 from shardtune.data.hub import hub_problem
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
+from shardtune.model.quantised import quantised_problems, take_quantization
 from shardtune.model.weight_files import INDEX, describe, files_of_weights, weight_problems
 
 # Configuration, generation settings and tokenizer.
@@ -49,8 +50,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         "name a hub id or a directory with a config.json",
     ):
         config = AutoConfig.from_pretrained(path)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"model.path={path}: its weights are quantised - use the unquantised model")
+    take_quantization(config, path)
     with (
         _refusing(path, "no model can be built from its configuration", "correct its config.json"),
         torch.device("meta"),
@@ -64,7 +64,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
             f"use data.max_length={positions} or less"
         )
     if model.init == "pretrained" and Path(path).is_dir():
-        problems += weight_problems(Path(path))
+        problems += _problems_of_weights(Path(path))
     if problems:
         raise UserError(*problems)
     if config.dtype is None and model.init == "pretrained":
@@ -92,9 +92,13 @@ def fetch_weights(model: ModelConfig) -> str | None:
         if model.init == "random":
             return commit
         snapshot_download(path, revision=commit, allow_patterns=files_of_weights(folder))
-    if problems := weight_problems(folder):
+    if problems := _problems_of_weights(folder):
         raise UserError(*problems)
     return commit
+
+
+def _problems_of_weights(folder: Path) -> list[str]:
+    return weight_problems(folder) or quantised_problems(folder)
 
 
 def model_folder(path: str) -> Path | None:

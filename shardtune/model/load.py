@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import EllipsisType
 from typing import IO, Any, cast
 
 import numpy as np
@@ -28,11 +27,13 @@ from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
 from shardtune.model.lora import FACTORS
+from shardtune.model.quantised import DTYPES_OF_PARTS, Index, Sliceable, box_of, dequantised
 from shardtune.model.weight_files import stored_tensors
 
 _PIECE_BYTES = 8 << 20  # what one thread reads at a time
 _READERS = 4  # threads per rank
 _FIRST_REPORT_S, _REPORT_EVERY_S = 5, 10
+_DTYPES = DTYPES_IN_SAFETENSORS | DTYPES_OF_PARTS
 
 
 class StoredTensor:
@@ -54,14 +55,10 @@ class StoredTensor:
     def get_dtype(self) -> str:
         return self._dtype
 
-    def __getitem__(self, index: tuple[slice, ...] | EllipsisType) -> torch.Tensor:
+    def __getitem__(self, index: Index) -> torch.Tensor:
         """Read a box of the tensor. Raises OSError."""
-        given = () if index is Ellipsis else index
-        box = [
-            range(size)[given[dim]] if dim < len(given) else range(size)
-            for dim, size in enumerate(self._shape)
-        ]
-        content = torch.empty([len(edge) for edge in box], dtype=DTYPES_IN_SAFETENSORS[self._dtype])
+        box = box_of(index, self._shape)
+        content = torch.empty([len(edge) for edge in box], dtype=_DTYPES[self._dtype])
         if content.numel():
             starts, size = self._runs(box, content.itemsize)
             target = content.reshape(-1).view(torch.uint8).numpy().data
@@ -82,17 +79,22 @@ class StoredTensor:
 
 
 @contextmanager
-def _open_tensors(paths: Sequence[str], share: float) -> Iterator[dict[str, StoredTensor]]:
-    """Open a model's files and yield their tensors by name. `share` is this rank's part of them."""
+def open_tensors(
+    paths: Sequence[str | Path], dtype: torch.dtype, share: float = 1.0
+) -> Iterator[dict[str, Sliceable]]:
+    """Open files of a model and yield their tensors by name, the quantised ones of this dtype.
+
+    `share` is this rank's part of them.
+    """
     with ExitStack() as opened:
         reader = _Reader(opened.enter_context(ThreadPoolExecutor(_READERS)), share)
         tensors: dict[str, StoredTensor] = {}
         for path in paths:
             file = opened.enter_context(Path(path).open("rb", buffering=0))
-            for name, dtype, shape, begin, size in stored_tensors(file):
+            for name, stored_dtype, shape, begin, size in stored_tensors(file):
                 reader.total_bytes += size
-                tensors[name] = StoredTensor(file, begin, dtype, shape, reader)
-        yield tensors
+                tensors[name] = StoredTensor(file, begin, stored_dtype, shape, reader)
+        yield dequantised(tensors, Path(paths[0]).parent, dtype)
         reader.report_end()
 
 
@@ -265,7 +267,7 @@ def load_sharded(
                 if type(conversion) is WeightConverter:
                     conversion.__class__ = SliceConverter
             share = sum(to_local(p).numel() for p in model.parameters()) / whole
-            with _one_parameter_at_a_time(), _open_tensors(files, share) as tensors:
+            with _one_parameter_at_a_time(), open_tensors(files, skeleton.dtype, share) as tensors:
                 return model_class._load_pretrained_model(model, tensors, None, load)
 
     # transformers finds its conversions by the class's name.

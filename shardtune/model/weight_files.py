@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +27,9 @@ _PIECE_BYTES = 8 << 20  # read at a time
 _READERS = 8  # threads
 _HEADER_BYTES = 100_000_000  # at most, as safetensors has it
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Endings of the names under which files hold the values and the scales of a quantised tensor.
+_FP8, _MXFP4 = ("", "_scale_inv"), ("_blocks", "_scales")
+_ACTIVATION_SCALE = "activation_scale"  # for engines that quantise activations, too
 
 
 def files_of_weights(folder: Path) -> list[str]:
@@ -64,15 +67,63 @@ def weight_problems(folder: Path) -> list[str]:
 def list_tensors(folder: Path) -> dict[str, list[Any]]:
     """Return dtype (as safetensors names it), shape and file of each tensor of a model, by name.
 
-    Only the headers are read.
+    A quantised tensor is listed as it is read, in bfloat16; the file of its scales comes last. Only
+    the headers are read.
     """
-    tensors: dict[str, list[Any]] = {}
+    stored = list_stored(folder)
+    plain, quantised = split_quantised(stored)
+    tensors = {name: stored[name] for name in plain}
+    for name, (values, scales) in quantised.items():
+        _, shape, file_name = stored[values]
+        shape = dequantised_shape(shape) if values != name else shape
+        tensors[name] = ["BF16", shape, file_name, stored[scales][2]]
+    return dict(sorted(tensors.items()))
+
+
+def list_stored(folder: Path) -> dict[str, list[Any]]:
+    """Return dtype, shape and file of each tensor in a model's files, by its name there."""
+    stored: dict[str, list[Any]] = {}
     for file_name in files_of_weights(folder):
         with safe_open(folder / file_name, framework="np") as file:
             for name in sorted(file.keys()):
                 tensor = file.get_slice(name)
-                tensors[name] = [tensor.get_dtype(), tensor.get_shape(), file_name]
-    return tensors
+                stored[name] = [tensor.get_dtype(), tensor.get_shape(), file_name]
+    return stored
+
+
+def split_quantised(stored: Collection[str]) -> tuple[list[str], dict[str, tuple[str, str]]]:
+    """Return the names of the tensors that files hold as they are, and the quantised ones.
+
+    Of the quantised ones these are the stored names of their values and scales, by name.
+    """
+    quantised = {
+        name: (name + of_values, scales)
+        for scales in stored
+        for of_values, of_scales in (_FP8, _MXFP4)
+        if scales.endswith(of_scales)
+        and (name := scales.removesuffix(of_scales)) + of_values in stored
+    }
+    parts = {part for pair in quantised.values() for part in pair}
+    parts |= {name for name in stored if quantised and name.endswith(_ACTIVATION_SCALE)}
+    return [name for name in stored if name not in parts], quantised
+
+
+def dequantised_shape(shape: Sequence[int]) -> list[int]:
+    """Return the shape of an MXFP4 tensor: inputs before outputs, and two values in a byte."""
+    experts, outputs, groups, group_bytes = shape
+    return [experts, 2 * groups * group_bytes, outputs]
+
+
+def stored_bytes(folder: Path) -> int:
+    """Return the size of a model's files, or what its index says; 0 where neither is there."""
+    try:
+        return sum((folder / name).stat().st_size for name in files_of_weights(folder))
+    except OSError:
+        pass
+    try:
+        return int(json.loads((folder / INDEX).read_bytes())["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def stored_tensors(file: IO[bytes]) -> Iterator[tuple[str, str, list[int], int, int]]:

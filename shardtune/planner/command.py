@@ -12,7 +12,8 @@ from shardtune.config_io import load_config
 from shardtune.distributed.measured import read_measured
 from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
-from shardtune.model.files import read_model_config
+from shardtune.model.files import model_folder, read_model_config
+from shardtune.model.quantised import describe_quantised
 from shardtune.model.stages import require_composable
 from shardtune.planner.duration import run_length
 from shardtune.planner.extrapolate import Simulations
@@ -72,6 +73,8 @@ def plan_run(options: argparse.Namespace) -> None:
     machine = machine_of(options, config)
     simulations = Simulations(model_config)
     plan = make_plan(config, model_config, machine, simulations, reason)
+    if (folder := model_folder(config.model.path)) and (note := describe_quantised(folder)):
+        print(note)
     for line in describe(plan, run_length(config, machine.ranks // config.parallel.stages)):
         print(line)
     changes = Search(plan, model_config).changes(simulations)

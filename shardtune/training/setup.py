@@ -38,6 +38,7 @@ from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.build import compute_dtype, require_trainable
 from shardtune.model.files import fetch_weights, model_folder, read_model_config
 from shardtune.model.lora import describe_adapters
+from shardtune.model.quantised import describe_quantised
 from shardtune.model.stages import layers_of_stages, require_composable
 from shardtune.model.support import router_noise
 from shardtune.model.weight_files import list_tensors, weights_digest
@@ -120,6 +121,8 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     what = f"the hub's revision of model.path={config.model.path}"
     _require_same({what: revision}, "fetch one revision, or name a directory", world)
     assets = world.run_on_all_ranks(lambda: model_assets(_folder_of(config.model.path)))
+    if note := describe_quantised(_folder_of(config.model.path)):
+        logger.info(note)
     if config.model.init == "pretrained":
         # Every disk has a copy, and they must be alike.
         source = world.on_rank0(lambda: _list_source(config.model.path))

@@ -31,7 +31,7 @@ def test_a_box_of_a_tensor_is_what_slicing_gives(
         "none": torch.empty(0, 4),
     }
     save_file(tensors, tmp_path / "a.safetensors")
-    with load._open_tensors([str(tmp_path / "a.safetensors")], 1.0) as stored:
+    with load.open_tensors([tmp_path / "a.safetensors"], torch.float32) as stored:
         assert stored.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert stored[name].get_shape() == list(tensor.shape)
@@ -49,7 +49,7 @@ def test_the_time_of_a_load_is_said_after_its_first_seconds(
     monkeypatch.setattr(load.logger, "propagate", True)
     save_file({"a": torch.ones(8)}, tmp_path / "a.safetensors")
     path = tmp_path / "a.safetensors"
-    with caplog.at_level(logging.INFO), load._open_tensors([str(path)], 0.5) as stored:
+    with caplog.at_level(logging.INFO), load.open_tensors([path], torch.float32, 0.5) as stored:
         for first in (0, 2):
             stored["a"][(slice(first, first + 2),)]
     first, second, last = caplog.messages
@@ -61,7 +61,7 @@ def test_the_time_of_a_load_is_said_after_its_first_seconds(
 def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(8)}, path)
-    with load._open_tensors([str(path)], 1.0) as stored:
+    with load.open_tensors([path], torch.float32) as stored:
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 4)
         with pytest.raises(OSError, match=r"a\.safetensors: ends at byte"):

@@ -24,6 +24,7 @@ from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import AGAIN, RunFailed, UserError
+from shardtune.model.load import open_tensors
 from shardtune.model.weight_files import list_tensors
 
 _FILE_BYTES = 5_000_000_000
@@ -163,7 +164,7 @@ class WholeModel(Export):
         self._model = on_meta(self._assets["config.json"])
         source = json.loads(assets[SOURCE]) if SOURCE in assets else None
         units = _units(self._model, stored)
-        self._source_files, copied = dict[str, str](), list[Unit]()
+        self._source_files, copied = dict[str, list[str]](), list[Unit]()
         if source is not None:
             units = _named_as(source, units, tied, self._model.base_model_prefix)
             trained = {name for unit in units for name in unit.exported}
@@ -188,7 +189,7 @@ class WholeModel(Export):
             return []
         units = [
             Unit([], {name: (DTYPES_IN_SAFETENSORS[dtype], shape)}, {name: name})
-            for name, (dtype, shape, _) in kinds.items()
+            for name, (dtype, shape, *_) in kinds.items()
         ]
         size = sum(unit.bytes for unit in units) / 1e9
         prefix = os.path.commonpath([name.replace(".", "/") for name in kinds]).replace("/", ".")
@@ -209,8 +210,9 @@ class WholeModel(Export):
 
     def _read_source(self, name: str) -> dict[str, torch.Tensor]:
         assert self._folder
-        with safe_open(self._folder / self._source_files[name], framework="pt") as file:
-            return {name: file.get_tensor(name)}
+        paths = [self._folder / file_name for file_name in self._source_files[name]]
+        with open_tensors(paths, torch.bfloat16) as tensors:
+            return {name: tensors[name][...]}
 
     def _with_dtypes(self, unit: Unit, source: Mapping[str, Any] | None) -> Unit:
         """Give each tensor the dtype of the source, or the one that is asked for."""
@@ -233,17 +235,18 @@ class WholeModel(Export):
         return replace(unit, exported={name: kinds[name] for name in wide_first})
 
 
-def files_with(kinds: Mapping[str, list[Any]], folder: Path | None) -> dict[str, str]:
-    """Return the file of each of these tensors in a model's folder; none where it lacks one.
+def files_with(kinds: Mapping[str, list[Any]], folder: Path | None) -> dict[str, list[str]]:
+    """Return the files of each of these tensors in a model's folder; none where it lacks one.
 
-    `kinds` has dtype and shape of each by name. The file may be another one than it was.
+    `kinds` has dtype and shape of each by name. The file may be another one than it was; of a
+    quantised tensor there are two, the second one with its scales.
     """
     try:
         found = list_tensors(folder) if folder else {}
     except (OSError, SafetensorError, UserError):
         return {}
     alike = [name for name, kind in kinds.items() if found.get(name, [])[:2] == kind[:2]]
-    return {name: found[name][2] for name in alike} if len(alike) == len(kinds) else {}
+    return {name: found[name][2:] for name in alike} if len(alike) == len(kinds) else {}
 
 
 def require_exportable(assets: Mapping[str, bytes]) -> None:

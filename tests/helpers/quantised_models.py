@@ -1,0 +1,171 @@
+"""Tiny models in the formats in which large ones are published: block FP8 and MXFP4."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from helpers.tiny_models import VOCABULARY
+
+_DEEPSEEK_V3: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_GPT_OSS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+}
+EVEN, RAGGED = (8, 4), (10, 7)  # blocks that divide all sizes, and none
+_IN_FP8 = re.compile(r"layers\.\d+\.(self_attn|mlp)\.(?!gate\.).*_proj\w*\.weight$")
+_IN_BFLOAT16 = "model.layers.0.mlp.up_proj"
+
+
+def save_deepseek_v3(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    block: tuple[int, int] = EVEN,
+    with_mtp: bool = False,
+    **settings: Any,
+) -> Path:
+    """Save DeepSeek V3 in block FP8 in two files, weights and scales apart; one module in bfloat16.
+
+    `with_mtp`: and a layer of multi-token prediction, which transformers does not load.
+    """
+    _save("deepseek_v3", _DEEPSEEK_V3 | settings, folder, tokenizer)
+    tensors = load_file(folder / "model.safetensors")
+    if with_mtp:
+        layer = {n.replace("layers.1.", "layers.2."): t for n, t in tensors.items()}
+        tensors |= {n: t.clone() for n, t in layer.items() if "layers.2." in n}
+        edit_config(folder, num_nextn_predict_layers=1)
+    scales = {}
+    for name in [n for n in tensors if _IN_FP8.search(n) and not n.startswith(_IN_BFLOAT16)]:
+        tensors[name], scales[f"{name}_scale_inv"] = _to_fp8(tensors[name], block)
+    _write_files(folder, [tensors, scales])
+    edit_config(
+        folder,
+        quantization_config={
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(block),
+            "modules_to_not_convert": [_IN_BFLOAT16],
+        },
+    )
+    return folder
+
+
+def save_gpt_oss(folder: Path, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Path:
+    """Save GPT-OSS with its experts in MXFP4."""
+    _save("gpt_oss", _GPT_OSS | settings, folder, tokenizer)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj")]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 123, shape, dtype=torch.uint8)
+    _write_files(folder, [tensors])
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
+    edit_config(folder, quantization_config=quantization)
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values.pop("dtype")  # as the published ones
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder
+
+
+def _save(
+    kind: str, settings: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **settings)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _to_fp8(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = torch.stack(
+        [torch.stack([part.abs().max() for part in rows]) for rows in _blocks(weight, block)]
+    ).float()
+    scales /= 448
+    values = weight.float() / spread(scales, weight.shape, block)
+    return values.to(torch.float8_e4m3fn), scales
+
+
+def _blocks(weight: torch.Tensor, block: tuple[int, int]) -> Iterator[tuple[torch.Tensor, ...]]:
+    for rows in weight.split(block[0]):
+        yield rows.split(block[1], dim=1)
+
+
+def spread(scales: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
+    """Return the scale of each value."""
+    for dim, size in enumerate(block):
+        scales = scales.repeat_interleave(size, dim)
+    return scales[: shape[0], : shape[1]]
+
+
+def _write_files(folder: Path, parts: list[dict[str, torch.Tensor]]) -> None:
+    (folder / "model.safetensors").unlink()
+    places = {}
+    for number, part in enumerate(parts, start=1):
+        file_name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        save_file(part, folder / file_name, {"format": "pt"})
+        places |= dict.fromkeys(part, file_name)
+    index = json.dumps({"metadata": {}, "weight_map": places})
+    (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8")) | changes
+    file.write_text(json.dumps(values), encoding="utf-8")
+
+
+def copy_in_bfloat16(source: Path, folder: Path) -> Path:
+    """Save what transformers makes of a quantised model, with the same tokenizer."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("model*"))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    save_file(
+        {name: t.contiguous() for name, t in model.state_dict().items()},
+        folder / "model.safetensors",
+    )
+    return folder

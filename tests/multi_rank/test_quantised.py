@@ -1,0 +1,241 @@
+"""Quantised models: loaded as transformers dequantises them, and exported in bfloat16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.chats import chats, write_jsonl
+from helpers.quantised_models import RAGGED, save_deepseek_v3, save_gpt_oss, spread
+from helpers.ranks import config_for, on_ranks, train, type_command
+from helpers.usage import Usage
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from shardtune.config import Config
+from shardtune.distributed.join import join_world
+from shardtune.distributed.tensors import to_local
+from shardtune.model.build import build_model
+from shardtune.model.files import read_model_config
+
+STILL = (
+    "optimizer.lr=0",
+    "train.max_steps=2",
+    "model.compute_dtype=float32",
+    "data.max_length=128",
+    "data.packing=false",
+    "data.train=train.jsonl",
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("quantised")
+    return {
+        "fp8": save_deepseek_v3(root / "fp8", tokenizer),
+        "mxfp4": save_gpt_oss(root / "mxfp4", tokenizer),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "train.jsonl", chats(6))
+    return tmp_path
+
+
+def load(config: Config) -> None:
+    """On a rank: build the model, and compare it with what transformers makes of the files."""
+    world = join_world(config.distributed, config.parallel)
+    model = build_model(config, read_model_config(config.model, 128), world)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    dtype = (frozen or list(model.parameters()))[0].dtype
+    plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
+    expected = dict(plain.named_parameters())
+    loaded = {name: p for name, p in model.named_parameters() if name in expected}
+    for name, parameter in loaded.items():
+        assert isinstance(parameter, DTensor) and parameter.dtype == dtype
+        assert torch.equal(parameter.full_tensor(), expected[name]), name
+    assert world.stages > 1 or loaded.keys() == expected.keys()
+
+
+LORA = ("lora.rank=2", "lora.targets=all-linear")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("ranks", "assignments"),
+    [
+        (1, ()),
+        (1, ("model.master_dtype=bfloat16",)),
+        (2, ()),
+        (3, ()),
+        (2, ("parallel.expert=2",)),
+        (4, ("parallel.expert=2",)),
+        (2, ("parallel.stages=2",)),
+        (2, (*LORA, "model.compute_dtype=bfloat16")),
+        (2, (*LORA, "model.compute_dtype=float32")),
+    ],
+)
+def test_each_rank_has_its_slices_of_what_transformers_dequantises(
+    name: str, ranks: int, assignments: tuple[str, ...], sources: dict[str, Path], folder: Path
+) -> None:
+    config = config_for(sources[name], folder, *assignments)
+    done = on_ranks(ranks, load, config, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_a_run_that_learns_nothing_exports_what_transformers_dequantises(
+    name: str, sources: dict[str, Path], folder: Path
+) -> None:
+    source, out = sources[name], folder / "runs/config/model"
+    done = train(2, *STILL, f"model.path={source}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Source: quantised") == 1
+
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    assert exported.dtype == torch.bfloat16 and not hasattr(exported.config, "quantization_config")
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
+    assert plain.keys() == exported.state_dict().keys()
+    for key, tensor in exported.state_dict().items():
+        assert torch.equal(tensor, plain[key]), key
+
+    before = {k: t for file in source.glob("*.safetensors") for k, t in load_file(file).items()}
+    after = load_file(out / "model.safetensors")
+    if name == "fp8":
+        shapes = {k: t.shape for k, t in before.items() if not k.endswith("_scale_inv")}
+        assert {key: tensor.shape for key, tensor in after.items()} == shapes
+    else:
+        assert after["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 64, 192)
+    for key, tensor in after.items():
+        stored = before.get(key, tensor)
+        expected = torch.bfloat16 if stored.dtype == torch.float8_e4m3fn else stored.dtype
+        assert tensor.dtype == expected, key
+    assert "quantization_config" not in (out / "config.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.full
+def test_layers_that_training_does_not_load_are_dequantised_too(
+    tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    source = save_deepseek_v3(folder / "source", tokenizer, RAGGED, with_mtp=True)
+    done = train(2, *STILL, f"model.path={source}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    before = {k: t for file in source.glob("*.safetensors") for k, t in load_file(file).items()}
+    after = load_file(folder / "runs/config/model/model.safetensors")
+    for key, tensor in after.items():
+        scales = before.get(f"{key}_scale_inv")
+        if scales is not None:
+            expected = before[key].float() * spread(scales, tensor.shape, RAGGED)
+            assert torch.equal(tensor, expected.bfloat16()), key
+        else:
+            assert torch.equal(tensor, before[key]), key
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_adapters_on_a_quantised_model_resume_and_are_merged_with_its_weights(
+    name: str, sources: dict[str, Path], folder: Path
+) -> None:
+    settings = [
+        f"model.path={sources[name]}",
+        "data.train=train.jsonl",
+        "data.max_length=128",
+        "data.packing=false",
+        "lora.rank=2",
+        "model.compute_dtype=bfloat16",
+        "optimizer.lr=1e-2",
+        "scheduler.name=constant",
+        "checkpoint.every_steps=1",
+        "train.gradient_accumulation_steps=1",
+    ]
+    for steps in (1, 2):
+        done = train(2, *settings, f"train.max_steps={steps}", "run.resume=auto", cwd=folder)
+        assert done.returncode == 0, done.stderr
+    assert "Resumed from checkpoint_0000001" in done.stdout
+    run_dir = folder / "runs/config"
+    adapter = json.loads((run_dir / "adapter/adapter_config.json").read_text(encoding="utf-8"))
+    assert adapter["base_model_name_or_path"] == str(sources[name])
+
+    plain = AutoModelForCausalLM.from_pretrained(sources[name], dtype=torch.bfloat16).float()
+    merged = PeftModel.from_pretrained(plain, run_dir / "adapter").merge_and_unload().state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(run_dir / "model").state_dict()
+    assert exported.keys() == merged.keys()
+    for key, tensor in exported.items():
+        # The sums are equal to float32's rounding, which may be half of bfloat16's away.
+        rounded = merged[key].to(tensor.dtype)
+        torch.testing.assert_close(tensor, rounded, atol=1e-6, rtol=2**-7, msg=key)
+        assert (tensor == rounded).float().mean() > 0.99, key
+
+    last = run_dir / "checkpoints/checkpoint_0000002"
+    for written in (last, run_dir / "model", run_dir / "adapter"):
+        assert type_command("verify", written, cwd=folder).returncode == 0
+    assert type_command("export", last, folder / "out", cwd=folder).returncode == 0
+    again = load_file(folder / "out/model.safetensors")
+    first = load_file(run_dir / "model/model.safetensors")
+    assert again.keys() == first.keys()
+    assert all(torch.equal(tensor, first[key]) for key, tensor in again.items())
+
+
+@pytest.mark.full
+def test_random_weights_and_a_plan_need_the_config_alone(
+    sources: dict[str, Path], folder: Path
+) -> None:
+    for name, source in sources.items():
+        settings = (*STILL, "model.init=random", f"model.path={source}", f"run.dir=runs/{name}")
+        done = train(2, *settings, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        exported = AutoModelForCausalLM.from_pretrained(folder / "runs" / name / "model")
+        assert exported.dtype == torch.bfloat16
+
+        machine = ("--nodes", 1, "--gpus-per-node", 2)
+        plan = type_command("plan", "--config", "config.yaml", *machine, *settings, cwd=folder)
+        assert plan.returncode == 0, plan.stderr
+        parameters = sum(p.numel() for p in exported.parameters())
+        assert f"Parameters: {parameters:,} | Trained: all" in plan.stdout
+        assert "A bound from shapes" not in plan.stdout
+        assert plan.stdout.count("Source: quantised (") == 1 and "GB of files" in plan.stdout
+
+
+LARGE = {
+    # 67 million values in a matrix: in float32 they alone are 268 MB
+    "fp8": {"hidden_size": 2048, "intermediate_size": 32768, "moe_intermediate_size": 1024},
+    "mxfp4": {"hidden_size": 1024, "intermediate_size": 1024, "num_local_experts": 32},
+}
+
+
+def load_large(config: Config, small: Config) -> None:
+    """On a rank: load a small model, and then the large one in a little more than its share."""
+    world = join_world(config.distributed, config.parallel)
+    build_model(small, read_model_config(small.model, 128), world)
+    model_config = read_model_config(config.model, 128)
+    torch.distributed.barrier()
+    with Usage() as usage:
+        model = build_model(config, model_config, world)
+    share = sum(to_local(p).nbytes for p in model.parameters())
+    assert usage.growth < share + 200e6, (usage.growth, share)
+    assert share > 300e6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LARGE)
+def test_reading_takes_a_ranks_share_and_less_than_200_mb(
+    name: str, sources: dict[str, Path], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    if name == "fp8":
+        source = save_deepseek_v3(folder / "large", tokenizer, (128, 128), **LARGE[name])
+    else:
+        source = save_gpt_oss(folder / "large", tokenizer, **LARGE[name])
+    for ranks, dtype in ((1, "bfloat16"), (2, "float32")):
+        small, large = (
+            config_for(path, folder, f"model.master_dtype={dtype}")
+            for path in (sources[name], source)
+        )
+        done = on_ranks(ranks, load_large, large, small, cwd=folder)
+        assert done.returncode == 0, done.stderr

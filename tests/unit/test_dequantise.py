@@ -1,0 +1,177 @@
+"""Boxes of quantised tensors against transformers' own dequantisation, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.quantised_models import edit_config
+from safetensors.torch import save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from shardtune.config import ModelConfig
+from shardtune.errors import UserError
+from shardtune.model import files, load, quantised
+from shardtune.model.weight_files import list_tensors
+
+Tensors = dict[str, torch.Tensor]
+
+
+def write(folder: Path, tensors: Tensors, **quantization: object) -> Path:
+    save_file(tensors, folder / "model.safetensors")
+    config = {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder / "model.safetensors"
+
+
+def edges(size: int) -> list[slice]:
+    return [slice(0, size), slice(1, size - 1), slice(size - 1, size), slice(1, 1)]
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return (torch.randn(shape) * 20).to(torch.float8_e4m3fn)
+
+
+EXPONENTS = torch.randint(115, 130, (3, 4), dtype=torch.uint8)
+# Values, scales and the block of config.json; transformers derives a block from the shapes.
+EVEN: dict[str, tuple[torch.Tensor, torch.Tensor, list[int] | None]] = {
+    "float32 scales": (fp8(12, 20), torch.rand(3, 4), [4, 5]),
+    "bfloat16 scales": (fp8(12, 20), torch.rand(3, 4).bfloat16(), [4, 5]),
+    "exponents in bytes": (fp8(12, 20), EXPONENTS, [4, 5]),
+    "exponents": (fp8(12, 20), EXPONENTS.view(torch.float8_e8m0fnu), [4, 5]),
+    "another block than config.json has": (fp8(12, 20), torch.rand(3, 4), [128, 128]),
+    "stacked experts": (fp8(3, 12, 20), torch.rand(3, 3, 4), [4, 5]),
+    "one scale": (fp8(12, 20), torch.rand(1)[0], None),
+    "one scale for each expert": (fp8(3, 12, 20), torch.rand(3, 1, 1), None),
+}
+
+
+def compare_boxes(path: Path, dtype: torch.dtype, expected: torch.Tensor) -> None:
+    with load.open_tensors([path], dtype) as tensors:
+        assert tensors.keys() == {"a.weight"}
+        assert tensors["a.weight"].get_shape() == list(expected.shape)
+        assert torch.equal(tensors["a.weight"][...], expected)
+        for count in range(1, expected.dim() + 1):
+            for box in itertools.product(*map(edges, expected.shape[:count])):
+                assert torch.equal(tensors["a.weight"][box], expected[box]), box
+
+
+@pytest.mark.parametrize("piece", [30, 8 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("case", EVEN)
+def test_a_box_in_fp8_is_as_transformers_dequantises_it(
+    case: str, dtype: torch.dtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised, "_PIECE", piece)
+    values, scales, block = EVEN[case]
+    tensors = {
+        "a.weight": values,
+        "a.weight_scale_inv": scales,
+        "a.activation_scale": torch.ones(()),
+    }
+    path = write(tmp_path, tensors, quant_method="fp8", weight_block_size=block)
+    assert quantised.quantised_problems(tmp_path) == []
+    expected = Fp8Dequantize(None)._dequantize_one(values, scales, dtype)
+    compare_boxes(path, dtype, expected)
+
+
+@pytest.mark.parametrize("block", [(5, 7), (12, 3), (16, 32)])
+def test_the_last_blocks_may_be_smaller(block: tuple[int, int], tmp_path: Path) -> None:
+    """DeepSeek V3 has 576 rows in blocks of 128."""
+    values = fp8(12, 20)
+    scales = torch.rand(-(-12 // block[0]), -(-20 // block[1]))
+    tensors = {"a.weight": values, "a.weight_scale_inv": scales}
+    path = write(tmp_path, tensors, quant_method="fp8", weight_block_size=block)
+    expected = values.float()
+    for row, column in itertools.product(range(12), range(20)):
+        expected[row, column] *= scales[row // block[0], column // block[1]]
+    compare_boxes(path, torch.float32, expected)
+    compare_boxes(path, torch.bfloat16, expected.bfloat16())
+
+
+@pytest.mark.parametrize("piece", [100, 8 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_box_in_mxfp4_is_as_transformers_dequantises_it(
+    dtype: torch.dtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised, "_PIECE", piece)
+    blocks = torch.randint(256, (2, 5, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 150, (2, 5, 3), dtype=torch.uint8)
+    tensors = {"a.weight_blocks": blocks, "a.weight_scales": scales}
+    path = write(tmp_path, tensors, quant_method="mxfp4")
+    assert quantised.quantised_problems(tmp_path) == []
+    assert list_tensors(tmp_path)["a.weight"][:2] == ["BF16", [2, 96, 5]]
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    compare_boxes(path, dtype, expected)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"a.weight": fp8(4, 4)}, "a.weight is quantised as F8_E4M3 without scales"),
+        (
+            {"a.weight": fp8(4, 4), "a.weight_scale_inv": torch.ones(3, 1)},
+            "a.weight is quantised as [3, 1] scales for [4, 4] values",
+        ),
+        (
+            {"a.weight": fp8(4, 4), "a.weight_scale_inv": torch.ones(2, 1, dtype=torch.int32)},
+            "a.weight is quantised as F8_E4M3 with scales in I32",
+        ),
+        (
+            {
+                "a.weight": torch.ones(4, 2, dtype=torch.int8),
+                "a.weight_scale_inv": torch.ones(4, 1),
+            },
+            "a.weight is quantised as I8 with scales in F32",
+        ),
+        (
+            {
+                "a.w_blocks": torch.ones(1, 2, 3, 8, dtype=torch.uint8),
+                "a.w_scales": torch.ones(1, 2, 3, dtype=torch.uint8),
+            },
+            "a.w is quantised as [1, 2, 3] scales for [1, 2, 3, 8] bytes",
+        ),
+        (
+            {"a.w_blocks": torch.ones(1, 2, 3, 16, dtype=torch.uint8)},
+            "a.w_blocks is quantised as U8 without scales",
+        ),
+    ],
+)
+def test_files_that_are_quantised_in_another_way_are_named(
+    tensors: Tensors, problem: str, tmp_path: Path
+) -> None:
+    write(tmp_path, tensors | {"b": torch.ones(1)}, quant_method="fp8")
+    (line,) = quantised.quantised_problems(tmp_path)
+    assert line.startswith(f"{tmp_path}: {problem}, which is not read (1 tensors in all) - ")
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "words"),
+    [
+        ("model", {"quant_method": "gptq", "bits": 4}, "quantised by gptq, and block FP8"),
+        ("model", {"quant_method": "fp8", "expert_dtype": "fp4"}, "by fp8 (FP4 experts)"),
+        (
+            "Kimi-K2-Thinking",
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "by compressed-tensors (pack-quantized), and block FP8, MXFP8 and MXFP4 are read - use "
+            "unsloth/Kimi-K2-Thinking-BF16, the same model in bfloat16",
+        ),
+    ],
+)
+def test_other_ways_are_refused_by_name(
+    name: str,
+    quantization: dict[str, object],
+    words: str,
+    tmp_path: Path,
+    models: dict[str, Path],
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
+    edit_config(tmp_path / name, quantization_config=quantization)
+    with pytest.raises(UserError) as refused:
+        files.read_model_config(ModelConfig(path=str(tmp_path / name), init="random"), 64)
+    assert words in str(refused.value)
