@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtune.model.files import FILES_BESIDE_WEIGHTS
+from shardtune.model.files import FILES_BESIDE_WEIGHTS, model_folder
 from shardtune.model.quantised import QUANTIZATION
+from shardtune.model.weight_files import list_tensors
 
 SOURCE = "source_tensors.json"  # in checkpoints only
 # How configurations announce layers of multi-token prediction, which transformers does not train.
@@ -22,7 +23,7 @@ _DTYPE = ("dtype", "torch_dtype")
 
 
 def model_assets(folder: Path) -> dict[str, bytes]:
-    """Return the source's configuration, generation settings and tokenizer, by file name.
+    """Return the source's small files, FILES_BESIDE_WEIGHTS, by file name.
 
     They are the source's bytes, but config.json does not say where it came from, and of a quantised
     source it says bfloat16, as which its weights are read.
@@ -35,6 +36,14 @@ def model_assets(folder: Path) -> dict[str, bytes]:
     if any(part.pop(QUANTIZATION, None) for part in (values, values.get("text_config") or {})):
         assets["config.json"] = with_dtype(_dump(values), "bfloat16")
     return assets
+
+
+def list_source(path: str) -> dict[str, Any]:
+    """Return the tensors in the files of a model that is on this node, for an export to be like."""
+    folder = model_folder(path)
+    assert folder, path  # its config.json was read
+    absolute = str(folder.absolute()) if Path(path).is_dir() else path
+    return {"path": absolute, "tensors": list_tensors(folder)}
 
 
 def with_dtype(config_json: bytes, dtype: str) -> bytes:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, copy_slice
@@ -40,6 +40,7 @@ from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.overlap import gather_ahead, reduce_beside_gathers
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
 from shardtune.model.support import decoder_layers, unsupported
+from shardtune.model.text_model import build_text_model
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
 # recomputes the rest.
@@ -201,9 +202,7 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
     implementation = None if attention == "auto" else attention
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                model_config, attn_implementation=implementation, dtype=dtype
-            )
+            return build_text_model(model_config, attn_implementation=implementation, dtype=dtype)
     except ValueError as error:
         raise UserError(
             f"model.attention={attention} is not available for {model_config.model_type} "

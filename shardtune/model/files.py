@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub import constants, snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
@@ -19,9 +20,10 @@ from shardtune.data.hub import hub_problem
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 from shardtune.model.quantised import quantised_problems, take_quantization
+from shardtune.model.text_model import build_text_model
 from shardtune.model.weight_files import INDEX, describe, files_of_weights, weight_problems
 
-# Configuration, generation settings and tokenizer.
+# Configuration, generation settings, tokenizer and what prepares images and sound.
 FILES_BESIDE_WEIGHTS = (
     "config.json",
     "generation_config.json",
@@ -32,6 +34,8 @@ FILES_BESIDE_WEIGHTS = (
     "merges.txt",
     "*.model",
     "*.tiktoken",
+    "tekken.json",
+    "*processor_config.json",
     "chat_template*",
 )
 
@@ -49,13 +53,13 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         "no model configuration that transformers can read",
         "name a hub id or a directory with a config.json",
     ):
-        config = AutoConfig.from_pretrained(path)
+        config = _read_config(path)
     take_quantization(config, path)
     with (
         _refusing(path, "no model can be built from its configuration", "correct its config.json"),
         torch.device("meta"),
     ):
-        AutoModelForCausalLM.from_config(copy.deepcopy(config))  # building changes it
+        build_text_model(copy.deepcopy(config))  # building changes it
     problems = []
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_length > positions:
@@ -70,6 +74,20 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
     if config.dtype is None and model.init == "pretrained":
         config.dtype = _stored_dtype(Path(path))
     return config
+
+
+def _read_config(path: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except ValueError as error:
+        given, _ = PreTrainedConfig.get_config_dict(path)
+        kind = given.get("model_type")
+        if kind is None or kind in CONFIG_MAPPING or "auto_map" in given:
+            raise
+        raise UserError(
+            f"model.path={path}: transformers {transformers.__version__} does not know the "
+            f"architecture {kind} - name a model that it knows (a plan gives a bound of this one)"
+        ) from error
 
 
 def fetch_weights(model: ModelConfig) -> str | None:

@@ -20,7 +20,12 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 from transformers.distributed import DistributedConfig
 
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, to_local
@@ -28,6 +33,7 @@ from shardtune.errors import UserError
 from shardtune.log import logger
 from shardtune.model.lora import FACTORS
 from shardtune.model.quantised import DTYPES_OF_PARTS, Index, Sliceable, box_of, dequantised
+from shardtune.model.text_model import drop_towers
 from shardtune.model.weight_files import stored_tensors
 
 _PIECE_BYTES = 8 << 20  # what one thread reads at a time
@@ -182,6 +188,11 @@ class SliceConverter(WeightConverter):
         operations = [(type(each), getattr(each, "dim", None)) for each in self.operations]
         if operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             return {layer_name: self._stack(target.shape)}
+        if operations == [(Transpose, None)] and getattr(self.operations[0], "check_dims", False):
+            # transformers compares the slice with the whole parameter.
+            ((stored, *_),) = self.materialize_tensors().values()
+            fits = stored.shape == target.shape
+            return {layer_name: stored if fits else stored.transpose(1, 2).contiguous()}
         return super().convert(layer_name, model, *more, **options)
 
     def _stack(self, shape: torch.Size) -> torch.Tensor:
@@ -235,6 +246,11 @@ def load_sharded(
 
     class Sharded(model_class):  # type: ignore[misc, valid-type]
         __module__ = model_class.__module__
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            drop_towers(self)
+
         # The factors of adapters are drawn, so the files lack them.
         _keys_to_ignore_on_load_missing = (
             *(model_class._keys_to_ignore_on_load_missing or ()),

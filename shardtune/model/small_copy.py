@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardtune.model.text_model import build_text_model
 
 _WIDTH = 16  # of MLPs, of experts and of low-rank projections
 _VOCABULARY = 512
@@ -33,10 +35,10 @@ def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedMode
         try:
             narrow = _narrow(model_config)
             with torch.device("meta"):
-                on_meta = AutoModelForCausalLM.from_config(copy.deepcopy(narrow))
+                on_meta = build_text_model(copy.deepcopy(narrow))
             if on_meta.num_parameters() > _MOST_PARAMETERS:
                 return None
-            model = AutoModelForCausalLM.from_config(
+            model = build_text_model(
                 narrow, attn_implementation=implementation, dtype=torch.float32
             )
         except Exception:  # each architecture checks its settings in its own way

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 from pathlib import Path
 
+from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
+from shardtune.checkpoint.export.layout import require_exportable
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.distributed.measured import read_measured
@@ -15,6 +18,7 @@ from shardtune.log import quiet_libraries
 from shardtune.model.files import model_folder, read_model_config
 from shardtune.model.quantised import describe_quantised
 from shardtune.model.stages import require_composable
+from shardtune.model.weight_files import weight_problems
 from shardtune.planner.duration import run_length
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
@@ -70,6 +74,8 @@ def plan_run(options: argparse.Namespace) -> None:
         without_weights = config.model.model_copy(update={"init": "random"})
         model_config, reason = read_model_config(without_weights, config.data.max_length), ""
         require_composable(config, model_config)
+        if config.model.init == "pretrained":
+            _require_fitting_files(config.model.path)
     machine = machine_of(options, config)
     simulations = Simulations(model_config)
     plan = make_plan(config, model_config, machine, simulations, reason)
@@ -88,6 +94,14 @@ def plan_run(options: argparse.Namespace) -> None:
     else:
         remedy = "take the command above" if changes else "take more or larger GPUs"
         raise DoesNotFit(f"{verdict(plan)} - {remedy}")
+
+
+def _require_fitting_files(path: str) -> None:
+    """Refuse weights that a run would refuse for their names, where they are on this node."""
+    folder = model_folder(path)
+    if folder and not weight_problems(folder):
+        source = {SOURCE: json.dumps(list_source(path)).encode()}
+        require_exportable(model_assets(folder) | source)
 
 
 def machine_of(options: argparse.Namespace, config: Config) -> Machine:

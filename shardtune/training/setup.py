@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardtune.checkpoint import agree_on_checkpoint, resume_rules
-from shardtune.checkpoint.assets import SOURCE, model_assets
+from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.layout import require_exportable
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.config import Config, TrainConfig
@@ -41,7 +41,7 @@ from shardtune.model.lora import describe_adapters
 from shardtune.model.quantised import describe_quantised
 from shardtune.model.stages import layers_of_stages, require_composable
 from shardtune.model.support import router_noise
-from shardtune.model.weight_files import list_tensors, weights_digest
+from shardtune.model.weight_files import weights_digest
 from shardtune.training.context import Run
 from shardtune.training.metrics import read_entries
 from shardtune.training.optim import learning_rate, warmup_steps
@@ -125,7 +125,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
         logger.info(note)
     if config.model.init == "pretrained":
         # Every disk has a copy, and they must be alike.
-        source = world.on_rank0(lambda: _list_source(config.model.path))
+        source = world.on_rank0(lambda: list_source(config.model.path))
         if config.lora.rank is not None:
             source["weights"] = _identify_frozen(run)
         assets[SOURCE] = json.dumps(source).encode()
@@ -157,13 +157,6 @@ def _identify_frozen(run: Run) -> str:
     if run.resumed:
         resume_rules.require_same_weights(run.resumed, digest)
     return digest
-
-
-def _list_source(path: str) -> dict[str, Any]:
-    """Return the tensors in the model's files, for an export to compare with."""
-    folder = _folder_of(path)
-    absolute = str(folder.absolute()) if Path(path).is_dir() else path
-    return {"path": absolute, "tensors": list_tensors(folder)}
 
 
 def read_data(run: Run, model_config: PretrainedConfig) -> PreparedData:

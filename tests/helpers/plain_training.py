@@ -85,10 +85,11 @@ def plain_training(
     rates: list[float],
     max_norm: float = math.inf,
     weight_decay: float = 0.0,
+    opened: Any = AutoModelForCausalLM,
 ) -> Trained:
     """AdamW over the loss per trained token of all records, one record at a time, a step for each
-    rate."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rate. `opened`: the class that opens the model."""
+    model = opened.from_pretrained(path, dtype=torch.float32)
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(
         [

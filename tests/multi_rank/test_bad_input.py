@@ -110,7 +110,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "model.path=model"),
     "no config.json": (without("config.json"), NO_CONFIG),
     "config.json cut": (cut_to(40, "config.json"), NO_CONFIG),
-    "unknown type": (edited_config(model_type="strange"), "`strange`"),
+    "unknown type": (edited_config(model_type="strange"), "does not know the architecture strange"),
     "own code": (edited_config(model_type="strange", auto_map=OWN_CODE), "custom code"),
     "config.json of a wrong type": (edited_config(hidden_size="x"), NO_CONFIG),
     "unknown activation": (
@@ -122,10 +122,8 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.path=model: no tokenizer",
     ),
     "tokens that the model does not know": (forget_tokens, "vocabulary of 100"),
-    "no causal model": (
-        edited_config(model_type="vit"),
-        "model.path=model: no model can be built from its configuration (ValueError: Unrecognized",
-    ),
+    "a model of images": (edited_config(model_type="vit"), "vit has no text-only class"),
+    "an encoder with a decoder": (edited_config(model_type="t5"), "t5 has no text-only class"),
     "quantised": (edited_config(quantization_config=GPTQ), "quantised"),
     "few positions": (
         edited_config(max_position_embeddings=64),

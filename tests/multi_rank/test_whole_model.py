@@ -178,19 +178,23 @@ def test_tied_weights_that_the_source_has_twice(tmp_path: Path, models: dict[str
     assert not torch.equal(written["lm_head.weight"], tensors["lm_head.weight"])
 
 
-def test_names_that_no_export_could_have_are_refused(
-    tmp_path: Path, models: dict[str, Path]
+def test_names_that_fit_nothing_are_refused(
+    tmp_path: Path, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a weight is read: transformers reads the older names of a norm's parameters."""
+    """Before a weight is read, and by the plan."""
     source = Path(shutil.copytree(models["llama"], tmp_path / "source"))
     tensors = load_file(source / "model.safetensors")
-    tensors["model.norm.gamma"] = tensors.pop("model.norm.weight")
+    tensors["model.normal.weight"] = tensors.pop("model.norm.weight")
     save_file(tensors, source / "model.safetensors")
     write_jsonl(tmp_path / "train.jsonl", chats(20))
     done = train(1, *SETTINGS, cwd=tmp_path)
     assert done.returncode == 2 and "Parameters:" not in done.stdout
     assert done.stderr == (
-        "ERROR: model.path=" + str(source) + ": its files have no model.norm.weight of shape [32] "
-        "(1 tensors in all), so no export could be like it - save the model with save_pretrained "
-        "of this transformers, and start from that\n"
+        f"ERROR: model.path={source}: its files have no model.norm.weight of shape [32] "
+        "(1 tensors in all), nor any other name by which transformers finds it - name a model "
+        "whose files fit its config.json\n"
     )
+    (tmp_path / "config.yaml").touch()
+    given = [*SETTINGS, f"model.path={source}", f"data.train={tmp_path}/train.jsonl"]
+    assert run(["plan", f"--config={tmp_path}/config.yaml", *given]) == 2
+    assert capsys.readouterr().err == done.stderr

@@ -64,9 +64,9 @@ def imported(name: str) -> tuple[Any, list[str]]:
     raise ModuleNotFoundError(name)
 
 
-def is_given_to_instances(owner: type, name: str) -> bool:
-    """Return whether a class sets this attribute of its instances, or reads it there."""
-    return re.search(rf"\bself\.{name}\b", inspect.getsource(owner)) is not None
+def is_given_to_instances(owner: Any, name: str) -> bool:
+    """Return whether a class sets this attribute of its instances, or it or a function reads it."""
+    return re.search(rf"\bself\.{name}\b|\"{name}\"", inspect.getsource(owner)) is not None
 
 
 def test_every_private_name_that_the_code_uses_is_listed_with_its_file() -> None:

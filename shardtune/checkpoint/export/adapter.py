@@ -22,6 +22,7 @@ from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.config import LoraConfig
 from shardtune.model.files import model_folder
 from shardtune.model.lora import Target, choose_targets, delta, weights_of_layers
+from shardtune.model.text_model import drop_towers
 from shardtune.model.weight_files import weights_digest
 
 
@@ -120,6 +121,7 @@ class MergedModel(WholeModel):
         self, lora: LoraConfig, dtype: str, assets: Mapping[str, bytes], folder: Path
     ) -> None:
         model = on_meta(assets["config.json"])
+        drop_towers(model)
         tied = model.all_tied_weights_keys
         super().__init__(model_kinds(model), tied, dtype, assets, folder)
         self._source_files = files_with(json.loads(assets[SOURCE])["tensors"], folder)

@@ -9,13 +9,21 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.assets import SOURCE, with_dtype, without_announcements
@@ -25,6 +33,7 @@ from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import AGAIN, RunFailed, UserError
 from shardtune.model.load import open_tensors
+from shardtune.model.text_model import build_with_towers, drop_towers
 from shardtune.model.weight_files import list_tensors
 
 _FILE_BYTES = 5_000_000_000
@@ -162,14 +171,32 @@ class WholeModel(Export):
         if dtype != "source":
             self._assets["config.json"] = with_dtype(assets["config.json"], dtype)
         self._model = on_meta(self._assets["config.json"])
+        towers = tuple(f"{MODEL}{tower}" for tower in drop_towers(self._model))
         source = json.loads(assets[SOURCE]) if SOURCE in assets else None
+        if source is not None:
+            # Where transformers keeps them for saving a model that it has loaded.
+            used = used_conversions(self._model, source["tensors"])
+            cast(Any, self._model)._weight_conversions = used
+            # Older checkpoints have towers, which are as in the source.
+            stored = {name: kind for name, kind in stored.items() if not name.startswith(towers)}
+        elif towers and not any(name.startswith(towers) for name in stored):
+            names = ", ".join(tower.removeprefix(MODEL)[:-1] for tower in towers)
+            self.remark = f"Left out: {names}, which model.init=random does not draw"
         units = _units(self._model, stored)
         self._source_files, copied = dict[str, list[str]](), list[Unit]()
         if source is not None:
-            units = _named_as(source, units, tied, self._model.base_model_prefix)
+            units = _named_as(source, units, self._aliases(tied), self._model.base_model_prefix)
             trained = {name for unit in units for name in unit.exported}
             copied = self._untrained(source, trained)
         self._files = _into_files([self._with_dtypes(unit, source) for unit in units + copied])
+
+    def _aliases(self, tied: Mapping[str, str]) -> dict[str, list[str]]:
+        """Return the names that files may have beside that of each stored weight."""
+        aliases: dict[str, list[str]] = {}
+        for name, kept in tied.items():
+            own = revert_weight_conversion(self._model, {name: torch.empty(0)})
+            aliases.setdefault(MODEL + kept, []).extend(own)
+        return aliases
 
     def _convert(self, unit: Unit, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
         dtypes = [dtype for dtype, _ in unit.exported.values()]
@@ -252,10 +279,12 @@ def files_with(kinds: Mapping[str, list[Any]], folder: Path | None) -> dict[str,
 def require_exportable(assets: Mapping[str, bytes]) -> None:
     """Raises UserError where an export could not have the names of the source's tensors."""
     model = on_meta(assets["config.json"])
+    drop_towers(model)
     WholeModel(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
 
 
 def on_meta(config: bytes) -> PreTrainedModel:
+    """Build the model of a config.json without storage, towers included."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(config)
         try:
@@ -266,7 +295,38 @@ def on_meta(config: bytes) -> PreTrainedModel:
                 "- install the version that the manifest names"
             ) from error
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(values)
+        return build_with_towers(values)
+
+
+def used_conversions(model: PreTrainedModel, stored: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return the conversions by which transformers loads a model's files.
+
+    `stored` has dtype and shape of each of their tensors. Files of one architecture may have
+    stacked experts, transposed or not, or one after the other, and any prefix. Tensors that are not
+    loaded do not count.
+    """
+    tensors, loaded = model.state_dict(), sorted(stored, key=dot_natural_key)
+    for _ in range(2):  # the second time, with those that are loaded alone
+        conversions = get_model_conversion_mapping(model)
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        rename = partial(
+            rename_source_key,
+            weight_renamings=renamings,
+            weight_converters=converters,
+            base_model_prefix=model.base_model_prefix,
+            meta_state_dict=tensors,
+        )
+        found = {name: rename(name) for name in loaded}
+        loaded = [name for name, (own, _) in found.items() if own in tensors]
+    for name, (own, pattern) in found.items():
+        converter = next((each for each in converters if pattern in each.source_patterns), None)
+        operations: Sequence[Any] = converter.operations if converter else ()
+        for operation in operations:
+            # It compares a tensor with the model's, so that it would leave it as the model has it.
+            if getattr(operation, "check_dims", False):
+                operation.check_dims = list(tensors[own].shape) == stored[name][1]
+    return [conversion for conversion in conversions if conversion.was_used()]
 
 
 def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[Unit]:
@@ -296,9 +356,9 @@ def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[Unit]:
 
 
 def _named_as(
-    source: Mapping[str, Any], units: list[Unit], tied: Mapping[str, str], prefix: str
+    source: Mapping[str, Any], units: list[Unit], aliases: Mapping[str, list[str]], prefix: str
 ) -> list[Unit]:
-    """Give each tensor the names that the source has for it; tied weights may have several.
+    """Give each tensor the names that the source has for it; tied weights may have `aliases`.
 
     Some sources leave out the prefix of the model without its head.
 
@@ -310,7 +370,6 @@ def _named_as(
     for unit in units:
         names = dict[str, str]()
         for converted, (_, shape) in unit.exported.items():
-            aliases = [alias for alias, kept in tied.items() if unit.stored == [MODEL + kept]]
             found = [
                 next(
                     (
@@ -320,7 +379,7 @@ def _named_as(
                     ),
                     None,
                 )
-                for name in (converted, *aliases)
+                for name in (converted, *aliases.get("".join(unit.stored), ()))
             ]
             if not any(found):
                 lacking.append(f"{converted} of shape {shape}")
@@ -329,11 +388,14 @@ def _named_as(
         named.append(replace(unit, exported=kinds, converted=names))
     unknown = sorted({dtype for dtype, *_ in tensors.values()} - DTYPES_IN_SAFETENSORS.keys())
     problems = [
-        f"model.path={source['path']}: {problem}, so no export could be like it - save the model "
-        "with save_pretrained of this transformers, and start from that"
+        f"model.path={source['path']}: its files have {problem}"
         for problem in (
-            lacking and f"its files have no {min(lacking)} ({len(lacking)} tensors in all)",
-            unknown and f"its files have tensors of dtype {unknown[0]}",
+            lacking
+            and f"no {min(lacking)} ({len(lacking)} tensors in all), nor any other name by which "
+            "transformers finds it - name a model whose files fit its config.json",
+            unknown
+            and f"tensors of dtype {unknown[0]}, which training does not read - name a "
+            "copy in bfloat16",
         )
         if problem
     ]

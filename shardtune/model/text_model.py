@@ -1,0 +1,80 @@
+"""Build the part of an architecture that is trained on text.
+
+A model that also sees or hears is built as the class that opens the whole of its files: so each of
+its tensors has the name that they give it. Its towers are left out, since no text reaches them, and
+an export copies their tensors from the source.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from shardtune.errors import UserError
+
+
+def build_text_model(model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Build the architecture without its towers; otherwise as `build_with_towers`."""
+    model = build_with_towers(model_config, **options)
+    drop_towers(model)
+    return model
+
+
+def build_with_towers(model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Build the architecture on the current device. This changes `model_config`.
+
+    Raises:
+        UserError: transformers has no class of it that predicts the next token of text.
+    """
+    model: PreTrainedModel = _class_of(model_config).from_config(model_config, **options)
+    return model
+
+
+def _class_of(model_config: PreTrainedConfig) -> type[Any]:
+    """Return the class of automatic models that opens the whole of such a model's files."""
+    kind = type(model_config)
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    # A text part alone has a configuration of its own, and another name for each tensor.
+    is_whole = causal and (
+        causal.config_class is kind or causal.__name__ in (model_config.architectures or ())
+    )
+    is_decoder = not model_config.is_encoder_decoder
+    if not is_whole and is_decoder and kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    if causal:
+        return AutoModelForCausalLM
+    raise UserError(
+        f"{model_config.model_type} has no text-only class: transformers "
+        f"{transformers.__version__} has none that predicts the next token from text alone - "
+        "name a model that has one"
+    )
+
+
+def drop_towers(model: PreTrainedModel) -> list[str]:
+    """Leave out the models within a model that see or hear, and return their names with a dot.
+
+    What joins them to the text stays: some decoders look it up for any token.
+    """
+    if model.config.get_text_config() is model.config:
+        return []
+    decoder: nn.Module = model.get_decoder()
+    of_text = set(decoder.modules())
+    towers: list[str] = []
+    for name, module in list(model.named_modules()):
+        is_other = isinstance(module, PreTrainedModel) and module not in of_text
+        if not is_other or decoder in set(module.modules()) or name.startswith(tuple(towers)):
+            continue
+        towers.append(f"{name}.")
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, None)
+    return towers
