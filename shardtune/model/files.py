@@ -20,7 +20,7 @@ from shardtune.data.hub import hub_problem
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 from shardtune.model.quantised import quantised_problems, take_quantization
-from shardtune.model.text_model import build_text_model
+from shardtune.model.text_model import build_text_model, require_text
 from shardtune.model.weight_files import INDEX, describe, files_of_weights, weight_problems
 
 # Configuration, generation settings, tokenizer and what prepares images and sound.
@@ -59,7 +59,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         _refusing(path, "no model can be built from its configuration", "correct its config.json"),
         torch.device("meta"),
     ):
-        build_text_model(copy.deepcopy(config))  # building changes it
+        require_text(build_text_model(copy.deepcopy(config)))  # building changes it
     problems = []
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_length > positions:
@@ -144,6 +144,8 @@ def _refusing(path: str, problem: str, remedy: str) -> Iterator[None]:
                 f"cannot be reached ({unreachable}) - name a directory, copy the model into "
                 f"{constants.HF_HUB_CACHE}, or connect to the hub"
             ) from error
+        if isinstance(error, ImportError):
+            remedy = "install what it names"
         raise UserError(f"model.path={path}: {problem} ({describe(error)}) - {remedy}") from error
 
 

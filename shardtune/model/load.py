@@ -249,7 +249,11 @@ def load_sharded(
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            drop_towers(self)
+            if towers := drop_towers(self):
+                patterns = {f"^{re.escape(tower)}" for tower in towers}
+                cast(Any, self)._keys_to_ignore_on_load_unexpected |= patterns
+                unread = ", ".join(tower.removesuffix(".") for tower in towers)
+                logger.info(f"Not loaded, since no text reaches it: {unread}")
 
         # The factors of adapters are drawn, so the files lack them.
         _keys_to_ignore_on_load_missing = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import (
@@ -20,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from shardtune.errors import UserError
+from shardtune.errors import UserError, first_line
 
 
 def build_text_model(model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -58,6 +59,26 @@ def _class_of(model_config: PreTrainedConfig) -> type[Any]:
         f"{transformers.__version__} has none that predicts the next token from text alone - "
         "name a model that has one"
     )
+
+
+def require_text(model: PreTrainedModel) -> None:
+    """Put tokens alone through a model on meta that also sees or hears.
+
+    Raises:
+        UserError: its forward needs more.
+    """
+    if type(model.config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 8, dtype=torch.int64, device="meta"))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{model.config.model_type} has no text-only class: {type(model).__name__}, given "
+            f"tokens alone, ends with: {first_line(error)} - name a model that has one"
+        ) from error
+    except Exception:  # tensors on meta have no contents to look at
+        return
 
 
 def drop_towers(model: PreTrainedModel) -> list[str]:

@@ -16,7 +16,7 @@ from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.layout import WholeModel
 from shardtune.checkpoint.train_state import model_kinds, model_state
 from shardtune.errors import UserError
-from shardtune.model.text_model import build_text_model, drop_towers
+from shardtune.model.text_model import build_text_model, drop_towers, require_text
 
 Tensors = dict[str, torch.Tensor]
 
@@ -114,3 +114,11 @@ def test_no_tower_is_built(family: str) -> None:
 def test_a_class_without_text_alone_is_refused(kind: str) -> None:
     with torch.device("meta"), pytest.raises(UserError, match=f"^{kind} has no text-only class"):
         build_text_model(AutoConfig.for_model(kind))
+
+
+@pytest.mark.parametrize("kind", ["blip-2", "kosmos-2", "idefics"])
+def test_a_forward_that_needs_an_image_is_refused(kind: str) -> None:
+    with torch.device("meta"):
+        model = build_text_model(AutoConfig.for_model(kind))
+    with pytest.raises(UserError, match=f"^{kind} has no text-only class: .* ends with: .*pixel"):
+        require_text(model)
