@@ -26,6 +26,7 @@ from shardtune.model.flash_attention import (
 )
 from shardtune.model.small_copy import small_copy
 from shardtune.model.support import can_be_packed
+from shardtune.model.text_model import set_attention
 
 # Tokens of each document of the row for trials; the logits of the last document are compared.
 TRIAL_LENGTHS = (11, 5, 16)
@@ -165,7 +166,7 @@ def decide_attention(
         reason = _try_document_attention(model, device, trial)
         if not reason:
             return Attention(True, True, "within each document, without a mask")
-        model.set_attn_implementation(usual)
+        set_attention(model, usual)
     # The rows of a packed micro-batch are one row for the model.
     side = config.data.max_length * (config.train.micro_batch_size if packing else 1)
     mask = f"{usual} under a mask of row x row, up to {side} tokens a side ({reason})"
@@ -180,7 +181,7 @@ def _try_document_attention(
     no_interface = f"{model_type} does not use transformers' attention interface"
     if not model._can_set_attn_implementation():
         return no_interface
-    model.set_attn_implementation(DOCUMENT_ATTENTION)
+    set_attention(model, DOCUMENT_ATTENTION)
     with attention_trial() as objections:
         try:
             _last_document_logits(model, TRIAL_LENGTHS, device)

@@ -185,7 +185,8 @@ def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
                 create_selective_checkpoint_contexts, kept_operators(model)
             )
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    model.config.use_cache = False
+    # A cache would keep all keys, and with one no mask keeps documents apart.
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     return model.train()
 
 

@@ -43,7 +43,7 @@ def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedMode
             )
         except Exception:  # each architecture checks its settings in its own way
             return None
-    model.config.use_cache = False
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     return model
 
 

@@ -99,3 +99,11 @@ def drop_towers(model: PreTrainedModel) -> list[str]:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, None)
     return towers
+
+
+def set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Set how a model attends. transformers warns of each tower that it lacks, unless left out."""
+    config, parts = model.config, [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    built = {id(part.config) for part in parts}
+    sections = [name for name in config.sub_configs if id(getattr(config, name, None)) in built]
+    model.set_attn_implementation(dict.fromkeys(["", *sections], implementation))

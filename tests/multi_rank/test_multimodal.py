@@ -20,16 +20,35 @@ from helpers.ranks import train
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-QUICK = ("qwen3_5_moe", "mistral3")
+UNPACKED = ("data.packing=false",)
+QUICK = [("qwen3_5_moe", UNPACKED), ("mistral3", ())]
 CASES = [
-    pytest.param(family, marks=[] if family in QUICK else [pytest.mark.full]) for family in FAMILIES
+    *QUICK,
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in [
+            *((family, UNPACKED) for family in FAMILIES if (family, UNPACKED) not in QUICK),
+            ("gemma3", ()),
+            ("qwen3_vl", ()),
+            ("qwen3_vl_moe", ("parallel.expert=2",)),
+            ("mistral3", ("parallel.replicate=2",)),
+            (
+                "mistral3",
+                (
+                    "parallel.stages=2",
+                    "train.gradient_accumulation_steps=8",
+                ),
+            ),
+            ("mistral3", ("model.master_dtype=float32", "model.activation_checkpointing=full")),
+        ]
+    ),
 ]
 OF_TEXT = ("model.language_model.", "language_model.", "lm_head.", "model.layers.")
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(("family", "options"), CASES)
 def test_its_text_is_trained_exactly_and_the_rest_is_copied(
-    family: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    family: str, options: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     source = save_seeing_model(family, tokenizer, tmp_path / "source")
     records = uneven_chats()[:8]
@@ -40,8 +59,8 @@ def test_its_text_is_trained_exactly_and_the_rest_is_copied(
         tmp_path / "run",
         "train.gradient_accumulation_steps=4",
         "train.max_steps=2",
-        "data.packing=false",
         "export.dtype=source",
+        *options,
     )
     said = finish(train(2, *given, cwd=tmp_path))
     assert f"Copied from {source}: " in said
