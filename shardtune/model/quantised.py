@@ -197,14 +197,20 @@ class MxFp4(_Dequantised):
 def dequantised(
     stored: Mapping[str, Sliceable], folder: Path, dtype: torch.dtype
 ) -> dict[str, Sliceable]:
-    """Return a model's tensors from those in its files; the quantised ones are of this dtype."""
+    """Return a model's tensors from those in its files; the quantised ones are of this dtype.
+
+    Raises:
+        UserError: there are quantised ones that cannot be read.
+    """
     plain, quantised = split_quantised(stored)
     tensors = {name: stored[name] for name in plain}
     given = _block_of_config(_quantization(folder)) if quantised else None
     for name, (values, scales) in quantised.items():
-        parts = stored[values], stored[scales]
-        is_mxfp4 = values != name
-        tensors[name] = MxFp4(*parts, dtype) if is_mxfp4 else BlockScaled(*parts, dtype, given)
+        parts, is_mxfp4 = (stored[values], stored[scales]), values != name
+        try:
+            tensors[name] = MxFp4(*parts, dtype) if is_mxfp4 else BlockScaled(*parts, dtype, given)
+        except ValueError as error:
+            raise UserError(_not_read(folder, {name: str(error)})) from error
     return tensors
 
 
@@ -271,13 +277,15 @@ def quantised_problems(folder: Path) -> list[str]:
             _require_readable(stored[values], stored[scales], given, is_mxfp4=name != values)
         except ValueError as error:
             problems[name] = str(error)
-    if not problems:
-        return []
+    return [_not_read(folder, problems)] if problems else []
+
+
+def _not_read(folder: Path, problems: Mapping[str, str]) -> str:
     name = min(problems)
-    return [
+    return (
         f"{folder}: {name} is quantised as {problems[name]}, which is not read ({len(problems)} "
         "tensors in all) - use a copy of the model in bfloat16, or fetch it again"
-    ]
+    )
 
 
 def _require_readable(

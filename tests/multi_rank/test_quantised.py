@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
+from helpers.pretended import needs_compiler, train_on_gpus
 from helpers.quantised_models import RAGGED, save_deepseek_v3, save_gpt_oss, spread
 from helpers.ranks import config_for, on_ranks, train, type_command
+from helpers.small_runs import digests
 from helpers.usage import Usage
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -118,6 +120,20 @@ def test_a_run_that_learns_nothing_exports_what_transformers_dequantises(
         expected = torch.bfloat16 if stored.dtype == torch.float8_e4m3fn else stored.dtype
         assert tensor.dtype == expected, key
     assert "quantization_config" not in (out / "config.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.full
+@needs_compiler
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_pretended_gpus_have_the_same_weights(
+    name: str, sources: dict[str, Path], folder: Path
+) -> None:
+    settings = (*STILL, f"model.path={sources[name]}")
+    done = train(2, *settings, "run.dir=cpu", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    train_on_gpus(2, *settings, "run.dir=gpu", cwd=folder)
+    gpu, cpu = (digests(folder / device / "model") for device in ("gpu", "cpu"))
+    assert gpu["model.safetensors"] == cpu["model.safetensors"]
 
 
 @pytest.mark.full
