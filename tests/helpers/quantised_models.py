@@ -58,7 +58,7 @@ _GPT_OSS: dict[str, Any] = {
 }
 EVEN, RAGGED = (8, 4), (10, 7)  # blocks that divide all sizes, and none
 _IN_FP8 = re.compile(r"layers\.\d+\.(self_attn|mlp)\.(?!gate\.).*_proj\w*\.weight$")
-_IN_BFLOAT16 = "model.layers.0.mlp.up_proj"
+_IN_BFLOAT16 = "model.layers.0.self_attn.o_proj"
 
 
 def save_deepseek_v3(
