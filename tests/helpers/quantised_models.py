@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,21 @@ def save_deepseek_v3(
         layer = {n.replace("layers.1.", "layers.2."): t for n, t in tensors.items()}
         tensors |= {n: t.clone() for n, t in layer.items() if "layers.2." in n}
         edit_config(folder, num_nextn_predict_layers=1)
-    scales = {}
-    for name in [n for n in tensors if _IN_FP8.search(n) and not n.startswith(_IN_BFLOAT16)]:
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return quantise_in_fp8(folder, _IN_FP8, block, _IN_BFLOAT16)
+
+
+def quantise_in_fp8(
+    folder: Path, names: re.Pattern[str], block: tuple[int, int], kept: str = "-"
+) -> Path:
+    """Quantise these tensors of a model in bfloat16, with their scales in a file of their own.
+
+    `kept`: the beginning of the names of others, which stay in bfloat16.
+    """
+    tensors, scales = load_file(folder / "model.safetensors"), {}
+    for name in [n for n in tensors if names.search(n) and not n.startswith(kept)]:
         tensors[name], scales[f"{name}_scale_inv"] = _to_fp8(tensors[name], block)
+    assert scales
     _write_files(folder, [tensors, scales])
     edit_config(
         folder,
@@ -89,7 +100,7 @@ def save_deepseek_v3(
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": list(block),
-            "modules_to_not_convert": [_IN_BFLOAT16],
+            "modules_to_not_convert": [kept],
         },
     )
     return folder
@@ -158,14 +169,3 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     values = json.loads(file.read_text(encoding="utf-8")) | changes
     file.write_text(json.dumps(values), encoding="utf-8")
-
-
-def copy_in_bfloat16(source: Path, folder: Path) -> Path:
-    """Save what transformers makes of a quantised model, with the same tokenizer."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("model*"))
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    save_file(
-        {name: t.contiguous() for name, t in model.state_dict().items()},
-        folder / "model.safetensors",
-    )
-    return folder

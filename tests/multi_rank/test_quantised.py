@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.chats import chats, write_jsonl
+from helpers.multimodal import save_seeing_model
 from helpers.pretended import needs_compiler, train_on_gpus
-from helpers.quantised_models import RAGGED, save_deepseek_v3, save_gpt_oss, spread
+from helpers.quantised_models import RAGGED, quantise_in_fp8, save_deepseek_v3, save_gpt_oss, spread
 from helpers.ranks import config_for, on_ranks, train, type_command
 from helpers.small_runs import digests
 from helpers.usage import Usage
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardtune.config import Config
 from shardtune.distributed.join import join_world
@@ -138,7 +140,7 @@ def test_pretended_gpus_have_the_same_weights(
 
 @pytest.mark.full
 def test_layers_that_training_does_not_load_are_dequantised_too(
-    tokenizer: PreTrainedTokenizerBase, folder: Path
+    tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     source = save_deepseek_v3(folder / "source", tokenizer, RAGGED, with_mtp=True)
     done = train(2, *STILL, f"model.path={source}", cwd=folder)
@@ -219,6 +221,29 @@ def test_random_weights_and_a_plan_need_the_config_alone(
         assert plan.stdout.count("Source: quantised (") == 1 and "GB of files" in plan.stdout
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe"])
+def test_the_text_of_a_model_that_sees_is_dequantised(
+    family: str, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    source = save_seeing_model(family, tokenizer, folder / "source")
+    before = load_file(source / "model.safetensors")
+    quantise_in_fp8(source, re.compile(r"language_model.*(self_attn|mlp)\..*_proj\.weight"), RAGGED)
+    done = train(2, *STILL, f"model.path={source}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    values, scales = (load_file(file) for file in sorted(source.glob("*.safetensors")))
+    after = load_file(folder / "runs/config/model/model.safetensors")
+    assert after.keys() == before.keys()
+    for key, tensor in after.items():
+        expected = values[key]
+        if f"{key}_scale_inv" in scales:
+            factors = spread(scales[f"{key}_scale_inv"], tensor.shape, RAGGED)
+            expected = (expected.float() * factors).bfloat16()
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), key
+    config = json.loads((folder / "runs/config/model/config.json").read_text(encoding="utf-8"))
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+
+
 LARGE = {
     # 67 million values in a matrix: in float32 they alone are 268 MB
     "fp8": {"hidden_size": 2048, "intermediate_size": 32768, "moe_intermediate_size": 1024},
@@ -242,7 +267,7 @@ def load_large(config: Config, small: Config) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", LARGE)
 def test_reading_takes_a_ranks_share_and_less_than_200_mb(
-    name: str, sources: dict[str, Path], tokenizer: PreTrainedTokenizerBase, folder: Path
+    name: str, sources: dict[str, Path], tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     if name == "fp8":
         source = save_deepseek_v3(folder / "large", tokenizer, (128, 128), **LARGE[name])
