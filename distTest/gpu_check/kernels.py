@@ -32,21 +32,26 @@ def attention() -> Outcome:
     In bfloat16 it must be the varlen kernel, and its backward must repeat to the bit.
     """
     lengths = [7, 1, 20, 36] if is_tiny() else [700, 1, 1300, 2095]
-    # heads, key heads, width: Llama's and GLM-4.5-Air's, and one that no flash kernel takes
-    shapes = [(4, 2, 16)] if is_tiny() else [(32, 8, 128), (96, 8, 128)]
+    # heads, key heads, width, window: Llama's, GLM-4.5-Air's, and GPT-OSS's, which have sinks
+    shapes = [(4, 2, 16, 0), (4, 2, 16, 6)]
+    if not is_tiny():
+        shapes = [(32, 8, 128, 0), (96, 8, 128, 0), (64, 8, 64, 128)]
     problems, figures = list[str](), dict[str, Any]()
-    for heads, key_heads, width in shapes:
+    for heads, key_heads, width, window in shapes:
         for dtype in _LIMIT:
             name = f"{heads} heads of {width} in {str(dtype).removeprefix('torch.')}"
             inputs = _projections(sum(lengths), heads, key_heads, width, dtype)
-            errors, way = _attention_errors(inputs, lengths)
+            if window:
+                name += f", windows of {window} and sinks"
+                inputs.append(torch.randn(heads).to("cuda", dtype).requires_grad_())
+            errors, way = _attention_errors(inputs, lengths, window)
             figures[name] = {"errors": errors, "way": way}
             if not max(errors.values()) <= _LIMIT[dtype]:
                 problems.append(f"{name}: {errors}")
             if dtype == torch.bfloat16:
                 if way != "varlen attention":
                     problems.append(f"{name}: {way} instead of varlen attention")
-                once, again = (_attend(inputs, lengths) for _ in range(2))
+                once, again = (_attend(inputs, lengths, window) for _ in range(2))
                 same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
                 figures[name]["repeats_to_the_bit"] = same
                 if not same:
@@ -69,12 +74,14 @@ def _projections(
     ]
 
 
-def _attend(inputs: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
+def _attend(inputs: list[torch.Tensor], lengths: list[int], window: int) -> list[torch.Tensor]:
     """Return output and gradients of `document_attention`."""
     boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
     documents.set(lengths, boundaries)
-    query, key, value = inputs
-    output, _ = document_attention(nn.Identity(), query, key, value, None)
+    query, key, value, *sinks = inputs
+    special: dict[str, Any] = {"sliding_window": window, "s_aux": next(iter(sinks), None)}
+    documents.ways.clear()
+    output, _ = document_attention(nn.Identity(), query, key, value, None, **special)
     weights = _weights(output)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
 
@@ -87,22 +94,26 @@ def _weights(output: torch.Tensor) -> torch.Tensor:
 
 
 def _attention_errors(
-    inputs: list[torch.Tensor], lengths: list[int]
+    inputs: list[torch.Tensor], lengths: list[int], window: int
 ) -> tuple[dict[str, float], str]:
-    found = _attend(inputs, lengths)
-    way = documents.way
+    found = _attend(inputs, lengths, window)
+    way = " and ".join(documents.ways)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     groups = exact[0].shape[1] // exact[1].shape[1]
-    query, key, value = exact[0], *(x.repeat_interleave(groups, 1) for x in exact[1:])
+    query, key, value = exact[0], *(x.repeat_interleave(groups, 1) for x in exact[1:3])
     outputs = []
     for q, k, v in zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True):
         scores = q @ k.mT / q.shape[-1] ** 0.5
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").triu(1)
-        outputs.append(scores.masked_fill(later, float("-inf")).softmax(-1) @ v)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").tril()
+        seen = seen.triu(1 - window) if window else seen
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks := exact[3:]:
+            scores = torch.cat([scores, sinks[0].view(1, -1, 1, 1).expand_as(scores[..., :1])], -1)
+        outputs.append(scores.softmax(-1)[..., : k.shape[-2]] @ v)
     output = torch.cat(outputs, 2).transpose(1, 2)
     expected = [output, *torch.autograd.grad((output * _weights(output)).sum(), exact)]
-    names = ("output", "query", "key", "value")
-    return {n: error(a, b) for n, a, b in zip(names, found, expected, strict=True)}, way
+    names = ("output", "query", "key", "value", "sinks")
+    return {n: error(a, b) for n, a, b in zip(names, found, expected, strict=False)}, way
 
 
 def experts() -> Outcome:

@@ -40,13 +40,18 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_slice(whole: torch.Tensor, sharded: torch.Tensor) -> None:
     """Copy a whole tensor into another tensor, or this rank's part of it into a DTensor."""
-    if isinstance(sharded, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            sharded.shape, sharded.device_mesh, sharded.placements
-        )
-        ends = (start + size for start, size in zip(offset, shape, strict=True))
-        whole = whole[tuple(map(slice, offset, ends))]
-    to_local(sharded).copy_(whole)
+    to_local(sharded).copy_(slice_like(whole, sharded))
+
+
+def slice_like(whole: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor, where the other one is a DTensor, else all."""
+    if not isinstance(sharded, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(
+        sharded.shape, sharded.device_mesh, sharded.placements
+    )
+    ends = (start + size for start, size in zip(offset, shape, strict=True))
+    return whole[tuple(map(slice, offset, ends))]
 
 
 def first_indices(tensor: torch.Tensor) -> Sequence[int]:

@@ -2,7 +2,12 @@
 
 transformers' attention interface gives every layer's projections to `document_attention`, in all
 models that use it. It calls PyTorch's fused attention once per document, or once for all documents
-what the device has for that: varlen attention, or tiles in bfloat16 on a CPU.
+what the device has for that: varlen attention, or tiles on a CPU, in bfloat16 or where a layer has
+a window or a sink.
+
+A window is the number of tokens that a query sees, itself and those before it; 0 is all of its
+document. A sink is one more score of each head, whose weight goes to no value: attention with it is
+attention without, times sigmoid(log-sum-exp of the scores - sink).
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -28,7 +34,6 @@ DOCUMENT_ATTENTION = "documents"  # its name in transformers' interface
 _REPEATED_TOKENS, _REPEATS = 2048, 4
 _UNSUPPORTED_OPTIONS = {
     "softcap": "capped scores",
-    "s_aux": "attention sinks",
     "position_bias": "biased scores",
 }
 
@@ -50,9 +55,14 @@ class _Documents:
     lengths: list[int]  # in tokens
     boundaries: torch.Tensor  # int32 [documents + 1]: where each document begins, and the end
     longest_of_run = 0  # tokens of the longest document of all data
-    way = ""  # how the last layer attended
+    ways: set[str]  # how layers have attended since a trial began
     # Why `document_attention` is not the model's own attention; a list during the model's trial.
     objections: list[str] | None = None
+    # The masks that a model made in its trial, with the window of each.
+    masks: list[tuple[torch.Tensor, int]] | None = None
+
+    def __init__(self) -> None:
+        self.ways = set()
 
     def set(self, lengths: list[int], boundaries: torch.Tensor) -> None:
         self.lengths, self.boundaries = lengths, boundaries
@@ -62,12 +72,29 @@ class _Documents:
             raise UnexpectedFeature(feature)
         self.objections.append(feature)
 
-    def check_span(self, tokens: int | None) -> None:
-        """Object to attention to the last `tokens` alone, if a document is longer than that."""
-        if tokens and tokens < self.longest_of_run:
+    def numbers(self) -> torch.Tensor:
+        """Return the number of each token's document, int32 [tokens]."""
+        lengths = self.boundaries.diff()
+        numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+        return numbers.repeat_interleave(lengths, output_size=sum(self.lengths))
+
+    def narrower(self, window: int | None) -> int:
+        """Return a window that is narrower than some document of the data, else 0."""
+        return window if window and window < self.longest_of_run else 0
+
+    def check_window(self, window: int | None, mask: torch.Tensor | None) -> None:
+        """Object to a mask that is not causal within the layer's window."""
+        mask = mask if mask is not None and mask.numel() else None  # see DenseAttention
+        if self.masks is None:
+            if mask is not None:
+                self.record_objection("a mask of its own")
+            return
+        of_mask = 0 if mask is None else next((w for m, w in self.masks if m is mask), None)
+        if of_mask is None:
+            self.record_objection("a mask of its own")
+        elif self.narrower(of_mask) != self.narrower(window):
             self.record_objection(
-                f"a sliding window or chunks of {tokens} tokens, and the data a document of "
-                f"{self.longest_of_run}"
+                f"a window or chunks of {of_mask or window} tokens in its masks or its layers alone"
             )
 
 
@@ -82,6 +109,8 @@ def document_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,  # (heads,): sinks
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each document of a flat row.
@@ -89,44 +118,72 @@ def document_attention(
     The signature is that of transformers' attention interface. Returns (1, tokens, heads, value
     width), and no weights.
     """
-    if attention_mask is not None:
-        documents.record_objection("a mask of its own")
+    documents.check_window(sliding_window, attention_mask)
     if options.get("is_causal") is False:
         documents.record_objection("attention that is not causal")
     for name, feature in _UNSUPPORTED_OPTIONS.items():
         if options.get(name) is not None:
             documents.record_objection(feature)
-    documents.check_span(options.get("sliding_window"))
+    indices = options.get("indices")
+    if indices is not None and indices.numel():
+        documents.record_objection("attention to keys that an indexer chooses")
+    longest = max(documents.lengths)
+    window = sliding_window if sliding_window and sliding_window < longest else 0
     width, value_width = query.shape[-1], value.shape[-1]
     # Varlen attention has no dropout, and one width for all: narrower values, such as those of
     # latent attention, are padded.
-    if not dropout and value_width <= width and _varlen_runs(*_kind(query), width):
-        documents.way = "varlen attention"
-        padded = F.pad(value, (0, width - value_width)) if value_width < width else value
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, padded))
-        output = _varlen(q, k, v, documents.boundaries, max(documents.lengths), scaling)
-        return output[..., :value_width].unsqueeze(0), None
+    if not dropout and value_width <= width:
+        special = bool(window), s_aux is not None
+        if _varlen_runs(*_kind(query), width, *special):
+            documents.ways.add("varlen attention")
+            padded = F.pad(value, (0, width - value_width)) if value_width < width else value
+            q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, padded))
+            output = _varlen(q, k, v, documents.boundaries, longest, scaling, window, s_aux)
+            return output[..., :value_width].unsqueeze(0), None
     # In float32 the tiles are no faster, and the fused kernel keeps the numbers of earlier runs.
-    if not dropout and query.device.type == "cpu" and query.dtype == torch.bfloat16:
-        documents.way = "tiles in bfloat16"
+    needs_tiles = query.dtype == torch.bfloat16 or window or s_aux is not None
+    if not dropout and query.device.type == "cpu" and needs_tiles:
+        documents.ways.add("tiles")
         q, k, v = (x.squeeze(0) for x in (query, key, value))
         scale = width**-0.5 if scaling is None else scaling
-        return causal_documents(q, k, v, documents.lengths, scale).unsqueeze(0), None
-    documents.way = "one call per document"
-    options = {"dropout_p": dropout, "is_causal": True, "scale": scaling}
-    options["enable_gqa"] = query.shape[1] != key.shape[1]
-    if options["enable_gqa"] and query.device.type == "cuda":
+        output = causal_documents(q, k, v, documents.lengths, scale, window, s_aux)
+        return output.unsqueeze(0), None
+    documents.ways.add("one call per document")
+    if query.shape[1] != key.shape[1] and query.device.type == "cuda":
         # There only flash attention takes groups, and it has no float32 and no wide heads: the
         # others would be left with a matrix of tokens x tokens.
-        groups, options["enable_gqa"] = query.shape[1] // key.shape[1], False
+        groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     # `split` and `cat`, since the backward of a slice fills a gradient of the whole row for each.
     documents_of = (x.split(documents.lengths, 2) for x in (query, key, value))
     outputs = [
-        F.scaled_dot_product_attention(*qkv, **options).transpose(1, 2)
-        for qkv in zip(*documents_of, strict=True)
+        _one_document(q, k, v, window, s_aux, dropout_p=dropout, scale=scaling).transpose(1, 2)
+        for q, k, v in zip(*documents_of, strict=True)
     ]
     return torch.cat(outputs, 1), None
+
+
+def _one_document(
+    query: torch.Tensor,  # (1, heads, tokens, width)
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int,
+    sink: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend within a document: a window and a sink by a mask of document x document."""
+    options["enable_gqa"] = query.shape[1] != key.shape[1]
+    tokens = query.shape[2]
+    if sink is None and not 0 < window < tokens:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    mask = mask.triu(1 - window) if window else mask
+    if sink is not None:  # the score of one more key, whose value is 0
+        scores = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        columns = (scores.expand(len(sink), -1, -1), sink.view(-1, 1, 1).expand(-1, tokens, 1))
+        mask = torch.cat(columns, -1).to(query.dtype).unsqueeze(0)
+        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def _varlen(
@@ -136,14 +193,69 @@ def _varlen(
     boundaries: torch.Tensor,
     longest: int,
     scale: float | None,
+    window: int = 0,
+    sink: torch.Tensor | None = None,  # (heads,)
 ) -> torch.Tensor:
-    sizes, causal = (boundaries, boundaries, longest, longest), (-1, 0)
-    output = varlen_attn(
-        query, key, value, *sizes, scale=scale, window_size=causal, enable_gqa=True
-    )
+    sizes, span = (boundaries, boundaries, longest, longest), (window - 1, 0)
+    if sink is None:
+        output: Any = varlen_attn(
+            query, key, value, *sizes, scale=scale, window_size=span, enable_gqa=True
+        )
+    else:
+        output = _VarlenWithSink.apply(query, key, value, sink, sizes, scale, span)
     assert isinstance(output, torch.Tensor)
     _make_backward_deterministic(output)
     return output
+
+
+class _VarlenWithSink(torch.autograd.Function):
+    """Varlen attention with sinks, and the kernel's own backward.
+
+    The kernel makes the weights again from the log-sum-exp that it is given, and the gradients of
+    scores as weight x (gradient of the weight - gradient of the output . output). Given those of
+    attention with the sink, they are exact. A sink's own score has no value, so that its gradient
+    is - its weight x (gradient of the output . output).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sink: torch.Tensor,
+        sizes: tuple[Any, ...],
+        scale: float | None,
+        span: tuple[int, int],
+    ) -> torch.Tensor:
+        plain, log_sums = varlen_attn(
+            *(query, key, value, *sizes),
+            return_aux=AuxRequest(lse=True),
+            scale=scale,
+            window_size=span,
+            enable_gqa=True,
+        )
+        # (heads, tokens), float32
+        with_sink = torch.logaddexp(log_sums, sink.float().unsqueeze(1))
+        share = (log_sums - with_sink).exp().t().unsqueeze(-1)
+        output = torch.mul(plain, share, out=torch.empty_like(plain))
+        ctx.save_for_backward(query, key, value, sink, output, with_sink, sizes[0])
+        ctx.longest, ctx.scale, ctx.span = sizes[-1], scale, span
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, sink, output, log_sums, boundaries = ctx.saved_tensors
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        of_row = torch.ops.torch_attn._varlen_attn_backward(
+            *(gradient, query, key, value, output, log_sums, boundaries, boundaries),
+            *(ctx.longest, ctx.longest, ctx.span == (-1, 0), no_dropout),
+            *(ctx.scale, list(ctx.span)),
+        )
+        weights = (sink.float().unsqueeze(1) - log_sums).exp().t()  # (tokens, heads)
+        of_sink = -(weights * (gradient.float() * output.float()).sum(-1)).sum(0)
+        return *of_row, of_sink.to(sink.dtype), None, None, None
 
 
 def _make_backward_deterministic(output: torch.Tensor) -> None:
@@ -173,26 +285,31 @@ def _kind(tensor: torch.Tensor) -> tuple[type, torch.device, torch.dtype]:
 
 
 @functools.cache
-def _varlen_runs(_: type, device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def _varlen_runs(
+    _: type, device: torch.device, dtype: torch.dtype, width: int, window: bool, sink: bool
+) -> bool:
     """Return whether this device runs it for heads of this width, forward and backward."""
-    problem = _varlen_problem(device, dtype, width)
+    problem = _varlen_problem(device, dtype, width, window, sink)
     if problem and is_third():
         keep_second(f"fails for heads of {width} in its trial ({problem})")
-        problem = _varlen_problem(device, dtype, width)
+        problem = _varlen_problem(device, dtype, width, window, sink)
     return not problem
 
 
-def _varlen_problem(device: torch.device, dtype: torch.dtype, width: int) -> str:
+def _varlen_problem(
+    device: torch.device, dtype: torch.dtype, width: int, window: bool, sink: bool
+) -> str:
     """Return why varlen attention does not serve, or ""."""
     length = _REPEATED_TOKENS if is_third() else 4
     numbers = torch.arange(length * 2 * width, dtype=torch.float32, device=device).sin()
     x = numbers.view(length, 2, width).to(dtype).requires_grad_()
     boundaries = torch.tensor([0, 1, length], dtype=torch.int32, device=device)
+    special = (2 if window else 0, x.new_zeros(2) if sink else None)
     gradients: list[torch.Tensor] = []
     try:
         for _ in range(_REPEATS if is_third() else 1):
             with torch.enable_grad():
-                output = _varlen(x, x, x, boundaries, length - 1, None)
+                output = _varlen(x, x, x, boundaries, length - 1, None, *special)
                 gradients += torch.autograd.grad(output.sum(), x)
     except RuntimeError as error:
         return first_line(error)
@@ -202,35 +319,52 @@ def _varlen_problem(device: torch.device, dtype: torch.dtype, width: int) -> str
 
 @contextmanager
 def attention_trial() -> Iterator[list[str]]:
-    """Collect why `document_attention` is not the attention of the model that runs here.
+    """Collect why `document_attention` is not the attention of the model that runs here."""
+    documents.objections = []
+    documents.ways.clear()
+    try:
+        yield documents.objections
+    finally:
+        documents.objections = None
+
+
+@contextmanager
+def model_makes_masks() -> Iterator[None]:
+    """Let a model in its trial make the masks that it has without `document_attention`.
 
     Masks are looked at here alone. Where an implementation has a function for them, transformers
     asks in every forward whether the positions hold several documents, and the host would wait for
     the GPU.
     """
-    documents.objections, documents.way = [], ""
-    AttentionMaskInterface.register(DOCUMENT_ATTENTION, _check_mask)
+    documents.masks = []
+    AttentionMaskInterface.register(DOCUMENT_ATTENTION, _checked_mask)
     try:
-        yield documents.objections
+        yield
     finally:
         del AttentionMaskInterface._global_mapping[DOCUMENT_ATTENTION]
-        documents.objections = None
+        documents.masks = None
 
 
-def _check_mask(*, local_size: int | None = None, **arguments: Any) -> None:
-    """Stand in for the mask that a model makes, and look at what it would have been."""
-    documents.check_span(local_size)
+def _checked_mask(*, local_size: int | None = None, **arguments: Any) -> torch.Tensor:
+    """Make a model's mask, and look at what it lets a token of a document see of its own document.
+
+    GPT-OSS gives no positions for its masks, which then hold all documents together.
+    """
+    window = documents.narrower(local_size)
+    number = documents.numbers()
+    within = number[:, None] == number
+    expected = within.tril()
+    expected = expected.triu(1 - window) if window else expected
+    options = {"local_size": local_size, "allow_is_causal_skip": False}
+    mask = sdpa_mask(**arguments | options)
+    assert mask is not None
+    is_expected = torch.equal(mask.expand(1, 1, *within.shape)[0, 0] & within, expected)
     # A window of 0 is made for layers of a type that the model does not have.
-    if local_size == 0:
-        return
-    lengths = documents.boundaries.diff()
-    document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
-        lengths, output_size=sum(documents.lengths)
-    )
-    expected = (document[:, None] == document).tril()
-    mask = sdpa_mask(**arguments | {"allow_is_causal_skip": False})
-    if mask is None or not torch.equal(mask.expand(1, 1, *expected.shape)[0, 0], expected):
+    if not is_expected and local_size != 0:
         documents.record_objection("another mask than the causal one within each document")
+    assert documents.masks is not None
+    documents.masks.append((mask, window))
+    return mask
 
 
 AttentionInterface.register(DOCUMENT_ATTENTION, torch.compiler.disable(document_attention))

@@ -8,28 +8,43 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
-from shardtune.model.attention import DOCUMENT_ATTENTION, attention_trial, documents
+from shardtune.model.attention import (
+    DOCUMENT_ATTENTION,
+    attention_trial,
+    documents,
+    model_makes_masks,
+)
 from shardtune.model.build import forward_only
 from shardtune.model.flash_attention import (
     choose_flash_attention,
     flash_attention_name,
     keep_second,
 )
+from shardtune.model.indexers import dense_attention, describe_indexers
 from shardtune.model.small_copy import small_copy
-from shardtune.model.support import can_be_packed
+from shardtune.model.state_layers import (
+    missing_kernels,
+    restore,
+    separate_documents,
+    state_mixers,
+    takes_boundaries,
+)
+from shardtune.model.support import can_be_packed, keeps_states_only
 from shardtune.model.text_model import set_attention
 
 # Tokens of each document of the row for trials; the logits of the last document are compared.
 TRIAL_LENGTHS = (11, 5, 16)
+_NO_INTERFACE = "does not use transformers' attention interface"
 _COPY_ROW = 128  # the longest row of a small copy
 
 
@@ -40,7 +55,7 @@ class LogitsTrial:
     model: PreTrainedModel
     config: Config
     device: torch.device
-    all_gather: Callable[[float], list[float]]  # the ranks must agree
+    all_gather: Callable[[Any], list[Any]]  # the ranks must agree
     alone: torch.Tensor | None = None  # (tokens, vocabulary)
 
     def attend_alone(self) -> None:
@@ -96,16 +111,44 @@ def choose_attention(
         choose_flash_attention(model.config, world)
     trial = LogitsTrial(model, config, world.device, world.all_gather_json)
     attention = decide_attention(model, config, longest_document, world.device, trial)
-    way = documents.way
-    if way == "varlen attention":
-        way += f" by {flash_attention_name()}"
+    ways = " and ".join(sorted(documents.ways)) if attention.by_document else ""
+    if "varlen attention" in ways:
+        ways = ways.replace("varlen attention", f"varlen attention by {flash_attention_name()}")
     elif is_gpu:
         keep_second("is for varlen attention alone")
-    detail = f" ({way}); rows have no padding" if attention.by_document else ""
+    detail = f" ({ways})" * bool(ways) + "; rows have no padding" * attention.by_document
     logger.info(f"Attention: {attention.text}{detail}")
     if leak := _leak_under_mask(attention, trial):
         raise RunFailed(_mixing(model, leak, "its logits"))
+    if line := describe_indexers(model, longest_document):
+        logger.info(line)
+    if mixers := state_mixers(model):
+        logger.info(_describe_states(mixers, attention.is_flat, trial))
     return attention.is_flat
+
+
+def _describe_states(mixers: list[nn.Module], is_flat: bool, trial: LogitsTrial) -> str:
+    """Return the log's line on layers that keep a state. Collective.
+
+    On a GPU those that can are let to take all documents of a row at once.
+    """
+    is_gpu = trial.device.type == "cuda"
+    missing = missing_kernels(mixers) if is_gpu else []
+    at_once = is_gpu and is_flat and not missing and any(map(takes_boundaries, mixers))
+    if at_once:
+        separate_documents(mixers, at_once=True)
+        if leak := trial.leak():
+            separate_documents(mixers, at_once=False)
+            at_once = False
+            logger.info(f"Layers with a state let documents mix at once ({leak:.1%} of the spread)")
+    how = "all documents at once" if at_once else "one call per document"
+    kernels = ""
+    if missing:
+        kernels = (
+            f"; without {' and '.join(missing)} they run transformers' reference code, which is "
+            "slower and keeps more memory"
+        )
+    return f"Layers with a state: {len(mixers)}, {how if is_flat else 'in padded rows'}{kernels}"
 
 
 def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> None:
@@ -121,10 +164,11 @@ def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> N
     data = config.data.model_copy(update={"max_length": min(config.data.max_length, _COPY_ROW)})
     train = config.train.model_copy(update={"micro_batch_size": 1})
     config, device = config.model_copy(update={"data": data, "train": train}), torch.device("cpu")
-    trial = LogitsTrial(copy, config, device, lambda leak: [leak])
+    trial = LogitsTrial(copy, config, device, _alone)
     try:
-        # No window is narrower than 0 tokens: the data, which may fit into one, is not read yet.
-        leak = _leak_under_mask(decide_attention(copy, config, 0, device, trial), trial)
+        # The data is not read yet, and may hold a document of a whole row.
+        attention = decide_attention(copy, config, data.max_length, device, trial)
+        leak = _leak_under_mask(attention, trial)
     except Exception:  # a width that `small_copy` does not know shows in the forward alone
         return
     if leak:
@@ -151,22 +195,32 @@ def decide_attention(
 ) -> Attention:
     """Let the model attend document by document if that is exact, else under a mask.
 
-    A sliding window counts only if it is narrower than the longest document, in tokens. Fake
+    Windows and chunks count only if they are narrower than the longest document, in tokens. Fake
     tensors have no logits to compare, so that `trial` is left out.
     """
     usual, packing = model.config._attn_implementation, config.data.packing
-    if not can_be_packed(type(model)):
-        why = "it keeps a state or takes no positions"
-        return Attention(False, False, f"{model.config.model_type}'s own, in padded rows ({why})")
+    if not can_be_packed(model):
+        text = f"{model.config.model_type}'s own, in padded rows (it takes no positions)"
+        return Attention(False, False, text)
+    mixers = state_mixers(model)
     is_auto, reason = config.model.attention == "auto", f"model.attention={config.model.attention}"
     if trial and (is_auto or packing):
         trial.attend_alone()
+    separate_documents(mixers, at_once=False)
     if is_auto:
         documents.longest_of_run = longest_document
+        dense = dense_attention(model, longest_document)
         reason = _try_document_attention(model, device, trial)
         if not reason:
-            return Attention(True, True, "within each document, without a mask")
+            states_only = "none, as all layers keep a state"
+            attends = "within each document, without a mask"
+            return Attention(True, True, states_only if keeps_states_only(model) else attends)
         set_attention(model, usual)
+        if dense:
+            dense.remove()
+    if not packing:
+        for mixer in mixers:
+            restore(mixer)
     # The rows of a packed micro-batch are one row for the model.
     side = config.data.max_length * (config.train.micro_batch_size if packing else 1)
     mask = f"{usual} under a mask of row x row, up to {side} tokens a side ({reason})"
@@ -177,23 +231,37 @@ def _try_document_attention(
     model: PreTrainedModel, device: torch.device, trial: LogitsTrial | None
 ) -> str:
     """Switch the model to `document_attention`, and return the reason to switch back, or ""."""
-    model_type = model.config.model_type
-    no_interface = f"{model_type} does not use transformers' attention interface"
+    documents.ways.clear()
+    all_gather = trial.all_gather if trial else _alone
+    reason = next(filter(None, all_gather(_objection(model, device))), "")
+    # A stage may have layers that keep a state alone.
+    is_used = documents.ways or (not trial and state_mixers(model))
+    if not reason and not keeps_states_only(model) and not any(all_gather(bool(is_used))):
+        reason = _NO_INTERFACE
+    if not reason and trial and (leak := trial.leak()):
+        reason = f"has logits that change without the mask, by {leak:.1%} of their spread"
+    return f"{model.config.model_type} {reason}" if reason else ""
+
+
+def _objection(model: PreTrainedModel, device: torch.device) -> str:
+    """Switch the model to `document_attention`, and return why that is not its own, or ""."""
+    if keeps_states_only(model):
+        return ""
     if not model._can_set_attn_implementation():
-        return no_interface
+        return _NO_INTERFACE
     set_attention(model, DOCUMENT_ATTENTION)
     with attention_trial() as objections:
         try:
             _last_document_logits(model, TRIAL_LENGTHS, device)
+            with model_makes_masks():
+                _last_document_logits(model, TRIAL_LENGTHS, device)
         except (TypeError, AttributeError):  # they get None
             objections.append("layers that read the mask")
-    if objections:
-        return f"{model_type} has {objections[0]}"
-    if not documents.way:
-        return no_interface
-    if trial and (leak := trial.leak()):
-        return f"{model_type}'s logits change without the mask, by {leak:.1%} of their spread"
-    return ""
+    return f"has {objections[0]}" if objections else ""
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
 
 
 def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch.Tensor) -> float:

@@ -6,8 +6,9 @@ The backward costs twice the forward, and for a frozen parameter as much as the 
 MFU of PaLM (arXiv 2204.02311, appendix B), with three corrections: a document of L tokens has the
 L (L + 1) / 2 pairs of causal attention, or those of its window, not L x L; only positions whose
 next token is trained reach the head; a token is multiplied only by the experts that it is routed
-to. Embedding lookups, norms, activations, softmax, the optimizer, padding and recomputation count
-nothing.
+to. Layers that keep a state instead of attending cost the products of that state for each token,
+see `recurrence_flops`. Embedding lookups, norms, activations, softmax, the optimizer, padding and
+recomputation count nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shardtune.data.schedule import Cost
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.log import logger
+from shardtune.model.state_layers import recurrence_flops, state_mixers
 from shardtune.model.support import decoder_layers
 
 _TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
@@ -36,9 +38,13 @@ _EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_n
 # the data.
 _SPANS = {
     "full_attention": "",
+    "hybrid": "",  # attention beside a layer that keeps a state
+    "hybrid_sliding": "sliding_window",
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
+    "indexed_attention": "index_topk",  # as many keys as a window has, wherever they are
 }
+_WITHOUT_PAIRS = ("linear_attention", "conv", "moe")
 
 # TFLOP/s in bfloat16, dense, with float32 accumulation: half of the data sheets' figure with
 # sparsity. A device has the first entry with a name whose words are all in its own.
@@ -107,12 +113,10 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
     """Count the FLOPs of a model, sharded or not, from its parameters and its attention's config.
 
     Raises:
-        NotCounted: some of its layers do not attend, or attend to keys that depend on the data; or
-            its experts, heads or head are not where other architectures have them.
+        NotCounted: some of its layers attend to keys that depend on the data; or its experts, heads
+            or head are not where other architectures have them.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
-    if model._is_stateful:
-        raise NotCounted(f"{config.model_type} keeps a state instead of attending")
     if getattr(head, "weight", None) is None:
         raise NotCounted(f"{config.model_type} has no head")
     # Of a model that sees or hears too, only the decoder runs on text.
@@ -123,10 +127,15 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
         for name, parameter in decoder.named_parameters()
         if id(parameter) not in skipped
     ]
-    layers = Counter(_attention(layer, i) for i, layer in enumerate(config.per_layer_config))
+    layers = Counter(
+        attention
+        for i, layer in enumerate(config.per_layer_config)
+        if (attention := _attention(layer, i))
+    )
+    recurrences = sum(map(recurrence_flops, state_mixers(model)))
     per_trained_token = 2.0 * head.weight.numel()
     return ModelFlops(
-        sum(flops for _, flops in per_token),
+        sum(flops for _, flops in per_token) + recurrences,
         per_trained_token,
         sum(flops for parameter, flops in per_token if not parameter.requires_grad),
         0.0 if head.weight.requires_grad else per_trained_token,
@@ -190,11 +199,15 @@ def _embeddings_and_head(model: PreTrainedModel) -> set[int]:
 
 def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     """Return the share of a parameter by which a token is multiplied."""
-    # Decoders made for an encoder keep the attention to it, and skip it without one.
-    if parameter.dim() < 2 or name.endswith("bias") or ".encoder_attn." in name:
+    # Decoders made for an encoder keep the attention to it, and skip it without one. A state decays
+    # by A_log, element by element.
+    # An indexer has no backward.
+    is_skipped = name.endswith(("bias", "A_log"))
+    is_skipped = is_skipped or ".encoder_attn." in name or ".indexer." in name
+    if parameter.dim() < 2 or is_skipped:
         return 0.0
     is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None
-    if parameter.dim() == 2 and not is_listed:
+    if (parameter.dim() == 2 and not is_listed) or ".conv" in name:  # convolutions go by channel
         return 1.0
     top_k = _first(config, *_TOP_K_NAMES)
     experts = _first(config, *_EXPERTS_NAMES) if is_listed else parameter.shape[0]
@@ -203,9 +216,14 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     return min(1.0, top_k / experts)
 
 
-def _attention(config: Any, layer: int) -> tuple[float, int, bool]:
+def _attention(config: Any, layer: int) -> tuple[float, int, bool] | None:
     """Return a layer's FLOPs per pair (a query by a key, a weight by a value), its span, and
-    whether it is chunked."""
+    whether it is chunked; or None if it does not attend."""
+    # GPT-Neo has the second, with types of its own.
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    layer_type = types[layer] if types else "sliding_attention"
+    if layer_type in _WITHOUT_PAIRS:
+        return None
     heads, width = _first(config, "num_attention_heads"), _first(config, "hidden_size")
     if not heads or not width:
         raise NotCounted(f"{config.model_type} does not say how many heads its layers have")
@@ -213,9 +231,6 @@ def _attention(config: Any, layer: int) -> tuple[float, int, bool]:
     if latent := _first(config, "qk_nope_head_dim"):
         query_width = latent + config.qk_rope_head_dim
     value_width = _first(config, "v_head_dim") or query_width
-    # GPT-Neo has the second, with types of its own.
-    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    layer_type = types[layer] if types else "sliding_attention"
     if layer_type not in _SPANS:
         raise NotCounted(f"{config.model_type} has layers of type {layer_type}")
     span = _first(config, _SPANS[layer_type])

@@ -7,6 +7,7 @@ its share of the model and the pieces of one parameter.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import time
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     MergeModulelist,
     Transpose,
@@ -28,7 +30,7 @@ from transformers.core_model_loading import (
 )
 from transformers.distributed import DistributedConfig
 
-from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, to_local
+from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS, slice_like, to_local
 from shardtune.errors import UserError
 from shardtune.log import logger
 from shardtune.model.lora import FACTORS
@@ -193,7 +195,17 @@ class SliceConverter(WeightConverter):
             ((stored, *_),) = self.materialize_tensors().values()
             fits = stored.shape == target.shape
             return {layer_name: stored if fits else stored.transpose(1, 2).contiguous()}
-        return super().convert(layer_name, model, *more, **options)
+        if not _joins_or_cuts_rows(operations):
+            return super().convert(layer_name, model, *more, **options)
+        # The slices of rows are no slice of what they make: the convolutions of queries, keys and
+        # values, say, which are one in the model.
+        for pattern, reads in self.collected_tensors.items():
+            self.collected_tensors[pattern] = cast(Any, [partial(_read_whole, r) for r in reads])
+        made = super().convert(layer_name, model, *more, **options)
+        return {
+            name: slice_like(whole, model.get_parameter_or_buffer(name)).contiguous()
+            for name, whole in made.items()
+        }
 
     def _stack(self, shape: torch.Size) -> torch.Tensor:
         """Read one expert after the other into its place in a stack of this shape.
@@ -227,6 +239,18 @@ class SliceConverter(WeightConverter):
             f"the stored experts {', '.join(self.source_patterns)} do not fill a stack of "
             f"{list(shape)} - fetch the model again, or correct its config.json"
         )
+
+
+def _joins_or_cuts_rows(operations: Sequence[tuple[type, int | None]]) -> bool:
+    kinds = {kind for kind, _ in operations}
+    return MergeModulelist not in kinds and bool({(Concatenate, 0), (Chunk, 0)} & {*operations})
+
+
+def _read_whole(read: Any) -> torch.Tensor:
+    """Read the tensor of which a function of transformers reads this rank's slice."""
+    within = inspect.getclosurevars(read).nonlocals
+    whole: torch.Tensor = within["tensor"][...].to(within["dtype"])
+    return whole
 
 
 def load_sharded(
@@ -265,6 +289,11 @@ def load_sharded(
             *(model_class._keys_to_ignore_on_load_unexpected or ()),
             f"^(?:{'|'.join(map(re.escape, names))})$",
         )
+
+        @classmethod
+        def is_custom_code(cls) -> bool:
+            # FSDP2's classes look so, and then no module initialises the buffers of others.
+            return model_class.is_custom_code()
 
         @classmethod
         def prepare_distribute_model(

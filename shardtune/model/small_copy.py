@@ -15,6 +15,7 @@ from shardtune.model.text_model import build_text_model
 _WIDTH = 16  # of MLPs, of experts and of low-rank projections
 _VOCABULARY = 512
 _MOST_PARAMETERS = 25 * 10**7  # 1 GB
+_FEWER_LAYERS = 12  # among which each kind is, where all layers are too many
 _INNER = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|_lora_rank)$")
 _HIDDEN = re.compile(r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embedding_size|proj_dim)$")
 
@@ -22,8 +23,9 @@ _HIDDEN = re.compile(r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embeddin
 def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedModel | None:
     """Build the architecture with few and narrow heads, random weights and float32, on the CPU.
 
-    What tells documents apart is kept: every layer with its type, windows, masks and flags; the
-    width of a head, which tables of a rope have; and the number of experts, which groups divide.
+    What tells documents apart is kept: every layer with its type, windows, masks and flags, or,
+    where these are too large, the first dozen; the width of a head, which tables of a rope have;
+    and the number of experts, which groups divide.
 
     Returns None where no such copy can be built, because widths depend on one another in some other
     way, or where it would not be small. Then the trial on the loaded weights decides alone.
@@ -34,10 +36,10 @@ def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedMode
         torch.manual_seed(0)
         try:
             narrow = _narrow(model_config)
-            with torch.device("meta"):
-                on_meta = build_text_model(copy.deepcopy(narrow))
-            if on_meta.num_parameters() > _MOST_PARAMETERS:
-                return None
+            if _parameters(narrow) > _MOST_PARAMETERS:
+                narrow = with_layers(narrow, _FEWER_LAYERS)
+                if _parameters(narrow) > _MOST_PARAMETERS:
+                    return None
             model = build_text_model(
                 narrow, attn_implementation=implementation, dtype=torch.float32
             )
@@ -45,6 +47,24 @@ def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedMode
             return None
     model.config.use_cache = model.config.get_text_config().use_cache = False
     return model
+
+
+def with_layers(model_config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Return the configuration of the model's first layers alone."""
+    cut = copy.deepcopy(model_config)
+    text = cut.get_text_config()
+    whole = text.num_hidden_layers
+    text.num_hidden_layers = layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == whole:
+            setattr(text, name, value[:layers])
+    return cut
+
+
+def _parameters(model_config: PreTrainedConfig) -> int:
+    with torch.device("meta"):
+        on_meta = build_text_model(copy.deepcopy(model_config))
+    return int(on_meta.num_parameters())
 
 
 def _narrow(model_config: PreTrainedConfig) -> PreTrainedConfig:

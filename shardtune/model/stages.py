@@ -24,7 +24,15 @@ from shardtune.model.support import decoder_layers
 
 
 class PassThrough(nn.Module):
-    """Stands for a module of another stage: returns the hidden states that it is given."""
+    """Stands for a module of another stage: returns the hidden states that it is given.
+
+    It has the module's own settings, by which Nemotron-H chooses the mask of a layer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        settings = {name: v for name, v in vars(module).items() if not name.startswith("_")}
+        vars(self).update(settings | {"training": self.training})
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden
@@ -122,15 +130,17 @@ def keep_stage(
     assert found  # `stage_problems` has looked
     layers, caller = found
     for number in set(range(len(layers))) - set(own):
-        layers[number] = PassThrough()
+        layers[number] = PassThrough(layers[number])
     if not is_last:
         for name, module in list(caller.named_children()):  # the norm behind the layers
             if module not in (layers, embedding) and any(True for _ in module.parameters()):
-                setattr(caller, name, PassThrough())
+                setattr(caller, name, PassThrough(module))
         if is_tied and is_first:
             head.__class__ = TiedStageOutput
         else:
-            model.set_output_embeddings(StageOutput())
+            output = StageOutput()
+            vars(output)["weight"] = torch.empty(0, dtype=dtype)  # Mamba 2 looks at its dtype
+            model.set_output_embeddings(output)
     if not is_first:
         stage_input: Any = StageInput()
         if is_tied and is_last:

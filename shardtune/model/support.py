@@ -18,10 +18,9 @@ def unsupported(model: PreTrainedModel, config: Config) -> Iterator[str]:
     """Yield the features that would make a record's loss depend on others."""
     kind = model.config.model_type
     text = model.config.get_text_config()
-    if config.data.packing and not can_be_packed(type(model)):
+    if config.data.packing and not can_be_packed(model):
         yield (
-            f"{kind} keeps a state or takes no positions, so documents in one row would mix - "
-            "use data.packing=false"
+            f"{kind} takes no positions, so documents in one row would mix - use data.packing=false"
         )
     if not config.data.packing and config.train.micro_batch_size == 1:
         return  # each record is alone in its forward
@@ -71,22 +70,27 @@ def _short_rope_length(config: PreTrainedConfig) -> int | None:
     return min(lengths, default=None)
 
 
-def can_be_packed(model_class: type[PreTrainedModel]) -> bool:
-    """Return whether restarting positions can tell documents apart.
+def can_be_packed(model: PreTrainedModel) -> bool:
+    """Return whether documents of one row can be told apart: by positions, or without attention.
 
-    `choose_attention` sees whether they do.
+    `choose_attention` sees whether they are.
     """
-    return (
-        "position_ids" in inspect.signature(model_class.forward).parameters
-        and not model_class._is_stateful
-    )
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    return takes_positions or keeps_states_only(model)
+
+
+def keeps_states_only(model: PreTrainedModel) -> bool:
+    """Return whether every layer hands a state along the row instead of attending."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    return set(types) == {"linear_attention"}
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses."""
+    """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses.
+
+    Mamba names its mixers, too, which are within layers.
+    """
     names = set(model._no_split_modules or ())
-    return [
-        module
-        for module in model.modules()
-        if names & {kind.__name__ for kind in type(module).__mro__}
-    ]
+    named = [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
+    inner = {m for layer in named for m in [*layer.modules()][1:]}
+    return [layer for layer in named if layer not in inner]

@@ -5,7 +5,6 @@ Each part of a step grows by the same bytes with each further period of layers.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -15,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.world import World
+from shardtune.model.small_copy import with_layers
 from shardtune.model.stages import layers_of_stages
 from shardtune.model.support import decoder_layers
 from shardtune.planner.simulate import EXPERT_IMBALANCE, Measured, simulate
@@ -127,18 +127,6 @@ def cuts(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
         if (n - start) // period >= 3 and first + period < n:
             return first, first + period
     return None
-
-
-def with_layers(model_config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Return the configuration of the model's first layers alone."""
-    cut = copy.deepcopy(model_config)
-    text = cut.get_text_config()
-    whole = text.num_hidden_layers
-    text.num_hidden_layers = layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == whole:
-            setattr(text, name, value[:layers])
-    return cut
 
 
 def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:

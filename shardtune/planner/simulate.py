@@ -30,7 +30,7 @@ from shardtune.model.build import build_on_meta, compute_dtype, forward_only
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.support import decoder_layers
 from shardtune.planner.kernels import Kernel
-from shardtune.planner.tracker import Cause, Collective, NotSimulated, Peak, Tracker
+from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.stage import Stage
@@ -148,8 +148,6 @@ def simulate(
     """
     tracker, device = Tracker(is_gpu), world.device
     model = build_on_meta(config, model_config, world, own)
-    if model._is_stateful:  # on a CPU it goes token by token and keeps the tensors of each
-        raise NotSimulated("it keeps a state instead of attending")
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         model.tie_weights()

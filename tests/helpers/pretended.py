@@ -14,10 +14,12 @@ import pytest
 from conftest import REPOSITORY
 from pretend_gpu.waits import HostWait, host_waits
 
+from helpers.commands import read_metrics
 from helpers.ranks import on_ranks
 
 needs_compiler = pytest.mark.skipif(pretend_gpu.lacks_compiler(), reason="no C++ compiler (g++)")
 _GB = 4.0  # of each GPU
+_ROUNDING = 2.0**-8  # of bfloat16, relative
 
 
 def on_gpus(
@@ -43,6 +45,18 @@ def waits_of(run_dir: Path, rank: int = 0) -> list[list[HostWait]]:
     """Return the host's waits in each step of a run, its evaluation and its save included."""
     lines = (run_dir / f"waits{rank}").read_text(encoding="utf-8").splitlines()
     return [[HostWait(*wait) for wait in json.loads(line)] for line in lines]
+
+
+def assert_close(run_dir: Path, expected: Path) -> None:
+    """Losses within bfloat16's rounding; norms, of sums of such numbers, within eight of it."""
+    for kind in ("step", "eval"):
+        of_gpu, of_cpu = (read_metrics(path, kind) for path in (run_dir, expected))
+        assert [e["step"] for e in of_gpu] == [e["step"] for e in of_cpu] != []
+        for gpu, cpu in zip(of_gpu, of_cpu, strict=True):
+            assert gpu["loss"] == pytest.approx(cpu["loss"], rel=_ROUNDING / 4), (kind, gpu, cpu)
+            if kind == "step":
+                assert gpu["tokens"] == cpu["tokens"]
+                assert gpu["grad_norm"] == pytest.approx(cpu["grad_norm"], rel=8 * _ROUNDING)
 
 
 def _install_and(gpus: int, work: Any, arguments: tuple[Any, ...]) -> None:

@@ -24,12 +24,12 @@ from helpers.plain_training import (
 from helpers.ranks import train
 from safetensors.torch import load_file
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
-    MambaConfig,
-    MambaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
 )
@@ -52,14 +52,16 @@ def refused(done: CompletedProcess[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    "leaking",
+    ("leaking", "attention"),
     [
-        lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)),
-        lambda: small_opt(**SMALL, dropout=0.0),
+        (lambda: BloomForCausalLM(BloomConfig(**SMALL, n_head=4)), "auto"),
+        (lambda: small_opt(**SMALL, dropout=0.0), "sdpa"),
     ],
-    ids=["mamba", "opt"],
+    ids=["bloom", "opt"],
 )
-def test_a_model_whose_documents_would_mix_trains_unpacked_alone(leaking, tokenizer, tmp_path):
+def test_a_model_whose_documents_would_mix_trains_unpacked_alone(
+    leaking, attention, tokenizer, tmp_path
+):
     model = save_new_model(leaking, tokenizer, tmp_path / "model")
     records = uneven_chats()[:8]
     given = settings(
@@ -68,6 +70,7 @@ def test_a_model_whose_documents_would_mix_trains_unpacked_alone(leaking, tokeni
         tmp_path / "run",
         "train.gradient_accumulation_steps=4",
         "train.epochs=2",
+        f"model.attention={attention}",
     )
     refusal = refused(train(2, *given, cwd=tmp_path))
     assert refusal.endswith(" - use data.packing=false")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.packing_families import INDEXED, STATES, WINDOWS, build
 from helpers.ranks import config_for, on_ranks
 from helpers.usage import Usage
 from torch import nn
@@ -85,6 +87,31 @@ def load(config: Config, tiny: Config, out: Path, is_compared: bool) -> None:
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert torch.equal(parameter.full_tensor(), expected[name]), name
+
+
+def compare_loaded(config: Config) -> None:
+    world = join_world(config.distributed, config.parallel)
+    loaded = build_model(config, AutoConfig.from_pretrained(config.model.path), world)
+    plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    expected = dict(chain(plain.named_parameters(), plain.named_buffers()))
+    for name, tensor in chain(loaded.named_parameters(), loaded.named_buffers()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(whole, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "olmo_hybrid",  # stores three convolutions that are one in the model
+        "falcon_h1",  # fills the buffers of other modules
+        *(pytest.param(each, marks=pytest.mark.full) for each in (*STATES, *WINDOWS, *INDEXED)),
+    ],
+)
+def test_every_tensor_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path / "model")
+    config = config_for(tmp_path / "model", tmp_path, "model.compute_dtype=float32")
+    done = on_ranks(2, compare_loaded, config, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 SMALL, LARGE = Shape(40_000, 512, 2, 6), Shape(32_000, 2048, 5, 32)

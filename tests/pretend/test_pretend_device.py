@@ -43,6 +43,7 @@ def _check_all() -> None:
         memory_is_not_filled_while_attention_is_deterministic,
         an_eager_update_works_in_the_memory_of_a_plan,
         attention_and_its_gradients_are_those_of_each_document_alone,
+        windows_and_sinks_are_those_of_each_document_alone,
         grouped_products_are_those_of_each_group,
         groups_of_any_size_follow_one_another_along_rows_alone,
         outputs_and_gradients_of_odd_groups_of_experts_are_exact,
@@ -129,6 +130,37 @@ def attention_and_its_gradients_are_those_of_each_document_alone() -> None:
     (found * weights.to("cuda", torch.bfloat16)).sum().backward()
     for tensor, of_exact in zip(qkv, exact, strict=True):
         torch.testing.assert_close(tensor.grad.cpu().double(), of_exact.grad, atol=0.03, rtol=0.02)
+
+
+def windows_and_sinks_are_those_of_each_document_alone() -> None:
+    """Against float64 on the CPU, by autograd: a sink is the score of a key without a value."""
+    bounds = [0, 3, 4, 24]
+    ends = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    for window, has_sink in ((5, False), (0, True), (5, True), (1, True)):
+        qkv = [x.requires_grad_() for x in _qkv(24, 4, 2, 16, torch.bfloat16)]
+        sink = torch.linspace(-1, 2, 4).bfloat16().cuda().requires_grad_()
+        given = [*qkv, *([sink] if has_sink else [])]
+        exact = [x.detach().cpu().double().requires_grad_() for x in given]
+        outputs = []
+        for begin, end in pairwise(bounds):
+            q, k, v = (x[begin:end].transpose(0, 1) for x in exact[:3])
+            k, v = (x.repeat_interleave(2, 0) for x in (k, v))
+            seen = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+            seen = seen.triu(1 - window) if window else seen
+            scores = (q @ k.mT / 4).masked_fill(~seen, -torch.inf)
+            if has_sink:
+                column = exact[3].view(-1, 1, 1).expand(-1, end - begin, 1)
+                scores = torch.cat([scores, column], -1)
+            outputs.append((scores.softmax(-1)[..., : end - begin] @ v).transpose(0, 1))
+        expected = torch.cat(outputs)
+        found = attention._varlen(*qkv, ends, 20, None, window, sink if has_sink else None)
+        torch.testing.assert_close(found.cpu().double(), expected, atol=0.02, rtol=0.01)
+        weights = torch.randn_like(expected)
+        (expected * weights).sum().backward()
+        (found * weights.to("cuda", torch.bfloat16)).sum().backward()
+        for tensor, of_exact in zip(given, exact, strict=True):
+            found_gradient, gradient = tensor.grad.cpu().double(), of_exact.grad
+            assert (found_gradient - gradient).norm() < 0.01 * gradient.norm(), (window, has_sink)
 
 
 def a_deterministic_backward_of_attention_works_in_the_memory_of_a_plan() -> None:

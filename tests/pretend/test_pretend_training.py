@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from helpers.chats import chats, write_jsonl
-from helpers.commands import REPOSITORY, read_metrics
-from helpers.pretended import needs_compiler, train_on_gpus, waits_of
+from helpers.commands import REPOSITORY
+from helpers.pretended import assert_close, needs_compiler, train_on_gpus, waits_of
 from helpers.ranks import train_each
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, steps_of, write_inputs
 
@@ -30,7 +30,6 @@ BF16 = "model.master_dtype=bfloat16"
 EIGHT_BIT = "optimizer.name=adamw8bit"
 # The expert layers of the tiny `glm`, of which each waits once for its split sizes.
 EXPERT_LAYERS, MICRO_BATCHES = 2, 2
-ROUNDING = 2.0**-8  # of bfloat16, relative
 
 
 @pytest.mark.parametrize(
@@ -80,18 +79,6 @@ def test_numbers_are_those_of_a_cpu_and_the_host_waits_once_a_step(
         )
         for rank in range(gpus):
             assert_waits(folder / f"gpu{i}", rank, run)
-
-
-def assert_close(run_dir: Path, expected: Path) -> None:
-    """Losses within bfloat16's rounding; norms, of sums of such numbers, within eight of it."""
-    for kind in ("step", "eval"):
-        of_gpu, of_cpu = (read_metrics(path, kind) for path in (run_dir, expected))
-        assert [e["step"] for e in of_gpu] == [e["step"] for e in of_cpu] != []
-        for gpu, cpu in zip(of_gpu, of_cpu, strict=True):
-            assert gpu["loss"] == pytest.approx(cpu["loss"], rel=ROUNDING / 4), (kind, gpu, cpu)
-            if kind == "step":
-                assert gpu["tokens"] == cpu["tokens"]
-                assert gpu["grad_norm"] == pytest.approx(cpu["grad_norm"], rel=8 * ROUNDING)
 
 
 def assert_waits(run_dir: Path, rank: int, run: list[str]) -> None:

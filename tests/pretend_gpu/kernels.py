@@ -72,12 +72,13 @@ def _require_varlen(
             _require(longest >= int(bounds.diff().max()), "max_seqlen is too small")
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    scores = q @ k.mT * scale
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    return scores
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, span: tuple[int, int]) -> torch.Tensor:
+    """Return the scores of keys up to so many before and behind each query; -1 is all."""
+    left, right = span
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    seen = seen.tril(right) if right >= 0 else seen
+    seen = seen.triu(-left) if left >= 0 else seen
+    return (q @ k.mT * scale).masked_fill(~seen, float("-inf"))
 
 
 def _documents(ends: torch.Tensor) -> Iterator[slice]:
@@ -85,9 +86,9 @@ def _documents(ends: torch.Tensor) -> Iterator[slice]:
         yield slice(begin, end)
 
 
-def _is_causal(causal: bool, left: int | None, right: int | None) -> bool:
-    _require((left in (None, -1)) and right in (None, -1, 0), "windows are not pretended")
-    return causal or right == 0
+def _span(causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
+    left, right = (-1 if side is None else side for side in (left, right))
+    return left, 0 if causal else right
 
 
 def _flash(
@@ -109,7 +110,7 @@ def _flash(
 ) -> tuple[torch.Tensor, ...]:
     _require_varlen(query, key, value, (ends_q, ends_k), longest_q)
     _require(dropout == 0, "dropout is not pretended")
-    causal = _is_causal(causal, window_size_left, window_size_right)
+    span = _span(causal, window_size_left, window_size_right)
     tokens, heads, width = query.shape
     unused = [query.new_empty(n, dtype=torch.uint8) for n in (16, 0, 0)]
     if _OPS.hollow():
@@ -120,7 +121,7 @@ def _flash(
     out, log_sums = torch.empty_like(q), torch.empty(heads, tokens)
     for document in _documents(ends_q):
         parts = (x[:, document] for x in (q, k))
-        scores = _scores(*parts, width**-0.5 if scale is None else scale, causal)
+        scores = _scores(*parts, width**-0.5 if scale is None else scale, span)
         out[:, document] = scores.softmax(-1) @ v[:, document]
         log_sums[:, document] = scores.logsumexp(-1)
     return _like(query, out.transpose(0, 1)), _like(query, log_sums, torch.float32), *unused
@@ -147,7 +148,7 @@ def _flash_backward(
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     _require_varlen(query, key, value, (ends_q, ends_k), longest_q)
-    causal = _is_causal(causal, window_size_left, window_size_right)
+    span = _span(causal, window_size_left, window_size_right)
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     _workspace = _backward_workspace(query, key, len(ends_q) - 1)
     if _OPS.hollow():
@@ -161,7 +162,7 @@ def _flash_backward(
     for document in _documents(ends_q):
         of_q, of_k, of_v, of_o, of_do = (x[:, document] for x in (q, k, v, o, do))
         # Flash attention's own formula: probabilities from the saved sums.
-        p = (_scores(of_q, of_k, factor, causal) - sums[:, document, None]).exp()
+        p = (_scores(of_q, of_k, factor, span) - sums[:, document, None]).exp()
         row = (of_do * of_o).sum(-1, keepdim=True)
         ds = p * (of_do @ of_v.mT - row) * factor
         dq[:, document], dk[:, document] = ds @ of_k, ds.mT @ of_q

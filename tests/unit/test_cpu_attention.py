@@ -1,6 +1,8 @@
-"""Attention in bfloat16 on a CPU equals plain attention, one document at a time, in float64."""
+"""Attention by tiles on a CPU equals plain attention, one document at a time, in float64."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +52,9 @@ def test_tiled_attention_is_as_near_to_float64_as_the_fused_kernel(
     expected = output_and_gradients(attend_to_each_document(*exact, 0.3), exact)
     fused = output_and_gradients(attend_to_each_document(*given, 0.3), given)
     attention.documents.set(LENGTHS, torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32))
+    attention.documents.ways.clear()
     row, weights = attention.document_attention(nn.Identity(), *given, None, scaling=0.3)
-    assert attention.documents.way == "tiles in bfloat16"
+    assert attention.documents.ways == {"tiles"}
     assert weights is None
     assert row.shape == gradient.shape
     for found, plain, exactly in zip(
@@ -69,10 +72,53 @@ def test_a_document_sees_no_other() -> None:
     assert torch.equal(row[start : start + LENGTHS[4]], expected)
 
 
-def test_the_operator_of_tiled_attention_passes_torchs_checks() -> None:
+def attend_by_definition(query: Tensor, key: Tensor, value: Tensor, window: int, sink: Any) -> Any:
+    """Return (tokens, heads, width): all scores of a document, and the sink beside them."""
+    outputs = []
+    for q, k, v in zip(*(x.split(LENGTHS, 1) for x in (query, key, value)), strict=True):
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+        seen = seen.triu(1 - window) if window else seen
+        scores = (q @ k.mT * 0.3).masked_fill(~seen, -torch.inf)
+        if sink is not None:
+            scores = torch.cat([scores, sink.view(-1, 1, 1).expand_as(scores[..., :1])], -1)
+        outputs.append((scores.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("way", ["tiles", "one call per document"])
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 7, _TILE, _TILE + 30, 5000])
+def test_windows_and_sinks_are_exact(
+    window: int, has_sink: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output and all gradients in float32 against the definition in float64."""
+    given = [x.detach().float().requires_grad_() for x in projections(2, 12)]
+    sink = torch.randn(6, requires_grad=True) if has_sink else None
+    inputs = [*given, *([sink] if has_sink else [])]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    of_exact = exact[3] if has_sink else None
+    expected = attend_by_definition(*(x[0] for x in exact[:3]), window, of_exact)
+    attention.documents.set(LENGTHS, torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32))
+    attention.documents.ways.clear()
+    # With dropout there are no tiles; of so little nothing is dropped.
+    options = {"sliding_window": window or None, "s_aux": sink, "scaling": 0.3}
+    options["dropout"] = 0.0 if way == "tiles" else 1e-30
+    found, _ = attention.document_attention(nn.Identity(), *given, None, **options)
+    has_tiles = way == "tiles" and (has_sink or 0 < window < max(LENGTHS))
+    assert attention.documents.ways == {"tiles" if has_tiles else "one call per document"}
+    assert distance(found[0], expected) < 1e-6
+    gradient = torch.randn_like(expected)
+    of_found = torch.autograd.grad(found[0], inputs, gradient.float())
+    for part, whole in zip(of_found, torch.autograd.grad(expected, exact, gradient), strict=True):
+        assert (part - whole).norm() < 1e-6 * (1 + whole.norm())  # 0 where a query sees itself
+
+
+@pytest.mark.parametrize("special", [(), (7,), (7, torch.linspace(-1, 1, 6))])
+def test_the_operator_of_tiled_attention_passes_torchs_checks(special: tuple[Any, ...]) -> None:
     """Fake outputs like the real ones, registered gradients, nothing changed in place."""
     query, key, value = (x[0].detach().requires_grad_() for x in projections(2, 12))
-    torch.library.opcheck(causal_documents, (query, key, value, LENGTHS, 0.25))
+    torch.library.opcheck(causal_documents, (query, key, value, LENGTHS, 0.25, *special))
 
 
 def test_fake_tensors_do_not_go_through_the_tiles() -> None:

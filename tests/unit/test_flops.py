@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import packing_families
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardtune.config import LoraConfig
 from shardtune.model.flops import NotCounted, attended_pairs, count_flops, published_peak
 from shardtune.model.lora import add_adapters, draw_factors
+from shardtune.model.state_layers import state_mixers
 
 SMALL = {
     "vocab_size": 101,
@@ -166,20 +168,40 @@ def test_the_flops_of_long_rows_do_not_overflow() -> None:
     assert attended_pairs(np.array([200_000], np.int32), 0, False) == 200_000 * 200_001 // 2
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "minimax", "qwen3_next", "gpt_neo"])
-def test_an_architecture_that_attends_otherwise_has_no_flops(model_type: str) -> None:
-    settings = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 32,
-    }
-    if model_type == "gpt_neo":
-        settings |= {"attention_types": [[["global", "local"], 1]]}
+def test_an_architecture_that_attends_otherwise_has_no_flops() -> None:
+    settings = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
+    settings |= {"attention_types": [[["global", "local"], 1]]}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-    with pytest.raises(NotCounted, match=model_type):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neo", **settings))
+    with pytest.raises(NotCounted, match="gpt_neo"):
         count_flops(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "mixer", "pairs"),
+    [
+        # Projections of queries, keys, values and gates, of two gates a head, and back; convolution
+        # over 4 tokens; three products of 4 states of 8 x 8.
+        ("qwen3_next", 2 * (32 * 96 + 32 * 8 + 32 * 32 + 64 * 4) + 6 * 4 * 8 * 8, 1),
+        # In, of steps, inputs and outputs, of steps by channel, out; convolution; 32 x 4 states.
+        ("mamba", 2 * (32 * 64 + 32 * 10 + 2 * 32 + 32 * 32 + 32 * 4) + 4 * 32 * 4, 0),
+    ],
+)
+def test_a_layer_with_a_state_costs_its_products_and_no_pairs(
+    family: str, mixer: int, pairs: int
+) -> None:
+    model = packing_families.build(family)
+    flops = count_flops(model)
+    modules = state_mixers(model)
+    assert sum(flops.layers.values()) == pairs
+    own = {id(p) for module in modules for p in module.parameters()}
+    without = flops.per_token - len(modules) * mixer
+    rest = sum(
+        2 * p.numel() * (0.5 if p.dim() == 3 else 1)  # of four experts two
+        for name, p in model.named_parameters()
+        if id(p) not in own and p.dim() > 1 and "embed" not in name and "lm_head" not in name
+    )
+    assert without == rest
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import packing_families
 from helpers.moe_families import SMALL, build
 from helpers.tiny_models import small_opt
 from transformers import AutoConfig, MistralConfig, PreTrainedConfig
@@ -13,6 +14,7 @@ from transformers import AutoConfig, MistralConfig, PreTrainedConfig
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.errors import UserError
+from shardtune.model import attention_check
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.small_copy import small_copy
 
@@ -37,20 +39,33 @@ def test_a_copy_of_a_large_model_is_small_and_keeps_the_parts_that_tell_document
 
 
 @pytest.mark.parametrize(
-    "model_config",
-    [build("gpt_oss").config, small_opt().config],
-    ids=["a mask without positions", "places counted along the row"],
+    ("model_config", "attention"),
+    [(build("gpt_oss").config, "eager"), (small_opt().config, "sdpa")],
+    ids=["gpt_oss", "opt"],
 )
-def test_documents_that_would_mix_are_refused_by_name(model_config: PreTrainedConfig) -> None:
+def test_documents_that_would_mix_are_refused_by_name(
+    model_config: PreTrainedConfig, attention: str
+) -> None:
+    """Both make masks without positions; attention by documents needs none."""
+    require_documents_apart(configured(), model_config)
+    under_mask = f"model.attention={attention}"
     said = rf"^{model_config.model_type} lets a packed document see .* - use data\.packing=false$"
     with pytest.raises(UserError, match=said):
-        require_documents_apart(configured(), model_config)
-    require_documents_apart(configured("data.packing=false"), model_config)
+        require_documents_apart(configured(under_mask), model_config)
+    require_documents_apart(configured(under_mask, "data.packing=false"), model_config)
 
 
 def test_a_narrow_window_is_no_reason_to_refuse() -> None:
-    """The mask of these layers keeps documents apart, and data that fits into it needs none."""
     require_documents_apart(configured(), MistralConfig(**SMALL, sliding_window=4))
+
+
+def test_a_small_leak_of_a_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Jamba's state 0.6% of the logits' spread, which bfloat16's rounding would hide."""
+    model_config = packing_families.build("jamba", initializer_range=0.04).config
+    require_documents_apart(configured(), model_config)
+    monkeypatch.setattr(attention_check, "separate_documents", lambda *_, **__: None)
+    with pytest.raises(UserError, match=r"^jamba lets a packed document see .* change by 0\.\d%"):
+        require_documents_apart(configured(), model_config)
 
 
 def test_an_architecture_without_a_copy_is_left_to_its_weights() -> None:

@@ -13,30 +13,36 @@ from torch import nn
 from shardtune.model import attention
 
 
-def plain_varlen(q: Any, k: Any, v: Any, starts: Any, *_: Any, scale: Any, **__: Any) -> Any:
+def plain_varlen(
+    q: Any, k: Any, v: Any, starts: Any, *_: Any, scale: Any, window_size: Any, **__: Any
+) -> Any:
     """As `varlen_attn`, which needs a GPU and one width for all."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    documents = [
-        F.scaled_dot_product_attention(
-            *(x[:, a:b] for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
-        )
-        for a, b in pairwise(starts.tolist())
-    ]
+    left, right = window_size
+    assert right == 0
+    documents = []
+    for a, b in pairwise(starts.tolist()):
+        mask = torch.ones(b - a, b - a, dtype=torch.bool).tril()
+        mask = mask if left < 0 else mask.triu(-left)
+        options = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
+        documents.append(F.scaled_dot_product_attention(*(x[:, a:b] for x in (q, k, v)), **options))
     return torch.cat(documents, 1).transpose(0, 1)
 
 
 @pytest.mark.parametrize(
-    ("value_width", "dropout", "way"),
+    ("value_width", "dropout", "window", "way"),
     [
-        (16, 0.0, "varlen attention"),
-        (12, 0.0, "varlen attention"),  # latent attention
-        (24, 0.0, "one call per document"),
-        (16, 0.1, "one call per document"),
+        (16, 0.0, None, "varlen attention"),
+        (12, 0.0, None, "varlen attention"),  # latent attention
+        (16, 0.0, 3, "varlen attention"),
+        (16, 0.0, 7, "varlen attention"),  # as wide as the longest document
+        (24, 0.0, None, "one call per document"),
+        (16, 0.1, None, "one call per document"),
     ],
 )
 def test_varlen_attention_serves_without_dropout_and_wider_values(
-    value_width: int, dropout: float, way: str, monkeypatch: pytest.MonkeyPatch
+    value_width: int, dropout: float, window: int | None, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, 12, 16), torch.randn(1, 2, 12, 16)
@@ -45,14 +51,16 @@ def test_varlen_attention_serves_without_dropout_and_wider_values(
 
     def attend(dropout: float) -> torch.Tensor:
         given = (nn.Identity(), query, key, value, None)
-        return attention.document_attention(*given, dropout=dropout, scaling=0.2)[0]
+        attention.documents.ways.clear()
+        options = {"scaling": 0.2, "sliding_window": window}
+        return attention.document_attention(*given, dropout=dropout, **options)[0]
 
     expected = attend(0.0)
-    assert attention.documents.way == "one call per document", "there is a kernel for CPUs"
+    assert "varlen attention" not in attention.documents.ways, "there is a kernel for CPUs"
     monkeypatch.setattr(attention, "_varlen_runs", lambda *_: True)
     monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
     found = attend(dropout)
-    assert attention.documents.way == way
+    assert attention.documents.ways == {way}
     assert found.shape == (1, 12, 4, value_width)
     assert dropout or torch.allclose(found, expected, atol=1e-6)
 

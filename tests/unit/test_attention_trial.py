@@ -1,0 +1,65 @@
+"""The trial of attention objects to what `document_attention` is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.packing_families import build, decided
+
+CHUNKS = {
+    "layer_types": ["chunked_attention", "full_attention"],
+    "attention_chunk_size": 32,
+    "moe_layers": [],
+    "intermediate_size_mlp": 32,
+    "attn_temperature_tuning": False,
+    "no_rope_layers": [1, 0],
+}
+
+
+def test_chunks_are_no_window() -> None:
+    """Masks tell the trial, whose documents are shorter than a chunk."""
+    attention = decided(build("llama4_text", **CHUNKS))
+    assert not attention.by_document
+    assert "a window or chunks of 32 tokens in its masks or its layers alone" in attention.text
+    wide = CHUNKS | {"attention_chunk_size": 128}
+    assert decided(build("llama4_text", **wide)).by_document
+
+
+def test_a_prefix_that_sees_itself_is_another_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.olmo3 import modeling_olmo3
+
+    def prefixed(*given: Any, **named: Any) -> Any:
+        named["or_mask_function"] = lambda batch, head, q, kv: kv < 3
+        return causal(*given, **named)
+
+    causal = modeling_olmo3.create_causal_mask
+    monkeypatch.setattr(modeling_olmo3, "create_causal_mask", prefixed)
+    attention = decided(build("olmo3"))
+    assert "another mask than the causal one within each document" in attention.text
+
+
+def test_a_window_of_the_layers_alone_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own attention goes by the mask, which is full here."""
+    from transformers.models.olmo3 import modeling_olmo3
+
+    def full(*given: Any, **named: Any) -> Any:
+        return modeling_olmo3.create_causal_mask(*given, **named)
+
+    monkeypatch.setattr(modeling_olmo3, "create_sliding_window_causal_mask", full)
+    attention = decided(build("olmo3", sliding_window=30))
+    assert "a window or chunks of 30 tokens in its masks or its layers alone" in attention.text
+    assert not attention.by_document
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "objection"),
+    [
+        ("gemma2", {"sliding_window": 7}, "capped scores"),
+        ("deepseek_v32", {"index_topk": 100}, "layers that read the mask"),
+    ],
+)
+def test_what_it_has_not_is_named(family: str, settings: dict[str, Any], objection: str) -> None:
+    """A document may have 128 tokens, of which the indexer would leave 28 out."""
+    attention = decided(build(family, **settings))
+    assert attention.is_flat and not attention.by_document and objection in attention.text

@@ -1,0 +1,127 @@
+"""Layers that keep a state, windows and sinks: a flat row is its documents, each alone."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.packing_families import INDEXED, STATES, WINDOWS, build, decided
+from helpers.tiny_models import VOCABULARY
+from torch import nn
+
+from shardtune.model import state_layers
+from shardtune.model.attention import documents
+from shardtune.model.state_layers import (
+    missing_kernels,
+    recurrence_flops,
+    separate_documents,
+    state_mixers,
+)
+
+LENGTHS = [5, 1, 23, 12, 40]
+QUICK = ("qwen3_next", "gpt_oss", "gemma3_text")
+
+
+def summed_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+
+
+def take_gradients(model: nn.Module) -> torch.Tensor:
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return torch.cat([gradient.flatten() for gradient in found])
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.full)
+        for name in (*STATES, *WINDOWS, *INDEXED)
+    ],
+)
+def test_a_flat_row_is_its_documents_each_alone(family: str) -> None:
+    """Logits and gradients, by transformers' own attention for each document."""
+    model = build(family).train()
+    model.config.use_cache = False
+    source = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, VOCABULARY, (length,), generator=source) for length in LENGTHS]
+    alone = [model(input_ids=each.view(1, -1)).logits[0] for each in ids]
+    torch.stack([*map(summed_loss, alone, ids)]).sum().backward()
+    expected = take_gradients(model)
+    attention = decided(model)
+    assert attention.is_flat and attention.by_document, attention.text
+    documents.set(LENGTHS, torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32))
+    row = {
+        "input_ids": torch.cat(ids).view(1, -1),
+        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS]).view(1, -1),
+    }
+    packed = model(**row).logits[0].split(LENGTHS)
+    torch.stack([*map(summed_loss, packed, ids)]).sum().backward()
+    spread = torch.cat(alone).std()
+    for found, logits in zip(packed, alone, strict=True):
+        assert (found - logits).abs().max() < 1e-5 * spread
+    assert (take_gradients(model) - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_the_mixer_alone_is_called_once_per_document() -> None:
+    """The rest of the layer, experts among it, sees the whole row, as all ranks must agree."""
+    model = build("qwen3_next")
+    (mixer,) = state_mixers(model)
+    assert type(mixer).__name__ == "Qwen3NextGatedDeltaNet"
+    calls: dict[str, list[int]] = {"mixer": [], "experts": []}
+    forward = mixer.forward
+    mixer.forward = lambda hidden_states, **options: (
+        calls["mixer"].append(hidden_states.shape[1]) or forward(hidden_states, **options)
+    )
+    (*_, experts) = (m for m in model.modules() if type(m).__name__.endswith("SparseMoeBlock"))
+    experts.register_forward_pre_hook(lambda _, given: calls["experts"].append(given[0].shape[1]))
+    # As `separate_documents`, around the forward that is watched.
+    separated = state_layers._one_by_one
+    watched = mixer.forward
+    mixer.forward = lambda *a, **o: separated(watched, *a, **o)
+    documents.set([3, 4], torch.tensor([0, 3, 7], dtype=torch.int32))
+    model(input_ids=torch.arange(7).view(1, -1))
+    assert calls == {"mixer": [3, 4], "experts": [7]}
+
+
+def test_padded_rows_are_left_to_the_model() -> None:
+    model = build("jamba")
+    attention = decided(model, "data.packing=false", "model.attention=sdpa")
+    assert not attention.is_flat
+    assert not any("forward" in vars(mixer) for mixer in state_mixers(model))
+
+
+def test_a_gated_delta_rule_is_handed_where_documents_begin() -> None:
+    class Net(nn.Module):
+        def forward(self, hidden_states: torch.Tensor, **options: Any) -> dict[str, Any]:
+            return options | {"cu_seqlens": options.pop("cu_seq_lens_q", None)}
+
+    documents.set([3, 4], torch.tensor([0, 3, 7], dtype=torch.int32))
+    net = Net()
+    separate_documents([net], at_once=True)
+    given = net(torch.zeros(1, 7, 2))
+    assert given["cu_seqlens"] is documents.boundaries
+    assert given["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1]]
+    assert given["seq_idx"].dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("family", "missing", "flops"),
+    [
+        ("qwen3_next", ["flash-linear-attention", "causal-conv1d"], 6 * 4 * 8 * 8),
+        ("kimi_linear", ["flash-linear-attention", "causal-conv1d"], 6 * 4 * 8 * 8),
+        ("jamba", ["mamba-ssm", "causal-conv1d"], 4 * 64 * 8),
+        ("mamba2", ["mamba-ssm", "causal-conv1d"], 4 * 64 * 8),
+        ("minimax", [], 4 * 4 * 8 * 8),
+        ("lfm2", ["causal-conv1d"], 0),
+    ],
+)
+def test_kernels_that_are_not_there_are_named_and_states_counted(
+    family: str, missing: list[str], flops: int
+) -> None:
+    mixers = state_mixers(build(family))
+    assert missing_kernels(mixers) == missing
+    assert recurrence_flops(mixers[0]) == flops
