@@ -80,7 +80,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "gemma3_text": (GEMMA | {"sliding_window": 8, "layer_types": None}, "", True),
     "deepseek_v32": (LATENT | INDEXER, "", True),
     "deepseek_v32, sparse": (
-        LATENT | INDEXER | {"index_topk": 16},
+        LATENT | INDEXER | {"index_topk": 16, "index_n_heads": 16},  # with 2, keys often tie at 0
         "layers that read the mask",
         True,
     ),
