@@ -102,7 +102,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "exaone4": _WINDOW,
     "exaone_moe": _WINDOW | _EXPERTS | {"mlp_layer_types": ["dense", "sparse"]},
     "cohere2": _WINDOW,
-    "mimo_v2_flash": _WINDOW | _EXPERTS,
+    "mimo_v2_flash": _WINDOW | _EXPERTS | {"v_head_dim": 8},
     "afmoe": _WINDOW | _EXPERTS | {"num_dense_layers": 1},
     "mistral": {"sliding_window": 7},
     "granitemoe_swa": _WINDOW | {"num_local_experts": 4},

@@ -32,9 +32,11 @@ def chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=None, use_qk_l2norm_in_k
                            initial_state=None, output_final_state=False):
     from transformers.models.qwen3_next import modeling_qwen3_next as reference
     rule = reference.torch_chunk_gated_delta_rule.__wrapped__
-    assert cu_seqlens.is_cuda and cu_seqlens.dtype == torch.int32
-    open("calls", "a").write(f"{len(cu_seqlens) - 1}\\n")
-    ends = cu_seqlens.cpu().tolist()
+    ends = [0, q.shape[1]]
+    if cu_seqlens is not None:
+        assert cu_seqlens.is_cuda and cu_seqlens.dtype == torch.int32
+        ends = cu_seqlens.cpu().tolist()
+        open("calls", "a").write(f"{len(ends) - 1}\\n")
     parts = [
         rule(*(x[:, a:b] for x in (q, k, v)), g=g[:, a:b], beta=beta[:, a:b],
              use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
@@ -50,8 +52,10 @@ import torch
 def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
     from transformers.models.qwen3_next import modeling_qwen3_next as reference
     convolve = reference.causal_conv1d_fn.__wrapped__
-    assert x.stride(1) == 1 and seq_idx.shape == (1, x.shape[-1])
-    lengths = torch.bincount(seq_idx[0].cpu()).tolist()
+    lengths = [x.shape[-1]]
+    if seq_idx is not None:
+        assert x.stride(1) == 1 and seq_idx.shape == (1, x.shape[-1])
+        lengths = torch.bincount(seq_idx[0].cpu()).tolist()
     parts = [convolve(part, weight, bias, activation) for part in x.split(lengths, 2)]
     return torch.cat(parts, 2)
 

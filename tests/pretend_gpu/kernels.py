@@ -23,6 +23,8 @@ def register() -> None:
     library.impl("_flash_attention_forward", _flash, "CUDA")
     library.impl("_flash_attention_backward", _flash_backward, "CUDA")
     library.impl("_grouped_mm", _grouped_mm, "CUDA")
+    library.impl("_conv_depthwise2d", _convolve_by_channel, "CUDA")
+    library.impl("convolution_backward", _convolution_backward, "CUDA")
     library.impl("histc", _histc, "CUDA")
     library.impl("silu_backward", _silu_backward, "CUDA")
     library.impl("_fused_sdp_choice", lambda *_, **__: 0, "CUDA")  # the definition, by operators
@@ -254,6 +256,37 @@ def _require_groups(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> Non
         along_rows or not (sizes[:-1] * a.itemsize % 16).any(),
         "expected input tensor dynamic dimension byte size to be non-negative multiple of 16",
     )
+
+
+def _convolve_by_channel(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kernel_size: Any,
+    bias: torch.Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+) -> torch.Tensor:
+    if _OPS.hollow():
+        return torch.empty_like(x[..., : x.shape[-1] + 2 * padding[-1] - kernel_size[-1] + 1])
+    host = [None if each is None else _OPS.on_host(each) for each in (x, weight, bias)]
+    made = torch.nn.functional.conv2d(*host, stride, padding, dilation, len(weight))
+    return _like(x, made)
+
+
+def _convolution_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    wanted = options[-1]
+    if _OPS.hollow():
+        made: Any = (x, weight, weight.new_empty(len(weight)))
+        return tuple(
+            torch.empty_like(each) if want else None
+            for each, want in zip(made, wanted, strict=True)
+        )
+    host = (_OPS.on_host(each) for each in (gradient, x, weight))
+    gradients = torch.ops.aten.convolution_backward(*host, *options)
+    return tuple(None if each is None else _like(x, each) for each in gradients)
 
 
 def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
