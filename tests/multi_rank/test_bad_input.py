@@ -123,6 +123,10 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "tokens that the model does not know": (forget_tokens, "vocabulary of 100"),
     "a model of images": (edited_config(model_type="vit"), "vit has no text-only class"),
+    "a forward that needs an image": (
+        edited_config(model_type="blip-2"),
+        "blip-2 has no text-only class: Blip2ForConditionalGeneration, given tokens alone, ends",
+    ),
     "an encoder with a decoder": (edited_config(model_type="t5"), "t5 has no text-only class"),
     "quantised": (edited_config(quantization_config=GPTQ), "quantised"),
     "few positions": (

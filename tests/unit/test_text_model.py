@@ -9,13 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.multimodal import FAMILIES, config_of, save_seeing_model
+from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
+from shardtune.checkpoint.export.adapter import Adapter
 from shardtune.checkpoint.export.layout import WholeModel
 from shardtune.checkpoint.train_state import model_kinds, model_state
+from shardtune.config import LoraConfig
 from shardtune.errors import UserError
+from shardtune.model.lora import add_adapters
 from shardtune.model.text_model import build_text_model, drop_towers, require_text
 
 Tensors = dict[str, torch.Tensor]
@@ -91,22 +100,49 @@ def test_an_untrained_export_is_the_source(
     assert not info["missing_keys"]
     assert drop_towers(model)
 
+    assert_exported_as(spelled, model, source, out)
+
+
+def assert_exported_as(expected: Tensors, model: PreTrainedModel, source: Path, out: Path) -> None:
     assets = model_assets(source) | {SOURCE: json.dumps(list_source(str(source))).encode()}
     tied, state = model.all_tied_weights_keys, model_state(model)
     export = WholeModel(model_kinds(model), tied, "source", assets, source)
     out.mkdir()
     export.write_rest(out, export.write_files(out, lambda name: state[name].detach()), {})
     written = load_file(out / "model.safetensors")
-    assert written.keys() == spelled.keys()
-    for name, tensor in spelled.items():
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
+
+
+def test_a_checkpoint_with_a_tower_is_exported(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """As older ones of Gemma 3 have it. The tower is copied from the source."""
+    source = save_seeing_model("gemma3", tokenizer, tmp_path / "source")
+    model = AutoModelForImageTextToText.from_pretrained(source)
+    stored = load_file(source / "model.safetensors")
+    assert_exported_as(stored, model, source, tmp_path / "out")
+
+
+def test_an_export_of_drawn_weights_says_that_it_has_no_tower(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source = save_seeing_model("gemma3", tokenizer, tmp_path / "source")
+    with torch.device("meta"):
+        model = build_text_model(config_of("gemma3"))
+    assets = model_assets(source)
+    export = WholeModel(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
+    assert export.remark == "Left out: model.vision_tower, which model.init=random does not draw"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_tower_is_built(family: str) -> None:
+    config = config_of(family)
     with torch.device("meta"):
-        model = build_text_model(config_of(family))
-    assert not any(part in name for name, _ in model.named_parameters() for part in ("vis", "tow"))
+        model = build_text_model(config)
+    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    assert {type(each.config) for each in models} == {type(config), type(config.get_text_config())}
     assert type(model).__name__.endswith("ForConditionalGeneration")
 
 
@@ -122,3 +158,22 @@ def test_a_forward_that_needs_an_image_is_refused(kind: str) -> None:
         model = build_text_model(AutoConfig.for_model(kind))
     with pytest.raises(UserError, match=f"^{kind} has no text-only class: .* ends with: .*pixel"):
         require_text(model)
+
+
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe"])
+def test_adapters_have_the_names_that_peft_gives_them_in_the_whole_class(
+    family: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source = save_seeing_model(family, tokenizer, tmp_path / "source")
+    lora, model = LoraConfig(rank=2), build_text_model(AutoConfig.from_pretrained(source))
+    add_adapters(model, lora)
+    adapter = Adapter(model_kinds(model), lora, model_assets(source))
+    (tmp_path / "adapter").mkdir()
+    state = model_state(model)
+    entries = adapter.write_files(tmp_path / "adapter", lambda name: state[name].detach())
+    adapter.write_rest(tmp_path / "adapter", entries, {})
+    whole = AutoModelForImageTextToText.from_pretrained(source)
+    config = PeftConfig.from_pretrained(tmp_path / "adapter")
+    expected = get_peft_model_state_dict(get_peft_model(whole, config))
+    written = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert {n: t.shape for n, t in written.items()} == {n: t.shape for n, t in expected.items()}
