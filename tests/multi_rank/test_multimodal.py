@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 QUICK = ("qwen3_5_moe", "mistral3")
-# The keys of its indexer are means over tokens of the row.
+# Its indexer pools keys by their place in the row.
 UNPACKED = {"glm5_next": ["data.packing=false"]}
 MORE = [
     ("gemma3", ["data.packing=false"]),
