@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def _read_config(path: str) -> PreTrainedConfig:
         ) from error
 
 
-def fetch_weights(model: ModelConfig) -> str | None:
+def fetch_weights(model: ModelConfig, require_index: Callable[[Path, str], None]) -> str | None:
     """Fetch a hub model's weights to this node, and return their commit; None for a directory.
 
     Raises:
@@ -109,6 +109,7 @@ def fetch_weights(model: ModelConfig) -> str | None:
         folder = Path(snapshot_download(path, revision=commit, allow_patterns=small))
         if model.init == "random":
             return commit
+        require_index(folder, path)
         snapshot_download(path, revision=commit, allow_patterns=files_of_weights(folder))
     if problems := _problems_of_weights(folder):
         raise UserError(*problems)

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardtune.checkpoint import agree_on_checkpoint, resume_rules
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
-from shardtune.checkpoint.export.layout import require_exportable
+from shardtune.checkpoint.export.layout import require_exportable, require_index
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.config import Config, TrainConfig
 from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
@@ -117,7 +117,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
         )
         world.on_rank0(lambda: require_documents_apart(config, model_config))
         world.on_rank0(lambda: require_composable(config, model_config))
-    revision = world.on_local_rank0(lambda: fetch_weights(config.model))
+    revision = world.on_local_rank0(lambda: fetch_weights(config.model, require_index))
     what = f"the hub's revision of model.path={config.model.path}"
     _require_same({what: revision}, "fetch one revision, or name a directory", world)
     assets = world.run_on_all_ranks(lambda: model_assets(_folder_of(config.model.path)))

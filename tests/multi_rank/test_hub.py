@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -12,6 +13,7 @@ import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.ranks import on_nodes, on_ranks, run_script
 from helpers.tiny_models import small_opt
+from safetensors.torch import load_file
 
 HOST = socket.gethostname()
 
@@ -99,3 +101,22 @@ def test_documents_that_would_mix_are_refused_before_the_weights_are_fetched(
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ERROR: opt lets a packed document see the one before it (the logits")
+
+
+def test_names_that_fit_nothing_are_refused_before_the_weights_are_fetched(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "train.jsonl", chats(20))
+    (tmp_path / "config.yaml").touch()
+    cache(models["glm"], tmp_path, A, "*.safetensors")
+    names = load_file(models["glm"] / "model.safetensors").keys() - {"model.norm.weight"}
+    index = {"weight_map": dict.fromkeys([*names, "model.normal.weight"], "one.safetensors")}
+    file = tmp_path / "hub/models--acme--tiny/snapshots" / A / "model.safetensors.index.json"
+    file.write_text(json.dumps(index), encoding="utf-8")
+    arguments = ["--config", "config.yaml", "model.path=acme/tiny", "data.train=train.jsonl"]
+    done = on_ranks(1, train_offline, [*arguments, "data.max_length=64"], cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "ERROR: model.path=acme/tiny: its files have no model.norm.weight of shape [32] (1 tensors"
+    )

@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from shardtune.checkpoint.export import layout
 from shardtune.config import ModelConfig
 from shardtune.data import hub
 from shardtune.errors import UserError
@@ -43,7 +44,10 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(
     refusal = (
         rf"in the hub's cache, and .* \(.*timed out.*\) - .* into {tmp_path}/cache, or connect"
     )
-    for read in (lambda: files.read_model_config(model, 64), lambda: files.fetch_weights(model)):
+    for read in (
+        lambda: files.read_model_config(model, 64),
+        lambda: files.fetch_weights(model, layout.require_index),
+    ):
         with pytest.raises(UserError, match=refusal):
             read()
     assert time.monotonic() - started < 5
@@ -53,7 +57,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(
     (folder / "refs").mkdir()
     (folder / "refs/main").write_text(commit, encoding="utf-8")
     assert files.read_model_config(model, 64).model_type == "llama"
-    assert files.fetch_weights(model) == commit
+    assert files.fetch_weights(model, layout.require_index) == commit
     assert time.monotonic() - started < 5
 
 
@@ -87,11 +91,11 @@ def test_the_files_that_are_fetched_are_those_of_the_index(
 
     monkeypatch.setattr(files, "snapshot_download", copy)
     monkeypatch.setattr(files, "cached_file", lambda path, name: str(here / name))
-    assert files.fetch_weights(ModelConfig(path="acme/tiny")) == "a" * 40
+    assert files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None) == "a" * 40
     assert {file.name for file in here.iterdir()} == {
         "model.safetensors.index.json",
         *shards.values(),
     }
     (hub / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="not a readable index of weights"):
-        files.fetch_weights(ModelConfig(path="acme/tiny"))
+        files.fetch_weights(ModelConfig(path="acme/tiny"), lambda *_: None)

@@ -26,15 +26,16 @@ from transformers.core_model_loading import (
 )
 
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.assets import SOURCE, with_dtype, without_announcements
+from shardtune.checkpoint.assets import SOURCE, model_assets, with_dtype, without_announcements
 from shardtune.checkpoint.export.listing import LISTING, Entries, listing_json, read_listing
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import AGAIN, RunFailed, UserError
 from shardtune.model.load import open_tensors
+from shardtune.model.quantised import QUANTIZATION
 from shardtune.model.text_model import build_with_towers, drop_towers
-from shardtune.model.weight_files import list_tensors
+from shardtune.model.weight_files import INDEX, list_tensors
 
 _FILE_BYTES = 5_000_000_000
 
@@ -173,30 +174,20 @@ class WholeModel(Export):
         self._model = on_meta(self._assets["config.json"])
         towers = tuple(f"{MODEL}{tower}" for tower in drop_towers(self._model))
         source = json.loads(assets[SOURCE]) if SOURCE in assets else None
+        copied = list[Unit]()
+        self._source_files = dict[str, list[str]]()
         if source is not None:
-            # Where transformers keeps them for saving a model that it has loaded.
-            used = used_conversions(self._model, source["tensors"])
-            cast(Any, self._model)._weight_conversions = used
             # Older checkpoints have towers, which are as in the source.
             stored = {name: kind for name, kind in stored.items() if not name.startswith(towers)}
-        elif towers and not any(name.startswith(towers) for name in stored):
-            names = ", ".join(tower.removeprefix(MODEL)[:-1] for tower in towers)
-            self.remark = f"Left out: {names}, which model.init=random does not draw"
-        units = _units(self._model, stored)
-        self._source_files, copied = dict[str, list[str]](), list[Unit]()
-        if source is not None:
-            units = _named_as(source, units, self._aliases(tied), self._model.base_model_prefix)
+            units = _units_of_source(source, self._model, stored, tied)
             trained = {name for unit in units for name in unit.exported}
             copied = self._untrained(source, trained)
+        else:
+            units = _units(self._model, stored)
+            if towers and not any(name.startswith(towers) for name in stored):
+                names = ", ".join(tower.removeprefix(MODEL)[:-1] for tower in towers)
+                self.remark = f"Left out: {names}, which model.init=random does not draw"
         self._files = _into_files([self._with_dtypes(unit, source) for unit in units + copied])
-
-    def _aliases(self, tied: Mapping[str, str]) -> dict[str, list[str]]:
-        """Return the names that files may have beside that of each stored weight."""
-        aliases: dict[str, list[str]] = {}
-        for name, kept in tied.items():
-            own = revert_weight_conversion(self._model, {name: torch.empty(0)})
-            aliases.setdefault(MODEL + kept, []).extend(own)
-        return aliases
 
     def _convert(self, unit: Unit, read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
         dtypes = [dtype for dtype, _ in unit.exported.values()]
@@ -283,6 +274,24 @@ def require_exportable(assets: Mapping[str, bytes]) -> None:
     WholeModel(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
 
 
+def require_index(folder: Path, path: str) -> None:
+    """Look for a model's tensors in the index of its files, before these are fetched.
+
+    Quantised tensors have other names there, and a single file has no index.
+
+    Raises:
+        UserError: it lacks tensors of the model `path`.
+    """
+    index, config = folder / INDEX, model_assets(folder)["config.json"]
+    if not index.is_file() or QUANTIZATION in (folder / "config.json").read_text(encoding="utf-8"):
+        return
+    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    source = {"path": path, "tensors": {name: [None, None] for name in names}}
+    model = on_meta(config)
+    drop_towers(model)
+    _units_of_source(source, model, model_kinds(model), model.all_tied_weights_keys)
+
+
 def on_meta(config: bytes) -> PreTrainedModel:
     """Build the model of a config.json without storage, towers included."""
     with tempfile.TemporaryDirectory() as folder:
@@ -355,17 +364,26 @@ def _units(model: PreTrainedModel, stored: Mapping[str, Kind]) -> list[Unit]:
     return units + [unit(names) for names in by_module.values()]
 
 
-def _named_as(
-    source: Mapping[str, Any], units: list[Unit], aliases: Mapping[str, list[str]], prefix: str
+def _units_of_source(
+    source: Mapping[str, Any],
+    model: PreTrainedModel,
+    stored: Mapping[str, Kind],
+    tied: Mapping[str, str],
 ) -> list[Unit]:
-    """Give each tensor the names that the source has for it; tied weights may have `aliases`.
+    """Group the stored tensors, and give each the names that the source has for it.
 
-    Some sources leave out the prefix of the model without its head.
+    Tied weights may have several. Some sources leave out the prefix of the model without its head.
 
     Raises:
         UserError: a tensor has no such name, or another shape there.
     """
-    tensors = source["tensors"]
+    tensors, prefix = source["tensors"], model.base_model_prefix
+    # Where transformers keeps them for saving a model that it has loaded.
+    cast(Any, model)._weight_conversions = used_conversions(model, tensors)
+    units, aliases = _units(model, stored), dict[str, list[str]]()
+    for name, kept in tied.items():
+        own = revert_weight_conversion(model, {name: torch.empty(0)})
+        aliases.setdefault(MODEL + kept, []).extend(own)
     named, lacking = [], list[str]()
     for unit in units:
         names = dict[str, str]()
@@ -375,7 +393,7 @@ def _named_as(
                     (
                         n
                         for n in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-                        if n in tensors and tensors[n][1] == shape
+                        if n in tensors and tensors[n][1] in (shape, None)
                     ),
                     None,
                 )
@@ -386,7 +404,7 @@ def _named_as(
             names |= {name: converted for name in found if name}
         kinds = {name: unit.exported[converted] for name, converted in names.items()}
         named.append(replace(unit, exported=kinds, converted=names))
-    unknown = sorted({dtype for dtype, *_ in tensors.values()} - DTYPES_IN_SAFETENSORS.keys())
+    unknown = sorted({each[0] for each in tensors.values()} - {None, *DTYPES_IN_SAFETENSORS})
     problems = [
         f"model.path={source['path']}: its files have {problem}"
         for problem in (
