@@ -166,6 +166,10 @@ def _sharding(
     )
 
     def adapt_and_shard(model: PreTrainedModel) -> None:
+        # Some routers are float32 whatever is asked for, and FSDP2 takes one dtype for a group.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
         if config.lora.rank is not None:
             add_adapters(model, config.lora)
         if world.stages > 1:

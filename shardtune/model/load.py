@@ -273,6 +273,7 @@ def load_sharded(
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
+            _keep_in_float32(self)
             if towers := drop_towers(self):
                 patterns = {f"^{re.escape(tower)}" for tower in towers}
                 cast(Any, self)._keys_to_ignore_on_load_unexpected |= patterns
@@ -335,6 +336,17 @@ def load_sharded(
     torch.cuda.empty_cache()
     _require_all_weights(path, info)
     return cast(PreTrainedModel, model)
+
+
+def _keep_in_float32(model: PreTrainedModel) -> None:
+    """Read what the class keeps in float32 so; what is trained has the dtype of masters."""
+    patterns = "|".join(model._keep_in_fp32_modules_strict or ())
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    model._keep_in_fp32_modules_strict = {
+        re.escape(name)
+        for name in model.state_dict()
+        if patterns and name not in trained and re.search(patterns, name)
+    }
 
 
 @contextmanager

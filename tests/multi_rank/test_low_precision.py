@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import read_metrics
+from helpers import moe_families
 from helpers.chats import write_jsonl
 from helpers.documented import require_error_line
-from helpers.plain_training import finish
+from helpers.plain_training import finish, save_new_model, settings, uneven_chats
 from helpers.ranks import config_for, on_ranks, run_script, train, train_until
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, steps_of, write_inputs
 from safetensors.torch import load_file, save_file
@@ -276,3 +277,21 @@ def test_shards_that_cut_blocks_are_refused(models: dict[str, Path], tmp_path: P
     assert "optimizer.name=adamw8bit: model.layers.1.mlp.experts." in line
     assert "parts of 8 columns" in line
     require_error_line(line)
+
+
+def test_a_router_that_is_float32_by_its_class_has_masters_of_the_asked_dtype(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """FSDP2 refuses a group whose trained weights have several dtypes."""
+    ernie = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+    model = save_new_model(
+        lambda: moe_families.build("ernie4_5_moe", **ernie), tokenizer, tmp_path / "model"
+    )
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        run_dir = tmp_path / dtype
+        more = ("train.max_steps=2", f"model.master_dtype={dtype}")
+        finish(train(2, *settings(model, data, run_dir, *more), cwd=tmp_path))
+        losses[dtype] = [step["loss"] for step in read_metrics(run_dir, "step")]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
