@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from shardtune.errors import first_line
-from shardtune.log import logger
+from shardtune.log import logger, node_logger
 
 # What a compilation raises, and a function that is compiled never.
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -71,7 +71,7 @@ def compiled_or_eager(
                 return compiled(*arguments, **options)
             except COMPILE_ERRORS as error:
                 compiled = None
-                logger.info(f"Compile: {name} runs eager ({compile_problem(error)})")
+                node_logger.info(f"Compile: {name} runs eager ({compile_problem(error)})")
         return eager(*arguments, **options)
 
     return call

@@ -20,7 +20,7 @@ from shardtune.config import ModelConfig
 from shardtune.distributed import compiling
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
-from shardtune.log import logger
+from shardtune.log import logger, node_logger
 from shardtune.model.support import decoder_layers
 
 
@@ -98,7 +98,9 @@ def _compiled_forward(
                     "missing part, such as a C++ compiler on a CPU, or use model.compile=false"
                 ) from error
             failed.append(reason)
-            logger.info(f"Compile: layers run eager, since {name} cannot be compiled ({reason})")
+            node_logger.info(
+                f"Compile: layers run eager, since {name} cannot be compiled ({reason})"
+            )
         return checkpointed(eager, *arguments, **options)
 
     return forward

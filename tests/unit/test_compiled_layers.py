@@ -130,14 +130,17 @@ def test_layers_that_cannot_be_compiled_run_eager_and_it_is_said_once(
     expected = loss_of(model)
     (gradient,) = torch.autograd.grad(expected, model.model.embed_tokens.weight)
     checkpoint(model, checkpointing)
-    with caplog.at_level(logging.INFO, "shardtune"):
+    with (
+        caplog.at_level(logging.INFO, "shardtune.node"),
+        caplog.at_level(logging.INFO, "shardtune"),
+    ):
         compile_with(model, backend, monkeypatch, "cuda", activation_checkpointing=checkpointing)
         for _ in range(2):
             found = loss_of(model)
             assert found.item() == expected.item()
             (mine,) = torch.autograd.grad(found, model.model.embed_tokens.weight)
             assert torch.equal(mine, gradient)
-    lines = [record.message for record in caplog.records if record.name == "shardtune"]
+    lines = [record.message for record in caplog.records if record.name.startswith("shardtune")]
     assert lines[0] == "Compile: layers, each at its first use"
     assert len(lines) == 2 and "no such kernel" in lines[1]
     assert lines[1].startswith("Compile: layers run eager, since LlamaDecoderLayer cannot be ")
@@ -173,9 +176,12 @@ def test_auto_compiles_on_gpus_where_every_rank_can(
     monkeypatch.setattr(compiling, "can_compile", lambda _: able[0])
     model = small("llama-3-8b")
     world: Any = SimpleNamespace(device=torch.device(device), all_gather_json=lambda _: able)
-    with caplog.at_level(logging.INFO, "shardtune"):
+    with (
+        caplog.at_level(logging.INFO, "shardtune.node"),
+        caplog.at_level(logging.INFO, "shardtune"),
+    ):
         compile_layers(model, ModelConfig(path="unread", compile=setting), world)
-    lines = [record.message for record in caplog.records if record.name == "shardtune"]
+    lines = [record.message for record in caplog.records if record.name.startswith("shardtune")]
     assert lines == ([said] if said else [])
     is_compiled = "forward" in vars(model.model.layers[0])
     assert is_compiled == (setting == "auto" and device == "cuda" and all(able))

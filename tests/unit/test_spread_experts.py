@@ -57,7 +57,7 @@ def test_experts_that_cannot_be_spread_are_named(
 def small_step(family: str, *more: str) -> None:
     """Simulate a micro-batch of a rank of two that spread a small model's experts.
 
-    Before it the model goes forward twice, for its attention and its head.
+    Before it the model goes forward three times, twice for its attention and once for its head.
     """
     model_config = AutoConfig.for_model(family, **FAMILY_SMALL | FAMILIES[family])
     given = ["model.path=unread", "data.train=unread", "parallel.expert=2", "data.max_length=64"]
@@ -85,7 +85,7 @@ def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
         sent.clear()
         small_step(family, f"model.activation_checkpointing={mode}")
         # To the experts and back, and the gradients of both; weights, and their gradients.
-        rows, weights = 2 * 2 + 4 + again, 2 * 1 + 2 + again
+        rows, weights = 3 * 2 + 4 + again, 3 * 1 + 2 + again
         assert sent == {32: rows * layers, 1: weights * layers}
 
 
@@ -110,7 +110,7 @@ def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch)
     around = [*weights, "send rows", "shared", "rows arrive"]
     forward = [*around, *rows]
     # The gradients of outputs, the layer that is computed again, and the gradients of its inputs.
-    assert events == [*forward, *forward, *forward, *rows, *around, *rows, *weights]
+    assert events == [*forward * 4, *rows, *around, *rows, *weights]
 
 
 def test_shared_experts_run_ahead_where_they_come_behind_and_have_the_same_input() -> None:
