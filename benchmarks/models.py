@@ -1,0 +1,323 @@
+"""What every causal architecture of transformers can do here, in docs/models.md.
+
+A tiny model of each is put to what a run asks before it starts: one process, float32, the CPU.
+Writes benchmarks/models.json and the tables of the page, about ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import re
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from benchmarks.tables import table
+from benchmarks.tiny import VOCABULARY, tiny_config
+from distTest.workloads.script import REPOSITORY
+from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
+from shardtune.checkpoint.export.layout import WholeModel
+from shardtune.checkpoint.train_state import model_kinds
+from shardtune.config import Config
+from shardtune.config_io import load_config
+from shardtune.data.batch import Batch
+from shardtune.errors import UserError, first_line
+from shardtune.log import quiet_libraries
+from shardtune.model.attention_check import (
+    Attention,
+    LogitsTrial,
+    decide_attention,
+    require_documents_apart,
+)
+from shardtune.model.build import require_trainable
+from shardtune.model.files import read_model_config
+from shardtune.model.flops import NotCounted, count_flops
+from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.model.lora import choose_targets
+from shardtune.model.stages import require_composable
+from shardtune.model.text_model import build_with_towers, drop_towers
+from shardtune.planner.simulate import fake_world
+
+PAGE, RESULTS = REPOSITORY / "docs/models.md", REPOSITORY / "benchmarks/models.json"
+LENGTHS = (5, 1, 23, 12, 40)  # of the documents, in tokens: windows of the tiny models have 8
+EXACT = 1e-5
+_MARKERS = "<!-- models: written by python -m benchmarks models -->", "<!-- end of models -->"
+_SECONDS = 120  # for an architecture
+_MOST_PARAMETERS = 30_000_000
+_CPU = torch.device("cpu")
+Row = dict[str, Any]
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", default=[], help="architectures to do again")
+
+
+def main(options: Namespace) -> None:
+    kinds = options.only or architectures()
+    found = {} if not options.only else json.loads(RESULTS.read_text("utf-8"))
+    quiet_libraries(is_main=False)
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(2) as pool:
+        for kind, row in zip(kinds, pool.map(in_own_process, kinds), strict=True):
+            found[kind] = row
+            print(kind, json.dumps(row), flush=True)
+    ordered = {kind: found[kind] for kind in architectures()}
+    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text("utf-8"), ordered), encoding="utf-8")
+
+
+def architectures() -> list[str]:
+    """Return the types of models that transformers opens for text, alone or within a larger one."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
+
+
+def in_own_process(kind: str) -> Row:
+    """Look at an architecture in a fork of this process, which has imported all."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def work() -> None:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        sender.send(look_at(kind))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(_SECONDS):
+            return dict(receiver.recv())
+        return {"not built": f"takes more than {_SECONDS} s"}
+    except EOFError:
+        return {"not built": "its process ended"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def look_at(kind: str) -> Row:
+    """Return what an architecture can do, or why no tiny model of it could be built."""
+    try:
+        model_config = tiny_config(kind)
+        if model_config.is_encoder_decoder or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+            return {"not causal": "an encoder, or a decoder made for one"}
+        with torch.device("meta"):
+            parameters = build_with_towers(copy.deepcopy(model_config)).num_parameters()
+        if parameters > _MOST_PARAMETERS:
+            return {"not built": f"{parameters:,} parameters with all widths small"}
+        torch.manual_seed(0)
+        model = build_with_towers(copy.deepcopy(model_config), dtype=torch.float32)
+    except UserError as error:
+        return {"refused": str(error)}
+    except Exception as error:  # each architecture checks its settings in its own way
+        return {"not built": f"{type(error).__name__}: {first_line(error)}"}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.save_pretrained(folder)
+        except Exception as error:
+            return {"not built": f"{type(error).__name__}: {first_line(error)}"}
+        return _row(model, Path(folder))
+
+
+def _row(model: PreTrainedModel, folder: Path) -> Row:
+    config = _config(folder)
+    if refused := problem_of(lambda: _require_trainable(config)):
+        return {"refused": refused}
+    assert not refused
+    exported = problem_of(lambda: _require_same_names(folder))
+    drop_towers(model)
+    model.config.use_cache = model.config.get_text_config().use_cache = False
+    if not is_causal(model):
+        return {"not causal": "its tokens see those behind them"}
+    model_config = read_model_config(config.model, config.data.max_length)
+    row: Row = {"layers": kinds_of_layers(model.config.get_text_config())}
+    row["cannot pack"] = problem_of(lambda: require_documents_apart(config, model_config)) or ""
+    row |= _trained(model, config, row["cannot pack"])
+    row["mfu"] = problem_of(lambda: count_flops(model)) or "yes"
+    row["experts"] = has_experts(model)
+    spread, lora = _config(folder, "parallel.expert=2"), _config(folder, "lora.rank=4")
+    row["spread"] = problem_of(lambda: _require_trainable(spread, ranks=2)) or "yes"
+    row["lora"] = problem_of(lambda: choose_targets(model, lora.lora)) or "yes"
+    row["export"] = exported or "yes"
+    stages = _config(
+        folder, "parallel.stages=2", "train.gradient_accumulation_steps=2", "model.attention=auto"
+    )
+    row["stages"] = (
+        problem_of(lambda: _require_trainable(stages, ranks=2))
+        or problem_of(lambda: require_composable(stages, model_config))
+        or "yes"
+    )
+    return row
+
+
+def _config(folder: Path, *assignments: str) -> Config:
+    given = [f"model.path={folder}", "data.max_length=128", "model.compute_dtype=float32"]
+    return load_config(REPOSITORY / "examples/demo.yaml", [*given, *assignments], {})
+
+
+def problem_of(work: Callable[[], Any]) -> str | None:
+    """Return the words with which the product refuses, or those of an error that it lets out."""
+    try:
+        work()
+    except (UserError, NotCounted) as error:
+        return str(error)
+    except Exception as error:
+        return f"ends with {type(error).__name__}: {first_line(error)}"
+    return None
+
+
+def _require_trainable(config: Config, ranks: int = 1) -> None:
+    model_config = read_model_config(config.model, config.data.max_length)
+    with fake_world(1, ranks, config) as world:
+        require_trainable(
+            config.model_copy(update={"data": config.data.model_copy(update={"packing": False})}),
+            model_config,
+            world,
+        )
+
+
+def _require_same_names(folder: Path) -> None:
+    assets = model_assets(folder) | {SOURCE: json.dumps(list_source(str(folder))).encode()}
+    with torch.device("meta"):
+        model = build_with_towers(read_model_config(_config(folder).model, 128))
+    drop_towers(model)
+    WholeModel(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    return any("expert" in name for name, _ in model.named_parameters())
+
+
+def kinds_of_layers(text: PreTrainedConfig) -> list[str]:
+    return list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+
+
+@torch.no_grad()
+def is_causal(model: PreTrainedModel) -> bool:
+    """Return whether the logits of tokens are the same whatever the last one is."""
+    ids = torch.arange(3, 15).view(1, -1)
+    other = ids.clone()
+    other[0, -1] += 50
+    a, b = (model.eval()(input_ids=each).logits[0, :-1] for each in (ids, other))
+    return bool(torch.allclose(a, b, rtol=1e-4, atol=1e-5 * a.std().item()))
+
+
+def _trained(model: PreTrainedModel, config: Config, cannot_pack: str) -> Row:
+    """Return how rows are, and how far loss and gradients are from a loop over documents."""
+    model.train()
+    documents, trained = _documents()
+    expected = one_by_one(model, documents, trained)
+    expected.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    if cannot_pack:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
+    trial = LogitsTrial(model, config, _CPU, lambda leak: [leak])
+    attention = decide_attention(model, config, config.data.max_length, _CPU, trial)
+    use_loss_head(model, _CPU)
+    make = flat_batch if attention.is_flat else padded_batch
+    loss = summed_loss(model.train(), make(documents, trained))
+    loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
+    differing = found.keys() ^ gradients.keys()
+    differences = (
+        (found.get(n, torch.zeros(())) - gradients.get(n, torch.zeros(())))
+        for n in gradients.keys() | differing
+    )
+    off = sum(float(d.double().square().sum()) for d in differences) ** 0.5
+    return {
+        "rows": rows_of(attention),
+        "attention": attention.text,
+        "loss off": abs(loss.item() / expected.item() - 1),
+        "gradients off": off / norm if norm else 0.0,
+    }
+
+
+def rows_of(attention: Attention) -> str:
+    if not attention.is_flat:
+        return "padded"
+    return "flat" if attention.by_document else "under a mask"
+
+
+def _documents() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    source = torch.Generator().manual_seed(1)
+    documents = [torch.randint(3, VOCABULARY - 20, (n,), generator=source) for n in LENGTHS]
+    trained = [torch.rand(n, generator=source) < 0.4 for n in LENGTHS]
+    return documents, trained
+
+
+def one_by_one(
+    model: PreTrainedModel, documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the summed loss of documents that each have a forward of their own."""
+    total = torch.zeros(())
+    for ids, flags in zip(documents, trained, strict=True):
+        logits = model(input_ids=ids.view(1, -1)).logits[0].float()
+        losses = -logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        total = total + losses[flags[1:]].sum()
+    return total
+
+
+def flat_batch(documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Batch:
+    positions = torch.cat([torch.arange(len(ids)) for ids in documents])
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+    return Batch(
+        torch.cat(list(documents)).view(1, -1),
+        positions.view(1, -1),
+        None,
+        *_targets(documents, trained, starts.tolist()),
+        list(LENGTHS),
+        starts.int(),
+    )
+
+
+def padded_batch(documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Batch:
+    longest = max(LENGTHS)
+    starts = [i * longest for i in range(len(documents))]
+    return Batch(
+        nn.utils.rnn.pad_sequence(list(documents), batch_first=True),
+        None,
+        torch.stack([(torch.arange(longest) < len(ids)).long() for ids in documents]),
+        *_targets(documents, trained, starts),
+        list(LENGTHS),
+        torch.tensor([0, *LENGTHS]).cumsum(0).int(),
+    )
+
+
+def _targets(
+    documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], starts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    counted = [flags[1:].nonzero().flatten() for flags in trained]
+    places = [each + start for each, start in zip(counted, starts, strict=False)]
+    ids = [ids[each + 1] for ids, each in zip(documents, counted, strict=True)]
+    return torch.cat(places), torch.cat(ids)
+
+
+def with_tables(text: str, found: dict[str, Row]) -> str:
+    """Return the page with the tables of these results between its markers."""
+    begin, end = _MARKERS
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n" + "\n".join(_lines(found)) + f"{end}{after}"
+
+
+def _lines(found: dict[str, Row]) -> Iterator[str]:
+    yield ""

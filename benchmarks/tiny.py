@@ -1,0 +1,223 @@
+"""Build a tiny model of any architecture of transformers from its default configuration.
+
+Widths become small, and of the layers the first of each kind is left, so that windows, states and
+experts stay. What does not follow from names stands in `_OF_KIND`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+VOCABULARY = 160
+_HEADS, _KEY_HEADS, _WIDTH = 4, 2, 8
+WINDOW = 8  # narrower than the longest document
+# Of a setting's name the size that it gets, where it is larger; the first that fits counts.
+_SIZES: tuple[tuple[str, int], ...] = (
+    (r"(.*_)?vocab_size.*", VOCABULARY),
+    (r"n_group|topk_group|num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_modules", 1),
+    (r"(moe_)?num_shared_experts|n_shared_experts", 1),
+    (r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_primary_experts|expert_num", 4),
+    (r"num_experts_per_tok(en)?|num_experts_per_token|(moe_)?top_?k(_experts)?|moe_topk|moe_k|experts_per_token", 2),
+    (r"(.*_)?first_k_dense_replace|num_dense_layers|.*first_dense_layers", 1),
+    (r"index_topk", 300),
+    (r"(.*_)?index_n_heads|linear_num_key_heads", 2),
+    (r"(.*_)?index_head_dim", 16),
+    (r"(sliding|attention|local|block)_window(_size)?|window_size|attention_chunk_size", WINDOW),
+    (r"(mamba_)?(chunk_size|block_size)", 16),
+    (r".*(lora_rank|_rank|low_rank_dim)", 8),
+    (r"(.*_)?(state_size|d_state|ssm_size|state_dim)", 8),
+    (r"mamba_(d_head|head_dim|headdim)", 16),
+    (r"(.*_)?(head_dim|head_size|d_head|head_width|kv_channels)|d_kv|dim_head", _WIDTH),
+    (r"(.*_)?(num|n)_(key_value|kv)_heads|num_kv_heads|multi_query_group_num", _KEY_HEADS),
+    (r"(.*_)?((num|n)_(attention_|linear_|value_|query_)?heads?|attention_heads)", _HEADS),
+    (r"(shared_)?(expert_|moe_|router_).*(intermediate|hidden)_size", 16),
+    (r"(.*_)?(intermediate_size(_\w+)?|ffn_dim|ffn_hidden_size|d_ff|n_inner|dim_ff)", 32),
+    (r"(.*_)?(hidden_size|hidden_dim|d_model|n_embd|embed_dim|embedding_size|proj_dim)", 32),
+    (r"(.*_)?(hidden_size_per_layer_input|width|lru_width|dim|embedding_dim)", 32),
+    (r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length)", 512),
+)
+_LAYERS = re.compile(r"(.*_)?(num_hidden_layers|n_layers?|num_layers|depth)|(en|de)coder_layers")
+_LINEAR = ["linear_attention", "full_attention"]
+_CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+_MAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
+_VOCABULARY_MAP = {"<image>": 150, "<|extra_200|>": 151}
+_IMAGE_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_IMAGES = {"rope_parameters": _IMAGE_ROPE}
+_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+# What names do not say: settings of the text, or, behind a dot, of another part.
+_OF_KIND: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_expert_group": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
+    "chameleon": {"vocabulary_map": _VOCABULARY_MAP},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass": {"rope_parameters": {"full_attention": _IMAGE_ROPE}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _IMAGE_ROPE}},
+    "cosmos3_edge": _IMAGES,
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "emu3": {"vocabulary_map": _VOCABULARY_MAP},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "glm46v": _IMAGES,
+    "glm4v": _IMAGES,
+    "glm4v_moe": {"rope_parameters": _IMAGE_ROPE | {"mrope_section": [1, 1, 0]}},
+    "glm_ocr": _IMAGES,
+    "glmga": _IMAGES,
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]]},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"layer_types": _LINEAR},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "glm5_next": {"index_kpool": 4},
+    "hunyuan_vl": _IMAGES,
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS,
+    "lfm2_vl": _CONVOLUTIONS,
+    "longcat_flash": {"zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "n_groups": 2},
+    "mistral4": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 2},
+    "nemotron_h_omni": {"n_groups": 2},
+    "nemo_speechlm": {
+        "n_groups": 2,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    },
+    "paddleocr_vl": _IMAGES,
+    "qwen2_5_vl": _IMAGES,
+    "qwen2_5_omni_thinker": _IMAGES,
+    "qwen2_vl": _IMAGES,
+    "qwen4_exp": _INDEXER | {"indexer_budget": 64, "indexer_compress_ratio": 4},
+    "qwen4_exp_text": _INDEXER | {"indexer_budget": 64, "indexer_compress_ratio": 4},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "step3p7": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_hidden_layers": 2,
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "zamba": _MAMBA | {"attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba2": _MAMBA
+    | {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 4}
+    | {"hybrid_layer_ids": [1, 2]},
+}
+
+
+def tiny_config(kind: str) -> PreTrainedConfig:
+    """Return the configuration of a tiny model of this type."""
+    default = CONFIG_MAPPING[kind]()
+    given = _narrow(default.to_dict(), default)
+    text = given.get("text_config") or given
+    for name, value in copy.deepcopy(_OF_KIND.get(kind, {})).items():
+        section = given if name in given else text
+        is_part = isinstance(value, dict) and isinstance(section.get(name), dict)
+        section[name] = section[name] | value if is_part else value
+    given.pop("model_type", None)
+    return CONFIG_MAPPING[kind].from_dict(given)
+
+
+def _narrow(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of a configuration with small sizes, those within it included."""
+    given = {}
+    for name, value in values.items():
+        section = vars(config).get(name)
+        if isinstance(section, PreTrainedConfig) and isinstance(value, dict):
+            given[name] = _narrow(value, section)
+        else:
+            given[name] = _sized(name, value)
+    _keep_equal_heads(given, values)
+    if given.get("qk_head_dim"):
+        given["qk_head_dim"] = given["qk_nope_head_dim"] + given["qk_rope_head_dim"]
+    if "head_dim" in values and not values["head_dim"]:
+        given["head_dim"] = given.get("qk_rope_head_dim") or _WIDTH
+    _shorten_rope(given)
+    return _with_fewer_layers(given, values)
+
+
+def _shorten_rope(given: dict[str, Any]) -> None:
+    """Divide the fewer frequencies of a rope among the axes of an image, as more were."""
+    rope = given.get("rope_parameters") or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if not isinstance(each.get("mrope_section"), list):
+            continue
+        width = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+        frequencies = int(width * each.get("partial_rotary_factor", 1)) // 2
+        others = len(each["mrope_section"]) - 1
+        part = frequencies // (others + 1)
+        each["mrope_section"] = [frequencies - part * others] + [part] * others
+
+
+def _sized(name: str, value: Any) -> Any:
+    if isinstance(value, float) and re.search("drop|jitter", name):
+        return 0.0
+    if re.fullmatch("initializer_range|init_std", name):
+        return 0.1
+    if name.endswith(("_token_id", "_token_index")):
+        return _token(name, value)
+    size = next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), None)
+    if size is None:
+        return value
+    if isinstance(value, list):
+        return [_sized(name, each) for each in value]
+    return min(size, value) if type(value) is int else value
+
+
+def _token(name: str, value: Any) -> Any:
+    """Return the id of a special token: the first three of the vocabulary, or its last."""
+    usual = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    if isinstance(value, list):
+        return [_token(name, value[0])] if value else value
+    return usual.get(name, min(VOCABULARY - 1, value)) if type(value) is int else value
+
+
+def _with_fewer_layers(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave the first layer of each kind, at least two; kinds are what lists say of each layer."""
+    numbers = {n: v for n, v in values.items() if type(v) is int and _LAYERS.fullmatch(n)}
+    if not numbers:
+        return given
+    whole = numbers.get("num_hidden_layers", max(numbers.values()))
+    lists = {n: v for n, v in values.items() if isinstance(v, list) and len(v) == whole > 2}
+    kinds: dict[str, int] = {}
+    for layer in range(whole):
+        kinds.setdefault(repr([each[layer] for each in lists.values()]), layer)
+    chosen = sorted(kinds.values())
+    if len(chosen) > 4:  # numbers that differ in each layer
+        chosen = chosen[:4]
+    if len(chosen) < 2:
+        chosen = list(range(min(2, whole)))
+    if each_own := values.get("per_layer_config"):
+        own = {i: each_own.get(f"{layer:02d}", {}) for i, layer in enumerate(chosen)}
+        given["per_layer_config"] = {}
+        for i, settings in own.items():
+            narrow = {name: _sized(name, value) for name, value in settings.items()}
+            _keep_equal_heads(narrow, settings)
+            given["per_layer_config"][f"{i:02d}"] = narrow
+    for name, value in lists.items():
+        given[name] = [_sized(name, value[layer]) for layer in chosen]
+    return given | {n: min(v, len(chosen)) for n, v in numbers.items()}
+
+
+def _keep_equal_heads(given: dict[str, Any], values: Mapping[str, Any]) -> None:
+    heads, keys = (values.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if heads and heads == keys:
+        given["num_key_value_heads"] = given["num_attention_heads"]
