@@ -14,7 +14,7 @@ import re
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,20 +49,36 @@ from shardtune.model.attention_check import (
 from shardtune.model.build import require_trainable
 from shardtune.model.files import read_model_config
 from shardtune.model.flops import NotCounted, count_flops
-from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.model.lora import choose_targets
+from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.model.stages import require_composable
+from shardtune.model.support import unsupported
 from shardtune.model.text_model import build_with_towers, drop_towers
 from shardtune.planner.simulate import fake_world
 
 PAGE, RESULTS = REPOSITORY / "docs/models.md", REPOSITORY / "benchmarks/models.json"
 LENGTHS = (5, 1, 23, 12, 40)  # of the documents, in tokens: windows of the tiny models have 8
-EXACT = 1e-5
 _MARKERS = "<!-- models: written by python -m benchmarks models -->", "<!-- end of models -->"
 _SECONDS = 120  # for an architecture
 _MOST_PARAMETERS = 30_000_000
 _CPU = torch.device("cpu")
 Row = dict[str, Any]
+_HEADER = "| model type | rows | off | MFU | experts spread | LoRA | export | stages | causes |"
+_ROWS = {"flat": "flat", "under a mask": "under a mask", "padded": "cannot pack"}
+_TITLES = {
+    "rows": "rows",
+    "mfu": "MFU",
+    "spread": "experts",
+    "lora": "LoRA",
+    "export": "export",
+    "stages": "stages",
+}
+_LEFT_OUT = {
+    "refused": "Refused by name, with a tiny model too:",
+    "fails": "Fail, and are not refused in time:",
+    "not causal": "Not causal language models by their default configuration:",
+    "not built": "No tiny model of these could be built:",
+}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -131,24 +147,36 @@ def look_at(kind: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         try:
             model.save_pretrained(folder)
+            model.config.use_cache = model.config.get_text_config().use_cache = False
+            with torch.no_grad():
+                model(input_ids=torch.arange(3, 15).view(1, -1))
         except Exception as error:
+            refused = problem_of(lambda: _require_trainable(_config(Path(folder))))
+            if refused:
+                return {"refused": refused}
             return {"not built": f"{type(error).__name__}: {first_line(error)}"}
-        return _row(model, Path(folder))
+        try:
+            return _row(model, Path(folder))
+        except Exception as error:
+            return {"fails": f"{type(error).__name__}: {first_line(error)}"}
 
 
 def _row(model: PreTrainedModel, folder: Path) -> Row:
     config = _config(folder)
     if refused := problem_of(lambda: _require_trainable(config)):
         return {"refused": refused}
-    assert not refused
     exported = problem_of(lambda: _require_same_names(folder))
     drop_towers(model)
-    model.config.use_cache = model.config.get_text_config().use_cache = False
     if not is_causal(model):
         return {"not causal": "its tokens see those behind them"}
     model_config = read_model_config(config.model, config.data.max_length)
     row: Row = {"layers": kinds_of_layers(model.config.get_text_config())}
-    row["cannot pack"] = problem_of(lambda: require_documents_apart(config, model_config)) or ""
+    unsupported_packed = problem_of(lambda: _require_packable(model, config))
+    row["cannot pack"] = (
+        unsupported_packed
+        or problem_of(lambda: require_documents_apart(config, model_config))
+        or ""
+    )
     row |= _trained(model, config, row["cannot pack"])
     row["mfu"] = problem_of(lambda: count_flops(model)) or "yes"
     row["experts"] = has_experts(model)
@@ -156,14 +184,9 @@ def _row(model: PreTrainedModel, folder: Path) -> Row:
     row["spread"] = problem_of(lambda: _require_trainable(spread, ranks=2)) or "yes"
     row["lora"] = problem_of(lambda: choose_targets(model, lora.lora)) or "yes"
     row["export"] = exported or "yes"
-    stages = _config(
-        folder, "parallel.stages=2", "train.gradient_accumulation_steps=2", "model.attention=auto"
-    )
-    row["stages"] = (
-        problem_of(lambda: _require_trainable(stages, ranks=2))
-        or problem_of(lambda: require_composable(stages, model_config))
-        or "yes"
-    )
+    stages = _config(folder, "parallel.stages=2", "train.gradient_accumulation_steps=2")
+    not_cut = problem_of(lambda: _require_trainable(stages, ranks=2))
+    row["stages"] = not_cut or problem_of(lambda: require_composable(stages, model_config)) or "yes"
     return row
 
 
@@ -186,11 +209,17 @@ def problem_of(work: Callable[[], Any]) -> str | None:
 def _require_trainable(config: Config, ranks: int = 1) -> None:
     model_config = read_model_config(config.model, config.data.max_length)
     with fake_world(1, ranks, config) as world:
-        require_trainable(
-            config.model_copy(update={"data": config.data.model_copy(update={"packing": False})}),
-            model_config,
-            world,
-        )
+        require_trainable(_unpacked(config), model_config, world)
+
+
+def _require_packable(model: PreTrainedModel, config: Config) -> None:
+    if problems := list(unsupported(model, config)):
+        raise UserError(*problems)
+
+
+def _unpacked(config: Config) -> Config:
+    """Return the configuration without packing, which is looked at by itself."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
 
 
 def _require_same_names(folder: Path) -> None:
@@ -228,7 +257,7 @@ def _trained(model: PreTrainedModel, config: Config, cannot_pack: str) -> Row:
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     if cannot_pack:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
+        config = _unpacked(config)
     trial = LogitsTrial(model, config, _CPU, lambda leak: [leak])
     attention = decide_attention(model, config, config.data.max_length, _CPU, trial)
     use_loss_head(model, _CPU)
@@ -311,13 +340,71 @@ def _targets(
     return torch.cat(places), torch.cat(ids)
 
 
-def with_tables(text: str, found: dict[str, Row]) -> str:
+def with_tables(text: str, found: Mapping[str, Row]) -> str:
     """Return the page with the tables of these results between its markers."""
     begin, end = _MARKERS
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
-    return f"{before}{begin}\n\n" + "\n".join(_lines(found)) + f"{end}{after}"
+    return f"{before}{begin}\n\n" + "\n".join(_lines(found)) + f"\n{end}{after}"
 
 
-def _lines(found: dict[str, Row]) -> Iterator[str]:
-    yield ""
+def _lines(found: Mapping[str, Row]) -> list[str]:
+    tried = {kind: row for kind, row in found.items() if "rows" in row}
+    rows = Counter(row["rows"] for row in tried.values())
+    worst = max(row["gradients off"] for row in tried.values())
+    return [
+        f"transformers {transformers.__version__} opens {len(found)} model types for text. Of "
+        f"{len(tried)} a tiny model could be built that predicts the next token from those before: "
+        f"{rows['flat']} attend in flat rows, {rows['under a mask']} under a mask, and "
+        f"{rows['padded']} cannot be packed. The gradients of one step over documents of "
+        f"{', '.join(map(str, LENGTHS))} tokens are within {worst:.0e} of those of a loop over "
+        "documents, relative to their norm. Windows are narrower than documents; an indexer "
+        "chooses all keys.",
+        "",
+        *table(_HEADER, [_table_row(kind, row) for kind, row in tried.items()]),
+        *(
+            line
+            for what, title in _LEFT_OUT.items()
+            if (kinds := {kind: row[what] for kind, row in found.items() if what in row})
+            for line in _left_out(title, kinds)
+        ),
+    ]
+
+
+def _table_row(kind: str, row: Row) -> str:
+    causes = [("rows", row["cannot pack"] or _cause(row["attention"]))]
+    causes += [(name, row[name]) for name in ("mfu", "spread", "lora", "export", "stages")]
+    if row["rows"] == "flat":
+        causes = causes[1:]
+    if not row["experts"]:
+        causes = [each for each in causes if each[0] != "spread"]
+    said = [f"{_TITLES[name]}: {_words(text, kind)}" for name, text in causes if text != "yes"]
+    marks = [_mark(row, name) for name in ("mfu", "spread", "lora", "export", "stages")]
+    off = f"{max(row['loss off'], row['gradients off']):.0e}"
+    cells = [f"`{kind}`", _ROWS[row["rows"]], off, *marks, "; ".join(said)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _mark(row: Row, name: str) -> str:
+    if name == "spread" and not row["experts"]:
+        return ""
+    return "yes" if row[name] == "yes" else "no"
+
+
+def _cause(attention: str) -> str:
+    """Return what stands in brackets at the end of the log's line on attention."""
+    return attention.rpartition(" (")[2].removesuffix(")")
+
+
+def _words(text: str, kind: str) -> str:
+    """Return the first clause of a refusal, without the key and the name of the model."""
+    clause = text.partition(" - ")[0].replace("|", "/")
+    clause = re.sub(r"^(parallel|lora|model|data)\.[a-z_]+(=\S+)?:? ", "", clause)
+    return re.sub(rf"^{re.escape(kind)} ", "", re.sub(r"/tmp/\w+", "a folder", clause))
+
+
+def _left_out(title: str, kinds: Mapping[str, str]) -> list[str]:
+    by_words: dict[str, list[str]] = {}
+    for kind, text in kinds.items():
+        by_words.setdefault(_words(text, kind), []).append(f"`{kind}`")
+    return [title, "", *(f"- {', '.join(kinds)}: {words}" for words, kinds in by_words.items()), ""]

@@ -22,7 +22,10 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"n_group|topk_group|num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_modules", 1),
     (r"(moe_)?num_shared_experts|n_shared_experts", 1),
     (r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_primary_experts|expert_num", 4),
-    (r"num_experts_per_tok(en)?|num_experts_per_token|(moe_)?top_?k(_experts)?|moe_topk|moe_k|experts_per_token", 2),
+    (
+        r"num_experts_per_tok(en)?|num_experts_per_token|(moe_)?top_?k(_experts)?|moe_topk|moe_k|experts_per_token",
+        2,
+    ),
     (r"(.*_)?first_k_dense_replace|num_dense_layers|.*first_dense_layers", 1),
     (r"index_topk", 300),
     (r"(.*_)?index_n_heads|linear_num_key_heads", 2),
@@ -45,7 +48,7 @@ _LAYERS = re.compile(r"(.*_)?(num_hidden_layers|n_layers?|num_layers|depth)|(en|
 _LINEAR = ["linear_attention", "full_attention"]
 _CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 _MAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
-_VOCABULARY_MAP = {"<image>": 150, "<|extra_200|>": 151}
+_VOCABULARY_MAP = {"<image>": 150, "IMGIMGAZ": 152, "<|extra_200|>": 151}
 _IMAGE_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _IMAGES = {"rope_parameters": _IMAGE_ROPE}
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
@@ -85,6 +88,7 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": _LINEAR},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "glm5_next": {"index_kpool": 4},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "hunyuan_vl": _IMAGES,
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
@@ -211,6 +215,9 @@ def _with_fewer_layers(given: dict[str, Any], values: Mapping[str, Any]) -> dict
         for i, settings in own.items():
             narrow = {name: _sized(name, value) for name, value in settings.items()}
             _keep_equal_heads(narrow, settings)
+            if "qk_nope_head_dim" in narrow:  # a window's layers are wider than the others
+                rope = narrow.get("qk_rope_head_dim", given["qk_rope_head_dim"])
+                narrow["head_dim"] = narrow["qk_nope_head_dim"] + rope
             given["per_layer_config"][f"{i:02d}"] = narrow
     for name, value in lists.items():
         given[name] = [_sized(name, value[layer]) for layer in chosen]

@@ -127,6 +127,9 @@ def document_attention(
     indices = options.get("indices")
     if indices is not None and indices.numel():
         documents.record_objection("attention to keys that an indexer chooses")
+    if key.shape[2] != query.shape[2]:  # DeepSeek V4 attends to compressed ones as well
+        documents.record_objection("keys that are not those of its tokens")
+        return torch.zeros_like(query[..., : value.shape[-1]]).transpose(1, 2), None
     longest = max(documents.lengths)
     window = sliding_window if sliding_window and sliding_window < longest else 0
     width, value_width = query.shape[-1], value.shape[-1]

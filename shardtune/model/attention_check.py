@@ -288,10 +288,10 @@ def _last_document_logits(
     vocabulary = model.config.get_text_config().vocab_size
     earlier = torch.arange(sum(lengths[:-1]), device=device).flip(0) + neighbour * (vocabulary // 2)
     last = torch.arange(lengths[-1], device=device) + sum(TRIAL_LENGTHS[:-1])
-    row = {
-        "input_ids": torch.cat([earlier, last]) % vocabulary,
-        "position_ids": torch.cat([torch.arange(length, device=device) for length in lengths]),
-    }
+    row = {"input_ids": torch.cat([earlier, last]) % vocabulary}
+    if len(lengths) > 1:  # alone it has the positions that the model gives it
+        positions = [torch.arange(length, device=device) for length in lengths]
+        row["position_ids"] = torch.cat(positions)
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     documents.set(list(lengths), boundaries)
     # Without this a long row gets logits for every token.

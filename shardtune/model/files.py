@@ -62,7 +62,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
         require_text(build_text_model(copy.deepcopy(config)))  # building changes it
     problems = []
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
+    if positions is not None and 0 <= positions < max_length:  # XLNet has -1
         problems.append(
             f"data.max_length={max_length} is beyond the {positions} positions of {path} - "
             f"use data.max_length={positions} or less"

@@ -161,7 +161,7 @@ def stage_problems(model: PreTrainedModel, config: Config, ranks: int) -> Iterat
     if stages == 1:
         return
     key, number = f"parallel.stages={stages}", len(decoder_layers(model))
-    if number < stages:
+    if 0 < number < stages:
         fewer = [n for n in range(1, number + 1) if ranks % n == 0]
         yield f"{key}: {kind} has {number} layers - use parallel.stages={fewer[-1]}"
     elif _list_of_layers(model) is None or model.get_output_embeddings() is None:
@@ -186,11 +186,14 @@ def require_composable(config: Config, model_config: PreTrainedConfig) -> None:
         return
     kind, key = model_config.model_type, f"parallel.stages={config.parallel.stages}"
     whole = small_copy(model_config, config.model.attention)
-    if whole is None:
-        raise UserError(f"{key}: no small copy of {kind} can be cut on trial - use 1")
-    whole.eval()
     ids = torch.arange(1, 9).view(1, -1)
-    expected, cut = whole(input_ids=ids).logits, len(decoder_layers(whole)) // 2
+    try:
+        expected = whole.eval()(input_ids=ids).logits if whole else None
+    except Exception:  # a width that `small_copy` does not know shows in the forward alone
+        expected = None
+    if whole is None or expected is None:
+        raise UserError(f"{key}: no small copy of {kind} can be cut on trial - use 1")
+    cut = len(decoder_layers(whole)) // 2
     try:
         first, hidden = copy.deepcopy(whole), torch.float32
         keep_stage(first, range(cut), is_first=True, is_last=False, dtype=hidden)
@@ -199,7 +202,7 @@ def require_composable(config: Config, model_config: PreTrainedConfig) -> None:
         keep_stage(last, range(cut, 2 * cut + 1), is_first=False, is_last=True, dtype=hidden)
         last.get_input_embeddings().hidden = cast(Any, first.get_output_embeddings()).take()
         same = torch.allclose(last(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
-    except (TypeError, AttributeError, RuntimeError, ValueError, AssertionError):
+    except Exception:
         same = False  # a layer is given or gives something else
     if not same:
         raise UserError(

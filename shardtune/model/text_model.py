@@ -72,7 +72,7 @@ def require_text(model: PreTrainedModel) -> None:
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 8, dtype=torch.int64, device="meta"))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:  # the last one: it looks at a tower
         raise UserError(
             f"{model.config.model_type} has no text-only class: {type(model).__name__}, given "
             f"tokens alone, ends with: {first_line(error)} - name a model that has one"
