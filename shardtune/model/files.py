@@ -12,7 +12,7 @@ import torch
 import transformers
 from huggingface_hub import constants, snapshot_download
 from safetensors import safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
@@ -20,7 +20,7 @@ from shardtune.data.hub import hub_problem
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 from shardtune.model.quantised import quantised_problems, take_quantization
-from shardtune.model.text_model import build_text_model, require_text
+from shardtune.model.text_model import build_text_model, read_config, require_text
 from shardtune.model.weight_files import INDEX, describe, files_of_weights, weight_problems
 
 # Configuration, generation settings, tokenizer and what prepares images and sound.
@@ -78,7 +78,7 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
 
 def _read_config(path: str) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path)
+        return read_config(path)
     except ValueError as error:
         given, _ = PreTrainedConfig.get_config_dict(path)
         kind = given.get("model_type")

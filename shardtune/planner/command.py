@@ -15,9 +15,11 @@ from shardtune.config_io import load_config
 from shardtune.distributed.measured import read_measured
 from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
+from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.files import model_folder, read_model_config
 from shardtune.model.quantised import describe_quantised
 from shardtune.model.stages import require_composable
+from shardtune.model.text_model import describe_type
 from shardtune.model.weight_files import weight_problems
 from shardtune.planner.duration import run_length
 from shardtune.planner.extrapolate import Simulations
@@ -73,14 +75,16 @@ def plan_run(options: argparse.Namespace) -> None:
     else:
         without_weights = config.model.model_copy(update={"init": "random"})
         model_config, reason = read_model_config(without_weights, config.data.max_length), ""
+        require_documents_apart(config, model_config)
         require_composable(config, model_config)
         if config.model.init == "pretrained":
             _require_fitting_files(config.model.path)
     machine = machine_of(options, config)
     simulations = Simulations(model_config)
     plan = make_plan(config, model_config, machine, simulations, reason)
-    if (folder := model_folder(config.model.path)) and (note := describe_quantised(folder)):
-        print(note)
+    if not reason and (folder := model_folder(config.model.path)):
+        notes = describe_type(folder, model_config), describe_quantised(folder)
+        print(*filter(None, notes), sep="\n", end="\n" * any(notes))
     for line in describe(plan, run_length(config, machine.ranks // config.parallel.stages)):
         print(line)
     changes = Search(plan, model_config).changes(simulations)

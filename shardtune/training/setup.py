@@ -41,6 +41,7 @@ from shardtune.model.lora import describe_adapters
 from shardtune.model.quantised import describe_quantised
 from shardtune.model.stages import layers_of_stages, require_composable
 from shardtune.model.support import router_noise
+from shardtune.model.text_model import describe_type
 from shardtune.model.weight_files import weights_digest
 from shardtune.training.context import Run
 from shardtune.training.metrics import read_entries
@@ -121,7 +122,8 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     what = f"the hub's revision of model.path={config.model.path}"
     _require_same({what: revision}, "fetch one revision, or name a directory", world)
     assets = world.run_on_all_ranks(lambda: model_assets(_folder_of(config.model.path)))
-    if note := describe_quantised(_folder_of(config.model.path)):
+    folder = _folder_of(config.model.path)
+    for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
         logger.info(note)
     if config.model.init == "pretrained":
         # Every disk has a copy, and they must be alike.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch
 from conftest import chats, read_metrics, small_opt, write_jsonl
+from helpers.moe_families import build
 from helpers.plain_training import (
     assert_same_steps,
     encode,
@@ -32,6 +34,7 @@ from transformers import (
     Gemma3nTextConfig,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 SMALL = {
@@ -214,3 +217,28 @@ def test_weights_that_no_rank_uses_stay_as_they_are(tokenizer, tmp_path):
     }
     assert len(unused) == 11
     assert {name for name in before if torch.equal(before[name], after[name])} == unused
+
+
+def test_a_type_that_transformers_does_not_know_is_trained_as_its_class(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Kimi K2 names DeepSeek V3's class, and code of its own beside it, which does not run."""
+    model = save_new_model(lambda: build("deepseek_v3"), tokenizer, tmp_path / "model")
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:4])
+    records = [encode(tokenizer, record) for record in uneven_chats()[:4]]
+    expected = plain_training(model, records, [3e-3])
+    values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    values |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.Own"}}
+    (model / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    given = settings(model, data, tmp_path / "run", "train.epochs=1", "train.max_steps=1")
+    said = finish(train(1, *given, "train.micro_batch_size=4", cwd=tmp_path))
+    assert "Architecture: kimi_k2, read as deepseek_v3, whose class config.json names" in said
+    assert_same_steps(tmp_path / "run", expected)
+    exported = tmp_path / "run/model"
+    kept = json.loads((exported / "config.json").read_text(encoding="utf-8"))
+    assert {key: kept[key] for key in ("model_type", "auto_map")} == {
+        key: values[key] for key in ("model_type", "auto_map")
+    }
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, exported))
+    assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
+    assert sum(not torch.equal(after[n], before[n]) for n in before) > 20

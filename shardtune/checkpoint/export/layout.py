@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -34,7 +34,7 @@ from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import AGAIN, RunFailed, UserError
 from shardtune.model.load import open_tensors
 from shardtune.model.quantised import QUANTIZATION
-from shardtune.model.text_model import build_with_towers, drop_towers
+from shardtune.model.text_model import build_with_towers, drop_towers, read_config
 from shardtune.model.weight_files import INDEX, list_tensors
 
 _FILE_BYTES = 5_000_000_000
@@ -297,7 +297,7 @@ def on_meta(config: bytes) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(config)
         try:
-            values = AutoConfig.from_pretrained(folder)
+            values = read_config(folder)
         except ValueError as error:
             raise UserError(
                 f"this transformers does not know the checkpoint's model: {error} "

@@ -1,0 +1,77 @@
+"""Plans of published models: a step of each is simulated, and none is of what a run refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from benchmarks.plans import CONFIGS, plan_of
+from benchmarks.tiny import tiny_config
+from shardtune.config_io import load_config
+from shardtune.errors import UserError
+from shardtune.model.attention_check import require_documents_apart
+from shardtune.model.files import read_model_config
+from shardtune.planner.command import add_arguments, plan_run
+
+# Of each: nodes, the billions of parameters in its name or card, and settings.
+EXPERTS = "parallel.expert=8"
+SHAPES = {
+    "gpt-oss-120b": (1, 117, EXPERTS),
+    "kimi-k2": (16, 1026, EXPERTS),
+    "deepseek-v3": (16, 671, EXPERTS),
+    "minimax-m2.5": (4, 229, EXPERTS),
+    "glm-4.7": (8, 353, EXPERTS),
+    "gemma-4-26b-a4b": (1, 25, ""),
+    "qwen3.5-35b-a3b": (1, 35, EXPERTS),
+    "qwen3-next-80b-a3b": (2, 80, EXPERTS),
+}
+QUICK = ("gpt-oss-120b", "kimi-k2")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.full) for n in SHAPES if n not in QUICK)]
+)
+def test_a_step_is_simulated_and_its_documents_are_told_apart(name: str) -> None:
+    nodes, billions, settings = SHAPES[name]
+    given = [f"model.path={CONFIGS / name}", "data.train=unread", "data.max_length=4096"]
+    given += ["train.gradient_accumulation_steps=2", "model.activation_checkpointing=full"]
+    plan = plan_of(f"--config /dev/null --nodes {nodes} {shlex.join(given)} {settings}")
+    assert plan.reason == "" and plan.step_flops
+    assert round(plan.parameters / 1e9) == billions
+    config = load_config(REPOSITORY / "examples/demo.yaml", [*given, "model.init=random"], {})
+    require_documents_apart(config, read_model_config(config.model, config.data.max_length))
+
+
+def test_every_shape_has_a_source() -> None:
+    lines = (CONFIGS / "README.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in lines for name in SHAPES)
+
+
+def test_no_plan_is_made_of_documents_that_would_mix(tmp_path: Path) -> None:
+    tiny_config("xglm").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^xglm lets .* - use data\.packing=false$"):
+        plan_run(_options(tmp_path))
+
+
+def test_a_type_of_its_own_is_planned_as_its_class_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((CONFIGS / "kimi-k2/config.json").read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": 2, "n_routed_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    plan_run(_options(tmp_path, EXPERTS))
+    printed = capsys.readouterr().out
+    assert "Architecture: kimi_k2, read as deepseek_v3, whose class config.json names" in printed
+    assert "bound from shapes" not in printed and "The run fits" in printed
+
+
+def _options(folder: Path, *settings: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = [f"model.path={folder}", "data.train=unread", "data.max_length=512", *settings]
+    return parser.parse_intermixed_args(["--config", "/dev/null", "--nodes", "1", *given])
