@@ -42,7 +42,12 @@ def _keeps_state(module: nn.Module) -> bool:
     takes = inspect.signature(type(module).forward).parameters
     has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
     is_linear = getattr(module, "layer_type", "") == "linear_attention"
-    return "cache_params" in takes or has_convolution or (is_linear and "past_key_values" in takes)
+    # Inkling 2 makes a convolution's weights from its tokens, and has no module for it.
+    return (
+        bool({"cache_params", "conv_mask"} & takes.keys())
+        or has_convolution
+        or (is_linear and "past_key_values" in takes)
+    )
 
 
 def separate_documents(mixers: list[nn.Module], at_once: bool) -> None:

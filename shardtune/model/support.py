@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -75,7 +76,11 @@ def can_be_packed(model: PreTrainedModel) -> bool:
 
     `choose_attention` sees whether they are.
     """
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    takes = inspect.signature(model.forward).parameters
+    takes_positions = "position_ids" in takes
+    if not takes_positions and any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        decoder: Any = model.get_decoder()  # which a class around it may hand them down to
+        takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
     return takes_positions or keeps_states_only(model)
 
 
