@@ -239,7 +239,7 @@ def use_loss_head(
     if seen != [tokens]:
         return "for every position, since its forward does not call the head once for all tokens"
     head.__class__ = LossHead
-    head.batch, head.is_last = None, logits is marker and not marker.any()
+    head.batch, head.is_last = None, logits is marker and not marker._version
     head.device_type = device_type or device.type
     after = f"since {model.config.model_type} changes them after its head"
     return None if head.is_last else f"for all trained positions at once, {after}"

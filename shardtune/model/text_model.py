@@ -25,15 +25,15 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardtune.errors import UserError, first_line
 
+# Names that models have for a type of transformers. Any other is refused: its code may differ.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+
 
 def read_config(path: str) -> PreTrainedConfig:
-    """Read a config.json, also one of a type of its own whose class is one of transformers'.
-
-    Kimi K2 has a name of its own for DeepSeek V3, whose class it asks for.
+    """Read a config.json, also one that has a name of its own for a type of transformers.
 
     Raises:
         ValueError: transformers knows neither.
@@ -42,27 +42,24 @@ def read_config(path: str) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except ValueError:
         given, _ = PreTrainedConfig.get_config_dict(path)
-        kind = type_of_class(given)
+        kind = type_by_another_name(given)
         if kind is None:
             raise
         config = CONFIG_MAPPING[kind].from_dict(given | {"model_type": kind}, name_or_path=path)
     return config
 
 
-def type_of_class(given: Mapping[str, Any]) -> str | None:
-    """Return transformers' type of a model whose own type it does not know, by its class."""
-    named = given.get("architectures") or [None]
-    if given.get("model_type") in CONFIG_MAPPING:
-        return None
-    return next((k for k, v in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if v == named[0]), None)
+def type_by_another_name(given: Mapping[str, Any]) -> str | None:
+    """Return transformers' type of a model of another name for it, else None."""
+    return _SAME_AS.get(given.get("model_type", ""))
 
 
 def describe_type(folder: Path, model_config: PreTrainedConfig) -> str | None:
     """Return a line on a type that is read as another one, or None."""
-    own = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    if own == model_config.model_type:
+    own = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if own in (None, model_config.model_type):
         return None
-    return f"Architecture: {own}, read as {model_config.model_type}, whose class config.json names"
+    return f"Architecture: {own}, read as {model_config.model_type}"
 
 
 def build_text_model(model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from shardtune.errors import UserError, first_line
-from shardtune.model.text_model import type_of_class
+from shardtune.model.text_model import type_by_another_name
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -29,7 +29,7 @@ def stand_in(path: str) -> tuple[PreTrainedConfig, str] | None:
         kind = given.get("model_type")
     except (OSError, ValueError, AttributeError):
         return None
-    if not isinstance(kind, str) or kind in CONFIG_MAPPING or type_of_class(given):
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING or type_by_another_name(given):
         return None
     text = given.get("text_config")
     given |= text if isinstance(text, dict) else {}

@@ -66,7 +66,7 @@ def test_a_type_of_its_own_is_planned_as_its_class_and_said(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     plan_run(_options(tmp_path, EXPERTS))
     printed = capsys.readouterr().out
-    assert "Architecture: kimi_k2, read as deepseek_v3, whose class config.json names" in printed
+    assert "Architecture: kimi_k2, read as deepseek_v3" in printed
     assert "bound from shapes" not in printed and "The run fits" in printed
 
 
