@@ -43,11 +43,9 @@ def _keeps_state(module: nn.Module) -> bool:
     has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
     is_linear = getattr(module, "layer_type", "") == "linear_attention"
     # Inkling 2 makes a convolution's weights from its tokens, and has no module for it.
-    return (
-        bool({"cache_params", "conv_mask"} & takes.keys())
-        or has_convolution
-        or (is_linear and "past_key_values" in takes)
-    )
+    is_convolution = "conv_mask" in takes and "attention_mask" not in takes
+    is_linear = is_linear and "past_key_values" in takes
+    return "cache_params" in takes or has_convolution or is_convolution or is_linear
 
 
 def separate_documents(mixers: list[nn.Module], at_once: bool) -> None:
