@@ -105,21 +105,21 @@ def architectures() -> list[str]:
 
 
 def in_own_process(kind: str) -> Row:
-    """Look at an architecture in a fork of this process, which has imported all."""
+    """Look at an architecture in a fork of this process: it need not import anything."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def work() -> None:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
-        sender.send(look_at(kind))
+        sender.send_bytes(json.dumps(look_at(kind)).encode())
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     sender.close()
     try:
         if receiver.poll(_SECONDS):
-            return dict(receiver.recv())
+            return dict(json.loads(receiver.recv_bytes()))
         return {"not built": f"takes more than {_SECONDS} s"}
     except EOFError:
         return {"not built": "its process ended"}
@@ -218,7 +218,7 @@ def _require_packable(model: PreTrainedModel, config: Config) -> None:
 
 
 def _unpacked(config: Config) -> Config:
-    """Return the configuration without packing, which is looked at by itself."""
+    """Return the configuration without packing. `_require_packable` looks at packing."""
     return config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
 
 
@@ -296,7 +296,7 @@ def _documents() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def one_by_one(
     model: PreTrainedModel, documents: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the summed loss of documents that each have a forward of their own."""
+    """Return the summed loss of all logits, each document in a forward of its own."""
     total = torch.zeros(())
     for ids, flags in zip(documents, trained, strict=True):
         logits = model(input_ids=ids.view(1, -1)).logits[0].float()

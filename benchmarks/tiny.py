@@ -23,7 +23,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(moe_)?num_shared_experts|n_shared_experts", 1),
     (r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_primary_experts|expert_num", 4),
     (
-        r"num_experts_per_tok(en)?|num_experts_per_token|(moe_)?top_?k(_experts)?|moe_topk|moe_k|experts_per_token",
+        r"(num_)?experts_per_tok(en)?|(moe_)?top_?k(_experts)?|moe_k",
         2,
     ),
     (r"(.*_)?first_k_dense_replace|num_dense_layers|.*first_dense_layers", 1),

@@ -119,14 +119,7 @@ def document_attention(
     width), and no weights.
     """
     documents.check_window(sliding_window, attention_mask)
-    if options.get("is_causal") is False:
-        documents.record_objection("attention that is not causal")
-    for name, feature in _UNSUPPORTED_OPTIONS.items():
-        if options.get(name) is not None:
-            documents.record_objection(feature)
-    indices = options.get("indices")
-    if indices is not None and indices.numel():
-        documents.record_objection("attention to keys that an indexer chooses")
+    _check_options(options)
     if key.shape[2] != query.shape[2]:  # DeepSeek V4 attends to compressed ones as well
         documents.record_objection("keys that are not those of its tokens")
         return torch.zeros_like(query[..., : value.shape[-1]]).transpose(1, 2), None
@@ -164,6 +157,18 @@ def document_attention(
         for q, k, v in zip(*documents_of, strict=True)
     ]
     return torch.cat(outputs, 1), None
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Object to what a layer asks for beyond causal attention with windows and sinks."""
+    if options.get("is_causal") is False:
+        documents.record_objection("attention that is not causal")
+    for name, feature in _UNSUPPORTED_OPTIONS.items():
+        if options.get(name) is not None:
+            documents.record_objection(feature)
+    indices = options.get("indices")
+    if indices is not None and indices.numel():
+        documents.record_objection("attention to keys that an indexer chooses")
 
 
 def _one_document(

@@ -145,8 +145,8 @@ def _describe_states(mixers: list[nn.Module], is_flat: bool, trial: LogitsTrial)
     kernels = ""
     if missing:
         kernels = (
-            f"; without {' and '.join(missing)} they run transformers' reference code, which is "
-            "slower and keeps more memory"
+            f"; without {' and '.join(missing)} they run transformers' reference code, slower and "
+            "with more memory"
         )
     return f"Layers with a state: {len(mixers)}, {how if is_flat else 'in padded rows'}{kernels}"
 

@@ -199,12 +199,10 @@ def _embeddings_and_head(model: PreTrainedModel) -> set[int]:
 
 def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     """Return the share of a parameter by which a token is multiplied."""
-    # Decoders made for an encoder keep the attention to it, and skip it without one. A state decays
-    # by A_log, element by element.
-    # An indexer has no backward.
-    is_skipped = name.endswith(("bias", "A_log"))
-    is_skipped = is_skipped or ".encoder_attn." in name or ".indexer." in name
-    if parameter.dim() < 2 or is_skipped:
+    # A state decays by A_log, element by element. Decoders made for an encoder keep the attention
+    # to it, and skip it without one. An indexer has no backward.
+    is_elementwise = parameter.dim() < 2 or name.endswith(("bias", "A_log"))
+    if is_elementwise or ".encoder_attn." in name or ".indexer." in name:
         return 0.0
     is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None
     if (parameter.dim() == 2 and not is_listed) or ".conv" in name:  # convolutions go by channel

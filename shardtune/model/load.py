@@ -197,8 +197,8 @@ class SliceConverter(WeightConverter):
             return {layer_name: stored if fits else stored.transpose(1, 2).contiguous()}
         if not _joins_or_cuts_rows(operations):
             return super().convert(layer_name, model, *more, **options)
-        # The slices of rows are no slice of what they make: the convolutions of queries, keys and
-        # values, say, which are one in the model.
+        # The slices of rows are no slice of what they make: the model joins the convolutions of
+        # queries, keys and values, say.
         for pattern, reads in self.collected_tensors.items():
             self.collected_tensors[pattern] = cast(Any, [partial(_read_whole, r) for r in reads])
         made = super().convert(layer_name, model, *more, **options)
@@ -265,6 +265,26 @@ def load_sharded(
     all parameters that are DTensors. Its own version of that method unties tied embeddings and
     supports neither a world of one nor our dtypes.
     """
+    model, info = _sharded_class(skeleton, device, shard).from_pretrained(
+        path,
+        config=skeleton.config,
+        dtype=skeleton.dtype,
+        attn_implementation=skeleton.config._attn_implementation,
+        distributed_config=DistributedConfig(),  # no parallelism of transformers' own
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    del model.config.distributed_config
+    # What reading has left in the allocator has other sizes than what training asks for.
+    torch.cuda.empty_cache()
+    _require_all_weights(path, info)
+    return cast(PreTrainedModel, model)
+
+
+def _sharded_class(
+    skeleton: PreTrainedModel, device: torch.device, shard: Callable[[PreTrainedModel], None]
+) -> type[Any]:
+    """Return the skeleton's class, but one that `from_pretrained` shards before it reads."""
     model_class, names = type(skeleton), sorted(skeleton.state_dict())
     whole = sum(p.numel() for p in skeleton.parameters())
 
@@ -322,20 +342,7 @@ def load_sharded(
 
     # transformers finds its conversions by the class's name.
     Sharded.__name__ = Sharded.__qualname__ = model_class.__name__
-    model, info = Sharded.from_pretrained(
-        path,
-        config=skeleton.config,
-        dtype=skeleton.dtype,
-        attn_implementation=skeleton.config._attn_implementation,
-        distributed_config=DistributedConfig(),  # no parallelism of transformers' own
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    del model.config.distributed_config
-    # What reading has left in the allocator has other sizes than what training asks for.
-    torch.cuda.empty_cache()
-    _require_all_weights(path, info)
-    return cast(PreTrainedModel, model)
+    return Sharded
 
 
 def _keep_in_float32(model: PreTrainedModel) -> None:

@@ -283,8 +283,8 @@ def quantised_problems(folder: Path) -> list[str]:
 def _not_read(folder: Path, problems: Mapping[str, str]) -> str:
     name = min(problems)
     return (
-        f"{folder}: {name} is quantised as {problems[name]}, which is not read ({len(problems)} "
-        "tensors in all) - use a copy of the model in bfloat16, or fetch it again"
+        f"{folder}: {name} is quantised as {problems[name]}; training does not read that "
+        f"({len(problems)} tensors in all) - use a copy of the model in bfloat16, or fetch it again"
     )
 
 

@@ -72,7 +72,7 @@ def _short_rope_length(config: PreTrainedConfig) -> int | None:
 
 
 def can_be_packed(model: PreTrainedModel) -> bool:
-    """Return whether documents of one row can be told apart: by positions, or without attention.
+    """Return whether a model keeps documents of one row apart: by positions, or without attention.
 
     `choose_attention` sees whether they are.
     """
@@ -93,7 +93,7 @@ def keeps_states_only(model: PreTrainedModel) -> bool:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers, whose classes FSDP2 may have replaced by subclasses.
 
-    Mamba names its mixers, too, which are within layers.
+    Mamba names its mixers, too; they are within layers.
     """
     names = set(model._no_split_modules or ())
     named = [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]

@@ -251,14 +251,8 @@ def _plan_stage(
     shapes = Shapes(whole, compute_dtype(config.model.compute_dtype, world.device))
     measured = None
     if not reason:
-        try:
-            simulations = simulations or Simulations(model_config)
-            measured = simulations.measure(whole, config, policy, world, machine.is_gpu)
-        except UserError:
-            raise
-        except Exception as error:  # any architecture may ask for something else
-            kind = model_config.model_type
-            reason = f"no step of {kind} can be simulated: {first_line(error)}"
+        simulations = simulations or Simulations(model_config)
+        measured, reason = _measure(simulations, whole, config, policy, world, machine.is_gpu)
     if measured:
         traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
         peaks, pools = _memory(measured, states, optimizer, machine)
@@ -292,6 +286,24 @@ def _plan_stage(
     if measured and not policy.kept_groups:
         return _keep_groups(plan, measured, own, kept, optimizer, world)
     return plan
+
+
+def _measure(
+    simulations: Simulations,
+    whole: PreTrainedModel,
+    config: Config,
+    policy: ReshardPolicy,
+    world: World,
+    is_gpu: bool,
+) -> tuple[Measured | None, str]:
+    """Return what a simulated step shows, or None and the reason why there is none."""
+    try:
+        return simulations.measure(whole, config, policy, world, is_gpu), ""
+    except UserError:
+        raise
+    except Exception as error:  # any architecture may ask for something else
+        kind = whole.config.model_type
+        return None, f"no step of {kind} can be simulated: {first_line(error)}"
 
 
 def _keep_groups(

@@ -173,30 +173,46 @@ def simulate(
                     stage.forward(batch)
             most = max(3, world.stages + 1)
             micro_batches = [batch] * min(most, config.train.gradient_accumulation_steps)
-            traffic = [tracker.traffic, *(Counter[Collective]() for _ in micro_batches)]
-            kernels = [tracker.kernels, *(Counter[Kernel]() for _ in micro_batches)]
-            tracker.traffic = traffic[1]  # a stage expects its first message before its first pass
-            for each in stage.passes(micro_batches):
-                tracker.traffic = traffic[1 + each.number]
-                tracker.kernels = kernels[1 + each.number]
-                if each.is_forward:
-                    tracker.begin("forward")
-                    stage.forward(batch)
-                else:
-                    policy.before_backward(model, each.is_last_backward)
-                    tracker.begin("backward", Cause.BACKWARD)
-                    stage.backward(batch, scale=1.0)
-                    for parameter in model.parameters():  # no collective has shown some of them
-                        if parameter.grad is not None:
-                            tracker.hold(to_local(parameter.grad), Cause.GRADIENTS)
-            tracker.traffic, tracker.kernels = Counter(), Counter()
-            traffic.append(tracker.traffic)
-            kernels.append(tracker.kernels)
-            stage.finish()
+            traffic, kernels = _accumulate(micro_batches, stage, model, policy, tracker)
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
     layers = len(decoder_layers(model))
     return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention.text)
+
+
+def _accumulate(
+    micro_batches: list[Batch],
+    stage: Stage,
+    model: PreTrainedModel,
+    policy: ReshardPolicy,
+    tracker: Tracker,
+) -> tuple[list[Counter[Collective]], list[Counter[Kernel]]]:
+    """Pass the micro-batches of a step, and return what is sent and launched.
+
+    The first of each is of what came before, as the evaluation; then each micro-batch's; the last
+    one is of what follows all of them.
+    """
+    traffic = [tracker.traffic, *(Counter[Collective]() for _ in micro_batches)]
+    kernels = [tracker.kernels, *(Counter[Kernel]() for _ in micro_batches)]
+    tracker.traffic = traffic[1]  # a stage expects its first message before its first pass
+    for each in stage.passes(micro_batches):
+        tracker.traffic = traffic[1 + each.number]
+        tracker.kernels = kernels[1 + each.number]
+        if each.is_forward:
+            tracker.begin("forward")
+            stage.forward(each.batch)
+        else:
+            policy.before_backward(model, each.is_last_backward)
+            tracker.begin("backward", Cause.BACKWARD)
+            stage.backward(each.batch, scale=1.0)
+            for parameter in model.parameters():  # no collective has shown some of them
+                if parameter.grad is not None:
+                    tracker.hold(to_local(parameter.grad), Cause.GRADIENTS)
+    tracker.traffic, tracker.kernels = Counter(), Counter()
+    traffic.append(tracker.traffic)
+    kernels.append(tracker.kernels)
+    stage.finish()
+    return traffic, kernels
 
 
 def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:

@@ -129,7 +129,7 @@ class CodeTable(NamedTuple):
 
 @functools.cache
 def code_tables(device: torch.device) -> tuple[CodeTable, CodeTable]:
-    """Return the tables of the first moment, which is signed, and of the second, unsigned."""
+    """Return the tables of the signed first moment and of the unsigned second one."""
     half, full = magnitudes(7), magnitudes(8)
     signed = CodeTable(torch.cat([half, -half]), half, lower_codes(half))
     unsigned = CodeTable(full, full, lower_codes(full))

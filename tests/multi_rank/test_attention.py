@@ -17,6 +17,7 @@ from helpers.tiny_models import VOCABULARY, small_opt
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.models import one_by_one
 from shardtune.config import Config
 from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
@@ -118,19 +119,6 @@ def a_row(lengths: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tens
             torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
         ),
     )
-
-
-def one_by_one(
-    model: PreTrainedModel, documents: list[torch.Tensor], trained: list[torch.Tensor]
-) -> torch.Tensor:
-    """The oracle: transformers' eager attention and all logits, each document in a forward of its
-    own."""
-    total = torch.zeros(())
-    for ids, flags in zip(documents, trained, strict=True):
-        logits = model(input_ids=ids.view(1, -1)).logits[0].float()
-        losses = -logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        total = total + losses[flags[1:]].sum()
-    return total
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:

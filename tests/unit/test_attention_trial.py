@@ -40,7 +40,7 @@ def test_a_prefix_that_sees_itself_is_another_mask(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_window_of_the_layers_alone_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their own attention goes by the mask, which is full here."""
+    """Their own attention goes by the mask. Here it is full."""
     from transformers.models.olmo3 import modeling_olmo3
 
     def full(*given: Any, **named: Any) -> Any:

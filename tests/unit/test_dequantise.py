@@ -146,7 +146,9 @@ def test_files_that_are_quantised_in_another_way_are_named(
 ) -> None:
     write(tmp_path, tensors | {"b": torch.ones(1)}, quant_method="fp8")
     (line,) = quantised.quantised_problems(tmp_path)
-    assert line.startswith(f"{tmp_path}: {problem}, which is not read (1 tensors in all) - ")
+    assert line.startswith(
+        f"{tmp_path}: {problem}; training does not read that (1 tensors in all) - "
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,94 +2,38 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.chats import chats, write_jsonl
+from helpers.planned import (
+    CONFIG,
+    DEEP,
+    GLM,
+    GPT_OSS,
+    LLAMA,
+    MACHINE,
+    STEPS,
+    THREE_DENSE,
+    configured,
+)
 from transformers import (
     AutoModelForCausalLM,
-    Glm4MoeConfig,
-    GptOssConfig,
-    Llama4TextConfig,
-    LlamaConfig,
     PreTrainedConfig,
 )
 
 from shardtune.__main__ import run
-from shardtune.config import Config
-from shardtune.config_io import load_config
 from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.model.build import build_on_meta
-from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, collective_bytes, link_bytes
-from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.plan import make_plan
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.text import describe
 from shardtune.planner.tracker import Cause, Collective
-from shardtune.planner.verdict import verdict
 from shardtune.training.reshard import ReshardPolicy
-
-CONFIG = Path(__file__).parents[2] / "examples/demo.yaml"
-GLM = Glm4MoeConfig(
-    vocab_size=1000,
-    hidden_size=256,
-    intermediate_size=512,
-    moe_intermediate_size=128,
-    num_hidden_layers=7,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    n_routed_experts=16,
-    num_experts_per_tok=4,
-    first_k_dense_replace=1,
-)
-GPT_OSS = GptOssConfig(
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    num_local_experts=4,
-)
-MACHINE = Machine(2, 4, 8e9, 1e9, 1e9, 1e12)
-LLAMA = LlamaConfig(
-    vocab_size=1000,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=6,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    max_position_embeddings=8192,
-)
-TIED = copy.deepcopy(LLAMA)
-TIED.tie_word_embeddings = True
-THREE_DENSE = copy.deepcopy(GLM)
-THREE_DENSE.num_hidden_layers, THREE_DENSE.first_k_dense_replace = 12, 3
-# The end of its backward, the gradient of the embedding, takes the most in a shallow one, and the
-# beginning in this.
-DEEP = LlamaConfig(
-    vocab_size=8000,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=16,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
-
-
-STEPS = ["train.gradient_accumulation_steps=4", "model.activation_checkpointing=full"]
-
-
-def configured(*assignments: str) -> Config:
-    given = ["model.path=unread", "model.init=random", "model.compute_dtype=bfloat16"]
-    return load_config(CONFIG, [*given, "data.max_length=256", *assignments], {})
 
 
 @pytest.mark.parametrize(
@@ -260,104 +204,6 @@ def test_a_step_under_a_mask_or_in_float32_is_simulated(
     assert not plan.reason
 
 
-def test_a_model_whose_step_cannot_be_simulated_is_bounded_by_its_shapes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # No forward of it runs: the default 8 key heads are more than its heads.
-    sizes = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2}
-    Llama4TextConfig(**sizes, num_attention_heads=4).save_pretrained(tmp_path)
-    given = [f"model.path={tmp_path}", "data.packing=false", "data.max_length=256"]
-    given.append("model.activation_checkpointing=none")
-    assert run(["plan", "--config", str(CONFIG), *given]) == 0
-    said = capsys.readouterr().out
-    assert "A bound from shapes alone, since no step of llama4_text can be simulated" in said
-    assert "The run fits" in said
-
-
-@pytest.mark.parametrize(("experts", "family"), [(0, "Llama"), (16, "Qwen3-MoE")])
-def test_an_unknown_architecture_is_bounded_by_its_shapes(
-    experts: int, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = GLM.to_dict() | {"model_type": "glm9", "n_routed_experts": experts}
-    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
-    assert run(["plan", "--config", str(CONFIG), f"model.path={tmp_path}"]) == 0
-    said = capsys.readouterr().out
-    assert "since transformers does not know glm9, and a run of it is refused" in said
-    assert f"taken for those of {family}" in said
-    numel = AutoModelForCausalLM.from_config(GLM).num_parameters()
-    (number,) = re.findall(r"Parameters: ([\d,]+)", said)
-    counted = int(number.replace(",", ""))
-    if experts:
-        assert numel < counted < 1.5 * numel  # every layer has experts, and a dense product
-
-
-def test_a_bound_says_only_what_it_shows() -> None:
-    """Above it the run fits, and below the states it does not; between them nobody knows."""
-
-    def planned(memory_bytes: float) -> Plan:
-        machine = Machine(1, 2, memory_bytes, math.inf, math.inf, math.inf, is_gpu=False)
-        return make_plan(configured(), LLAMA, machine, reason="no step was simulated")
-
-    most, least = planned(1e12).peak_bytes, planned(1e12).states.total
-    for memory, fits, cannot_fit, words in (
-        (most, True, False, "The run fits, "),
-        (most - 1, False, False, "The run may not fit, "),
-        (least, False, False, "The run may not fit, "),
-        (least - 1, False, True, "The run does not fit, "),
-    ):
-        plan = planned(memory)
-        assert (plan.fits, plan.cannot_fit) == (fits, cannot_fit), memory
-        assert verdict(plan).startswith(words) and "peak of " in verdict(plan)
-        assert "bound by" not in verdict(plan)  # no rate is known
-
-
-@pytest.mark.parametrize(
-    ("model_config", "assignments", "memory_bytes"),
-    [
-        # Gradients are reduced in each micro-batch, between replicas once a step.
-        (GLM, ["parallel.expert=2", "parallel.replicate=2", STEPS[0]], 4.0265e9),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (GLM, ["parallel.expert=2", "parallel.replicate=2", *STEPS], 4.001e9),
-                (GLM, ["parallel.expert=2", "parallel.stages=2", *STEPS], 4.001e9),
-                (GLM, ["parallel.expert=2", "parallel.stages=4", *STEPS], 8e9),
-                (LLAMA, ["parallel.stages=2", *STEPS], 4.001e9),
-                (TIED, ["parallel.stages=2", *STEPS], 4.001e9),
-                (GLM, ["model.activation_checkpointing=none"], 4.001e9),
-                (GLM, ["lora.rank=8", "parallel.expert=4"], 8e9),
-            )
-        ),
-    ],
-)
-def test_a_bound_has_the_traffic_of_a_simulated_step(
-    model_config: PreTrainedConfig, assignments: list[str], memory_bytes: float
-) -> None:
-    """What is gathered is freed with the smaller memory, and kept with the larger one."""
-    config, cut = configured(*assignments), with_layers(model_config, 4)
-    machine = Machine(2, 4, memory_bytes, 1, 1, 1)
-    simulated, bound = (make_plan(config, cut, machine, reason=reason) for reason in ("", "-"))
-    assert bound.policy == simulated.policy
-    for received, expected in zip(bound.traffic, simulated.traffic, strict=True):
-        assert received.keys() == expected.keys()
-        # A stage that is forwards ahead has its embedding from one forward to the next.
-        assert received == pytest.approx(expected, rel=0.1 if len(bound.traffic) > 1 else 0.001)
-
-
-def test_a_bound_receives_once_what_is_kept() -> None:
-    def received(memory_bytes: float) -> dict[str, int]:
-        machine = Machine(1, 2, memory_bytes, 1, 1, 1)
-        settings = configured("train.gradient_accumulation_steps=4")
-        plan = make_plan(settings, LLAMA, machine, reason="no step was simulated")
-        return {collective.kind: size for collective, size in plan.traffic[0].items()}
-
-    kept, freed = received(80e9), received(4e9)
-    # Layers twice in each micro-batch; embedding and head are there from forward to backward.
-    around = 2 * 2 * LLAMA.vocab_size * LLAMA.hidden_size
-    assert freed["all-gather"] == pytest.approx(8 * kept["all-gather"] - 4 * around, rel=0.001)
-    assert freed["reduce-scatter"] == 4 * kept["reduce-scatter"]
-
-
 def test_what_stays_gathered_takes_half_of_what_is_left() -> None:
     """A step that keeps as many groups sends what the plan counts, and takes no more memory."""
     settings = ["parallel.expert=4", "data.max_length=64", *STEPS]
@@ -386,14 +232,6 @@ def test_experts_that_are_not_shared_do_not_stay_gathered() -> None:
     config = configured("parallel.expert=8", "data.max_length=64", *STEPS)
     plan = make_plan(config, model_config, machine)
     assert plan.kept_groups == (1 + model_config.num_hidden_layers,)
-
-
-def test_an_unknown_architecture_without_shapes_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "glm9", "hidden_size": 64}', "utf-8")
-    assert run(["plan", "--config", str(CONFIG), f"model.path={tmp_path}"]) == 2
-    assert "lacks num_hidden_layers, num_attention_heads, vocab_size" in capsys.readouterr().err
 
 
 def test_measured_bandwidths_are_taken_for_the_machine_on_which_they_were_measured(
@@ -516,27 +354,3 @@ def test_a_directory_without_a_configuration_is_named(
 ) -> None:
     assert run(["plan", "--config", str(CONFIG), f"model.path={tmp_path}"]) == 2
     assert str(tmp_path) in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("model_config", "assignments"),
-    [
-        (LLAMA, ["train.micro_batch_size=4", "data.max_length=1024"]),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (GLM, ["parallel.expert=4", "model.activation_checkpointing=none"]),
-                (GLM, ["model.activation_checkpointing=full", "model.master_dtype=bfloat16"]),
-                (LLAMA, ["model.activation_checkpointing=none", "lora.rank=8"]),
-            )
-        ),
-    ],
-)
-def test_the_bound_from_shapes_alone_is_above_a_simulated_step(
-    model_config: PreTrainedConfig, assignments: list[str]
-) -> None:
-    config = configured(*assignments)
-    plan = make_plan(config, model_config, Machine(1, 8, 8e9, 1, 1, 1, is_gpu=False))
-    with fake_world(1, 8, config) as world:
-        model = build_on_meta(config, model_config, world)
-        assert plan.peak_bytes < bound_bytes(model, config, plan.states, world)

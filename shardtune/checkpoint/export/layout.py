@@ -177,7 +177,7 @@ class WholeModel(Export):
         copied = list[Unit]()
         self._source_files = dict[str, list[str]]()
         if source is not None:
-            # Older checkpoints have towers, which are as in the source.
+            # Older checkpoints have towers, equal to the source's.
             stored = {name: kind for name, kind in stored.items() if not name.startswith(towers)}
             units = _units_of_source(source, self._model, stored, tied)
             trained = {name for unit in units for name in unit.exported}

@@ -1,0 +1,150 @@
+"""Other forms of records give the tokens of the same messages, and columns name them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.data_run import TEMPLATE, Run, chat, problems_of, save_model, write
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+SHAREGPT = "ShareGPT: conversations of from and value"
+ALPACA = "Alpaca: instruction, input and output"
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def same_records() -> tuple[list[dict], list[dict]]:
+    """ShareGPT's records and the same as messages."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    pairs = []
+    for i in range(30):
+        flags = {"train": False} if i % 2 else {}
+        turns = [
+            ("system", "system", "be kind", {}),
+            ("user", "human", f"how {i}", {}),
+            ("assistant", "gpt", "unsure", flags),
+            ("tool", "observation", "4", {}),
+            ("assistant", "model", f"fine {i}", {}),
+        ]
+        messages = [message(role, text, **more) for role, _, text, more in turns]
+        values = [{"from": name, "value": text, **more} for _, name, text, more in turns]
+        theirs = {"conversations": values, "tools": json.dumps(tools)}
+        pairs.append((theirs, {"messages": messages, "tools": tools}))
+    return [theirs for theirs, _ in pairs], [ours for _, ours in pairs]
+
+
+def same_instructions() -> tuple[list[dict], list[dict]]:
+    """Alpaca's records and the same as messages."""
+    theirs, ours = [], []
+    for i in range(30):
+        record = {"instruction": "add", "input": f"{i}" if i % 3 else "", "output": str(i + 1)}
+        question = f"add\n{i}" if i % 3 else "add"
+        messages = [message("user", question), message("assistant", str(i + 1))]
+        record["system"] = "be brief" if i % 2 else ""
+        if i % 2:
+            messages = [message("system", "be brief"), *messages]
+        theirs.append(record)
+        ours.append({"messages": messages})
+    return theirs, ours
+
+
+@pytest.mark.parametrize("case", ["sharegpt", "alpaca", "renamed.jsonl", "renamed.parquet"])
+@pytest.mark.parametrize(
+    "options", [{}, {"eval_fraction": 0.4}, {"loss_on": "last"}, {"max_length": 90}], ids=str
+)
+def test_each_form_gives_the_tokens_of_the_same_messages(
+    case: str, options: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    theirs, ours = same_records() if case == "sharegpt" else same_instructions()
+    plain = Run(model, write(tmp_path / "ours.jsonl", ours), **options)
+    if case.startswith("renamed"):
+        names = {"instruction": "q", "output": "a"}
+        theirs = [{names.get(k, k): v for k, v in r.items()} | {"text": "no"} for r in theirs]
+        options = {"columns": {**names, "text": None}, **options}
+    file = write(tmp_path / "theirs.jsonl", theirs)
+    if case.endswith("parquet"):
+        file = tmp_path / case
+        pq.write_table(pa.Table.from_pylist(theirs), file)
+    run = Run(model, file, **options)
+    assert run.texts() == plain.texts() and run.prepared.key == plain.prepared.key
+    form = SHAREGPT if case == "sharegpt" else ALPACA
+    said = [line.partition(f": records in the form of {form}: ") for line in run.prepared.lines]
+    counts = {name: int(count) for name, _, count in said if count}
+    assert sum(counts.values()) == len(theirs)
+    assert len(counts) == len(run.prepared.sets)
+
+
+def test_columns_that_match_nothing_are_refused(model: Path, tmp_path: Path) -> None:
+    records = [{"question": "q", "answer": "a", "score": 1}, {"text": "t", "score": None}]
+    train = write(tmp_path / "a.jsonl", records)
+    columns = {"prompt": "question", "completion": "anwser", "text": None}
+    problems = problems_of(model, train, columns=columns)
+    assert (
+        "data.columns.completion=anwser: no record of any source has anwser - name one of "
+        "answer, question, score, text"
+    ) in problems
+    assert problems[-1] == "data.train: 2 of 2 records broken - repair or remove them"
+    write(train, records[:1])
+    good = Run(model, train, columns=columns | {"completion": "answer"})
+    assert good.texts() == [("qa<|im_end|>", "a<|im_end|>")]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_apply_to_the_sources_that_have_them(
+    kind: str, model: Path, tmp_path: Path
+) -> None:
+    forms = {
+        "renamed": ({"question": "q1", "answer": "a1"}, {"prompt": "q1", "completion": "a1"}),
+        "ours": ({"prompt": "q2", "completion": "a2"}, {"prompt": "q2", "completion": "a2"}),
+        "tools": (chat("q3", functions='[{"name": "f"}]'), chat("q3", tools='[{"name": "f"}]')),
+        "chats": (chat("q4"), chat("q4")),
+        "turns": ({"conversations": chat("q5")["messages"]}, chat("q5")),
+    }
+    columns = {"prompt": "question", "completion": "answer"}
+    columns |= {"tools": "functions", "messages": "conversations"}
+    theirs, ours = [], []
+    for name, (record, plain) in forms.items():
+        for folder, sources, written in (("theirs", theirs, record), ("ours", ours, plain)):
+            file = write(tmp_path / folder / f"{name}.jsonl", [written])
+            if kind == "parquet":
+                file = file.with_suffix(".parquet")
+                pq.write_table(pa.Table.from_pylist([written]), file)
+            sources.append({"path": str(file)})
+    run, plain = Run(model, theirs, columns=columns), Run(model, ours)
+    assert run.texts() == plain.texts() and len(run.texts()) == 5
+    # Evaluation data may have our names where the training data has others.
+    evaluated = {"eval": theirs[3]["path"], "columns": {"tools": "functions"}}
+    assert '"name": "f"' in Run(model, [theirs[2]], **evaluated).texts()[0][0]
+    both = write(tmp_path / "both.jsonl", [chat("q"), {"question": "q", "prompt": "q"}])
+    problems = problems_of(model, [*theirs, {"path": str(both)}], columns=columns)
+    assert problems[0].startswith(f"{both}:2: has prompt and question, which data.columns reads")
+
+
+def test_template_options_reach_the_template(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "{{ greeting }}" + TEMPLATE)
+    train, other = (
+        write(tmp_path / "a.jsonl", [chat("q")]),
+        write(tmp_path / "b.jsonl", [chat("r")]),
+    )
+    run = Run(model, train, eval=str(other), template_options={"greeting": "hi", "tone": 3})
+    for dataset in run.prepared.sets.values():
+        assert run.encoder.tokenizer.decode(dataset[0][0]).startswith("hi<|im_start|>")
+    warning = "data.template_options: WARNING: the chat template does not read tone"
+    assert run.prepared.lines[0] == warning and "greeting" not in str(run.prepared.lines)
+    taken = ("add_generation_prompt", "eos_token", "messages", "tokenize", "tools")
+    problems = problems_of(model, train, template_options=dict.fromkeys(taken, 1) | {"tone": 1})
+    assert [problem.partition(":")[0] for problem in problems] == [
+        f"data.template_options.{name}" for name in taken
+    ]
