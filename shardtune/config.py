@@ -82,15 +82,18 @@ class ModelConfig(Section):
     """Dtype of forward and backward. `auto`: bfloat16 where the device has it, else float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced and accumulated."""
-    activation_checkpointing: Literal["none", "selective", "full", "offload"] = _changeable(
-        "none", enum=["none", "selective", "full"]
-    )
+    activation_checkpointing: Literal["none", "selective", "full", "offload"] = _changeable("none")
     """Activations to compute again in the backward. `selective`: all but the costly ones;
     `offload`: as `full`, with the layers' inputs in host memory."""
     attention: Literal["auto", "sdpa", "eager"] = _changeable("auto")
     """`auto`: the fastest implementation on this device that keeps documents apart."""
     compile: bool | Literal["auto"] = _changeable("auto")
     """Compile each transformer block. `auto`: on GPUs where it works; `true`: or end the run."""
+
+    @property
+    def keeps_inputs_alone(self) -> bool:
+        """Whether each layer is computed again in the backward, from its input."""
+        return self.activation_checkpointing in ("full", "offload")
 
 
 class TrainSource(Section):

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.cuda import _pin_memory_utils
 
-from shardtune.distributed.host_memory import available_memory
+from shardtune.distributed.host_memory import available_memory, empty_pinned
 from shardtune.distributed.world import World
-from shardtune.errors import RunFailed, first_line
 from shardtune.log import logger
 
 
@@ -22,18 +20,20 @@ class Staging:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        memory = torch.empty(staged_bytes(tensors), dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        n_bytes = staged_bytes(tensors)
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            memory = empty_pinned(n_bytes, "checkpoints", "use checkpoint.mode=sync")
+        else:
+            memory = torch.empty(n_bytes, dtype=torch.uint8)
         self._copies: dict[str, torch.Tensor] = {}
         begin = 0
         for name, tensor in tensors.items():
             part = memory[begin : begin + tensor.nbytes]
             self._copies[name] = part.view(tensor.dtype).view(tensor.shape)
             begin += _aligned(tensor.nbytes)
-        self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            _pin(memory)
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Begin to copy these tensors, over earlier copies that must have been written."""
@@ -90,19 +90,3 @@ def staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // 64) * 64
-
-
-def _pin(memory: torch.Tensor) -> None:
-    """Pin memory in place: PyTorch's own pinned memory comes in powers of two.
-
-    Raises:
-        RunFailed: the node cannot pin it.
-    """
-    try:
-        if memory.nbytes:
-            _pin_memory_utils.pin_memory(memory.data_ptr(), memory.nbytes)
-    except RuntimeError as error:
-        raise RunFailed(
-            f"{memory.nbytes / 1e9:.1f} GB of host memory for checkpoints cannot be pinned "
-            f"({first_line(error)}) - use checkpoint.mode=sync"
-        ) from error

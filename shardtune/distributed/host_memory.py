@@ -1,10 +1,14 @@
-"""The memory that a node's processes may still take."""
+"""Memory of a node beside its GPUs': how much its processes may still take, and pinned memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import psutil
+import torch
+from torch.cuda import _pin_memory_utils
+
+from shardtune.errors import RunFailed, first_line
 
 
 def available_memory(
@@ -32,3 +36,29 @@ def _available_in(cgroup: Path) -> int:
     stat = dict(map(str.split, (cgroup / "memory.stat").read_text(encoding="ascii").splitlines()))
     cached = int(stat["inactive_file"]) + int(stat["active_file"])
     return int(limit) - int((cgroup / "memory.current").read_text(encoding="ascii")) + cached
+
+
+def empty_pinned(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
+    """Return so many bytes, uint8, that GPUs copy from and to beside their work.
+
+    They are pinned in place: PyTorch's own pinned memory comes in powers of two. `unpin` must come
+    before they are freed. `use` and `remedy` are of the message.
+
+    Raises:
+        RunFailed: the node cannot pin them.
+    """
+    memory = torch.empty(n_bytes, dtype=torch.uint8)
+    try:
+        if n_bytes:
+            _pin_memory_utils.pin_memory(memory.data_ptr(), n_bytes)
+    except RuntimeError as error:
+        raise RunFailed(
+            f"{n_bytes / 1e9:.1f} GB of host memory for {use} cannot be pinned "
+            f"({first_line(error)}) - {remedy}"
+        ) from error
+    return memory
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo `empty_pinned`; no GPU uses the memory any more."""
+    _pin_memory_utils.unpin_memory(memory.data_ptr())

@@ -35,6 +35,7 @@ from shardtune.model.experts import (
     spread_experts,
     spread_problems,
 )
+from shardtune.model.host_inputs import PinnedCopies, keep_inputs_on_host
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.overlap import gather_ahead, reduce_beside_gathers
@@ -126,7 +127,10 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         model = load_sharded(skeleton, config.model.path, world.device, distribute)
     if config.lora.rank is not None:
         draw_factors(model, config.run.seed)
-    return _for_training(model, config)
+    model = _for_training(model, config)
+    if config.model.activation_checkpointing == "offload" and world.device.type == "cuda":
+        keep_inputs_on_host(model, PinnedCopies(world.device))
+    return model
 
 
 def build_on_meta(

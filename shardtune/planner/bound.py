@@ -36,7 +36,7 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     scores = getattr(settings, "num_attention_heads", None) or 0
     scores *= config.data.max_length
     kept = [width + scores for width in layers]
-    if config.model.activation_checkpointing == "full":
+    if config.model.keeps_inputs_alone:
         kept = [max(kept, default=0), len(kept) * (getattr(settings, "hidden_size", None) or 0)]
     activations = tokens * (sum(kept) + logits) * _WIDEST_BYTES * _COPIES_OF_ACTIVATIONS
     largest = max(gathered_numel(p) for p in model.parameters()) * _WIDEST_BYTES

@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser, needs_config: bool = True) ->
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of 1e9 bytes")
+    host_help = "of a node, beside its GPUs'"
+    parser.add_argument("--host-memory", type=float, default=2000, metavar="GB", help=host_help)
     for name, (default, help_) in _RATES.items():
         help_ = f"{help_}; if not given as the preflight has measured it, else {default:g}"
         parser.add_argument(name, type=float, help=help_)
@@ -59,6 +61,7 @@ def plan_run(options: argparse.Namespace) -> None:
         "nodes": options.nodes,
         "gpus-per-node": options.gpus_per_node,
         "gpu-memory": options.gpu_memory,
+        "host-memory": options.host_memory,
         "nic-gbps": options.nic_gbps,
         "nvlink-gbps": options.nvlink_gbps,
         "gpu-tflops": options.gpu_tflops,
@@ -126,4 +129,5 @@ def machine_of(options: argparse.Namespace, config: Config) -> Machine:
         node_bytes_per_s=rate(options.nic_gbps, 1e9 / 8, measured.node_bytes_per_s, nic),
         rank_bytes_per_s=rate(options.nvlink_gbps, 1e9 / 8, measured.rank_bytes_per_s, nvlink),
         flops_per_s=rate(options.gpu_tflops, 1e12, measured.flops_per_s, tflops),
+        host_bytes=options.host_memory * 1e9,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Machine:
     rank_bytes_per_s: float  # between one rank and the others of its node
     flops_per_s: float  # of one rank, in the compute dtype
     is_gpu: bool = True  # else ranks are processes that share their node's memory
+    host_bytes: float = math.inf  # memory of a node, beside its GPUs'
 
     @property
     def allowance_bytes(self) -> int:

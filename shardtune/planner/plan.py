@@ -81,7 +81,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.machine.memory_bytes
+        return self.peak_bytes <= self.machine.memory_bytes and self.host_fits
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether a node has the memory, beside its GPUs', that the run holds."""
+        return self.storage.pinned_bytes <= self.machine.host_bytes
 
     @property
     def cannot_fit(self) -> bool:
@@ -91,7 +96,7 @@ class Plan:
         model would be refused on a small GPU.
         """
         least = self.states.total if self.reason else self.peak_bytes
-        return least > self.machine.memory_bytes
+        return least > self.machine.memory_bytes or not self.host_fits
 
     @property
     def received(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -168,7 +173,7 @@ def floors_s(
     }
     if step_flops is not None:
         # Full checkpointing runs each layer's forward, a third of the rest, once more.
-        again = 4 / 3 if config.model.activation_checkpointing == "full" else 1
+        again = 4 / 3 if config.model.keeps_inputs_alone else 1
         seconds = again * step_flops / (machine.ranks * machine.flops_per_s)
         stages, micro_batches = config.parallel.stages, config.train.gradient_accumulation_steps
         floors["arithmetic"] = seconds / (1 - idle_share(stages, micro_batches))

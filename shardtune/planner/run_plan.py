@@ -85,6 +85,7 @@ class RunPlan:
             rank_bytes_per_s=measured.rank_bytes_per_s or math.inf,
             flops_per_s=self.device_peak.flops_per_s or math.inf,
             is_gpu=world.device.type == "cuda",
+            host_bytes=min(world.all_gather_json(available_memory())),
         )
         self._held_bytes = 0  # by the process itself, before the run's tensors
         self._prediction: Prediction | None = None

@@ -119,7 +119,8 @@ class Search:
         def fits(each: Estimate) -> bool:
             return each.peak_bytes + off.get(each.stages, own_off) <= memory_bytes
 
-        for settings in islice(_settings(plan.config), 1 if plan.fits else None):
+        groups = _settings(plan.config, plan.machine.is_gpu)
+        for settings in islice(groups, 1 if plan.fits else None):
             estimates: list[Estimate] = []
             for values, price in settings:
                 if all(map(self._may_change, values)):
@@ -213,14 +214,17 @@ def launch_command(
     return shlex.join(words)
 
 
-def _settings(config: Config) -> Iterator[list[tuple[dict[str, Any], str]]]:
+def _settings(config: Config, is_gpu: bool) -> Iterator[list[tuple[dict[str, Any], str]]]:
     """Yield groups of settings, each with its price: first none, then the fewest that may help, and
     only at last those that train less."""
     model, trains_all = config.model, config.lora.rank is None
     same: list[tuple[dict[str, Any], str]] = []
-    if model.activation_checkpointing != "full":
+    if not model.keeps_inputs_alone:
         price = "about a third more arithmetic"
         same.append(({"model.activation_checkpointing": "full"}, price))
+    elif model.activation_checkpointing == "full" and is_gpu:
+        price = "layers' inputs travel to host memory and back"
+        same.append(({"model.activation_checkpointing": "offload"}, price))
     if trains_all and model.master_dtype != "bfloat16":
         price = "weights rounded at random to bfloat16"
         same.append(({"model.master_dtype": "bfloat16"}, price))

@@ -232,6 +232,7 @@ def rough_memory(
 
     tokens = train.micro_batch_size * config.data.max_length
     kept = {
+        "offload": 2 * shapes.hidden_size,
         "full": shapes.hidden_size * sizes.n_layers,
         "selective": 0.6 * (whole.dense_products + whole.expert_products),
         "none": 1.2 * (whole.dense_products + whole.expert_products),

@@ -27,6 +27,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.attention_check import TRIAL_LENGTHS, decide_attention
 from shardtune.model.build import build_on_meta, compute_dtype, forward_only
+from shardtune.model.host_inputs import keep_inputs_on_host
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.support import decoder_layers
 from shardtune.planner.kernels import Kernel
@@ -148,6 +149,8 @@ def simulate(
     """
     tracker, device = Tracker(is_gpu), world.device
     model = build_on_meta(config, model_config, world, own)
+    if is_gpu and config.model.activation_checkpointing == "offload":
+        keep_inputs_on_host(model, _OtherMemory())
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         model.tie_weights()
@@ -178,6 +181,23 @@ def simulate(
             owned.gather()
     layers = len(decoder_layers(model))
     return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention.text)
+
+
+class _OtherMemory:
+    """Copies in host memory, of which a device keeps nothing."""
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+        return tensor.shape, tensor.dtype
+
+    def to_device(self, copy: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+        shape, dtype = copy
+        return torch.empty(shape, dtype=dtype)
+
+    def wait(self) -> None:
+        pass
+
+    def drop(self, _: Any) -> None:
+        pass
 
 
 def _accumulate(

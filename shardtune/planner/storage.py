@@ -10,6 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
+from shardtune.model.build import compute_dtype
+from shardtune.model.support import decoder_layers
 from shardtune.planner.machine import DISK_BYTES_PER_S, Machine
 from shardtune.training.states import StateBytes
 
@@ -24,6 +26,12 @@ class Storage:
     save_s: float  # at DISK_BYTES_PER_S
     staging_bytes: int  # host memory for copies of what is being saved
     loading_bytes: int  # host memory for pieces of the largest parameter
+    inputs_bytes: int  # host memory for inputs of layers
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory without which a run ends; without that for saves it saves in another way."""
+        return self.inputs_bytes
 
 
 def plan_storage(
@@ -56,6 +64,7 @@ def plan_storage(
         save_s=checkpoint / (machine.nodes * DISK_BYTES_PER_S),
         staging_bytes=staged if is_async else 0,
         loading_bytes=loading * machine.ranks_per_node,
+        inputs_bytes=_inputs_bytes(model, config, machine, world),
     )
 
 
@@ -67,9 +76,21 @@ def join_storage(stages: Sequence[Storage]) -> Storage:
     whole = Storage(*map(sum, zip(*map(astuple, stages), strict=True)))
     most = {
         name: max(getattr(stage, name) for stage in stages)
-        for name in ("staging_bytes", "loading_bytes")
+        for name in ("staging_bytes", "loading_bytes", "inputs_bytes")
     }
     return replace(whole, **most)
+
+
+def _inputs_bytes(model: PreTrainedModel, config: Config, machine: Machine, world: World) -> int:
+    """Return the bytes of layers' inputs in a node's host memory at once, of full rows."""
+    if config.model.activation_checkpointing != "offload" or not machine.is_gpu:
+        return 0
+    tokens = config.train.micro_batch_size * config.data.max_length
+    width = getattr(model.config.get_text_config(), "hidden_size", None) or 0
+    dtype = compute_dtype(config.model.compute_dtype, world.device)
+    in_flight = min(world.stages - world.stage, config.train.gradient_accumulation_steps)
+    of_rank = len(decoder_layers(model)) * tokens * width * dtype.itemsize * in_flight
+    return of_rank * machine.ranks_per_node
 
 
 def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int) -> int:

@@ -103,6 +103,11 @@ def _storage(plan: Plan) -> Iterator[str]:
         f"{gb(storage.staging_bytes)} GB for copies of what is saved "
         f"(checkpoint.mode={plan.config.checkpoint.mode})"
     )
+    if storage.pinned_bytes:
+        yield (
+            f"Pinned: {gb(storage.inputs_bytes)} GB of the {gb(plan.machine.host_bytes)} GB of a "
+            "node's own memory hold inputs of layers"
+        )
 
 
 def describe_changes(plan: Plan, changes: Sequence[Change], command: str) -> Iterator[str]:

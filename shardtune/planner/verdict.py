@@ -13,6 +13,12 @@ def verdict(plan: Plan) -> str:
     memory for its states it does not.
     """
     limit, peak = f"{gb(plan.machine.memory_bytes)} GB", _peak(plan)
+    if not plan.host_fits:
+        needed, host = gb(plan.storage.pinned_bytes), gb(plan.machine.host_bytes)
+        return (
+            f"The run does not fit, {host} GB of a node's own memory do not hold {needed} GB of "
+            "layers' inputs (model.activation_checkpointing=offload)"
+        )
     if plan.fits:
         part = plan.bound_by
         bound_by = part if part in (None, "arithmetic") else f"traffic {part}"

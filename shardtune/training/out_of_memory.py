@@ -19,7 +19,7 @@ def step_fits(config: Config) -> AbstractContextManager[None]:
     """
     rows, length = config.train.micro_batch_size, config.data.max_length
     keys = []
-    if config.model.activation_checkpointing != "full":
+    if not config.model.keeps_inputs_alone:
         keys.append("set model.activation_checkpointing=full")
     if config.parallel.expert == 1:
         keys.append("set parallel.expert if the model has experts")

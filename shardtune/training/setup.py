@@ -357,6 +357,10 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
         f"{fullest.parameters / 1e9:.2f} GB weights + {fullest.gradients / 1e9:.2f} GB gradients + "
         f"{fullest.optimizer / 1e9:.2f} GB optimizer"
     )
+    if config.model.activation_checkpointing == "offload":
+        is_cpu = world.device.type == "cpu"
+        where = "in the same memory on a CPU" if is_cpu else "in pinned host memory"
+        logger.info(f"Activation checkpointing: full, with the layers' inputs {where}")
     if world.stages > 1:
         logger.info(_describe_stages(layers_of_stages(whole, world.stages), config.train))
 

@@ -30,11 +30,14 @@ CONSTANT = ("scheduler.name=constant", "scheduler.warmup_ratio=0", "train.epochs
 
 def with_dropout(model: Path, copy: Path, dropout: float) -> Path:
     """Copy a model, with that much attention dropout in its configuration."""
+    return with_settings(model, copy, attention_dropout=dropout)
+
+
+def with_settings(model: Path, copy: Path, **settings: Any) -> Path:
+    """Copy a model, with other values in its configuration."""
     shutil.copytree(model, copy)
     config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
-    (copy / "config.json").write_text(
-        json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8"
-    )
+    (copy / "config.json").write_text(json.dumps(config | settings), encoding="utf-8")
     return copy
 
 

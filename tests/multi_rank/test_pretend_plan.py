@@ -17,13 +17,14 @@ from shardtune.planner.plan import make_plan
 
 CONFIGS = REPOSITORY / "tests/data/configs"
 BASE = ["model.init=random", "model.compute_dtype=bfloat16", "train.gradient_accumulation_steps=2"]
-FULL, SELECTIVE, NONE = (
-    f"model.activation_checkpointing={mode}" for mode in ("full", "selective", "none")
+FULL, OFFLOAD, SELECTIVE, NONE = (
+    f"model.activation_checkpointing={mode}" for mode in ("full", "offload", "selective", "none")
 )
 SPREAD_LORA = ["lora.rank=16", "parallel.expert=8", "parallel.replicate=2"]
 # Weights are float32: a pretended GPU takes minutes for the many pieces of an update of others.
 CASES = [
     ("llama-3-8b", 1, 80, [FULL]),
+    ("llama-3-8b", 1, 80, [OFFLOAD, "train.micro_batch_size=8"]),
     ("llama-3-8b", 2, 80, [NONE]),
     ("llama-3-8b", 2, 80, ["parallel.replicate=2", FULL]),
     ("glm-4.5-air", 2, 141, [FULL]),

@@ -42,7 +42,12 @@ def test_a_gpu_without_triton_runs_eager_and_says_so_once(
 @pytest.mark.parametrize(
     ("checkpointing", "backend"),
     # Selective checkpointing looks into graphs whose operators run one by one, and knows not all.
-    [("none", "aot_eager"), ("selective", "eager"), ("full", "aot_eager")],
+    [
+        ("none", "aot_eager"),
+        ("selective", "eager"),
+        ("full", "aot_eager"),
+        ("offload", "aot_eager"),
+    ],
 )
 def test_compiled_layers_have_the_losses_and_the_waits_of_eager_ones(
     checkpointing: str, backend: str, tmp_path: Path, models: dict[str, Path]

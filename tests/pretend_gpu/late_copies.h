@@ -2,7 +2,8 @@
 //
 // All other work is done when it is launched. A copy that does not block reads or writes the device
 // when its stream goes on: when more work is launched there, or on a stream that waits for it. The
-// host finds the bytes in its memory once it has waited for such a stream.
+// host finds the bytes in its memory once it has waited for such a stream, and a copy back to the
+// device once it comes later on one.
 #pragma once
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
@@ -32,10 +33,15 @@ struct LateCopy {
   c10::Storage host;                        // kept, as CUDA keeps pinned memory that is in use
   std::map<StreamKey, uint64_t> followers;  // streams, and since when their work comes after it
   std::vector<char> read{};                 // from the device, for the host
+  bool goes_back = false;                   // a later copy brings it to the device
 
   bool is_before(const Event& event) const {
     const auto found = followers.find(event.stream);
     return found != followers.end() && found->second <= event.moment;
+  }
+  bool is_behind(const LateCopy& earlier, StreamKey stream) const {
+    return !to_host && earlier.to_host && earlier.followers.count(stream) > 0 &&
+        from < earlier.to + earlier.bytes && earlier.to < from + bytes;
   }
   bool is_of(const void* begin, size_t size) const {
     const char* device = to_host ? from : to;
@@ -47,6 +53,8 @@ class LateCopies {
  public:
   void launch(LateCopy copy, StreamKey stream) {
     std::lock_guard<std::mutex> guard(lock_);
+    for (auto& earlier : copies_)
+      if (copy.is_behind(earlier, stream)) earlier.goes_back = true;
     copy.followers[stream] = ++clock_;
     copies_.push_back(std::move(copy));
     waiting_ = copies_.size();
@@ -95,7 +103,7 @@ class LateCopies {
       auto copy = next++;
       if (!chosen(*copy)) continue;
       if (copy->to_host && copy->read.empty()) copy->read.assign(copy->from, copy->from + copy->bytes);
-      if (copy->to_host && !host_waits) continue;
+      if (copy->to_host && !host_waits && !copy->goes_back) continue;
       std::memcpy(copy->to, copy->to_host ? copy->read.data() : copy->from, copy->bytes);
       done.splice(done.end(), copies_, copy);
     }

@@ -169,7 +169,6 @@ NOT_BUILT = {
     "parallel.context": ("1", "2 8", "-1 1.5"),
     "optimizer.offload": ("false", "true", "1"),
     "data.on_broken": ("error", "drop", "true"),
-    "model.activation_checkpointing": ("none or selective or full", "offload", "some"),
 }
 
 

@@ -33,6 +33,7 @@ from shardtune.planner.plan import make_plan
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.text import describe
 from shardtune.planner.tracker import Cause, Collective
+from shardtune.planner.verdict import verdict
 from shardtune.training.reshard import ReshardPolicy
 
 
@@ -288,6 +289,20 @@ def test_all_nodes_together_copy_what_one_checkpoint_has(replicas: int) -> None:
     assert 2 * storage.staging_bytes == pytest.approx(storage.checkpoint_bytes, rel=0.01)
     # Those that are kept, and the one that is being written.
     assert storage.checkpoints_bytes == (config.checkpoint.keep + 1) * storage.checkpoint_bytes
+
+
+def test_a_node_must_hold_the_inputs_of_its_ranks_layers() -> None:
+    given = "model.activation_checkpointing=offload", "train.gradient_accumulation_steps=2"
+    given += "data.max_length=1000", "model.compute_dtype=bfloat16"
+    config = configured(*given)
+    needed = 4 * LLAMA.num_hidden_layers * 1000 * LLAMA.hidden_size * 2  # 4 ranks
+    for host_bytes, fits in ((needed, True), (needed - 1, False)):
+        plan = make_plan(config, LLAMA, replace(MACHINE, host_bytes=host_bytes), reason="-")
+        assert (plan.fits, not plan.cannot_fit) == (fits, fits)
+        assert ("0.0 GB of layers' inputs" in verdict(plan)) is not fits
+    # Two micro-batches are in flight in the first of two stages, with half of the layers each.
+    config = configured(*given, "parallel.stages=2")
+    assert make_plan(config, LLAMA, MACHINE, reason="-").storage.inputs_bytes == needed
 
 
 def test_a_recomputed_forward_takes_a_third_more_time() -> None:
