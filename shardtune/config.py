@@ -200,8 +200,11 @@ class ParallelConfig(Section, json_schema_extra=MAY_CHANGE):
     """Copies of the sharded weights (HSDP; as many as ranks: DDP). 2 keeps gathers inside each of 2
     nodes. Gradients and the optimizer's state are divided over all ranks.
     """
-    context: Count = Field(default=1, json_schema_extra={"enum": [1]})
-    """Consecutive ranks that share each row (sequence parallel). It divides the heads."""
+    context: Count = 1
+    """Consecutive ranks that share each row, for long rows (Ulysses sequence parallelism): a rank
+    has a slice of its tokens, and in attention a share of the heads for all of them. It divides
+    world size / `stages` and the model's heads.
+    """
     expert: Count = 1
     """Ranks that share one set of experts, so that tokens travel to the experts instead of the
     experts' weights to the tokens. It divides world size / `stages` / `replicate` and the number of

@@ -269,7 +269,14 @@ def _inner_problems(key: str, errors: Iterable[ErrorDetails], origin: str) -> It
 
 
 def _contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield why sources, or columns, do not go together."""
+    """Yield why sources, or columns, or an attention and shared rows, do not go together."""
+    attention, context = values.get("model.attention", "auto"), values.get("parallel.context", 1)
+    if attention != "auto" and context != 1:
+        said = f"model.attention = {_to_yaml(attention)} ({origins['model.attention']})"
+        yield (
+            f"{said} is not for parallel.context={_to_yaml(context)}, which exchanges heads in "
+            "document attention - use model.attention=auto, or parallel.context=1"
+        )
     sources, columns = (values.get(key) for key in ("data.train", "data.columns"))
     if isinstance(sources, list):
         said = f"data.train ({origins['data.train']})"

@@ -42,16 +42,17 @@ def problems_of(facts: Sequence[Message], names: Sequence[str]) -> list[str]:
         )
     counts = [fact["processes"] for fact in facts]
     config = facts[0]["config"]
-    keys = ("parallel.stages", "parallel.replicate", "parallel.expert")
-    stages, replicate, expert = (int(config[key]) for key in keys)
-    if first := next(undivided(sum(counts), stages, replicate, expert), None):
-        named = keys if stages > 1 else keys[1:]
+    stages, *of_stage = (f"parallel.{key}" for key in ("stages", "replicate", "expert", "context"))
+    degrees = [int(config[key]) for key in (stages, *of_stage)]
+    if first := next(undivided(sum(counts), *degrees), None):
+        named = of_stage[2:] if first.key in of_stage[2:] else of_stage[:2]
+        named = [stages, *named] if degrees[0] > 1 else named
         problems.append(
             f"the world size is {sum(counts)} ({' + '.join(map(str, counts))} processes on "
             f"{', '.join(names)}), which {' x '.join(f'{key}={config[key]}' for key in named)} "
             f"does not divide - change GPUS_PER_NODE, or use {first.key}={first.nearest}"
         )
-    elif problem := split_stage([k for k, n in enumerate(counts) for _ in range(n)], stages):
+    elif problem := split_stage([k for k, n in enumerate(counts) for _ in range(n)], degrees[0]):
         problems.append(problem)
     for fact, name in zip(facts, names, strict=True):
         if abs(fact["clock_ahead_s"]) > _SKEW_REFUSED_S:

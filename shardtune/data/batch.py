@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,30 @@ class Batch:
     targets: torch.Tensor  # int64 [trained tokens]
     lengths: list[int]  # tokens of each document
     boundaries: torch.Tensor  # int32 [documents + 1]
+    # Where several ranks share a flat row, the tokens of each. All but `lengths` and `boundaries`
+    # are then those of this rank's slice.
+    slices: list[int] | None = None
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the arguments of a model's forward."""
         names = ("input_ids", "position_ids", "attention_mask")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def slice_of(self, number: int, ranks: int) -> Batch:
+        """Return one rank's slice of a flat row that so many ranks share; each has a token."""
+        assert self.position_ids is not None
+        slices = slice_lengths(self.input_ids.shape[1], ranks)
+        begin = sum(slices[:number])
+        end = begin + slices[number]
+        is_own = (self.predicting >= begin) & (self.predicting < end)
+        return replace(
+            self,
+            input_ids=self.input_ids[:, begin:end],
+            position_ids=self.position_ids[:, begin:end],
+            predicting=self.predicting[is_own] - begin,
+            targets=self.targets[is_own],
+            slices=slices,
+        )
 
     def to(self, device: torch.device) -> Batch:
         """Copy to a device; to a GPU from pinned memory, so that the host does not wait."""
@@ -63,8 +83,16 @@ class Batch:
         return Batch(**{name: move(value) for name, value in vars(self).items()})
 
 
-def build_batch(dataset: TokenDataset, sequences: list[int], is_flat: bool) -> Batch:
-    """Build the batch of these sequences.
+def slice_lengths(tokens: int, ranks: int) -> list[int]:
+    """Return the tokens of each rank's slice of a row: uneven by one at most, the first longest."""
+    ends = [-(-tokens * number // ranks) for number in range(ranks + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def build_batch(
+    dataset: TokenDataset, sequences: list[int], is_flat: bool, share: tuple[int, int] = (0, 1)
+) -> Batch:
+    """Build the batch of these sequences, or of a flat one a rank's share: its number, of how many.
 
     Without any, it holds the shortest sequence of the dataset, untrained: the rank must take part.
     """
@@ -74,6 +102,10 @@ def build_batch(dataset: TokenDataset, sequences: list[int], is_flat: bool) -> B
         # that are not finite.
         tokens, _ = dataset[int(dataset.lengths.argmin())]
         documents = [(tokens, np.zeros(len(tokens), np.bool_))]
+    number, ranks = share
+    if (missing := ranks - sum(len(tokens) for tokens, _ in documents)) > 0:
+        # A document of real tokens, untrained, so that each rank that shares the row has one.
+        documents.append((np.resize(documents[0][0], missing), np.zeros(missing, np.bool_)))
     lengths = [len(tokens) for tokens, _ in documents]
     boundaries = np.cumsum([0, *lengths])
     width = sum(lengths) if is_flat else max(lengths)
@@ -90,7 +122,7 @@ def build_batch(dataset: TokenDataset, sequences: list[int], is_flat: bool) -> B
         predicting.append(before_trained + start)
         targets.append(tokens[before_trained + 1])
     shape = (n_rows, width)
-    return Batch(
+    batch = Batch(
         torch.from_numpy(input_ids).view(shape),
         torch.from_numpy(positions).view(shape) if is_flat else None,
         None if is_flat else torch.from_numpy(mask).view(shape),
@@ -99,3 +131,4 @@ def build_batch(dataset: TokenDataset, sequences: list[int], is_flat: bool) -> B
         lengths,
         torch.from_numpy(boundaries.astype(np.int32)),
     )
+    return batch if ranks == 1 else batch.slice_of(number, ranks)

@@ -24,8 +24,13 @@ class Undivided(NamedTuple):
         return min(working, key=lambda n: abs(n - self.parts))
 
 
-def undivided(size: int, stages: int, replicate: int, expert: int) -> Iterator[Undivided]:
-    """Yield each key that does not divide what the ones before it have left of so many ranks."""
+def undivided(
+    size: int, stages: int, replicate: int, expert: int, context: int
+) -> Iterator[Undivided]:
+    """Yield each key that does not divide what the ones before it have left of so many ranks.
+
+    The ranks of a stage that share a row may have different shards, or replicas.
+    """
     ranks, divided = size, ["world size"]
     for key, parts, is_named in (
         ("parallel.stages", stages, stages > 1),
@@ -38,13 +43,16 @@ def undivided(size: int, stages: int, replicate: int, expert: int) -> Iterator[U
         else:
             ranks //= parts
         divided += [key] if is_named else []
+    stage_ranks = size if size % stages else size // stages
+    if stage_ranks % context:
+        whole = "world size / parallel.stages" if stages > 1 else "the world size"
+        yield Undivided("parallel.context", context, stage_ranks, whole)
 
 
 def mesh_problems(size: int, parallel: ParallelConfig) -> Iterator[str]:
     """Yield why so many ranks cannot be divided as configured."""
-    for key, parts, ranks, whole in undivided(
-        size, parallel.stages, parallel.replicate, parallel.expert
-    ):
+    keys = (parallel.stages, parallel.replicate, parallel.expert, parallel.context)
+    for key, parts, ranks, whole in undivided(size, *keys):
         remedy = f"one of {divisors(ranks)}" if ranks > 1 else f"{key}=1"
         yield f"{key}={parts} does not divide {whole}, {ranks} - use {remedy}"
 

@@ -42,6 +42,7 @@ class Meshes:
     of_parts: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
     # On GPUs the ranks of `shard` and `expert_shard` once more: collectives of one group queue.
     for_reductions: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    context: dist.ProcessGroup | None = None  # the ranks that share each row with this one
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -52,6 +53,7 @@ class Meshes:
             *(group for mesh in meshes for group in mesh.get_all_groups()),
             *(group for link in links for group in link[1:]),
             *self.for_reductions.values(),
+            *filter(None, [self.context]),
         ]
 
 
@@ -80,7 +82,17 @@ def build_meshes(device: torch.device, size: int, parallel: ParallelConfig) -> M
     for dimension, whole in whole_meshes.items() if device.type == "cuda" else ():
         if group := _second_group(whole, dimension):
             for_reductions[dimension] = group
-    return Meshes(mesh, expert_mesh, parallel.stages, *links, of_parts, for_reductions)
+    context = _consecutive(size, parallel.context)
+    return Meshes(mesh, expert_mesh, parallel.stages, *links, of_parts, for_reductions, context)
+
+
+def _consecutive(size: int, number: int) -> dist.ProcessGroup | None:
+    """Return the group of so many consecutive ranks that this one is in. Collective."""
+    if number == 1:
+        return None
+    groups = [[*range(first, first + number)] for first in range(0, size, number)]
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return group
 
 
 def _second_group(mesh: DeviceMesh, dimension: str) -> dist.ProcessGroup | None:

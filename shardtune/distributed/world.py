@@ -35,6 +35,7 @@ class World:
     are several copies. `expert_mesh`, with parallel.expert above 1, divides each `shard` into
     `expert_shard` groups of `expert` consecutive ranks, which share one set of experts. `stages`
     are consecutive parts of the model's layers, each on as many consecutive ranks as the others.
+    Of these, `context_ranks` consecutive ones share each row, and so are one data rank.
     """
 
     rank: int
@@ -76,14 +77,29 @@ class World:
         return self.size // self.stages
 
     @property
+    def stage_rank(self) -> int:
+        """This rank's number in its stage."""
+        return self.rank % self.stage_ranks
+
+    @property
+    def context_ranks(self) -> int:
+        """How many ranks share each row."""
+        return self.meshes.context.size() if self.meshes.context else 1
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which slice of its rows this rank has, and of how many."""
+        return self.rank % self.context_ranks, self.context_ranks
+
+    @property
     def data_ranks(self) -> int:
         """How many parts a global batch is in: ranks of one data rank see the same rows."""
-        return self.stage_ranks
+        return self.stage_ranks // self.context_ranks
 
     @property
     def data_rank(self) -> int:
         """The part of a global batch that this rank sees."""
-        return self.rank % self.data_ranks
+        return self.stage_rank // self.context_ranks
 
     @property
     def replicas(self) -> int:

@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from shardtune.errors import first_line
+from shardtune.model.context import HeadExchange
 from shardtune.model.cpu_attention import causal_documents
 from shardtune.model.flash_attention import is_third, keep_second
 
@@ -54,6 +55,8 @@ class _Documents:
 
     lengths: list[int]  # in tokens
     boundaries: torch.Tensor  # int32 [documents + 1]: where each document begins, and the end
+    slices: list[int] | None = None  # where ranks share the row, the tokens of each
+    heads: HeadExchange | None = None  # between these ranks
     longest_of_run = 0  # tokens of the longest document of all data
     ways: set[str]  # how layers have attended since a trial began
     # Why `document_attention` is not the model's own attention; a list during the model's trial.
@@ -64,8 +67,10 @@ class _Documents:
     def __init__(self) -> None:
         self.ways = set()
 
-    def set(self, lengths: list[int], boundaries: torch.Tensor) -> None:
-        self.lengths, self.boundaries = lengths, boundaries
+    def set(
+        self, lengths: list[int], boundaries: torch.Tensor, slices: list[int] | None = None
+    ) -> None:
+        self.lengths, self.boundaries, self.slices = lengths, boundaries, slices
 
     def record_objection(self, feature: str) -> None:
         if self.objections is None:
@@ -123,8 +128,27 @@ def document_attention(
     if key.shape[2] != query.shape[2]:  # DeepSeek V4 attends to compressed ones as well
         documents.record_objection("keys that are not those of its tokens")
         return torch.zeros_like(query[..., : value.shape[-1]]).transpose(1, 2), None
+    attend = functools.partial(_attend, dropout=dropout, scaling=scaling, window=sliding_window)
+    heads = documents.heads
+    if heads and query.shape[1] % heads.ranks:
+        documents.record_objection(f"layers of {query.shape[1]} heads")
+    if not heads or documents.slices is None:
+        return attend(query, key, value, s_aux), None
+    return heads.attend(attend, query, key, value, s_aux, documents.slices), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Return the output for whole rows, (1, tokens, heads, value width)."""
     longest = max(documents.lengths)
-    window = sliding_window if sliding_window and sliding_window < longest else 0
+    window = window if window and window < longest else 0
     width, value_width = query.shape[-1], value.shape[-1]
     # Varlen attention has no dropout, and one width for all: narrower values, such as those of
     # latent attention, are padded.
@@ -135,7 +159,7 @@ def document_attention(
             padded = F.pad(value, (0, width - value_width)) if value_width < width else value
             q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, padded))
             output = _varlen(q, k, v, documents.boundaries, longest, scaling, window, s_aux)
-            return output[..., :value_width].unsqueeze(0), None
+            return output[..., :value_width].unsqueeze(0)
     # In float32 the tiles are no faster, and the fused kernel keeps the numbers of earlier runs.
     needs_tiles = query.dtype == torch.bfloat16 or window or s_aux is not None
     if not dropout and query.device.type == "cpu" and needs_tiles:
@@ -143,7 +167,7 @@ def document_attention(
         q, k, v = (x.squeeze(0) for x in (query, key, value))
         scale = width**-0.5 if scaling is None else scaling
         output = causal_documents(q, k, v, documents.lengths, scale, window, s_aux)
-        return output.unsqueeze(0), None
+        return output.unsqueeze(0)
     documents.ways.add("one call per document")
     if query.shape[1] != key.shape[1] and query.device.type == "cuda":
         # There only flash attention takes groups, and it has no float32 and no wide heads: the
@@ -156,7 +180,7 @@ def document_attention(
         _one_document(q, k, v, window, s_aux, dropout_p=dropout, scale=scaling).transpose(1, 2)
         for q, k, v in zip(*documents_of, strict=True)
     ]
-    return torch.cat(outputs, 1), None
+    return torch.cat(outputs, 1)
 
 
 def _check_options(options: dict[str, Any]) -> None:

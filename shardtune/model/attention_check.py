@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
+from shardtune.data.batch import slice_lengths
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed, UserError
 from shardtune.log import logger
@@ -25,6 +27,7 @@ from shardtune.model.attention import (
     model_makes_masks,
 )
 from shardtune.model.build import forward_only
+from shardtune.model.context import describe_rows, heads_between
 from shardtune.model.flash_attention import (
     choose_flash_attention,
     flash_attention_name,
@@ -56,6 +59,7 @@ class LogitsTrial:
     config: Config
     device: torch.device
     all_gather: Callable[[Any], list[Any]]  # the ranks must agree
+    share: tuple[int, int] = (0, 1)  # of a packed row: this rank's number, of how many
     alone: torch.Tensor | None = None  # (tokens, vocabulary)
 
     def attend_alone(self) -> None:
@@ -69,20 +73,24 @@ class LogitsTrial:
         The unit is the logits' spread; the rank with the largest distance counts. The document
         stands behind two others, and, where that shows nothing, at the end of the longest row of a
         micro-batch: some models go by the place in the row, and others lack positions for a long
-        one.
+        one. Ranks that share rows compare the tokens of their slices.
         """
         assert self.alone is not None
         max_length = self.config.data.max_length
         text_config = self.model.config.get_text_config()
         longest = min(max_length, getattr(text_config, "max_position_embeddings", 0) or max_length)
         last, rows = TRIAL_LENGTHS[-1], self.config.train.micro_batch_size
-        trials = [TRIAL_LENGTHS, (*[longest] * (rows - 1), longest - last, last)]
-        for lengths in trials[: 2 if longest > sum(TRIAL_LENGTHS) else 1]:
+        first, *others = TRIAL_LENGTHS
+        short = (max(first, self.share[1]), *others)  # each rank has a token
+        trials = [short, (*[longest] * (rows - 1), longest - last, last)]
+        for lengths in trials[: 2 if longest > sum(short) else 1]:
             packed, disturbed = (
-                _last_document_logits(self.model, lengths, self.device, neighbour)
+                _last_document_logits(self.model, lengths, self.device, neighbour, self.share)
                 for neighbour in (0, 1)
             )
-            leak = max(self.all_gather(_beyond_rounding(self.alone, packed, disturbed)))
+            before = max(0, _own_tokens(sum(lengths), self.share).start - sum(lengths[:-1]))
+            alone = self.alone[before : before + len(packed)]
+            leak = max(self.all_gather(_beyond_rounding(alone, packed, disturbed)))
             if leak:
                 return float(leak)
         return 0.0
@@ -94,6 +102,7 @@ class Attention(NamedTuple):
     is_flat: bool  # rows are records one behind the other, without padding
     by_document: bool
     text: str
+    reason: str = ""  # why not by document
 
 
 def choose_attention(
@@ -109,7 +118,8 @@ def choose_attention(
     is_gpu = world.device.type == "cuda"
     if is_gpu and config.model.attention == "auto":
         choose_flash_attention(model.config, world)
-    trial = LogitsTrial(model, config, world.device, world.all_gather_json)
+    documents.heads = heads_between(world)
+    trial = LogitsTrial(model, config, world.device, world.all_gather_json, world.share)
     attention = decide_attention(model, config, longest_document, world.device, trial)
     ways = " and ".join(sorted(documents.ways)) if attention.by_document else ""
     if "varlen attention" in ways:
@@ -118,6 +128,12 @@ def choose_attention(
         keep_second("is for varlen attention alone")
     detail = f" ({ways})" * bool(ways) + "; rows have no padding" * attention.by_document
     logger.info(f"Attention: {attention.text}{detail}")
+    try:
+        require_shared(attention, config)
+    except UserError as late:  # no small copy has shown it
+        raise RunFailed(*late.problems) from late
+    if documents.heads:
+        logger.info(describe_rows(model, world.context_ranks))
     if leak := _leak_under_mask(attention, trial):
         raise RunFailed(_mixing(model, leak, "its logits"))
     if line := describe_indexers(model, longest_document):
@@ -155,9 +171,13 @@ def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> N
     """Try a small copy of the model, for which its config.json is enough.
 
     Raises:
-        UserError: data.packing is on, and a document sees the one before it.
+        UserError: data.packing is on, and a document sees the one before it; or ranks would share
+            rows to which the model attends under a mask.
     """
-    copy = small_copy(model_config, config.model.attention) if config.data.packing else None
+    is_shared = config.parallel.context > 1
+    if not (config.data.packing or is_shared):
+        return
+    copy = small_copy(model_config, config.model.attention)
     if copy is None:
         return
     # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
@@ -171,8 +191,18 @@ def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> N
         leak = _leak_under_mask(attention, trial)
     except Exception:  # a width that `small_copy` does not know shows in the forward alone
         return
+    require_shared(attention, config)
     if leak:
         raise UserError(_mixing(copy, leak, "the logits of a small copy with random weights"))
+
+
+def require_shared(attention: Attention, config: Config) -> None:
+    """Raises UserError if ranks would share rows to which a model attends under a mask."""
+    if config.parallel.context > 1 and not attention.by_document:
+        raise UserError(
+            f"parallel.context={config.parallel.context} takes attention without a mask, which is "
+            f"not that of this model ({attention.reason}) - use parallel.context=1"
+        )
 
 
 def _leak_under_mask(attention: Attention, trial: LogitsTrial) -> float:
@@ -200,8 +230,9 @@ def decide_attention(
     """
     usual, packing = model.config._attn_implementation, config.data.packing
     if not can_be_packed(model):
-        text = f"{model.config.model_type}'s own, in padded rows (it takes no positions)"
-        return Attention(False, False, text)
+        reason = "it takes no positions"
+        text = f"{model.config.model_type}'s own, in padded rows ({reason})"
+        return Attention(False, False, text, reason)
     mixers = state_mixers(model)
     is_auto, reason = config.model.attention == "auto", f"model.attention={config.model.attention}"
     if trial and (is_auto or packing):
@@ -224,7 +255,7 @@ def decide_attention(
     # The rows of a packed micro-batch are one row for the model.
     side = config.data.max_length * (config.train.micro_batch_size if packing else 1)
     mask = f"{usual} under a mask of row x row, up to {side} tokens a side ({reason})"
-    return Attention(packing, False, mask)
+    return Attention(packing, False, mask, reason)
 
 
 def _try_document_attention(
@@ -269,6 +300,8 @@ def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch
 
     The unit is the logits' spread. Logits that are not finite alone are left to the first step.
     """
+    if not len(alone):
+        return 0.0
     spread = max(alone.float().std().item(), 1e-30)
     by_neighbour, by_packing = (_distance(packed, other) / spread for other in (disturbed, alone))
     # Kernels round differently for other shapes: through 30 layers of bfloat16 a token's logits
@@ -279,11 +312,16 @@ def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch
 
 
 def _last_document_logits(
-    model: PreTrainedModel, lengths: Sequence[int], device: torch.device, neighbour: int = 0
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    device: torch.device,
+    neighbour: int = 0,
+    share: tuple[int, int] = (0, 1),
 ) -> torch.Tensor:
     """Return the logits (tokens, vocabulary) of the last document of a row of so many tokens each.
 
-    The last document is always the same; `neighbour` chooses the tokens before it.
+    The last document is always the same; `neighbour` chooses the tokens before it. `share`: the
+    slice of the row that this rank has, and has logits for, of how many.
     """
     vocabulary = model.config.get_text_config().vocab_size
     earlier = torch.arange(sum(lengths[:-1]), device=device).flip(0) + neighbour * (vocabulary // 2)
@@ -293,13 +331,23 @@ def _last_document_logits(
         positions = [torch.arange(length, device=device) for length in lengths]
         row["position_ids"] = torch.cat(positions)
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
-    documents.set(list(lengths), boundaries)
+    slices = slice_lengths(sum(lengths), share[1]) if share[1] > 1 else None
+    documents.set(list(lengths), boundaries, slices)
+    own = _own_tokens(sum(lengths), share)
+    row = {name: value[own] for name, value in row.items()}
+    kept = max(0, own.stop - max(own.start, sum(lengths[:-1])))
     # Without this a long row gets logits for every token.
     has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
-    options = {"logits_to_keep": lengths[-1]} if has_option else {}
+    options = {"logits_to_keep": max(1, kept)} if has_option else {}
     with forward_only(model):
         output = model(**{name: value.view(1, -1) for name, value in row.items()}, **options)
-    return output.logits[0, -lengths[-1] :]
+    return output.logits[0, output.logits.shape[1] - kept :]
+
+
+def _own_tokens(tokens: int, share: tuple[int, int]) -> slice:
+    number, ranks = share
+    ends = [0, *accumulate(slice_lengths(tokens, ranks))]
+    return slice(ends[number], ends[number + 1])
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

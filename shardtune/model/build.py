@@ -28,6 +28,7 @@ from shardtune.distributed.tensors import DTYPES, copy_slice
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model import cpu_attention
+from shardtune.model.context_check import context_problems
 from shardtune.model.experts import (
     always_give_expert_gradients,
     require_whole_blocks,
@@ -98,7 +99,8 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     copies = world.expert_mesh["expert_shard"].size() if world.expert_mesh else 1
     not_spread = list(spread_problems(model, config.parallel.expert, copies))
     not_cut = list(stage_problems(model, config, world.size))
-    problems = [*unsupported(model, config), *not_spread, *not_cut]
+    not_shared = context_problems(model, config, world)
+    problems = [*unsupported(model, config), *not_shared, *not_spread, *not_cut]
     try:
         if config.lora.rank is not None:
             choose_targets(model, config.lora)

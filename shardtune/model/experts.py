@@ -8,7 +8,7 @@ the same experts, `expert_shard` and `replicate`, are an FSDP group of their own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from transformers.distributed.expert_parallel import (
     apply_expert_parallelism,
 )
 
+from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.errors import UserError, divisors
@@ -32,7 +33,6 @@ from shardtune.model.grouped_experts import (
     are_stacked,
     expert_outputs,
     inverse,
-    linear_map,
 )
 from shardtune.model.lora import is_factor
 
@@ -130,7 +130,8 @@ class ExpertExchange(EPImplementation):
     ) -> None:
         self._experts, self._experts_forward, self._shared = experts, experts.forward, shared
         self._local_experts = cast(int, experts.num_experts)
-        self._ranks, self._group, self._progress = mesh.size(), mesh.get_group(), progress
+        self._ranks, self._progress = mesh.size(), progress
+        self._exchange = Exchange(mesh.get_group(), progress)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -148,18 +149,17 @@ class ExpertExchange(EPImplementation):
         sent_counts = counts[:-1].view(self._ranks, self._local_experts)
         received_counts = torch.empty_like(sent_counts)
         with self._progress.waiting():
-            dist.all_to_all_single(received_counts, sent_counts, group=self._group)
+            dist.all_to_all_single(received_counts, sent_counts, group=self._exchange.group)
             # The layer's one host sync.
             sizes = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)])
             sent, received = sizes.tolist()
 
         order = order[: sum(sent)]  # the others chose no expert
         pairs = TokenPairs(order, top_k_index.shape)
-        there = partial(self._all_to_all, sent, received)
-        back = partial(self._all_to_all, received, sent)
+        there, back = self._exchange.there_and_back(sent, received)
         weights = linear_map(there, back, top_k_weights.flatten()[order].unsqueeze(-1))
         rows = linear_map(pairs.of_tokens, pairs.sum_by_token, hidden_states)
-        arrive = self._send(sent, received, rows.detach())
+        arrive = self._exchange.begin(sent, received, rows.detach())
         try:
             for shared in self._shared:
                 shared.run_ahead(hidden_states)
@@ -206,28 +206,6 @@ class ExpertExchange(EPImplementation):
             outputs = self._experts_forward(rows, expert_ids.unsqueeze(-1), weights)
         outputs = linear_map(take, put, outputs)
         return outputs if n_rows else outputs[:0]
-
-    def _all_to_all(
-        self, sent: Sequence[int], received: Sequence[int], rows: torch.Tensor
-    ) -> torch.Tensor:
-        return self._send(sent, received, rows)()
-
-    def _send(
-        self, sent: Sequence[int], received: Sequence[int], rows: torch.Tensor
-    ) -> Callable[[], torch.Tensor]:
-        """Send `sent[r]` rows to rank r of the group; return what waits for `received[r]`."""
-        output = rows.new_empty(sum(received), rows.shape[-1])
-        rows = rows.contiguous()
-        work = dist.all_to_all_single(
-            output, rows, received, sent, group=self._group, async_op=True
-        )
-
-        def arrive() -> torch.Tensor:
-            with self._progress.waiting():
-                work.wait()
-            return output
-
-        return arrive
 
 
 class SharedExperts:

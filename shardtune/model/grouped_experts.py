@@ -137,19 +137,3 @@ def inverse(order: torch.Tensor, length: int) -> torch.Tensor:
     places = order.new_full((length,), len(order))
     places[order] = torch.arange(len(order), device=order.device)
     return places
-
-
-def linear_map(there: _Map, back: _Map, rows: torch.Tensor) -> torch.Tensor:
-    """Apply a linear map, of which `back` is the transpose. Nothing is saved for the backward."""
-    return cast(torch.Tensor, _Linear.apply(rows, there, back))
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
-        ctx.back = back
-        return there(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        return ctx.back(gradients[0]), None, None

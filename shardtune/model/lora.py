@@ -26,15 +26,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 
 from shardtune.config import LoraConfig
+from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.tensors import copy_slice, dtype_name
 from shardtune.errors import UserError
-from shardtune.model.grouped_experts import (
-    TokenPairs,
-    are_stacked,
-    expert_outputs,
-    linear_map,
-    stack_product,
-)
+from shardtune.model.grouped_experts import TokenPairs, are_stacked, expert_outputs, stack_product
 from shardtune.model.support import decoder_layers
 
 FACTORS = ("lora_A", "lora_B")

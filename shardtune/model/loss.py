@@ -42,7 +42,7 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     the collectives.
     """
     head = model.get_output_embeddings()
-    documents.set(batch.lengths, batch.boundaries)
+    documents.set(batch.lengths, batch.boundaries, batch.slices)
     if not isinstance(head, LossHead):
         logits = model(**batch.inputs()).logits.flatten(0, 1).index_select(0, batch.predicting)
         return F.cross_entropy(logits.float(), batch.targets, reduction="sum")

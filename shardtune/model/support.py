@@ -23,9 +23,11 @@ def unsupported(model: PreTrainedModel, config: Config) -> Iterator[str]:
         yield (
             f"{kind} takes no positions, so documents in one row would mix - use data.packing=false"
         )
-    if not config.data.packing and config.train.micro_batch_size == 1:
-        return  # each record is alone in its forward
+    is_shared, is_packed = config.parallel.context > 1, config.data.packing
+    if not (is_packed or is_shared) and config.train.micro_batch_size == 1:
+        return  # each record is alone in its forward, and whole
     alone = "data.packing=false with train.micro_batch_size=1"
+    alone += " and parallel.context=1" * is_shared
     short = _short_rope_length(text)
     if short is not None and config.data.max_length > short:
         yield (

@@ -88,7 +88,9 @@ def plan_run(options: argparse.Namespace) -> None:
     if not reason and (folder := model_folder(config.model.path)):
         notes = describe_type(folder, model_config), describe_quantised(folder)
         print(*filter(None, notes), sep="\n", end="\n" * any(notes))
-    for line in describe(plan, run_length(config, machine.ranks // config.parallel.stages)):
+    parallel = config.parallel
+    data_ranks = machine.ranks // parallel.stages // parallel.context
+    for line in describe(plan, run_length(config, data_ranks)):
         print(line)
     changes = Search(plan, model_config).changes(simulations)
     arguments = [] if options.config.resolve() == _SHIPPED else [f"--config={options.config}"]

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,13 @@ class Shapes:
         settings: Any = whole.config.get_text_config()
         self.hidden_size: int = getattr(settings, "hidden_size", None) or 0
         self.top_k: int = getattr(settings, "num_experts_per_tok", None) or 1
+        self.heads: int = getattr(settings, "num_attention_heads", None) or 1
+        self.key_heads: int = getattr(settings, "num_key_value_heads", None) or self.heads
+        # Of a key and a value, which differ in latent attention.
+        latent = [getattr(settings, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
+        width = getattr(settings, "head_dim", None) or self.hidden_size // self.heads
+        width = sum(latent) if latent[0] else width
+        self.head_widths: int = width + (getattr(settings, "v_head_dim", None) or width)
         stacks = spread_stacks(whole)
         names = {parameter: name for name, parameter in whole.named_parameters()}
 
@@ -102,6 +110,12 @@ class Shapes:
 
         # Each is asked about a few divisions by hundreds of meshes.
         self.of_stages, self.may_spread = of_stages, may_spread
+
+
+    def head_exchange(self, ranks: int) -> int:
+        """Return how many elements of a token a layer sends where so many ranks share its row."""
+        copies = ranks // gcd(ranks, self.key_heads)
+        return self.head_widths * (self.heads + copies * self.key_heads)
 
 
 def _sum(sizes: Sequence[Sizes]) -> Sizes:
@@ -157,7 +171,7 @@ def least_traffic(
         updated = DTYPES["float32" if config.lora.rank else config.model.master_dtype].itemsize
         traffic[Collective("all-gather", replicas)] += updated * slices
     rows = micro_batches * train.micro_batch_size
-    tokens = rows * config.data.max_length
+    tokens = rows * config.data.max_length // parallel.context
     hidden = compute_bytes * tokens * shapes.hidden_size
     if parallel.expert > 1:
         # To the experts and back, in the forward and the backward; once more to them in a
@@ -166,6 +180,13 @@ def least_traffic(
         pair = (4 + again) * hidden + (2 + again) * 4 * tokens
         exchanged = shapes.top_k * pair * layers.exchanges
         traffic[Collective("all-to-all", shard_group[: parallel.expert])] += exchanged
+    if parallel.context > 1:
+        # Of all heads in the forward, their gradients in the backward, and once more in a
+        # recomputation.
+        width = shapes.head_exchange(parallel.context) * sizes.n_layers
+        passes = 2 + (config.model.activation_checkpointing != "none")
+        sharing = tuple(range(first, first + parallel.context))
+        traffic[Collective("all-to-all", sharing)] += passes * compute_bytes * tokens * width
     neighbours = [first - stage_ranks] * (stage > 0) + [first + stage_ranks] * (stage < stages - 1)
     for neighbour in neighbours:
         traffic[Collective("send", (neighbour, first))] += hidden
@@ -230,7 +251,7 @@ def rough_memory(
         layer = largest.trained_dense + largest.trained_experts / expert
         reduced = min(reduced, reduce_bytes * 2 * layer)
 
-    tokens = train.micro_batch_size * config.data.max_length
+    tokens = train.micro_batch_size * config.data.max_length // parallel.context
     kept = {
         "offload": 2 * shapes.hidden_size,
         "full": shapes.hidden_size * sizes.n_layers,

@@ -18,15 +18,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.data.batch import Batch
+from shardtune.data.batch import Batch, slice_lengths
 from shardtune.distributed.division import mesh_problems, split_stage
 from shardtune.distributed.meshes import build_meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
-from shardtune.model.attention_check import TRIAL_LENGTHS, decide_attention
+from shardtune.model.attention import documents
+from shardtune.model.attention_check import TRIAL_LENGTHS, decide_attention, require_shared
 from shardtune.model.build import build_on_meta, compute_dtype, forward_only
+from shardtune.model.context import heads_between
 from shardtune.model.host_inputs import keep_inputs_on_host
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.support import decoder_layers
@@ -122,8 +124,11 @@ def fake_world(nodes: int, ranks_per_node: int, config: Config, stage: int = 0) 
     try:
         meshes = build_meshes(device, size, config.parallel)
         progress = Progress(device)
-        yield World(rank, size, local_rank, ranks_per_node, node, device, meshes, store, progress)
+        world = World(rank, size, local_rank, ranks_per_node, node, device, meshes, store, progress)
+        documents.heads = heads_between(world)
+        yield world
     finally:
+        documents.heads = None
         dist.destroy_process_group()
 
 
@@ -160,6 +165,7 @@ def simulate(
         with tracker.following():
             tracker.read_by_host = _exchanged(sum(TRIAL_LENGTHS), model, config, imbalance)
             attention = decide_attention(model, config, config.data.max_length, device)
+            require_shared(attention, config)
             tracker.read_by_host = _exchanged(HEAD_TRIAL_TOKENS, model, config, imbalance)
             if world.is_last_stage:
                 use_loss_head(model, device, "cuda" if is_gpu else "cpu")
@@ -236,11 +242,16 @@ def _accumulate(
 
 
 def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
-    """Return full rows of one document each, with every token trained."""
+    """Return full rows of one document each, with every token trained.
+
+    Where ranks share them, it is the slice of the first one, the longest.
+    """
     rows, length = config.train.micro_batch_size, config.data.max_length
+    slices = slice_lengths(rows * length, config.parallel.context)
+    is_shared = len(slices) > 1
     numbers = partial(torch.zeros, dtype=torch.int64, device=device)
-    shape = (1, rows * length) if is_flat else (rows, length)
-    trained = rows * (length - 1)
+    shape = (1, slices[0]) if is_flat else (rows, length)
+    trained = slices[0] if is_shared else rows * (length - 1)
     return Batch(
         numbers(shape),
         numbers(shape) if is_flat else None,
@@ -249,6 +260,7 @@ def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
         numbers(trained),
         [length] * rows,
         torch.zeros(rows + 1, dtype=torch.int32, device=device),
+        slices if is_shared else None,
     )
 
 

@@ -77,8 +77,8 @@ def _nll_sum(
     nll_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     with forward_only(model):
         for number, sequences in enumerate(micro_batches):
-            batch = build_batch(dataset, sequences, context.is_flat).to(world.device)
-            nll_sum += context.stage.forward(batch)
+            batch = build_batch(dataset, sequences, context.is_flat, world.share)
+            nll_sum += context.stage.forward(batch.to(world.device))
             micro_batch_ended()
             # With stages seldom, since all of them meet here, and none is ahead of another.
             asks = stop and number % (4 * world.stages - 3) == 0

@@ -24,7 +24,7 @@ def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]
     """
     queue: Queue[StepBatches | BaseException] = Queue(maxsize=1)  # and the thread holds one more
     world, rows = context.run.world, context.run.config.train.micro_batch_size
-    cost = context.row_cost
+    cost, dataset = context.row_cost, schedule.dataset
 
     def make_batches() -> None:
         try:
@@ -34,8 +34,8 @@ def prefetch(context: TrainContext, schedule: Schedule) -> Iterator[StepBatches]
             for step in schedule.steps():
                 shares = step.micro_batches(cost, world.data_rank, world.data_ranks, rows)
                 batches = [
-                    build_batch(schedule.dataset, share, context.is_flat).to(world.device)
-                    for share in shares
+                    build_batch(dataset, sequences, context.is_flat, world.share).to(world.device)
+                    for sequences in shares
                 ]
                 queue.put((step, batches))
         except BaseException as error:  # a thread that ends without a word would hang the loop

@@ -66,7 +66,7 @@ class Stage:
             names = {parameter: name for name, parameter in model.named_parameters()}
             self._shared_weight = owned.by_name.get(names[embedding])
             last_stage_begins = world.size - world.stage_ranks
-            self._other_owner = world.data_rank + (0 if self._before else last_stage_begins)
+            self._other_owner = world.stage_rank + (0 if self._before else last_stage_begins)
 
     def passes(self, micro_batches: Sequence[Batch]) -> Iterator[Pass]:
         """Yield the forwards and backwards of a step in this stage's order.
@@ -102,7 +102,7 @@ class Stage:
             received.requires_grad_(torch.is_grad_enabled())
             cast(Any, self._model.get_input_embeddings()).hidden = received
         if self._behind:
-            documents.set(batch.lengths, batch.boundaries)
+            documents.set(batch.lengths, batch.boundaries, batch.slices)
             self._model(**batch.inputs())
             output = cast(Any, self._model.get_output_embeddings()).take()
             self._send(output.detach(), self._behind, self._behind.forward)
@@ -115,7 +115,8 @@ class Stage:
     def backward(self, batch: Batch, scale: float) -> None:
         """Add the gradients of the oldest micro-batch in flight, `batch`, times `scale`."""
         received, output = self._in_flight.popleft()
-        documents.set(batch.lengths, batch.boundaries)  # for what is computed again
+        # For what is computed again.
+        documents.set(batch.lengths, batch.boundaries, batch.slices)
         if self._behind:
             output.backward(self._receive())
         else:

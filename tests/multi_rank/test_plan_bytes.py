@@ -20,7 +20,9 @@ from shardtune.config_io import load_config
 from shardtune.data.batch import Batch
 from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
+from shardtune.model.attention import documents
 from shardtune.model.build import build_model
+from shardtune.model.context import heads_between
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
@@ -37,14 +39,16 @@ KINDS = {
 }
 LENGTH = 64  # tokens of a row
 REPLICAS = ["parallel.replicate=2", "train.gradient_accumulation_steps=3"]
+FULL, SELECTIVE = (f"model.activation_checkpointing={how}" for how in ("full", "selective"))
 CASES = [
     (1, "llama", ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"], 8e9),
-    (2, "glm4_moe", ["parallel.expert=2", "model.activation_checkpointing=full"], 8e9),
+    (2, "glm4_moe", ["parallel.expert=2", FULL], 8e9),
     (4, "llama", ["lora.rank=4", "train.gradient_accumulation_steps=3"], 8e9),
     # Some groups stay gathered.
     (4, "deepseek_v3", ["parallel.expert=2", "train.gradient_accumulation_steps=3"], 1.107e8),
     # Room for the sums of a replica's gradients, but not for whole gradients.
     (4, "qwen3_moe", ["parallel.expert=2", *REPLICAS], 1.0046e8),
+    (4, "qwen3_moe", ["parallel.context=4", "parallel.expert=2", FULL], 8e9),  # 2 key heads
     *(
         pytest.param(4, *case, marks=pytest.mark.full)
         for case in (
@@ -53,6 +57,8 @@ CASES = [
             ("llama", ["parallel.replicate=4"], 8e9),
             ("llama", ["parallel.replicate=2", "model.master_dtype=bfloat16"], 8e9),
             ("llama", ["parallel.replicate=2", "lora.rank=4"], 8e9),
+            ("llama", ["parallel.context=2", SELECTIVE], 8e9),
+            ("deepseek_v3", ["parallel.context=4", "parallel.replicate=2"], 8e9),
         )
     ),
 ]
@@ -105,6 +111,8 @@ def take_a_step(family: str, assignments: list[str], policy: list[int]) -> None:
     places = torch.arange(LENGTH)
     ends = torch.tensor([0, LENGTH], dtype=torch.int32)
     batch = Batch(ids, places[None], None, places[:-1], ids[0, 1:], [LENGTH], ends)
+    documents.heads = heads_between(world)
+    batch = batch.slice_of(*world.share) if documents.heads else batch
     micro_batches = config.train.gradient_accumulation_steps
     with Sent() as sent:
         for number in range(micro_batches):

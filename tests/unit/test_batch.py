@@ -43,6 +43,7 @@ def test_a_flat_batch_is_one_row_whose_positions_restart(three: TokenDataset) ->
         "targets": [33, 12, 13, 22],
         "lengths": [4, 3, 2],
         "boundaries": [0, 4, 7, 9],
+        "slices": None,
     }
 
 
@@ -55,7 +56,36 @@ def test_a_padded_batch_has_a_row_for_each_document(three: TokenDataset) -> None
         "targets": [33, 12, 13, 22],
         "lengths": [4, 3, 2],
         "boundaries": [0, 4, 7, 9],
+        "slices": None,
     }
+
+
+def test_each_rank_that_shares_a_row_has_a_slice_of_it(three: TokenDataset) -> None:
+    slices = [listed(build_batch(three, [2, 0, 1], True, (number, 4))) for number in range(4)]
+    whole = {"attention_mask": None, "lengths": [4, 3, 2], "boundaries": [0, 4, 7, 9]}
+    whole["slices"] = [3, 2, 2, 2]
+    own = [
+        ([31, 32, 33], [0, 1, 2], [1], [33]),
+        ([34, 11], [3, 0], [1], [12]),
+        ([12, 13], [1, 2], [0], [13]),
+        ([21, 22], [0, 1], [0], [22]),
+    ]
+    for batch, (ids, positions, predicting, targets) in zip(slices, own, strict=True):
+        assert batch == whole | {
+            "input_ids": [ids],
+            "position_ids": [positions],
+            "predicting": predicting,
+            "targets": targets,
+        }
+
+
+def test_a_row_of_fewer_tokens_than_ranks_has_an_untrained_one_for_each(
+    three: TokenDataset,
+) -> None:
+    slices = [build_batch(three, [1], True, (number, 5)) for number in range(5)]
+    assert [each.input_ids.tolist() for each in slices] == [[[21]], [[22]], [[21]], [[22]], [[21]]]
+    assert [each.targets.tolist() for each in slices] == [[22], [], [], [], []]
+    assert slices[0].lengths == [2, 3]
 
 
 @pytest.mark.parametrize("is_flat", [True, False])

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardtune.config_io import load_config
 from shardtune.distributed import compiling
+from shardtune.distributed.exchange import linear_map
 from shardtune.model import grouped_experts
-from shardtune.model.grouped_experts import TokenPairs, expert_outputs, linear_map
+from shardtune.model.grouped_experts import TokenPairs, expert_outputs
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
 

@@ -18,7 +18,7 @@ from shardtune.cluster.environment import Environment, read_environment
 from shardtune.config import KEYS
 
 NAMES = ["node 0 (a)", "node 1 (b)"]
-WORLD = {"parallel.stages": "1", "parallel.replicate": "1", "parallel.expert": "1"}
+WORLD = {f"parallel.{key}": "1" for key in ("stages", "replicate", "expert", "context")}
 FACTS: dict[str, Any] = {
     "versions": {"torch": "2.13.0"},
     "code": {},

@@ -13,7 +13,8 @@ from helpers.moe_families import SMALL as FAMILY_SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.config_io import load_config
-from shardtune.model.experts import ExpertExchange, SharedExperts, spread_problems
+from shardtune.distributed.exchange import Exchange
+from shardtune.model.experts import SharedExperts, spread_problems
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
 
@@ -74,13 +75,13 @@ def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
     """So tokens and their weights travel once more, and outputs do not. Shared experts of glm4_moe
     stand behind the exchange, and would make it wait for the outputs."""
     sent: Counter[int] = Counter()
-    original = ExpertExchange._send
+    original = Exchange.begin
 
     def send(self: Any, to: Any, of: Any, rows: torch.Tensor) -> Any:
         sent[rows.shape[-1]] += 1
         return original(self, to, of, rows)
 
-    monkeypatch.setattr(ExpertExchange, "_send", send)
+    monkeypatch.setattr(Exchange, "begin", send)
     for mode, again in (("none", 0), ("full", 1)):
         sent.clear()
         small_step(family, f"model.activation_checkpointing={mode}")
@@ -91,7 +92,7 @@ def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
 
 def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    send, run_ahead = ExpertExchange._send, SharedExperts.run_ahead
+    send, run_ahead = Exchange.begin, SharedExperts.run_ahead
 
     def told_send(self: Any, to: Any, of: Any, rows: torch.Tensor) -> Any:
         what = "weights" if rows.shape[-1] == 1 else "rows"
@@ -103,7 +104,7 @@ def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch)
         events.append("shared")
         run_ahead(self, tokens)
 
-    monkeypatch.setattr(ExpertExchange, "_send", told_send)
+    monkeypatch.setattr(Exchange, "begin", told_send)
     monkeypatch.setattr(SharedExperts, "run_ahead", told_run)
     small_step("glm4_moe", "model.activation_checkpointing=full")
     weights, rows = (["send weights", "weights arrive"], ["send rows", "rows arrive"])

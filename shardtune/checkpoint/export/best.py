@@ -54,7 +54,7 @@ class Best:
             self._export = WholeModel(self._kinds, tied, config.export.dtype, assets, source)
         else:
             self._export = Adapter(self._kinds, config.lora, assets)
-        names = world.all_gather_json([*model_state(model)] if world.data_rank == 0 else [])
+        names = world.all_gather_json([*model_state(model)] if world.stage_rank == 0 else [])
         # Of a weight that two stages have, the first one's.
         self._holder = {name: rank for rank in reversed(range(world.size)) for name in names[rank]}
         self._best = world.on_rank0(lambda: read_listing(self._out) or {})

@@ -1,0 +1,73 @@
+"""Rows that several ranks share (`parallel.context`; Ulysses, arXiv 2309.14509).
+
+Each rank has a slice of a row's tokens, and in attention a share of the heads for all of them. An
+all-to-all before attention brings each rank the queries, keys and values of its heads, and one
+behind it the outputs of its tokens. Nothing else in a layer looks at other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+
+import torch
+from transformers import PreTrainedModel
+
+from shardtune.distributed.exchange import Exchange, linear_map
+from shardtune.distributed.world import World
+
+
+class HeadExchange:
+    """Attention to rows of which each rank of a group has a slice."""
+
+    def __init__(self, world: World) -> None:
+        assert world.meshes.context
+        self._number, self.ranks = world.share
+        self._exchange = Exchange(world.meshes.context, world.progress)
+
+    def attend(
+        self,
+        attend: Callable[..., torch.Tensor],
+        query: torch.Tensor,  # (1, heads, tokens of the slice, width)
+        key: torch.Tensor,  # (1, key heads, tokens of the slice, width)
+        value: torch.Tensor,  # (1, key heads, tokens of the slice, value width)
+        sink: torch.Tensor | None,  # (heads,)
+        slices: list[int],
+    ) -> torch.Tensor:
+        """Return the output for the slice's tokens, (1, tokens, heads, value width).
+
+        `attend` takes query, key, value and sink of whole rows."""
+        own = [slices[self._number]] * self.ranks
+        there, back = self._exchange.there_and_back(own, slices)
+        # Several ranks may need the same key head. Gradients of the copies are summed.
+        copies = self.ranks // gcd(self.ranks, key.shape[1])
+        if copies > 1:
+            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+        parts = [self._by_rank(x) for x in (query, key, value)]
+        widths = [part.shape[-1] for part in parts]
+        whole = linear_map(there, back, torch.cat(parts, 2).flatten(0, 1))
+        heads = [
+            part.unflatten(1, (-1, x.shape[-1])).transpose(0, 1).unsqueeze(0)
+            for part, x in zip(whole.split(widths, 1), (query, key, value), strict=True)
+        ]
+        if sink is not None:
+            sink = sink.unflatten(0, (self.ranks, -1))[self._number]
+        output = attend(*heads, sink)  # (1, tokens of the row, heads of this rank, value width)
+        returned = linear_map(back, there, output.squeeze(0).flatten(1))
+        of_ranks = returned.view(self.ranks, own[0], *output.shape[2:])
+        return of_ranks.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def _by_rank(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return heads (1, heads, tokens, width) as (ranks, tokens, heads of a rank x width)."""
+        return heads.squeeze(0).unflatten(0, (self.ranks, -1)).transpose(1, 2).flatten(2)
+
+
+def heads_between(world: World) -> HeadExchange | None:
+    """Return the exchange of heads between the ranks that share rows with this one, if any do."""
+    return HeadExchange(world) if world.context_ranks > 1 else None
+
+
+def describe_rows(model: PreTrainedModel, ranks: int) -> str:
+    """Return the log's line on rows that so many ranks share."""
+    heads: int = model.config.get_text_config().num_attention_heads
+    return f"Rows: each shared by {ranks} ranks, {heads // ranks} of {heads} heads each"

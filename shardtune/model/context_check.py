@@ -1,0 +1,86 @@
+"""Models whose rows ranks cannot share (`parallel.context`), and why: their shapes are enough.
+
+`attention_check` sees those that attend under a mask.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from shardtune.config import Config
+from shardtune.distributed.division import mesh_problems, split_stage
+from shardtune.distributed.world import World
+from shardtune.errors import UserError, divisors
+from shardtune.model.indexers import indexers
+from shardtune.model.stages import require_composable, stage_problems
+from shardtune.model.state_layers import state_mixers
+
+_HEADS = re.compile(r"num_(attention|query)_heads")  # some layers may have another number
+
+
+def context_problems(model: PreTrainedModel, config: Config, world: World) -> Iterator[str]:
+    """Yield why so many ranks cannot share the rows of a model."""
+    degree, kind = config.parallel.context, model.config.model_type
+    key = f"parallel.context={degree}"
+    if degree == 1:
+        return
+    for heads in sorted(_numbers_of_heads(model)):
+        if heads % degree:
+            yield (
+                f"{key} does not divide the {heads} heads of {kind} - use one of "
+                f"{divisors(heads)} that divides world size / parallel.stages too"
+            )
+    if state_mixers(model):
+        yield (
+            f"{key}: layers of {kind} hand a state along the row, of which a rank has a slice - "
+            f"use {_without_context(model, config, world)}"
+        )
+    of_indexers: list[Any] = indexers(model)
+    chosen = [indexer.index_topk for indexer in of_indexers]
+    if chosen and config.data.max_length > min(chosen):
+        yield (
+            f"{key}: indexers of {kind} choose {min(chosen)} keys of the row, of which a rank has "
+            f"a slice - use parallel.context=1, or data.max_length={min(chosen)}"
+        )
+
+
+def _numbers_of_heads(model: PreTrainedModel) -> set[int]:
+    """Return how many heads layers have, each number once."""
+    settings = model.config.get_text_config().to_dict().items()
+    values = [value for name, value in settings if _HEADS.search(name)]
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    return {number for numbers in lists for number in numbers if isinstance(number, int)}
+
+
+def _without_context(model: PreTrainedModel, config: Config, world: World) -> str:
+    """Return the keys of a run without shared rows: in stages, where these can be cut.
+
+    As many data ranks are left, so that the batch stays the same.
+    """
+    alone, train = "parallel.context=1", config.train
+    stages = config.parallel.stages * config.parallel.context
+    accumulation = max(train.gradient_accumulation_steps, stages)
+    other = config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update={"context": 1, "stages": stages}),
+            "train": train.model_copy(update={"gradient_accumulation_steps": accumulation}),
+        }
+    )
+    nodes = [rank // world.local_size for rank in range(world.size)]
+    problems = [
+        *mesh_problems(world.size, other.parallel),
+        *stage_problems(model, other, world.size),
+    ]
+    try:
+        if problems or split_stage(nodes, stages):
+            return alone
+        require_composable(other, model.config)
+    except UserError:
+        return alone
+    steps = f" train.gradient_accumulation_steps={accumulation}"
+    more = steps * (accumulation > train.gradient_accumulation_steps)
+    return f"{alone} parallel.stages={stages}{more}"

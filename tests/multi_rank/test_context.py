@@ -1,0 +1,135 @@
+"""Rows that ranks share train as plain PyTorch trains records, one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from helpers import moe_families, packing_families
+from helpers.chats import write_jsonl
+from helpers.commands import read_metrics
+from helpers.plain_training import (
+    assert_same_weights,
+    encode,
+    plain_perplexity,
+    plain_training,
+    save_new_model,
+    settings,
+    sharpen,
+    uneven_chats,
+)
+from helpers.ranks import train_each
+from helpers.small_runs import steps_of
+from transformers import PreTrainedTokenizerFast
+
+RATES = [3e-3] * 4
+MAX_NORM = 0.5
+ROWS = {"true": 8, "false": 16}  # of a step, by data.packing
+
+
+class Mesh(NamedTuple):
+    ranks: int
+    context: int
+    expert: int = 1
+    replicate: int = 1
+    stages: int = 1
+
+    def assignments(self, rows: int) -> list[str]:
+        data_ranks = self.ranks // self.stages // self.context
+        degrees = ("context", "expert", "replicate", "stages")
+        return [
+            *(f"parallel.{key}={getattr(self, key)}" for key in degrees),
+            f"train.gradient_accumulation_steps={rows // data_ranks}",
+        ]
+
+
+# A family, the mesh that saves after two steps, the mesh that resumes, and settings.
+Case = tuple[str, Mesh, Mesh, list[str]]
+FULL, SELECTIVE, NONE = (
+    [f"model.activation_checkpointing={how}"] for how in ("full", "selective", "none")
+)
+APART = "data.packing=false"
+CASES: list[Case] = [
+    ("llama", Mesh(2, 2), Mesh(4, 4), FULL),  # two key heads for four ranks
+    ("gpt_oss", Mesh(4, 4, 2), Mesh(2, 1), [APART]),  # sinks and windows
+]
+MATRIX: list[Case] = [
+    ("llama", Mesh(4, 2), Mesh(2, 1), [APART]),
+    ("llama", Mesh(4, 2, 1, 4), Mesh(4, 4, 1, 2), SELECTIVE),
+    ("llama", Mesh(4, 2, stages=2), Mesh(4, 4), ["model.compile=true", *FULL]),
+    ("qwen3_moe", Mesh(4, 4), Mesh(2, 2, 2), FULL),
+    ("qwen3_moe", Mesh(8, 2, 2, 2, 2), Mesh(4, 2, 4), SELECTIVE),
+    ("glm4_moe", Mesh(4, 2, 4), Mesh(4, 2, 2, 2), FULL),
+    ("glm4_moe", Mesh(2, 2), Mesh(4, 4, 4), [APART]),
+    ("mixtral", Mesh(4, 1), Mesh(4, 2), SELECTIVE),
+    ("deepseek_v3", Mesh(2, 2), Mesh(4, 4, 2), NONE),
+    ("gpt_oss", Mesh(2, 2), Mesh(4, 4, 4), FULL),
+    ("gemma3_text", Mesh(2, 2), Mesh(4, 4), FULL),
+    ("gemma3_text", Mesh(4, 2), Mesh(2, 2, stages=1), [APART, *SELECTIVE]),
+]
+
+
+def build(family: str) -> Any:
+    return (packing_families if family in packing_families.WINDOWS else moe_families).build(family)
+
+
+@pytest.fixture(scope="module")
+def models(
+    tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("families")
+
+    def model(family: str) -> Path:
+        if not (root / family).exists():
+            # Their own weights are sharp enough, and sharper ones send tokens that round otherwise
+            # to other experts.
+            change = [] if family in packing_families.WINDOWS else [sharpen]
+            save_new_model(lambda: build(family), tokenizer, root / family, *change)
+        return root / family
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "second", "more"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MATRIX)],
+)
+def test_shared_rows_equal_one_record_at_a_time(
+    family: str,
+    first: Mesh,
+    second: Mesh,
+    more: list[str],
+    models: Callable[[str], Path],
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    """Two steps on one mesh, and two after a resume on another; clipped, with a baseline."""
+    records = uneven_chats()
+    data = write_jsonl(tmp_path / "train.jsonl", records)
+    rows = ROWS["false" if APART in more else "true"]
+    given = settings(models(family), data, tmp_path / "run", f"data.eval={data}")
+    given += ["train.epochs=4", f"train.max_grad_norm={MAX_NORM}", *more]
+    runs = [
+        (mesh.ranks, [*given, f"train.max_steps={steps}", *mesh.assignments(rows)])
+        for steps, mesh in ((2, first), (4, second))
+    ]
+    train_each(runs, tmp_path)
+    encoded = [encode(tokenizer, record) for record in records]
+    expected = plain_training(models(family), encoded, RATES, MAX_NORM)
+    steps = steps_of(tmp_path / "run")
+    assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-6)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-6)
+    baseline, *_ = read_metrics(tmp_path / "run", "eval")
+    perplexity = plain_perplexity(models(family), encoded)
+    assert baseline["perplexity"] == pytest.approx(perplexity, rel=1e-6)
+    assert_same_weights(tmp_path / "run", expected)
+    for number, mesh in enumerate((first, second)):
+        said = (tmp_path / f"run{number}.out").read_text(encoding="utf-8")
+        heads = f"{4 // mesh.context} of 4 heads each"
+        line = f"Rows: each shared by {mesh.context} ranks, {heads}"
+        assert (line in said.splitlines()) == (mesh.context > 1)
+        data_ranks = mesh.ranks // mesh.stages // mesh.context
+        assert re.search(rf"^Effective batch size: .* x {data_ranks} \(", said, re.MULTILINE)

@@ -1,0 +1,100 @@
+"""Heads that travel between ranks that share rows, and models whose rows ranks cannot share."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import packing_families
+from transformers import AutoConfig, PreTrainedConfig
+
+from shardtune.config import Config
+from shardtune.config_io import load_config
+from shardtune.errors import UserError, all_of
+from shardtune.model.attention_check import require_documents_apart
+from shardtune.model.build import require_trainable
+from shardtune.planner.simulate import fake_world
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 100,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 100},
+    "llama4_text": {"attn_temperature_tuning": True, "floor_scale": 100},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+}
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    given = packing_families.STATES | packing_families.INDEXED | OTHERS
+    return AutoConfig.for_model(family, **packing_families.SMALL | given[family])
+
+
+def configured(*assignments: str) -> Config:
+    given = ["model.path=unread", "model.init=random", "data.train=unread", "data.max_length=128"]
+    given += ["train.gradient_accumulation_steps=2"]
+    return load_config(Path("/dev/null"), [*given, *assignments], {})
+
+
+def problems(family: str, *assignments: str, ranks: int = 4) -> list[str]:
+    """Return why a run is refused before weights are read."""
+    config, model_config = configured(*assignments), config_of(family)
+    try:
+        with fake_world(1, ranks, config) as world:
+            all_of(
+                lambda: require_trainable(config, model_config, world),
+                lambda: require_documents_apart(config, model_config),
+            )
+    except UserError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("qwen3_5_moe_text", "layers of qwen3_5_moe_text hand a state along the row"),
+        ("mamba2", "layers of mamba2 hand a state along the row"),
+        ("bamba", "layers of bamba hand a state along the row"),
+        ("deepseek_v32", "indexers of deepseek_v32 choose 64 keys of the row"),
+        ("phi3", "phi3 takes other rope factors for a whole forward"),
+        ("llama4_text", "llama4_text scales queries by their place in the row from 100 tokens on"),
+        ("gpt_neo", "takes attention without a mask, which is not that of this model ("),
+    ],
+)
+def test_models_that_a_slice_would_get_wrong_are_refused_and_the_remedy_is_not(
+    family: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(packing_families.INDEXED["deepseek_v32"], "index_topk", 64)
+    shared = ["parallel.context=2"]
+    assert any(words in problem for problem in problems(family, *shared))
+    remedies = [p.rpartition(" - use ")[2] for p in problems(family, *shared)]
+    settings = [each for remedy in remedies for each in re.findall(r"[\w.]+=\w+", remedy)]
+    assert not problems(family, *shared, *settings)
+
+
+def test_degrees_that_do_not_divide_are_refused_with_those_that_do() -> None:
+    (ranks,) = problems("llama", "parallel.context=3")
+    assert ranks == "parallel.context=3 does not divide the world size, 4 - use one of 1, 2, 4"
+    (ranks,) = problems("llama", "parallel.context=4", "parallel.stages=2")
+    assert ranks == (
+        "parallel.context=4 does not divide world size / parallel.stages, 2 - use one of 1, 2"
+    )
+    (heads,) = problems("llama", "parallel.context=8", ranks=16)
+    assert heads == (
+        "parallel.context=8 does not divide the 4 heads of llama - use one of 1, 2, 4 that divides "
+        "world size / parallel.stages too"
+    )
+    assert not problems("llama", "parallel.context=4", "parallel.replicate=4")
+    with pytest.raises(UserError) as refused:
+        configured("parallel.context=2", "model.attention=sdpa")
+    assert 'model.attention = "sdpa" (command line) is not for parallel.context=2' in str(
+        refused.value
+    )
