@@ -8,7 +8,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.data.batch import slice_lengths
 from shardtune.distributed.world import World
 from shardtune.model.experts import gathered_numel
 from shardtune.model.support import decoder_layers
@@ -29,7 +28,7 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     each parameter's product as kept for the backward, and attention as under a mask.
     """
     tokens = config.train.micro_batch_size * config.data.max_length
-    tokens = slice_lengths(tokens, config.parallel.context)[0]
+    tokens = -(-tokens // config.parallel.context)
     settings: Any = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
     logits = head.weight.shape[0] if getattr(head, "weight", None) is not None else 0

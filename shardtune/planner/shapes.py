@@ -111,7 +111,6 @@ class Shapes:
         # Each is asked about a few divisions by hundreds of meshes.
         self.of_stages, self.may_spread = of_stages, may_spread
 
-
     def head_exchange(self, ranks: int) -> int:
         """Return how many elements of a token a layer sends where so many ranks share its row."""
         copies = ranks // gcd(ranks, self.key_heads)

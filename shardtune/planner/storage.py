@@ -86,6 +86,7 @@ def _inputs_bytes(model: PreTrainedModel, config: Config, machine: Machine, worl
     if config.model.activation_checkpointing != "offload" or not machine.is_gpu:
         return 0
     tokens = config.train.micro_batch_size * config.data.max_length
+    tokens = -(-tokens // config.parallel.context)
     width = getattr(model.config.get_text_config(), "hidden_size", None) or 0
     dtype = compute_dtype(config.model.compute_dtype, world.device)
     in_flight = min(world.stages - world.stage, config.train.gradient_accumulation_steps)

@@ -10,6 +10,8 @@ import torch
 from shardtune.config import Config
 from shardtune.errors import OutOfMemory, first_line
 
+_LONG_ROW = 1 << 14  # tokens; a shorter one leaves a rank's kernels few
+
 
 def step_fits(config: Config) -> AbstractContextManager[None]:
     """Name the keys that need less memory if a step or an evaluation runs out of it.
@@ -21,6 +23,8 @@ def step_fits(config: Config) -> AbstractContextManager[None]:
     keys = []
     if not config.model.keeps_inputs_alone:
         keys.append("set model.activation_checkpointing=full")
+    if config.parallel.context == 1 and length >= _LONG_ROW:
+        keys.append("set parallel.context, so that several ranks share each row")
     if config.parallel.expert == 1:
         keys.append("set parallel.expert if the model has experts")
     if rows > 1:
