@@ -58,9 +58,7 @@ def main() -> None:
         )
     else:
         plan.require_fit()
-        context = build_train_context(
-            run, model_config, data, assets, schedule, plan.device_peak, plan.kept_groups
-        )
+        context = build_train_context(run, model_config, data, assets, schedule, plan.decided)
         with (
             context.metrics,
             collected_by_micro_batch(),

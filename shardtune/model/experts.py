@@ -8,6 +8,7 @@ the same experts, `expert_shard` and `replicate`, are an FSDP group of their own
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -100,6 +101,16 @@ def spread_stacks(model: PreTrainedModel) -> set[str]:
     return {name for name, style in plan.items() if style == _STACK or is_factor(name)}
 
 
+def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
+    """Yield each module of stacked experts that is called with its router's choices: its name,
+    itself and how many experts it has."""
+    for name, module in model.named_modules():
+        stacks = [p for p in module.parameters(recurse=False) if p.dim() >= 3]
+        # The module itself, tokens, the router's choices and their weights.
+        if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
+            yield name, module, stacks[0].shape[0]
+
+
 def is_spread(parameter: torch.Tensor) -> bool:
     """Return whether a parameter, sharded or gathered, is a stack of spread experts."""
     return isinstance(parameter, DTensor) and "expert" in (
@@ -160,8 +171,9 @@ class ExpertExchange(EPImplementation):
         weights = linear_map(there, back, top_k_weights.flatten()[order].unsqueeze(-1))
         rows = linear_map(pairs.of_tokens, pairs.sum_by_token, hidden_states)
         arrive = self._exchange.begin(sent, received, rows.detach())
+        is_whole = getattr(self._experts, "tiles", 1) == 1
         try:
-            for shared in self._shared:
+            for shared in self._shared if is_whole else ():
                 shared.run_ahead(hidden_states)
             rows = linear_map(lambda _: arrive(), back, rows)
             outputs = self._run_experts(rows, weights, received_counts)

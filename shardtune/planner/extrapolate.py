@@ -54,21 +54,28 @@ class Simulations:
         policy: ReshardPolicy,
         world: World,
         is_gpu: bool,
+        tiles: int = 1,
     ) -> Measured:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
         own = layers_of_stages(whole, world.stages)[world.stage]
         kinds = layer_kinds(whole)[own.start : own.stop]
         lengths = cuts(kinds)
         if lengths is None:
-            return self._step(own, config, policy, world, is_gpu)
+            return self._step(own, config, policy, world, is_gpu, tiles)
         short, long = (
-            self._step(range(own.start, own.start + length), config, policy, world, is_gpu)
+            self._step(range(own.start, own.start + length), config, policy, world, is_gpu, tiles)
             for length in lengths
         )
         return extrapolate(short, long, len(kinds))
 
     def _step(
-        self, own: range, config: Config, policy: ReshardPolicy, world: World, is_gpu: bool
+        self,
+        own: range,
+        config: Config,
+        policy: ReshardPolicy,
+        world: World,
+        is_gpu: bool,
+        tiles: int,
     ) -> Measured:
         data, train = config.data, config.train
         # Other settings, such as the optimizer, do not change forward and backward.
@@ -79,13 +86,13 @@ class Simulations:
             [data.max_length, data.packing],
             [train.micro_batch_size, train.gradient_accumulation_steps],
             list(vars(policy).values()),
-            [world.size, world.local_size, world.stage, is_gpu],
+            [world.size, world.local_size, world.stage, is_gpu, tiles],
         ]
         key = json.dumps(settings)
         if key not in self._measured:
             cut = with_layers(self._model_config, own.stop)
             self._measured[key] = simulate(
-                config, cut, policy, world, self._imbalance, self._evaluates, own, is_gpu
+                config, cut, policy, world, self._imbalance, self._evaluates, own, is_gpu, tiles
             )
         return self._measured[key]
 

@@ -42,6 +42,8 @@ from shardtune.training.reshard import (
 from shardtune.training.stage import idle_share
 from shardtune.training.states import StateBytes, state_bytes
 
+TILE_TOKENS = 8192  # of a rank, in a tile: fewer save little and cost as much
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -54,6 +56,7 @@ class Plan:
     states: StateBytes
     kept_groups: tuple[int, ...]  # of each stage, see `gathered_groups`
     policy: ReshardPolicy
+    tiles: int  # in which experts and MLPs run, see `tile_layers`
     needed_bytes: int  # without groups that stay gathered although others have no room
     peaks: dict[str, Peak]  # by phase, the states included and the allowance not
     # Peak bytes of each stream, which a GPU's allocator keeps for it; none of a CPU.
@@ -189,15 +192,36 @@ def make_plan(
 ) -> Plan:
     """Plan a run without a device, weights, tokenizer or data, as the first rank of each stage.
 
+    Where it does not fit, experts and MLPs run in tiles, if it fits so.
+
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
     """
-    simulations, parts = simulations or Simulations(model_config), []
+    simulations = simulations or Simulations(model_config)
+    plan = _plan_stages(config, model_config, machine, simulations, reason, tiles=1)
+    tokens = config.data.max_length * config.train.micro_batch_size // config.parallel.context
+    tiles = tokens // TILE_TOKENS
+    if plan.fits or plan.reason or tiles < 2:
+        return plan
+    tiled = _plan_stages(config, model_config, machine, simulations, reason, tiles)
+    return tiled if tiled.fits else plan
+
+
+def _plan_stages(
+    config: Config,
+    model_config: PreTrainedConfig,
+    machine: Machine,
+    simulations: Simulations,
+    reason: str,
+    tiles: int,
+) -> Plan:
+    parts = []
     for stage in range(config.parallel.stages):
         with fake_world(machine.nodes, machine.ranks_per_node, config, stage) as world:
             if stage == 0:
                 require_trainable(config, model_config, world)
-            parts.append(_plan_stage(world, config, model_config, machine, simulations, reason))
+            given = config, model_config, machine, simulations, reason, tiles
+            parts.append(_plan_stage(world, *given))
     return _join(parts)
 
 
@@ -211,7 +235,7 @@ def bound_in(
     firsts = range(0, world.size, world.stage_ranks)
     worlds = [replace(world, rank=first) for first in firsts]
     return _join(
-        [_plan_stage(each, config, model_config, machine, None, reason) for each in worlds]
+        [_plan_stage(each, config, model_config, machine, None, reason, 1) for each in worlds]
     )
 
 
@@ -241,6 +265,7 @@ def _plan_stage(
     machine: Machine,
     simulations: Simulations | None,
     reason: str,
+    tiles: int,
 ) -> Plan:
     """Plan this rank's stage in a world, without other ranks.
 
@@ -257,7 +282,8 @@ def _plan_stage(
     measured = None
     if not reason:
         simulations = simulations or Simulations(model_config)
-        measured, reason = _measure(simulations, whole, config, policy, world, machine.is_gpu)
+        given = whole, config, policy, world, machine.is_gpu, tiles
+        measured, reason = _measure(simulations, *given)
     if measured:
         traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
         peaks, pools = _memory(measured, states, optimizer, machine)
@@ -276,6 +302,7 @@ def _plan_stage(
         states=states,
         kept_groups=(policy.kept_groups,),
         policy=policy,
+        tiles=tiles,
         needed_bytes=_peak_bytes(peaks, pools, machine),
         peaks=peaks,
         pools=pools,
@@ -300,10 +327,11 @@ def _measure(
     policy: ReshardPolicy,
     world: World,
     is_gpu: bool,
+    tiles: int,
 ) -> tuple[Measured | None, str]:
     """Return what a simulated step shows, or None and the reason why there is none."""
     try:
-        return simulations.measure(whole, config, policy, world, is_gpu), ""
+        return simulations.measure(whole, config, policy, world, is_gpu, tiles), ""
     except UserError:
         raise
     except Exception as error:  # any architecture may ask for something else

@@ -40,7 +40,7 @@ from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, bound_in, make_plan
 from shardtune.planner.search import Search, launch_command
 from shardtune.planner.verdict import verdict
-from shardtune.training.context import Run
+from shardtune.training.context import Planned, Run
 from shardtune.training.metrics import Metrics, peak_memory_bytes, read_entries
 
 _BOUND_SUFFICES = 0.1  # of the memory
@@ -62,6 +62,7 @@ class Prediction(TypedDict):
     step_s: float | None  # the least time of a step, None if it is not known
     bound_by: str | None  # what takes that time
     kept_groups: list[int]  # of each stage, which may stay gathered
+    tiles: int  # in which experts and MLPs run
 
 
 class RunPlan:
@@ -72,7 +73,7 @@ class RunPlan:
         config, world = run.config, run.world
         self._run, self._model_config = run, model_config
         dtype = compute_dtype(config.model.compute_dtype, world.device)
-        self.device_peak = device_peak(dtype, world)
+        self._device_peak = device_peak(dtype, world)
         # Uneven nodes count as one node with all ranks.
         ranks_per_node = world.local_size if world.size % world.local_size == 0 else world.size
         nodes = world.size // ranks_per_node
@@ -83,7 +84,7 @@ class RunPlan:
             memory_bytes=min(world.all_gather_json(_memory_bytes(world))),
             node_bytes_per_s=measured.node_bytes_per_s or math.inf,
             rank_bytes_per_s=measured.rank_bytes_per_s or math.inf,
-            flops_per_s=self.device_peak.flops_per_s or math.inf,
+            flops_per_s=self._device_peak.flops_per_s or math.inf,
             is_gpu=world.device.type == "cuda",
             host_bytes=min(world.all_gather_json(available_memory())),
         )
@@ -124,10 +125,11 @@ class RunPlan:
             self._suggest_mesh()
 
     @property
-    def kept_groups(self) -> list[int]:
-        """How many groups of each stage may stay gathered, once the plan is made."""
+    def decided(self) -> Planned:
+        """What the run takes from the plan, once it is made."""
         assert self._prediction
-        return self._prediction["kept_groups"]
+        prediction = self._prediction
+        return Planned(self._device_peak, prediction["kept_groups"], prediction["tiles"])
 
     def _suggest_mesh(self) -> None:
         """Log a mesh with which a step takes less than two thirds of its time, on rank 0."""
@@ -254,6 +256,7 @@ def _prediction(plan: Plan) -> Prediction:
         step_s=plan.floor_s or None,
         bound_by=plan.bound_by,
         kept_groups=list(plan.kept_groups),
+        tiles=plan.tiles,
     )
 
 

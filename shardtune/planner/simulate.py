@@ -32,6 +32,7 @@ from shardtune.model.context import heads_between
 from shardtune.model.host_inputs import keep_inputs_on_host
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.support import decoder_layers
+from shardtune.model.tiles import tile_layers
 from shardtune.planner.kernels import Kernel
 from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
 from shardtune.training.replica_shards import OwnedParameters
@@ -141,6 +142,7 @@ def simulate(
     evaluates: bool = True,
     own: range | None = None,
     is_gpu: bool = False,
+    tiles: int = 1,
 ) -> Measured:
     """Evaluate where `evaluates`, and take a step of a few micro-batches of full rows.
 
@@ -148,6 +150,7 @@ def simulate(
     reduces gradients that were kept; any in between is like the second. With stages one more is
     taken than are in flight. This rank's experts get `imbalance` times the tokens that a rank's
     experts get on average. `own`: the layers of this stage. `is_gpu`: the step is that of a GPU.
+    `tiles`: see `tile_layers`.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.
@@ -156,6 +159,9 @@ def simulate(
     model = build_on_meta(config, model_config, world, own)
     if is_gpu and config.model.activation_checkpointing == "offload":
         keep_inputs_on_host(model, _OtherMemory())
+    if tiles > 1:
+        tile_layers(model, tiles)
+    exchanged = partial(_exchanged, model=model, config=config, tiles=tiles, imbalance=imbalance)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         model.tie_weights()
@@ -163,16 +169,16 @@ def simulate(
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
-            tracker.read_by_host = _exchanged(sum(TRIAL_LENGTHS), model, config, imbalance)
+            tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS))
             attention = decide_attention(model, config, config.data.max_length, device)
             require_shared(attention, config)
-            tracker.read_by_host = _exchanged(HEAD_TRIAL_TOKENS, model, config, imbalance)
+            tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS)
             if world.is_last_stage:
                 use_loss_head(model, device, "cuda" if is_gpu else "cpu")
             batch = full_batch(config, attention.is_flat, device)
             policy.keep_gathered(model)
             _watch_layers(model, tracker)
-            tracker.read_by_host = _exchanged(batch.input_ids.numel(), model, config, imbalance)
+            tracker.read_by_host = exchanged(batch.input_ids.numel())
             tracker.traffic, tracker.kernels = Counter(), Counter()
             dtype = compute_dtype(config.model.compute_dtype, device)
             stage = Stage(model, owned, dtype, world)
@@ -265,16 +271,20 @@ def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
 
 
 def _exchanged(
-    tokens: int, model: PreTrainedModel, config: Config, imbalance: float
+    tokens: int, model: PreTrainedModel, config: Config, tiles: int, imbalance: float
 ) -> Iterator[int]:
     """Yield how many (token, expert) pairs this rank sends to each rank of its experts' group, and
     then how many it receives from each, for every exchange."""
     ranks = config.parallel.expert
     if ranks == 1:
         return iter(())
-    pairs = tokens * (getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1)
-    sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
-    return cycle([*sent, *(round(imbalance * n) for n in sent)])
+    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    numbers: list[int] = []
+    for tile in torch.arange(tokens, device="meta").tensor_split(tiles):
+        pairs = top_k * len(tile)
+        sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
+        numbers += [*sent, *(round(imbalance * n) for n in sent)]
+    return cycle(numbers)
 
 
 def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:

@@ -67,6 +67,11 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         yield f"A bound from shapes alone, since {plan.reason}"
         return
     yield f"Attention: {plan.attention}"
+    if plan.tiles > 1:
+        yield (
+            f"Tiles: experts and MLPs run on a row's tokens in {plan.tiles} parts, since memory is "
+            "short; that part of each layer is computed once more"
+        )
     if plan.config.parallel.expert > 1:
         yield (
             f"Experts: the most loaded rank is taken to have {EXPERT_IMBALANCE:g} times the tokens "

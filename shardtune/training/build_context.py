@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
@@ -20,10 +20,11 @@ from shardtune.log import logger
 from shardtune.model import build
 from shardtune.model.attention_check import choose_attention
 from shardtune.model.compiled_layers import compile_layers
-from shardtune.model.flops import DevicePeak, cost_of
+from shardtune.model.flops import cost_of
 from shardtune.model.loss import use_loss_head
+from shardtune.model.tiles import tile_layers
 from shardtune.training import optim, reshard, setup
-from shardtune.training.context import Run, TrainContext
+from shardtune.training.context import Planned, Run, TrainContext
 from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.metrics import Metrics
 from shardtune.training.out_of_memory import step_fits, weights_fit
@@ -42,13 +43,11 @@ def build_train_context(
     data: PreparedData,
     assets: Mapping[str, bytes],
     schedule: Schedule,
-    device_peak: DevicePeak,
-    planned_groups: Sequence[int],
+    planned: Planned,
 ) -> TrainContext:
     """Build the sharded model and its optimizer, and load the checkpoint that the run resumes from.
 
-    `planned_groups`: for each stage, see `choose_reshard_policy`. Files of another run are moved
-    aside once that checkpoint is loaded.
+    Files of another run are moved aside once that checkpoint is loaded.
     """
     config, world, resumed = run.config, run.world, run.resumed
     world.progress.enter(Phase.LOADING)
@@ -63,10 +62,10 @@ def build_train_context(
     setup.log_model(whole, config, state, world)
     saved = setup.saved_reshard_policy(run)
     policy = reshard.choose_reshard_policy(
-        model, config, state, saved, world, planned_groups[world.stage]
+        model, config, state, saved, world, planned.kept_groups[world.stage]
     )
     set_seed((config.run.seed + world.rank) % 2**32)
-    is_flat = prepare_forward(model, config, data.longest, world)
+    is_flat = prepare_forward(model, config, data.longest, planned.tiles, world)
     if resumed:
         checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run.directory, world)
     checkpoint.clear_leftovers(run.directory, resumed, world)
@@ -98,7 +97,7 @@ def build_train_context(
         expert_balance=expert_balance,
         observers=[
             Stragglers(model, metrics, world),  # first: all ranks meet in it
-            StepLog(metrics, whole, schedule.total_steps, device_peak, world.size),
+            StepLog(metrics, whole, schedule.total_steps, planned.device_peak, world.size),
             expert_balance,
             StepProfiler(run, metrics, schedule),
         ],
@@ -124,11 +123,17 @@ def open_best(
     return best
 
 
-def prepare_forward(model: PreTrainedModel, config: Config, longest: int, world: World) -> bool:
+def prepare_forward(
+    model: PreTrainedModel, config: Config, longest: int, tiles: int, world: World
+) -> bool:
     """Choose how the model attends and makes logits, and compile it as model.compile says.
 
     Return whether a batch is one row without padding. `longest`: tokens of the longest document.
+    `tiles`: in how many parts experts and MLPs run.
     """
+    if tiles > 1:
+        tile_layers(model, tiles)
+        logger.info(f"Tiles: experts and MLPs run on a row's tokens in {tiles} parts, as planned")
     with step_fits(config):
         is_flat = choose_attention(model, config, longest, world)
     # Rank 0 speaks for the run, and only the last stage has a head.

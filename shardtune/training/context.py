@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from shardtune.config import Config
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Cost, Schedule
 from shardtune.distributed.world import World
+from shardtune.model.flops import DevicePeak
 from shardtune.run_files import METRICS
 from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.metrics import Metrics
@@ -43,6 +44,14 @@ class Run:
     @property
     def metrics_file(self) -> Path:
         return self.directory.path / METRICS
+
+
+class Planned(NamedTuple):
+    """What the plan of a run has decided."""
+
+    device_peak: DevicePeak
+    kept_groups: Sequence[int]  # of each stage, see `choose_reshard_policy`
+    tiles: int  # see `tile_layers`
 
 
 @dataclass(frozen=True)

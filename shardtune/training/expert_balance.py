@@ -6,8 +6,6 @@ evaluation count nothing. The counts reach the host with the step's other number
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from transformers import PreTrainedModel
 from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.metrics_schema import ExpertsEntry, LayerBalance
-from shardtune.model.experts import count_tokens
+from shardtune.model.experts import count_tokens, stacked_experts
 from shardtune.training.metrics import Metrics
 from shardtune.training.observer import StepEnded, StepObserver
 
@@ -40,7 +38,7 @@ class ExpertBalance(StepObserver):
         self._counts: dict[str, torch.Tensor] = {}  # tokens of each expert; the last: of none
         self._steps_without: dict[str, np.ndarray] = {}  # how long each expert has had none
         own = dict(model.named_modules())
-        for name, _, number in _stacked_experts(whole):
+        for name, _, number in stacked_experts(whole):
             counts = torch.zeros(number + 1, dtype=torch.int64, device=world.device)
             self._counts[name], self._steps_without[name] = counts, np.zeros(number, dtype=int)
             if name in own:
@@ -121,15 +119,6 @@ def _summary(layers: list[LayerBalance]) -> str:
         worst = max(layers, key=lambda layer: layer["rank_imbalance"])
         fields.append(f"fullest rank {worst['rank_imbalance']:.2f} x the mean ({worst['layer']})")
     return " | ".join(fields)
-
-
-def _stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yield each module of stacked experts that is called with its router's choices."""
-    for name, module in model.named_modules():
-        stacks = [p for p in module.parameters(recurse=False) if p.dim() >= 3]
-        # The module itself, tokens, the router's choices and their weights.
-        if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
-            yield name, module, stacks[0].shape[0]
 
 
 def _counting(counts: torch.Tensor) -> Any:

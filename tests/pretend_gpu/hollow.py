@@ -54,16 +54,18 @@ def hollow_peaks(
     gb: float = 80.0,
     stage: int = 0,
     kept_groups: int = 0,
+    tiles: int = 1,
     timeout_s: float = 580,
 ) -> Peaks:
     """Measure a stage's first rank, with this configuration and `section.key=value`.
 
     `gb` of a GPU, in 1e9 bytes, and the plan's `kept_groups` decide what is kept gathered, and
-    limit nothing.
+    limit nothing. `tiles`: the plan's, too.
     """
     options = [f"--config={config}", f"--model={model}", f"--nodes={nodes}"]
     options += [f"--gpus-per-node={gpus_per_node}", f"--gpu-memory={gb}"]
-    options += [f"--stage={stage}", f"--kept-groups={kept_groups}", *assignments]
+    options += [f"--stage={stage}", f"--kept-groups={kept_groups}", f"--tiles={tiles}"]
+    options += assignments
     command = [sys.executable, "-m", "tests.pretend_gpu.hollow", *options]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -81,6 +83,7 @@ def parse(arguments: Sequence[str] | None = None, doc: str | None = __doc__) -> 
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB")
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--kept-groups", type=int, default=0, help="as the plan of the run says")
+    parser.add_argument("--tiles", type=int, default=1, help="as well")
     parser.add_argument("assignments", nargs="*", metavar="section.key=value")
     return parser.parse_args(arguments)
 
@@ -127,6 +130,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     from shardtune.model.build import build_model, compute_dtype, forward_only
     from shardtune.model.files import read_model_config
     from shardtune.model.loss import use_loss_head
+    from shardtune.model.tiles import tile_layers
     from shardtune.training import stage as stage_module
     from shardtune.training.expert_balance import ExpertBalance
     from shardtune.training.optim import build_optimizer
@@ -146,6 +150,8 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     reshard = choose_reshard_policy(model, config, state, None, world, options.kept_groups)
     model.set_attn_implementation(DOCUMENT_ATTENTION)
     use_loss_head(model, world.device)
+    if options.tiles > 1:
+        tile_layers(model, options.tiles)
     batch = _full_batch(config, world.device)
     enter("evaluate")
     dtype = compute_dtype(config.model.compute_dtype, world.device)

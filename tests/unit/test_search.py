@@ -53,9 +53,9 @@ class Counted(Simulations):
     def without_evaluation(self) -> Simulations:
         return self
 
-    def measure(self, whole: Any, config: Config, policy: Any, world: Any, is_gpu: bool) -> Any:
+    def measure(self, whole: Any, config: Config, policy: Any, world: Any, *more: Any) -> Any:
         self.plans += world.stage == 0
-        return super().measure(whole, config, policy, world, is_gpu)
+        return super().measure(whole, config, policy, world, *more)
 
 
 def searched(

@@ -1,0 +1,78 @@
+"""Experts and MLPs in tiles have plain PyTorch's gradients, however few a rank's tokens are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.moe_families import build
+from helpers.ranks import on_ranks
+from torch.nn.functional import cross_entropy
+
+from shardtune.config_io import load_config
+from shardtune.data.batch import Batch
+from shardtune.distributed.join import join_world
+from shardtune.model.build import build_model
+from shardtune.model.loss import summed_loss, use_loss_head
+from shardtune.model.tiles import tile_layers
+
+TILES = 3
+LENGTHS = [[31], [1], [2, 9], [4]]  # documents of the row of each rank
+GIVEN = ["model.path=unread", "model.init=random", "model.compute_dtype=float32"]
+GIVEN += ["data.train=unread", "model.activation_checkpointing=full"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "family", "assignments"),
+    [
+        (2, "glm4_moe", ["parallel.expert=2"]),
+        pytest.param(4, "glm4_moe", ["parallel.expert=2"], marks=pytest.mark.full),
+        pytest.param(4, "qwen3_moe", ["parallel.expert=4"], marks=pytest.mark.full),
+        pytest.param(2, "gpt_oss", [], marks=pytest.mark.full),
+        pytest.param(2, "llama", [], marks=pytest.mark.full),
+    ],
+)
+def test_tiles_have_the_gradients_of_whole_rows(
+    ranks: int, family: str, assignments: list[str], tmp_path: Path
+) -> None:
+    done = on_ranks(ranks, _compare, family, assignments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _compare(family: str, assignments: list[str]) -> None:
+    config = load_config(Path("/dev/null"), [*GIVEN, *assignments], {})
+    world = join_world(config.distributed, config.parallel)
+    plain = build(family)
+    model = build_model(config, plain.config, world)
+    plain.load_state_dict({n: p.full_tensor() for n, p in model.named_parameters()}, strict=False)
+    model.set_attn_implementation("documents")
+    use_loss_head(model, world.device)
+    tile_layers(model, TILES)
+    rows = [_row(lengths) for lengths in LENGTHS[: world.size]]
+    loss = summed_loss(model, rows[world.rank])
+    loss.backward()
+    total = torch.zeros(())
+    for row in rows:
+        documents = row.input_ids[0].split(row.lengths)
+        for ids in documents:
+            logits = plain(ids[None]).logits[0]
+            total = total + cross_entropy(logits[:-1], ids[1:], reduction="sum")
+    total.backward()
+    reduced = loss.detach().clone()
+    dist.all_reduce(reduced)
+    torch.testing.assert_close(reduced, total.detach(), rtol=1e-6, atol=0)
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        own = parameter.grad.full_tensor() * world.stage_ranks
+        torch.testing.assert_close(own, expected[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+def _row(lengths: list[int]) -> Batch:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    ids = torch.randint(1, 99, (1, sum(lengths)), generator=generator)
+    places = torch.cat([torch.arange(n) for n in lengths])
+    trained = (places[1:] > 0).nonzero().flatten()
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return Batch(ids, places[None], None, trained, ids[0, trained + 1], lengths, boundaries)
