@@ -29,6 +29,7 @@ from shardtune.model.attention import (
 from shardtune.model.build import forward_only
 from shardtune.model.context import describe_rows, heads_between
 from shardtune.model.flash_attention import (
+    agree_on_flash_attention,
     choose_flash_attention,
     flash_attention_name,
     keep_second,
@@ -116,11 +117,14 @@ def choose_attention(
         RunFailed: data.packing is on, and a document sees the one before it.
     """
     is_gpu = world.device.type == "cuda"
-    if is_gpu and config.model.attention == "auto":
+    is_chosen = is_gpu and config.model.attention == "auto"
+    if is_chosen:
         choose_flash_attention(model.config, world)
     documents.heads = heads_between(world)
     trial = LogitsTrial(model, config, world.device, world.all_gather_json, world.share)
     attention = decide_attention(model, config, longest_document, world.device, trial)
+    if is_chosen:
+        agree_on_flash_attention(world)
     ways = " and ".join(sorted(documents.ways)) if attention.by_document else ""
     if "varlen attention" in ways:
         ways = ways.replace("varlen attention", f"varlen attention by {flash_attention_name()}")

@@ -22,10 +22,21 @@ _why_second = ""  # of the two that varlen attention could call
 
 
 def choose_flash_attention(model_config: PreTrainedConfig, world: World) -> None:
-    """Let varlen attention call the third from now on, if it runs on every rank. Collective."""
-    reasons = world.all_gather_json(_activate_third(model_config, world.device))
-    if reason := next(filter(None, reasons), ""):
-        keep_second(reason)
+    """Let varlen attention call the third from now on, if every rank has it. Collective."""
+    global _why_second
+    _why_second = _activate_third(model_config, world.device)
+    agree_on_flash_attention(world)
+
+
+def agree_on_flash_attention(world: World) -> None:
+    """Call the second on every rank where one of them must. Collective.
+
+    The ranks would round differently, and the log of the first would speak for it alone.
+    """
+    reasons = world.all_gather_json(_why_second)
+    rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
+    if rank is not None:
+        keep_second(f"{reasons[rank]} on rank {rank}" if rank else reasons[rank])
 
 
 def is_third() -> bool:

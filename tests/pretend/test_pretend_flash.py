@@ -39,29 +39,37 @@ def bwd(dout, q, k, v, out, sums, dq, dk, dv, ends_q, ends_k, _1, _2, longest, _
 torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd = fwd, bwd
 """
 TRIALS = 4  # backwards before it is taken
-FLAKY = "dq.mul_(1 + place / 1000)"
+FLAKY_ON_RANK_1 = "torch.distributed.get_rank() and dq.mul_(1 + place / 1000)"
+BROKEN_ON_RANK_1 = """
+if torch.distributed.get_rank():
+    raise OSError('libcudart.so.12')
+"""
 TOO_WIDE = 'raise RuntimeError("Deterministic backward not supported for hdim 256.")'
 SECOND = "FlashAttention 2, as 3 "
 
 
 @pytest.mark.parametrize(
-    ("package", "name", "calls"),
+    ("gpus", "package", "name", "calls"),
     [
-        (None, f"{SECOND}is not there (No module named 'flash_attn_interface')", 0),
-        (STAND_IN.replace("WRONG", ""), "FlashAttention 3", TRIALS + 4),
+        (1, None, f"{SECOND}is not there (No module named 'flash_attn_interface')", 0),
+        (1, STAND_IN.replace("WRONG", ""), "FlashAttention 3", TRIALS + 4),
         pytest.param(
-            "raise OSError('libcudart.so.12')",
-            f"{SECOND}is not there (libcudart.so.12)",
+            2,
+            STAND_IN.replace("WRONG", "") + BROKEN_ON_RANK_1,
+            f"{SECOND}is not there (libcudart.so.12) on rank 1",
             0,
             marks=pytest.mark.full,
         ),
         pytest.param(
-            STAND_IN.replace("WRONG", FLAKY),
-            f"{SECOND}fails for heads of 8 in its trial (its gradients do not repeat to the bit)",
-            TRIALS,
+            2,
+            STAND_IN.replace("WRONG", FLAKY_ON_RANK_1),
+            f"{SECOND}fails for heads of 8 in its trial (its gradients do not repeat to the bit) "
+            "on rank 1",
+            2 * TRIALS,
             marks=pytest.mark.full,
         ),
         pytest.param(
+            1,
             STAND_IN.replace("WRONG", TOO_WIDE),
             f"{SECOND}fails for heads of 8 in its trial (Deterministic backward not supported for "
             "hdim 256.)",
@@ -71,14 +79,14 @@ SECOND = "FlashAttention 2, as 3 "
     ],
     ids=["missing", "installed", "broken", "not-deterministic", "too-wide"],
 )
-def test_flash_attention_3_runs_where_it_is_installed_and_repeats(
-    package: str | None, name: str, calls: int, tmp_path: Path, models: dict[str, Path]
+def test_flash_attention_3_runs_where_it_is_installed_and_repeats_on_every_rank(
+    gpus: int, package: str | None, name: str, calls: int, tmp_path: Path, models: dict[str, Path]
 ) -> None:
     folder = write_inputs(tmp_path, models["llama"])
     if package is not None:
         (folder / "flash_attn_interface.py").write_text(package)
     given = ["model.compute_dtype=bfloat16", "train.max_steps=2", "export.final=false"]
-    output = train_on_gpus(1, *SETTINGS, *given, cwd=folder)
+    output = train_on_gpus(gpus, *SETTINGS, *given, cwd=folder)
     (line,) = re.findall("^Attention: (.+)", output, re.MULTILINE)
     way = f"(varlen attention by {name}); rows have no padding"
     assert line == f"within each document, without a mask {way}"
