@@ -229,14 +229,14 @@ class SharedExperts:
 
     def __init__(self, module: nn.Module) -> None:
         self._forward = module.forward
-        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # input and output
+        self._ahead: tuple[Any, torch.Tensor] | None = None  # the input's elements, and output
         self._came_first = self._has_another_input = False
         module.forward = torch.compiler.disable(self._output)
 
     def run_ahead(self, tokens: torch.Tensor) -> None:
         """Compute for tokens, [tokens, width]."""
         if not self._came_first and not self._has_another_input:
-            self._ahead = tokens, self._forward(tokens)
+            self._ahead = _elements(tokens), self._forward(tokens)
         self._came_first = False
 
     def forget(self) -> None:
@@ -246,21 +246,17 @@ class SharedExperts:
         if self._ahead is None:
             self._came_first = True
             return cast(torch.Tensor, self._forward(hidden))
-        (tokens, output), self._ahead = self._ahead, None
-        if not _is_same(tokens, hidden):
+        (elements, output), self._ahead = self._ahead, None
+        if elements != _elements(hidden):
             self._has_another_input = True
             return cast(torch.Tensor, self._forward(hidden))
         return output.view(*hidden.shape[:-1], -1)
 
 
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same elements in memory."""
-    return (
-        a.untyped_storage() is b.untyped_storage()
-        and a.numel() == b.numel()
-        and a.storage_offset() == b.storage_offset()
-        and a._version == b._version
-    )
+def _elements(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tensors with the same elements in memory share, until these change."""
+    storage = tensor.untyped_storage()
+    return storage, tensor.storage_offset(), tensor.numel(), tensor._version
 
 
 @torch.library.custom_op("shardtune::count_tokens", mutates_args=("counts",))

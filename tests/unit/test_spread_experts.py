@@ -92,6 +92,7 @@ def test_a_layer_that_is_computed_again_does_not_bring_outputs_back(
 
 def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
+    ran: set[SharedExperts] = set()
     send, run_ahead = Exchange.begin, SharedExperts.run_ahead
 
     def told_send(self: Any, to: Any, of: Any, rows: torch.Tensor) -> Any:
@@ -102,6 +103,7 @@ def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch)
 
     def told_run(self: Any, tokens: torch.Tensor) -> None:
         events.append("shared")
+        ran.add(self)
         run_ahead(self, tokens)
 
     monkeypatch.setattr(Exchange, "begin", told_send)
@@ -112,6 +114,7 @@ def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch)
     forward = [*around, *rows]
     # The gradients of outputs, the layer that is computed again, and the gradients of its inputs.
     assert events == [*forward * 4, *rows, *around, *rows, *weights]
+    assert ran and all(shared._ahead is None for shared in ran), "nothing is held after the step"
 
 
 def test_shared_experts_run_ahead_where_they_come_behind_and_have_the_same_input() -> None:
@@ -137,8 +140,18 @@ def test_shared_experts_run_ahead_where_they_come_behind_and_have_the_same_input
         shared.run_ahead(given.view(-1, 4))
         assert calls == [(2, 3, 4)]
 
+    def with_another_input(given: torch.Tensor) -> None:
+        """From then on they never run ahead."""
+        assert torch.equal(module(given), given + 1)
+        calls.clear()
+        shared.run_ahead(hidden.view(-1, 4))
+        assert not calls
+
     shared.run_ahead(hidden.view(-1, 4))
-    assert torch.equal(module(others), others + 1)  # another input: from now on never ahead
-    calls.clear()
+    with_another_input(others)
+    shared = SharedExperts(module := Plain())
     shared.run_ahead(hidden.view(-1, 4))
-    assert not calls
+    with_another_input(hidden.add_(1))
+    shared = SharedExperts(module := Plain())
+    shared.run_ahead(hidden[0])
+    with_another_input(hidden[1])
