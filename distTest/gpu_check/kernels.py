@@ -185,7 +185,7 @@ def loss_head() -> Outcome:
     targets = torch.randint(vocabulary, (tokens,)).cuda()
     everything = torch.arange(tokens, device="cuda")
     ends = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
-    head.__class__, head.is_last = LossHead, True
+    head.__class__, head.is_last, head.device_type = LossHead, True, "cuda"
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
     head.batch = Batch(ids, None, None, everything, targets, [tokens], ends)
     torch.cuda.reset_peak_memory_stats()
