@@ -20,9 +20,10 @@ from shardtune.training.reshard import ReshardPolicy
 
 pytestmark = needs_compiler
 
-# Wide enough for tensors without contents, on which nothing is computed.
+# Wide enough for tensors without contents, on which nothing is computed. Of the logits a GPU takes
+# one chunk, where a CPU takes two.
 WIDE = SMALL | {"hidden_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 16}
-WIDE |= {"head_dim": 128, "intermediate_size": 5632, "vocab_size": 32000}
+WIDE |= {"head_dim": 128, "intermediate_size": 5632, "vocab_size": 40_000}
 WIDE |= {"max_position_embeddings": 4096}
 EXPERTS = {"n_routed_experts": 16, "moe_intermediate_size": 1408, "num_experts_per_tok": 4}
 MODELS = {"llama": WIDE, "glm4_moe": WIDE | FAMILIES["glm4_moe"] | EXPERTS}
@@ -34,23 +35,23 @@ MACHINE = Machine(2, 8, 80e9, 1, 1, 1)
 # Kernels, gigabytes and waits at most, by part of a step of two micro-batches. Where a change makes
 # them fewer, these go down.
 GLM = {
-    "forward": (574, 17.5, 4),
-    "head": (20, 5.64, 0),
-    "backward": (1204, 42.95, 4),
-    "norm and clip": (71, 0.12, 1),
-    "update": (5, 0.85, 0),
+    "forward": (574, 18.07, 4),
+    "head": (20, 6.96, 0),
+    "backward": (1204, 43.56, 4),
+    "norm and clip": (71, 0.13, 1),
+    "update": (5, 0.91, 0),
 }
 GLM_COMPILED = GLM | {
-    "forward": (390, 13.07, 4),
-    "backward": (708, 28.13, 4),
-    "update": (188, 0.57, 0),
+    "forward": (390, 13.61, 4),
+    "backward": (708, 28.75, 4),
+    "update": (188, 0.6, 0),
 }
 LLAMA_COMPILED = {
-    "forward": (144, 9.84, 0),
-    "head": (20, 5.64, 0),
-    "backward": (370, 21.24, 0),
+    "forward": (144, 10.41, 0),
+    "head": (20, 6.96, 0),
+    "backward": (370, 21.85, 0),
     "norm and clip": (59, 0.07, 1),
-    "update": (5, 0.46, 0),
+    "update": (5, 0.52, 0),
 }
 CASES = [
     ("glm4_moe", ["parallel.expert=8", "model.compile=false"], GLM),
@@ -81,7 +82,7 @@ def test_small_shapes_launch_move_and_wait_no_more_than_recorded(
     assert numbers.keys() == most.keys()
     for part, limits in most.items():
         pairs = zip(numbers[part], limits, strict=True)
-        assert all(n <= limit for n, limit in pairs), (part, numbers)
+        assert all(n <= limit for n, limit in pairs), (part, numbers[part])
 
 
 @pytest.mark.full

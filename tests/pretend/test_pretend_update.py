@@ -45,12 +45,13 @@ class NormDtypes(TorchDispatchMode):
 def measure_norms(out: Path) -> None:
     torch.manual_seed(0)
     measured = []
-    for dtype in (torch.float32, torch.bfloat16):
+    # The sum of the large one's squares is beyond float32.
+    for dtype, size in ((torch.float32, 1e-3), (torch.bfloat16, 2e16)):
         parameters = []
         for sizes in ((2, 352, 2000), (31, 12_288), (37, 1408), (100_000,), (3, 0), ()):
             parameter = nn.Parameter(torch.zeros(sizes, dtype=dtype, device="cuda"))
             # Of one sign, as sums of equal numbers lose the most.
-            parameter.grad = (1e-3 * (1 + torch.rand(sizes))).to(dtype).cuda()
+            parameter.grad = (size * (1 + torch.rand(sizes))).to(dtype).cuda()
             parameters.append(parameter)
         exact = sum(p.grad.cpu().double().square().sum().item() for p in parameters)
         with NormDtypes() as dtypes:

@@ -245,3 +245,23 @@ def test_compiled_dense_layers_keep_what_selective_checkpointing_keeps(
     # attention: its output, that once more on a CPU, and the logarithm of each sum.
     of_token = WIDTH * (1 + (1 + 0.5 + 0.5 + 1) + (2 + 2 + 1) + 1 + 1) + 4
     assert sum(kept.values()) <= 1.01 * 4 * tokens * of_token
+
+
+def test_compiled_layers_with_experts_are_checkpointed_as_eager_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their experts run outside the graphs, and would keep all that they compute."""
+    model = small("glm-4.5-air")
+    checkpoint(model, "selective")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it decides nothing here
+    compile_with(model, None, monkeypatch, compile=True, activation_checkpointing="selective")
+    checkpointed: list[int] = []
+    for number, layer in enumerate(model.model.layers):
+
+        def tell(function: Any, *rest: Any, number: int = number) -> Any:
+            checkpointed.append(number)
+            return function(*rest)
+
+        layer._gradient_checkpointing_func = tell
+    loss_of(model)
+    assert checkpointed == [1, 2]  # the first is dense

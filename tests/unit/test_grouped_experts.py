@@ -14,6 +14,8 @@ from helpers.moe_families import build
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
 from shardtune.config_io import load_config
 from shardtune.distributed import compiling
@@ -41,10 +43,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def experts_of(family: str) -> list[Any]:
     torch.manual_seed(0)
+    # One has a norm behind each expert, and no class for text alone.
+    small = MuseSparkTextConfig(moe_hidden_size=32, moe_intermediate_size=16, num_local_experts=4)
+    is_normed = family == "muse_spark"
+    model = MuseSparkExperts(small) if is_normed else build(family, **FAMILIES[family])
     modules: list[Any] = [
-        module
-        for module in build(family, **FAMILIES[family]).modules()
-        if grouped_experts.are_stacked(type(module))
+        module for module in model.modules() if grouped_experts.are_stacked(type(module))
     ]
     for parameter in (p for module in modules for p in module.parameters()):
         torch.nn.init.normal_(parameter, std=0.1)
@@ -62,7 +66,7 @@ def routed(experts: Any, count: int = sum(SIZES)) -> list[torch.Tensor]:
     return [rows.requires_grad_(), weights.requires_grad_(), ids, ends]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "muse_spark"])
 def test_outputs_and_gradients_are_those_of_each_expert_alone(family: str) -> None:
     """By transformers' loop over the experts, whose forward is a reference of its own."""
     experts = experts_of(family)[0]
@@ -79,6 +83,8 @@ def test_outputs_and_gradients_are_those_of_each_expert_alone(family: str) -> No
         strict=True,
     ):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    output = expert_outputs(experts.bfloat16(), rows.bfloat16(), weights, ids, ends)
+    assert output.dtype == torch.bfloat16  # though routers have weights of float32
 
 
 class Products(TorchDispatchMode):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen  # registers its operators
 
 from shardtune.planner.kernels import Kernel, Kind, kernel_of
 from shardtune.planner.roofline import H100, H200, LAUNCH_S, gpu_of, seconds
@@ -64,6 +65,24 @@ def test_a_kernel_reads_its_inputs_once_and_writes_its_outputs_once(
 )
 def test_views_and_allocations_launch_nothing(func: Any, args: list[Any]) -> None:
     assert kernel(func, *args) is None
+
+
+def test_attention_is_two_products_forward_and_five_backward() -> None:
+    """Of causal documents as long as the longest. The backward computes the scores again."""
+    documents, longest, heads, width = 4, 8, 2, 16
+    x = zeros(documents * longest, heads, width)
+    ends = torch.arange(documents + 1, dtype=torch.int32) * longest
+    sums = zeros(heads, len(x))
+    products = 2 * documents * (longest * (longest + 1) // 2) * heads * width
+    given = (ends, ends, longest, longest)
+    operators = torch.ops.torch_attn
+    forward = kernel_of(
+        operators._varlen_attn.default, (x, x, x, *given), {}, (x, sums, zeros(1)), "cpu"
+    )
+    arguments = (x, x, x, x, x, sums, *given, True, zeros(1))
+    backward = kernel_of(operators._varlen_attn_backward.default, arguments, {}, (x, x, x), "cpu")
+    assert forward and (forward.kind, forward.flops) == (Kind.ATTENTION, 2 * products)
+    assert backward and (backward.kind, backward.flops) == (Kind.ATTENTION_BACKWARD, 5 * products)
 
 
 def test_an_operator_of_the_host_is_no_kernel_of_the_gpu() -> None:

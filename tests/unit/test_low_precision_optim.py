@@ -216,14 +216,17 @@ def test_adamw_in_low_precision_learns_as_pytorchs_in_float32(dtype, eight_bit):
 
 
 def test_the_update_in_float32_is_pytorchs():
-    """Moments of the vector are float32, so nothing is rounded."""
-    ours, plain = torch.ones(300), torch.ones(300)
+    """Moments of vectors are float32, so nothing is rounded. A second group has no decay."""
+    ours, plain = torch.ones(2, 300).unbind(), torch.ones(2, 300).unbind()
     given: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-    optimizer = optimizer_of(ours, eight_bit=True, **given)
-    oracle = torch.optim.AdamW([plain], betas=(0.9, 0.95), eps=1e-8, **given)
+    optimizer = optimizer_of(ours[0], eight_bit=True, **given)
+    optimizer.add_param_group({"params": [("undecayed", ours[1])]})
+    oracle = torch.optim.AdamW([plain[0]], betas=(0.9, 0.95), eps=1e-8, **given)
+    oracle.add_param_group({"params": [plain[1]], "weight_decay": 0.0})
     for step in range(20):
         torch.manual_seed(step)
-        ours.grad = plain.grad = torch.randn(300)
+        for mine, theirs in zip(ours, plain, strict=True):
+            mine.grad = theirs.grad = torch.randn(300)
         optimizer.step()
         oracle.step()
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
@@ -288,7 +291,7 @@ def test_steps_compile_nothing_anew(monkeypatch):
     """The first step has a time limit, and a graph that fails in a later one would end the run."""
     monkeypatch.setattr(low_precision_optim, "_COMPILED_PIECE", 30_000)
     sizes = [(37, 600), (100, 2048), (600, 600), (1, 512), (9, 100), (2048,)]
-    weights = [torch.randn(each).bfloat16() for each in sizes]
+    weights = [torch.nn.Parameter(torch.randn(each).bfloat16()) for each in sizes]
     optimizer = optimizer_of(*weights, eight_bit=True)
     torch._dynamo.reset()
     optimizer.compile_update()
