@@ -28,7 +28,7 @@ from shardtune.distributed.tensors import DTYPES, copy_slice
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model import cpu_attention
-from shardtune.model.context_check import context_problems
+from shardtune.model.context_check import context_problems, without_context
 from shardtune.model.experts import (
     always_give_expert_gradients,
     require_whole_blocks,
@@ -99,7 +99,9 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     copies = world.expert_mesh["expert_shard"].size() if world.expert_mesh else 1
     not_spread = list(spread_problems(model, config.parallel.expert, copies))
     not_cut = list(stage_problems(model, config, world.size))
-    not_shared = context_problems(model, config, world)
+    instead = partial(without_context, model, config, world)
+    shared_by, length = config.parallel.context, config.data.max_length
+    not_shared = context_problems(model, shared_by, length, instead)
     problems = [*unsupported(model, config), *not_shared, *not_spread, *not_cut]
     try:
         if config.lora.rank is not None:

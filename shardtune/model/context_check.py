@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -22,10 +22,17 @@ from shardtune.model.state_layers import state_mixers
 _HEADS = re.compile(r"num_(attention|query)_heads")  # some layers may have another number
 
 
-def context_problems(model: PreTrainedModel, config: Config, world: World) -> Iterator[str]:
-    """Yield why so many ranks cannot share the rows of a model."""
-    degree, kind = config.parallel.context, model.config.model_type
-    key = f"parallel.context={degree}"
+def context_problems(
+    model: PreTrainedModel,
+    degree: int,
+    max_length: int,
+    instead: Callable[[], str] = lambda: "parallel.context=1",
+) -> Iterator[str]:
+    """Yield why so many ranks cannot share the rows of a model.
+
+    `instead` names the keys of a run without shared rows.
+    """
+    kind, key = model.config.model_type, f"parallel.context={degree}"
     if degree == 1:
         return
     for heads in sorted(_numbers_of_heads(model)):
@@ -37,11 +44,11 @@ def context_problems(model: PreTrainedModel, config: Config, world: World) -> It
     if state_mixers(model):
         yield (
             f"{key}: layers of {kind} hand a state along the row, of which a rank has a slice - "
-            f"use {_without_context(model, config, world)}"
+            f"use {instead()}"
         )
     of_indexers: list[Any] = indexers(model)
     chosen = [indexer.index_topk for indexer in of_indexers]
-    if chosen and config.data.max_length > min(chosen):
+    if chosen and max_length > min(chosen):
         yield (
             f"{key}: indexers of {kind} choose {min(chosen)} keys of the row, of which a rank has "
             f"a slice - use parallel.context=1, or data.max_length={min(chosen)}"
@@ -56,7 +63,7 @@ def _numbers_of_heads(model: PreTrainedModel) -> set[int]:
     return {number for numbers in lists for number in numbers if isinstance(number, int)}
 
 
-def _without_context(model: PreTrainedModel, config: Config, world: World) -> str:
+def without_context(model: PreTrainedModel, config: Config, world: World) -> str:
     """Return the keys of a run without shared rows: in stages, where these can be cut.
 
     As many data ranks are left, so that the batch stays the same.

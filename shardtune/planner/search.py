@@ -19,6 +19,7 @@ from shardtune.config import KEYS, Config
 from shardtune.config_io import to_dict
 from shardtune.distributed.division import split_stage
 from shardtune.errors import UserError
+from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
 from shardtune.planner.extrapolate import Simulations, with_layers
 from shardtune.planner.machine import Machine
@@ -30,14 +31,17 @@ _SLOW = 1.5  # times the step of the fastest mesh: then a run says so
 _FASTER = 0.95  # times a step: a smaller gain is not worth a change
 _MARGIN = 0.95  # of the memory, where no step is simulated
 _TRIAL_LAYERS = 4
+_SHORT_ROW = 1024  # tokens: neither halved nor shared
 _ADAPTERS: dict[str, Any] = {"lora.rank": 16}
 _MESH = (
     "parallel.stages",
     "parallel.replicate",
     "parallel.expert",
+    "parallel.context",
     "train.micro_batch_size",
     "train.gradient_accumulation_steps",
 )
+Setting = tuple[dict[str, Any], str]  # values of keys, and their price
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,10 @@ class Estimate:
     @property
     def stages(self) -> int:
         return self.config.parallel.stages
+
+    @property
+    def context(self) -> int:
+        return self.config.parallel.context
 
     @property
     def floor_s(self) -> float:
@@ -114,12 +122,13 @@ class Search:
         # For other meshes the arithmetic is about as far off as for this one, until one with as
         # many stages, which have layers of their own in flight, has been simulated.
         own_off = 0.0 if plan.reason else plan.needed_bytes - self._own.peak_bytes
-        off: dict[int, float] = {}  # by number of stages
+        off: dict[tuple[int, int], float] = {}  # by numbers of stages, and of ranks that share rows
 
         def fits(each: Estimate) -> bool:
-            return each.peak_bytes + off.get(each.stages, own_off) <= memory_bytes
+            of_tokens = own_off * plan.config.parallel.context / each.context
+            return each.peak_bytes + off.get((each.stages, each.context), of_tokens) <= memory_bytes
 
-        groups = _settings(plan.config, plan.machine.is_gpu)
+        groups = _settings(plan.config, plan.machine.is_gpu, self._degrees())
         for settings in islice(groups, 1 if plan.fits else None):
             estimates: list[Estimate] = []
             for values, price in settings:
@@ -131,6 +140,8 @@ class Search:
                 is_faster = not plan.fits or each.floor_s < _FASTER * plan.floor_s
                 if not left or not is_faster or (changes and not each.price):
                     break
+                if any(each.price == change.price for change in changes):
+                    continue  # another degree fits, and is faster
                 if not fits(each) or not self._can_be_cut(each):
                     continue
                 change = self._simulate(each, simulations)
@@ -139,7 +150,8 @@ class Search:
                     changes.append(change)
                 elif change:
                     by = change.plan.needed_bytes - each.peak_bytes
-                    off[each.stages] = max(by, off.get(each.stages, own_off))
+                    key = each.stages, each.context
+                    off[key] = max(by, off.get(key, own_off))
             if changes or not left:
                 return sorted(changes, key=lambda change: change.plan.seconds_per_token)
         return []
@@ -182,15 +194,40 @@ class Search:
         config = with_values(self._plan.config, _ADAPTERS)
         return make_plan(config, self._model_config, self._plan.machine, reason="-").shapes
 
+    def _degrees(self) -> list[int]:
+        """Return the numbers of a node's ranks that could share each row, and do not now."""
+        config, shapes = self._plan.config, self._plan.shapes
+        now = config.parallel.context
+        if config.data.max_length <= _SHORT_ROW:
+            return []
+        degrees = [n for n in _divisors(self._plan.machine.ranks_per_node) if n % now == 0]
+        return [n for n in degrees if n > now and shapes.may_share(n)]
+
     def _can_be_cut(self, estimate: Estimate) -> bool:
-        return estimate.config.parallel.stages == 1 or self._is_composable
+        if estimate.context > self._plan.config.parallel.context and not self._is_shareable:
+            return False
+        return estimate.stages == 1 or self._is_composable
+
+    @cached_property
+    def _shallow(self) -> PreTrainedConfig:
+        return with_layers(self._model_config, min(_TRIAL_LAYERS, self._plan.shapes.n_layers))
+
+    @cached_property
+    def _is_shareable(self) -> bool:
+        """Whether its first layers attend without a mask, as ranks that share rows must."""
+        config = _with_mesh(self._plan.config, {"parallel.context": 2})
+        try:
+            require_documents_apart(config, self._shallow)
+        except UserError:
+            return False
+        return True
 
     @cached_property
     def _is_composable(self) -> bool:
         """Whether its first layers can be cut: a trial of all of them takes seconds."""
         config = _with_mesh(self._plan.config, {"parallel.stages": 2})
         try:
-            require_composable(config, with_layers(self._model_config, _TRIAL_LAYERS))
+            require_composable(config, self._shallow)
         except UserError:
             return False
         return True
@@ -214,31 +251,14 @@ def launch_command(
     return shlex.join(words)
 
 
-def _settings(config: Config, is_gpu: bool) -> Iterator[list[tuple[dict[str, Any], str]]]:
+def _settings(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iterator[list[Setting]]:
     """Yield groups of settings, each with its price: first none, then the fewest that may help, and
-    only at last those that train less."""
-    model, trains_all = config.model, config.lora.rank is None
-    same: list[tuple[dict[str, Any], str]] = []
-    if not model.keeps_inputs_alone:
-        price = "about a third more arithmetic"
-        same.append(({"model.activation_checkpointing": "full"}, price))
-    elif model.activation_checkpointing == "full" and is_gpu:
-        price = "layers' inputs travel to host memory and back"
-        same.append(({"model.activation_checkpointing": "offload"}, price))
-    if trains_all and model.master_dtype != "bfloat16":
-        price = "weights rounded at random to bfloat16"
-        same.append(({"model.master_dtype": "bfloat16"}, price))
-    if trains_all and config.optimizer.name != "adamw8bit":
-        same.append(({"optimizer.name": "adamw8bit"}, "moments of 8 bits"))
-    if trains_all and model.reduce_dtype != "bfloat16":
-        price = "gradients summed with 8 bits of precision"
-        same.append(({"model.reduce_dtype": "bfloat16"}, price))
-    less: list[tuple[dict[str, Any], str]] = []
-    if trains_all:
-        less.append((_ADAPTERS, "trains adapters alone"))
-    if config.data.max_length > 1024:
-        rows = {"data.max_length": config.data.max_length // 2}
-        less.append((rows, "longer records lose turns"))
+    only at last those that train less.
+
+    `degrees`: the numbers of ranks that could share each row.
+    """
+    same = list(_same_training(config, is_gpu, degrees))
+    less = _less_training(config)
     for n_less, n_same in product(range(len(less) + 1), range(len(same) + 1)):
         yield [
             (
@@ -246,29 +266,71 @@ def _settings(config: Config, is_gpu: bool) -> Iterator[list[tuple[dict[str, Any
                 "; ".join(price for _, price in (*others, *chosen)),
             )
             for others in combinations(less, n_less)
-            for chosen in combinations(same, n_same)
+            for kinds in combinations(same, n_same)
+            for chosen in product(*kinds)
         ]
+
+
+def _same_training(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iterator[list[Setting]]:
+    """Yield settings that train all of the data, those among which there is a choice together."""
+    model, trains_all = config.model, config.lora.rank is None
+    if not model.keeps_inputs_alone:
+        price = "about a third more arithmetic"
+        yield [({"model.activation_checkpointing": "full"}, price)]
+    elif model.activation_checkpointing == "full" and is_gpu:
+        price = "layers' inputs travel to host memory and back"
+        yield [({"model.activation_checkpointing": "offload"}, price)]
+    if trains_all and model.master_dtype != "bfloat16":
+        price = "weights rounded at random to bfloat16"
+        yield [({"model.master_dtype": "bfloat16"}, price)]
+    if trains_all and config.optimizer.name != "adamw8bit":
+        yield [({"optimizer.name": "adamw8bit"}, "moments of 8 bits")]
+    if trains_all and model.reduce_dtype != "bfloat16":
+        price = "gradients summed with 8 bits of precision"
+        yield [({"model.reduce_dtype": "bfloat16"}, price)]
+    if degrees:
+        now, steps = config.parallel.context, config.train.gradient_accumulation_steps
+        price = "heads travel between the ranks that share a row"
+        # As many more micro-batches, so that a step trains the same rows.
+        accumulation = "train.gradient_accumulation_steps"
+        yield [
+            ({"parallel.context": degree, accumulation: steps * degree // now}, price)
+            for degree in degrees
+        ]
+
+
+def _less_training(config: Config) -> list[Setting]:
+    less: list[Setting] = []
+    if config.lora.rank is None:
+        less.append((_ADAPTERS, "trains adapters alone"))
+    if config.data.max_length > _SHORT_ROW:
+        rows = {"data.max_length": config.data.max_length // 2}
+        less.append((rows, "longer records lose turns"))
+    return less
 
 
 def _meshes(config: Config, shapes: Shapes, machine: Machine) -> Iterator[dict[str, int]]:
     """Yield every division of the ranks, with micro-batches of the same effective batch."""
-    train, ranks = config.train, machine.ranks
+    train, ranks, context = config.train, machine.ranks, config.parallel.context
     rows = train.micro_batch_size * train.gradient_accumulation_steps
-    rows *= ranks // config.parallel.stages
+    rows *= ranks // config.parallel.stages // context
     nodes = [rank // machine.ranks_per_node for rank in range(ranks)]
     for stages in _divisors(ranks):
         stage_ranks = ranks // stages
-        if stages > shapes.n_layers or rows % stage_ranks or split_stage(nodes, stages):
+        if stages > shapes.n_layers or stage_ranks % context or split_stage(nodes, stages):
+            continue
+        rows_of_rank, rest = divmod(rows * context, stage_ranks)
+        if rest:
             continue
         for replicate in _divisors(stage_ranks):
             for expert in _divisors(stage_ranks // replicate):
                 copies = stage_ranks // replicate // expert
                 if expert > 1 and not shapes.may_spread(expert, copies):
                     continue
-                for size in _divisors(rows // stage_ranks):
-                    micro_batches = rows // stage_ranks // size
+                for size in _divisors(rows_of_rank):
+                    micro_batches = rows_of_rank // size
                     if micro_batches >= stages:
-                        mesh = stages, replicate, expert, size, micro_batches
+                        mesh = stages, replicate, expert, context, size, micro_batches
                         yield dict(zip(_MESH, mesh, strict=True))
 
 

@@ -6,6 +6,7 @@ A simulated step takes seconds; this takes less than a millisecond once the shap
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES
+from shardtune.model.context_check import context_problems
 from shardtune.model.experts import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
 from shardtune.model.support import decoder_layers
@@ -108,8 +110,12 @@ class Shapes:
         def may_spread(degree: int, copies: int) -> bool:
             return next(spread_problems(whole, degree, copies), None) is None
 
+        @cache
+        def may_share(ranks: int) -> bool:
+            return next(context_problems(whole, ranks, max_length=sys.maxsize), None) is None
+
         # Each is asked about a few divisions by hundreds of meshes.
-        self.of_stages, self.may_spread = of_stages, may_spread
+        self.of_stages, self.may_spread, self.may_share = of_stages, may_spread, may_share
 
     def head_exchange(self, ranks: int) -> int:
         """Return how many elements of a token a layer sends where so many ranks share its row."""

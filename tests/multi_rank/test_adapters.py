@@ -120,6 +120,7 @@ def assert_exported(run_dir: Path, base: Path, expected: Any) -> None:
                 (2, ("model.compile=true", "model.activation_checkpointing=full")),
                 (4, ("parallel.replicate=2",)),
                 (4, ("parallel.replicate=2", "parallel.expert=2")),
+                (2, ("parallel.context=2", "parallel.expert=2", "train.micro_batch_size=2")),
                 (8, ()),  # more ranks than experts
             )
         ),

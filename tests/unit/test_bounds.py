@@ -103,6 +103,12 @@ def test_a_bound_says_only_what_it_shows() -> None:
                 (GLM, ["parallel.expert=2", "parallel.stages=2", *STEPS], 4.001e9),
                 (GLM, ["parallel.expert=2", "parallel.stages=4", *STEPS], 8e9),
                 (LLAMA, ["parallel.stages=2", *STEPS], 4.001e9),
+                (LLAMA, ["parallel.context=4", *STEPS], 8e9),
+                (
+                    GLM,
+                    ["parallel.context=2", "parallel.expert=4", "parallel.stages=2", *STEPS],
+                    8e9,
+                ),
                 (TIED, ["parallel.stages=2", *STEPS], 4.001e9),
                 (GLM, ["model.activation_checkpointing=none"], 4.001e9),
                 (GLM, ["lora.rank=8", "parallel.expert=4"], 8e9),

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Glm4MoeConfig, GraniteConfig, LlamaConfig, PreTrainedConfig
+from transformers import (
+    Glm4MoeConfig,
+    GPTNeoConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedConfig,
+)
 
 from shardtune.config import Config
 from shardtune.config_io import load_config
@@ -30,7 +37,7 @@ GLM = Glm4MoeConfig(
     n_routed_experts=16,
     num_experts_per_tok=2,
 )
-MESH = {f"parallel.{key}" for key in ("stages", "replicate", "expert")}
+MESH = {f"parallel.{key}" for key in ("stages", "replicate", "expert", "context")}
 MESH |= {"train.micro_batch_size", "train.gradient_accumulation_steps"}
 NARROW_LINK, WIDE_LINK = 1e8, 1e13
 
@@ -121,6 +128,36 @@ def test_a_run_that_no_mesh_fits_gets_the_fewest_settings_and_their_price() -> N
         assert change.plan.step_tokens == plan.step_tokens
     seconds = [change.plan.floor_s for change in changes]
     assert seconds == sorted(seconds)
+
+
+def test_ranks_share_long_rows_before_these_are_halved() -> None:
+    """As many more micro-batches keep the rows of a step."""
+    more = ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"]
+    more.append("model.reduce_dtype=bfloat16")
+    config = configured("data.max_length=16384", "train.gradient_accumulation_steps=2", *more)
+    plan, (change,), _ = searched(config, LLAMA, machine(7e9, WIDE_LINK))
+    assert not plan.fits and change.plan.fits
+    values = change.values
+    assert values["train.gradient_accumulation_steps"] == 2 * values["parallel.context"]
+    assert values.keys() <= MESH
+    assert change.plan.step_tokens == plan.step_tokens
+    command = launch_command(values, config, plan.machine, [])
+    assert f"parallel.context={values['parallel.context']}" in command
+
+
+def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that() -> None:
+    """GPT Neo attends under a mask, and Mamba keeps a state."""
+    config = configured("data.max_length=2048", "train.gradient_accumulation_steps=2")
+    small = {"vocab_size": 100, "hidden_size": 64}
+    kinds = [[["global", "local"], 1]]
+    neo = GPTNeoConfig(**small, num_heads=4, num_layers=2, attention_types=kinds)
+    mamba = MambaConfig(**small, num_hidden_layers=2)
+    offered = []
+    for model_config in (LLAMA, neo, mamba):
+        plan = make_plan(config, model_config, machine(1e6), reason="-")
+        search = Search(plan, model_config)
+        offered.append(bool(search._degrees()) and search._is_shareable)
+    assert offered == [True, False, False]
 
 
 def test_where_another_mesh_fits_no_setting_changes() -> None:

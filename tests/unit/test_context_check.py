@@ -74,7 +74,9 @@ def test_models_that_a_slice_would_get_wrong_are_refused_and_the_remedy_is_not(
 ) -> None:
     monkeypatch.setitem(packing_families.INDEXED["deepseek_v32"], "index_topk", 64)
     shared = ["parallel.context=2"]
-    assert any(words in problem for problem in problems(family, *shared))
+    for packing in ("true", "false"):
+        found = problems(family, *shared, f"data.packing={packing}")
+        assert any(words in problem for problem in found), packing
     remedies = [p.rpartition(" - use ")[2] for p in problems(family, *shared)]
     settings = [each for remedy in remedies for each in re.findall(r"[\w.]+=\w+", remedy)]
     assert not problems(family, *shared, *settings)
