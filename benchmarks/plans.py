@@ -1,4 +1,5 @@
-"""The plans and verdicts in docs/planner.md, computed again and written in place.
+"""The plans and verdicts in docs/planner.md and docs/long-rows.md, computed again and written in
+place.
 
 Behind a line `<!-- plan --gpu-memory 80 key=value ... -->` stands what `shardtune plan` prints for
 config.yaml with these options, without changes that would help. Behind `<!-- plans -->` stands a
@@ -23,6 +24,7 @@ from shardtune.planner.text import describe
 from shardtune.planner.verdict import verdict
 
 PAGE = REPOSITORY / "docs/planner.md"
+LONG_ROWS = REPOSITORY / "docs/long-rows.md"
 CONFIGS = REPOSITORY / "tests/data/configs"
 _BLOCK = re.compile(r"(<!-- plan (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
 _TABLE = r"(<!-- {} -->\n\n\|.*\n\|.*\n)((?:\|.*\n)+)"
@@ -41,6 +43,7 @@ def add_options(parser: ArgumentParser) -> None:
 def main(_: Namespace) -> None:
     text = with_rows(VERDICTS, verdict_row, with_plans(PAGE.read_text(encoding="utf-8")))
     PAGE.write_text(text, encoding="utf-8")
+    LONG_ROWS.write_text(with_plans(LONG_ROWS.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def with_plans(text: str) -> str:

@@ -59,7 +59,8 @@ def _eager(plan: Plan) -> str:
     if plan.eager_s is None:
         return ""
     gpu = gpu_of(plan.machine.memory_bytes)
-    return f"; about {plan.eager_s:.2g} s by the bytes that eager kernels move on an {gpu.name}"
+    seconds = f"{plan.eager_s:.2g}" if plan.eager_s < 10 else f"{plan.eager_s:.0f}"
+    return f"; about {seconds} s by the bytes that eager kernels move on an {gpu.name}"
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

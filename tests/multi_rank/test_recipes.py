@@ -40,6 +40,14 @@ GLM = (
     {"n_routed_experts": 16, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
 )
 QWEN = ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 16})
+
+
+def with_heads(family: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Return a family with as many heads as ranks that share a row."""
+    kind, settings = family
+    return kind, settings | {"num_attention_heads": 8}
+
+
 # The architecture, and the ranks: as many as the recipe is for, but fewer of dense models.
 RECIPES: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {
     "config": (GLM, 16),
@@ -47,6 +55,10 @@ RECIPES: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {
     "glm-4.5-air-lora": (GLM, 16),
     "qwen3-30b-a3b": (QWEN, 8),
     "llama-3-8b": (("llama", {}), 2),
+    "long-rows-glm-4.5-air": (with_heads(GLM), 16),
+    "long-rows-glm-4.5-air-lora": (with_heads(GLM), 16),
+    "long-rows-qwen3-30b-a3b": (with_heads(QWEN), 8),
+    "long-rows-llama-3.1-8b": (with_heads(("llama", {})), 8),
 }
 BY_DEFAULT = "llama-3-8b"  # the fewest ranks
 
@@ -91,7 +103,7 @@ def test_a_glm_recipe_is_the_shipped_configuration_with_the_change_that_it_names
 def test_a_recipe_trains(name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (kind, more), ranks = RECIPES[name]
     recipe = file_of(name)
-    config = AutoConfig.for_model(kind, **SMALL, **more)
+    config = AutoConfig.for_model(kind, **SMALL | more)
     model = save_new_model(
         lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
         tokenizer,

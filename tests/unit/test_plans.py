@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
 from transformers import AutoConfig
 
-from benchmarks.plans import CONFIGS, PAGE, plan_of, with_plans
+from benchmarks.plans import CONFIGS, LONG_ROWS, PAGE, plan_of, with_plans
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.search import Search
 
@@ -39,9 +41,22 @@ def test_the_shipped_configuration_fits_and_takes_what_its_comments_say() -> Non
 
 @pytest.mark.full
 def test_the_page_has_what_the_code_computes() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert len(re.findall("<!-- plans? ", text)) == 2
-    assert with_plans(text) == text
+    for page, plans in ((PAGE, 2), (LONG_ROWS, 4)):
+        text = page.read_text(encoding="utf-8")
+        assert len(re.findall("<!-- plans? ", text)) == plans
+        assert with_plans(text) == text
+
+
+@pytest.mark.full
+def test_rows_twice_as_long_take_what_the_page_says(tmp_path: Path) -> None:
+    settings = json.loads((CONFIGS / "glm-4.5-air/config.json").read_text(encoding="utf-8"))
+    more = settings | {"max_position_embeddings": 262144}
+    (tmp_path / "config.json").write_text(json.dumps(more), encoding="utf-8")
+    options = f"--config examples/long-rows-glm-4.5-air.yaml model.path={tmp_path}"
+    plan = plan_of(f"{options} data.max_length=262144 model.activation_checkpointing=offload")
+    gpu, host = (f"{size / 1e9:.1f} GB" for size in (plan.peak_bytes, plan.storage.inputs_bytes))
+    page = " ".join(LONG_ROWS.read_text(encoding="utf-8").split())
+    assert plan.fits and f"takes {gpu} of each GPU so, and {host} of a node's own memory" in page
 
 
 @pytest.mark.full
