@@ -81,8 +81,7 @@ class LogitsTrial:
         text_config = self.model.config.get_text_config()
         longest = min(max_length, getattr(text_config, "max_position_embeddings", 0) or max_length)
         last, rows = TRIAL_LENGTHS[-1], self.config.train.micro_batch_size
-        first, *others = TRIAL_LENGTHS
-        short = (max(first, self.share[1]), *others)  # each rank has a token
+        short = TRIAL_LENGTHS if self.share[1] == 1 else _cut_lengths(self.share[1])
         trials = [short, (*[longest] * (rows - 1), longest - last, last)]
         for lengths in trials[: 2 if longest > sum(short) else 1]:
             packed, disturbed = (
@@ -184,6 +183,7 @@ def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> N
     copy = small_copy(model_config, config.model.attention)
     if copy is None:
         return
+    documents.heads = None  # it has fewer
     # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
     data = config.data.model_copy(update={"max_length": min(config.data.max_length, _COPY_ROW)})
     train = config.train.model_copy(update={"micro_batch_size": 1})
@@ -346,6 +346,12 @@ def _last_document_logits(
     with forward_only(model):
         output = model(**{name: value.view(1, -1) for name, value in row.items()}, **options)
     return output.logits[0, output.logits.shape[1] - kept :]
+
+
+def _cut_lengths(ranks: int) -> tuple[int, ...]:
+    """Return lengths like those for trials: a slice ends within the last, and none is empty."""
+    first, *others = TRIAL_LENGTHS
+    return max(first - 2, ranks), *others
 
 
 def _own_tokens(tokens: int, share: tuple[int, int]) -> slice:
