@@ -33,7 +33,7 @@ def source_texts() -> Iterator[str]:
         yield re.sub(r"\$\{[^}]*\}|\$\([^)]*\)|\$\w+", "\0", text)
 
 
-@pytest.mark.parametrize("kind", ["preflight", "data", "adapters", "running", "slow"])
+@pytest.mark.parametrize("kind", ["preflight", "data", "adapters", "context", "running", "slow"])
 def test_each_quoted_message_is_in_the_source(kind: str) -> None:
     """Most of its words, three in a row at a time: the source may put a message together from
     parts.
