@@ -33,6 +33,8 @@ CASES = [
     ("glm-4.5-air", 2, 80, ["lora.rank=16", FULL]),
     ("glm-4.5-air", 2, 141, ["parallel.expert=8", FULL]),
     ("glm-4.5-air", 2, 80, [*SPREAD_LORA, FULL]),
+    ("llama-3.1-8b", 1, 80, [FULL, "parallel.context=8", "data.max_length=131072"]),
+    ("glm-4.5-air", 2, 80, [*SPREAD_LORA, FULL, "parallel.context=8", "data.max_length=65536"]),
     # In eight tiles, without which it does not fit.
     ("glm-4.5-air", 2, 80, ["lora.rank=16", "parallel.expert=8", FULL, "data.max_length=65536"]),
 ]
@@ -78,7 +80,8 @@ def compare(config_file: Path, model: Path, nodes: int, gb: float, assignments: 
         for stage, groups in enumerate(plan.kept_groups)
     ]
     measured = max(stages, key=lambda stage: stage.peak_bytes)
-    assert (plan.tiles > 1) is ("data.max_length=65536" in assignments)
+    context = config.parallel.context
+    assert (plan.tiles > 1) is (config.data.max_length // context == 65536)
     assert plan.parameters == sum(stage.parameters for stage in stages)
     for phase in ("forward", "backward"):
         allocated = measured.allocated[phase]

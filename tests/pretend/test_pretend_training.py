@@ -50,6 +50,8 @@ EXPERT_LAYERS, MICRO_BATCHES = 2, 2
                 ["parallel.replicate=2", EXPERTS, "model.activation_checkpointing=selective"],
                 [EXPERTS, EIGHT_BIT, FULL],
                 ["parallel.replicate=2", "lora.rank=8"],
+                [EXPERTS, FULL, "parallel.context=4"],
+                ["parallel.context=2", "parallel.stages=2"],
             ],
             marks=pytest.mark.full,
         ),

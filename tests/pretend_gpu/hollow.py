@@ -126,8 +126,9 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
 
     import train_fsdp
     from shardtune.config_io import load_config
-    from shardtune.model.attention import DOCUMENT_ATTENTION
+    from shardtune.model.attention import DOCUMENT_ATTENTION, documents
     from shardtune.model.build import build_model, compute_dtype, forward_only
+    from shardtune.model.context import heads_between
     from shardtune.model.files import read_model_config
     from shardtune.model.loss import use_loss_head
     from shardtune.model.tiles import tile_layers
@@ -152,7 +153,8 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     use_loss_head(model, world.device)
     if options.tiles > 1:
         tile_layers(model, options.tiles)
-    batch = _full_batch(config, world.device)
+    documents.heads = heads_between(world)
+    batch = _full_batch(config, world)
     enter("evaluate")
     dtype = compute_dtype(config.model.compute_dtype, world.device)
     stage = stage_module.Stage(model, owned, dtype, world)
@@ -265,23 +267,28 @@ def _leave_out_contents() -> None:
     dist.all_to_all_single = balanced
 
 
-def _full_batch(config: Any, device: Any) -> Any:
-    """Return rows of one document each, as long as the row, with every token trained."""
+def _full_batch(config: Any, world: Any) -> Any:
+    """Return rows of one document each, as long as the row, with every token trained.
+
+    Where ranks share them, it is this rank's slice.
+    """
     import torch
 
     from shardtune.data.batch import Batch
 
     rows, length = config.train.micro_batch_size, config.data.max_length
-    trained = torch.zeros(rows * (length - 1), dtype=torch.int64)
-    return Batch(
+    predicting = torch.arange(rows * length).view(rows, length)[:, :-1].flatten()
+    batch = Batch(
         torch.zeros(1, rows * length, dtype=torch.int64),
         torch.arange(length).repeat(rows)[None],
         None,
-        trained,
-        trained,
+        predicting,
+        torch.zeros_like(predicting),
         [length] * rows,
         torch.arange(rows + 1, dtype=torch.int32) * length,
-    ).to(device)
+    )
+    batch = batch.slice_of(*world.share) if world.context_ranks > 1 else batch
+    return batch.to(world.device)
 
 
 if __name__ == "__main__":
