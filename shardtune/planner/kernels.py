@@ -37,10 +37,8 @@ class Kernel(NamedTuple):
 
 
 # They launch nothing, though their schemas do not say so.
-_NOTHING = {"_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream", "is_same_size"}
-_NOTHING |= {"_local_scalar_dense", "equal", "detach_", "is_pinned", "_record_function_enter_new"}
-_NOTHING |= {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "dim", "is_contiguous"}
-_NOTHING |= {"wait_tensor", "_reshape_alias", "_has_compatible_shallow_copy_type"}
+_NOTHING = {"_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream", "detach_"}
+_NOTHING |= {"wait_tensor", "_reshape_alias"}
 _COMMUNICATION = {"c10d", "_c10d_functional"}
 _FILLS = {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_"}
 # They read of their first tensor only the elements that they return.
@@ -70,7 +68,9 @@ def kernel_of(
     name = func._opname
     if func.is_view or name in _NOTHING or "empty" in name or func.namespace in ("prim", "prims"):
         return None
-    tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+    if result is not None and not _tensors(result):  # a size, say, that the host knows
+        return None
+    tensors = _tensors((args, kwargs, result))
     if not any(x.device.type == device and x.numel() for x in tensors):
         return None
     if func.namespace in _COMMUNICATION:
@@ -84,6 +84,10 @@ def kernel_of(
         return Kernel(_ATTENTION[name], name, n_bytes, _attention_flops(func, args, kwargs))
     is_copy = func.namespace == "fsdp"
     return Kernel(Kind.COPY if is_copy else Kind.OTHER, name, n_bytes)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 class _Argument(NamedTuple):

@@ -60,6 +60,7 @@ def test_a_kernel_reads_its_inputs_once_and_writes_its_outputs_once(
         (aten.detach.default, [zeros(10)]),
         (aten.empty_like.default, [zeros(10)]),
         (aten._local_scalar_dense.default, [zeros(1)]),
+        (aten._has_same_storage_numel.default, [zeros(1), zeros(1)]),
         (aten.add.Tensor, [zeros(0), zeros(0)]),
     ],
 )
