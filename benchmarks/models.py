@@ -64,7 +64,12 @@ _MOST_PARAMETERS = 30_000_000
 _CPU = torch.device("cpu")
 Row = dict[str, Any]
 _HEADER = "| model type | rows | off | MFU | experts spread | LoRA | export | stages | causes |"
-_ROWS = {"flat": "flat", "under a mask": "under a mask", "padded": "cannot pack"}
+_ROWS = {
+    "flat": "flat",
+    "by layer": "flat, by layer",
+    "under a mask": "under a mask",
+    "padded": "cannot pack",
+}
 _TITLES = {
     "rows": "rows",
     "mfu": "MFU",
@@ -283,6 +288,8 @@ def _trained(model: PreTrainedModel, config: Config, cannot_pack: str) -> Row:
 def rows_of(attention: Attention) -> str:
     if not attention.is_flat:
         return "padded"
+    if attention.by_layer:
+        return "by layer"
     return "flat" if attention.by_document else "under a mask"
 
 
@@ -355,7 +362,8 @@ def _lines(found: Mapping[str, Row]) -> list[str]:
     return [
         f"transformers {transformers.__version__} opens {len(found)} model types for text. Of "
         f"{len(tried)} a tiny model could be built that predicts the next token from those before: "
-        f"{rows['flat']} attend in flat rows, {rows['under a mask']} under a mask, and "
+        f"{rows['flat']} attend in flat rows, {rows['by layer']} in flat rows with one call of "
+        f"each attention layer per document, {rows['under a mask']} under a mask, and "
         f"{rows['padded']} cannot be packed. The gradients of one step over documents of "
         f"{', '.join(map(str, LENGTHS))} tokens are within {worst:.0e} of those of a loop over "
         "documents, relative to their norm. Windows are narrower than documents; an indexer "

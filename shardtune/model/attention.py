@@ -72,6 +72,17 @@ class _Documents:
     ) -> None:
         self.lengths, self.boundaries, self.slices = lengths, boundaries, slices
 
+    @contextmanager
+    def one(self, length: int) -> Iterator[None]:
+        """Hide all documents but one, of so many tokens."""
+        all_of_row = self.lengths, self.boundaries, self.slices
+        boundaries = self.boundaries
+        self.set([length], length * torch.arange(2, device=boundaries.device, dtype=torch.int32))
+        try:
+            yield
+        finally:
+            self.set(*all_of_row)
+
     def record_objection(self, feature: str) -> None:
         if self.objections is None:
             raise UnexpectedFeature(feature)

@@ -26,6 +26,7 @@ from shardtune.model.attention import (
     documents,
     model_makes_masks,
 )
+from shardtune.model.attention_layers import OneByOne, keeps_states_only
 from shardtune.model.build import forward_only
 from shardtune.model.context import describe_rows, heads_between
 from shardtune.model.flash_attention import (
@@ -35,15 +36,14 @@ from shardtune.model.flash_attention import (
     keep_second,
 )
 from shardtune.model.indexers import dense_attention, describe_indexers
+from shardtune.model.one_by_one import restore
 from shardtune.model.small_copy import small_copy
 from shardtune.model.state_layers import (
     missing_kernels,
-    restore,
     separate_documents,
     state_mixers,
     takes_boundaries,
 )
-from shardtune.model.support import can_be_packed, keeps_states_only
 from shardtune.model.text_model import set_attention
 
 # Tokens of each document of the row for trials; the logits of the last document are compared.
@@ -103,6 +103,7 @@ class Attention(NamedTuple):
     by_document: bool
     text: str
     reason: str = ""  # why not by document
+    by_layer: bool = False  # each attention layer is called once per document
 
 
 def choose_attention(
@@ -138,7 +139,7 @@ def choose_attention(
     if documents.heads:
         logger.info(describe_rows(model, world.context_ranks))
     if leak := _leak_under_mask(attention, trial):
-        raise RunFailed(_mixing(model, leak, "its logits"))
+        raise RunFailed(_mixing(model, config, leak, "its logits"))
     if line := describe_indexers(model, longest_document):
         logger.info(line)
     if mixers := state_mixers(model):
@@ -197,7 +198,8 @@ def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> N
         return
     require_shared(attention, config)
     if leak:
-        raise UserError(_mixing(copy, leak, "the logits of a small copy with random weights"))
+        whose = "the logits of a small copy with random weights"
+        raise UserError(_mixing(copy, config, leak, whose))
 
 
 def require_shared(attention: Attention, config: Config) -> None:
@@ -213,10 +215,12 @@ def _leak_under_mask(attention: Attention, trial: LogitsTrial) -> float:
     return trial.leak() if attention.is_flat and not attention.by_document else 0.0
 
 
-def _mixing(model: PreTrainedModel, leak: float, whose: str) -> str:
+def _mixing(model: PreTrainedModel, config: Config, leak: float, whose: str) -> str:
+    is_chosen = config.model.attention != "auto"
     return (
         f"{model.config.model_type} lets a packed document see the one before it ({whose} change "
-        f"by {leak:.1%} of their spread) - use data.packing=false"
+        f"by {leak:.1%} of their spread) - use {'model.attention=auto or ' * is_chosen}"
+        "data.packing=false"
     )
 
 
@@ -233,10 +237,6 @@ def decide_attention(
     tensors have no logits to compare, so that `trial` is left out.
     """
     usual, packing = model.config._attn_implementation, config.data.packing
-    if not can_be_packed(model):
-        reason = "it takes no positions"
-        text = f"{model.config.model_type}'s own, in padded rows ({reason})"
-        return Attention(False, False, text, reason)
     mixers = state_mixers(model)
     is_auto, reason = config.model.attention == "auto", f"model.attention={config.model.attention}"
     if trial and (is_auto or packing):
@@ -253,6 +253,10 @@ def decide_attention(
         set_attention(model, usual)
         if dense:
             dense.remove()
+        # Ranks that share rows exchange heads in `document_attention` alone.
+        if config.parallel.context == 1 and _attends_one_by_one(model, device, trial):
+            text = "within each document, by one call of each attention layer per document"
+            return Attention(True, True, f"{text} ({reason})", by_layer=True)
     if not packing:
         for mixer in mixers:
             restore(mixer)
@@ -278,11 +282,33 @@ def _try_document_attention(
     return f"{model.config.model_type} {reason}" if reason else ""
 
 
+def _attends_one_by_one(
+    model: PreTrainedModel, device: torch.device, trial: LogitsTrial | None
+) -> bool:
+    """Let attention layers take documents one by one, if that is exact, and return whether it is.
+
+    Arguments that cannot be cut show in an error of the layer's own.
+    """
+    all_gather = trial.all_gather if trial else _alone
+    documents.ways.clear()
+    one_by_one = OneByOne(model)
+    try:
+        _last_document_logits(model, TRIAL_LENGTHS, device)
+        runs = one_by_one.is_used
+    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError):
+        runs = False
+    if all(all_gather(runs)) and not (trial and trial.leak()):
+        return True
+    one_by_one.remove()
+    return False
+
+
 def _objection(model: PreTrainedModel, device: torch.device) -> str:
     """Switch the model to `document_attention`, and return why that is not its own, or ""."""
     if keeps_states_only(model):
         return ""
-    if not model._can_set_attn_implementation():
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not any(part._can_set_attn_implementation() for part in parts):
         return _NO_INTERFACE
     set_attention(model, DOCUMENT_ATTENTION)
     with attention_trial() as objections:

@@ -199,6 +199,9 @@ def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     # A cache would keep all keys, and with one no mask keeps documents apart.
     model.config.use_cache = model.config.get_text_config().use_cache = False
+    # RWKV divides weights in place for evaluations, and an export behind one would have those.
+    if hasattr(model.config, "rescale_every"):
+        model.config.rescale_every = 0
     return model.train()
 
 

@@ -105,7 +105,9 @@ def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, Any, int]]:
     """Yield each module of stacked experts that is called with its router's choices: its name,
     itself and how many experts it has."""
     for name, module in model.named_modules():
-        stacks = [p for p in module.parameters(recurse=False) if p.dim() >= 3]
+        parameters = module.parameters(recurse=False)
+        # RWKV has some of (1, 1, width).
+        stacks = [p for p in parameters if p.dim() >= 3 and p.shape[0] > 1]
         # The module itself, tokens, the router's choices and their weights.
         if stacks and len(inspect.signature(type(module).forward).parameters) == 4:
             yield name, module, stacks[0].shape[0]

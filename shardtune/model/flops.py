@@ -29,6 +29,7 @@ from shardtune.data.schedule import Cost
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.log import logger
+from shardtune.model.attention_layers import keeps_states_only
 from shardtune.model.state_layers import recurrence_flops, state_mixers
 from shardtune.model.support import decoder_layers
 
@@ -127,10 +128,9 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
         for name, parameter in decoder.named_parameters()
         if id(parameter) not in skipped
     ]
+    attend = [] if keeps_states_only(model) else config.per_layer_config
     layers = Counter(
-        attention
-        for i, layer in enumerate(config.per_layer_config)
-        if (attention := _attention(layer, i))
+        attention for i, layer in enumerate(attend) if (attention := _attention(layer, i))
     )
     recurrences = sum(map(recurrence_flops, state_mixers(model)))
     per_trained_token = 2.0 * head.weight.numel()
@@ -201,7 +201,8 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     """Return the share of a parameter by which a token is multiplied."""
     # A state decays by A_log, element by element. Decoders made for an encoder keep the attention
     # to it, and skip it without one. An indexer has no backward.
-    is_elementwise = parameter.dim() < 2 or name.endswith(("bias", "A_log"))
+    is_vector = parameter.dim() == 3 and parameter.shape[:2] == (1, 1)
+    is_elementwise = parameter.dim() < 2 or is_vector or name.endswith(("bias", "A_log"))
     if is_elementwise or ".encoder_attn." in name or ".indexer." in name:
         return 0.0
     is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None

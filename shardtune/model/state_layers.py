@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.model.attention import documents
+from shardtune.model.one_by_one import call_one_by_one, restore
 from shardtune.model.support import decoder_layers
 
 # The packages with the kernels that transformers calls where they are installed, and their names
@@ -45,7 +46,8 @@ def _keeps_state(module: nn.Module) -> bool:
     # Inkling 2 makes a convolution's weights from its tokens, and has no module for it.
     is_convolution = "conv_mask" in takes and "attention_mask" not in takes
     is_linear = is_linear and "past_key_values" in takes
-    return "cache_params" in takes or has_convolution or is_convolution or is_linear
+    has_state = bool({"cache_params", "state"} & takes.keys())
+    return has_state or has_convolution or is_convolution or is_linear
 
 
 def separate_documents(mixers: list[nn.Module], at_once: bool) -> None:
@@ -55,13 +57,10 @@ def separate_documents(mixers: list[nn.Module], at_once: bool) -> None:
     """
     for mixer in mixers:
         restore(mixer)
-        separate = _at_once if at_once and takes_boundaries(mixer) else _one_by_one
-        mixer.forward = torch.compiler.disable(partial(separate, mixer.forward))
-
-
-def restore(mixer: nn.Module) -> None:
-    """Let a mixer take a row as one document again."""
-    vars(mixer).pop("forward", None)
+        if at_once and takes_boundaries(mixer):
+            mixer.forward = torch.compiler.disable(partial(_at_once, mixer.forward))
+        else:
+            call_one_by_one(mixer)
 
 
 def takes_boundaries(mixer: nn.Module) -> bool:
@@ -93,41 +92,6 @@ def _at_once(forward: Callable[..., Any], *arguments: Any, **options: Any) -> An
     return forward(*arguments, **options, cu_seq_lens_q=documents.boundaries, seq_idx=numbers)
 
 
-def _one_by_one(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a mixer once per document, and return its outputs one behind the other."""
-    lengths = documents.lengths
-    if len(lengths) == 1:
-        return forward(*arguments, **options)
-    given, named = _split(arguments, lengths), _split(options, lengths)
-    return _cat([forward(*a, **o) for a, o in zip(given, named, strict=True)], lengths)
-
-
-def _split(value: Any, lengths: list[int]) -> list[Any]:
-    """Return each document's part of what a mixer is given: tensors (1, tokens, ...) are cut."""
-    if isinstance(value, torch.Tensor) and value.shape[:2] == (1, sum(lengths)):
-        return list(value.split(lengths, 1))
-    if isinstance(value, tuple):
-        return list(zip(*(_split(each, lengths) for each in value), strict=True)) or [()] * len(
-            lengths
-        )
-    if isinstance(value, dict):
-        parts = {name: _split(each, lengths) for name, each in value.items()}
-        return [{name: part[i] for name, part in parts.items()} for i in range(len(lengths))]
-    return [value] * len(lengths)
-
-
-def _cat(outputs: list[Any], lengths: list[int]) -> Any:
-    """Join documents' outputs (1, tokens, ...); of a state at the end, the last one's is left."""
-    if isinstance(outputs[0], tuple):
-        return tuple(_cat(list(each), lengths) for each in zip(*outputs, strict=True))
-    if all(
-        isinstance(output, torch.Tensor) and output.shape[:2] == (1, length)
-        for output, length in zip(outputs, lengths, strict=True)
-    ):
-        return torch.cat(outputs, 1)
-    return outputs[-1]
-
-
 def delta_state_size(mixer: nn.Module) -> int:
     """Return the elements of the state of a delta rule, of all heads, or 0."""
     m: Any = mixer
@@ -144,14 +108,17 @@ def recurrence_flops(mixer: nn.Module) -> float:
     Products of the state alone count, 2 FLOPs for each of its elements. A delta rule has three
     (arXiv 2412.06464, equation 10; by channel arXiv 2510.26692, equation 1): what the state answers
     to a key, the change of the state, and what it answers to a query. A state space has two (arXiv
-    2312.00752, equation 2; 2405.21060, equation 1): the change and the answer; so has lightning
-    attention (arXiv 2401.04658, equation 4). A convolution's weights count as parameters do.
+    2312.00752, equation 2; 2405.21060, equation 1): the change and the answer; so have lightning
+    attention (arXiv 2401.04658, equation 4) and xLSTM (arXiv 2405.04517, equations 19 and 21). The
+    state of RWKV has no products. A convolution's weights count as parameters do.
     """
     m: Any = mixer
     if hasattr(m, "ssm_state_size"):
         return 4.0 * m.intermediate_size * m.ssm_state_size
     if state := delta_state_size(mixer):
         return 6.0 * state
+    if hasattr(m, "qk_dim") and hasattr(m, "v_dim"):
+        return 4.0 * m.qk_dim * m.v_dim / m.config.num_heads
     if getattr(m, "layer_type", "") == "linear_attention" and hasattr(m, "num_attention_heads"):
         return 4.0 * m.num_attention_heads * m.head_dim * m.head_dim
     return 0.0

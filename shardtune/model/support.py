@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,10 +17,6 @@ def unsupported(model: PreTrainedModel, config: Config) -> Iterator[str]:
     """Yield the features that would make a record's loss depend on others."""
     kind = model.config.model_type
     text = model.config.get_text_config()
-    if config.data.packing and not can_be_packed(model):
-        yield (
-            f"{kind} takes no positions, so documents in one row would mix - use data.packing=false"
-        )
     is_shared, is_packed = config.parallel.context > 1, config.data.packing
     if not (is_packed or is_shared) and config.train.micro_batch_size == 1:
         return  # each record is alone in its forward, and whole
@@ -71,25 +65,6 @@ def _short_rope_length(config: PreTrainedConfig) -> int | None:
         if each.get("rope_type") == "longrope"
     )
     return min(lengths, default=None)
-
-
-def can_be_packed(model: PreTrainedModel) -> bool:
-    """Return whether a model keeps documents of one row apart: by positions, or without attention.
-
-    `choose_attention` sees whether they are.
-    """
-    takes = inspect.signature(model.forward).parameters
-    takes_positions = "position_ids" in takes
-    if not takes_positions and any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-        decoder: Any = model.get_decoder()  # which a class around it may hand them down to
-        takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
-    return takes_positions or keeps_states_only(model)
-
-
-def keeps_states_only(model: PreTrainedModel) -> bool:
-    """Return whether every layer hands a state along the row instead of attending."""
-    types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    return set(types) == {"linear_attention"}
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

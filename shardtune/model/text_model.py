@@ -144,4 +144,5 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
     config, parts = model.config, [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     built = {id(part.config) for part in parts}
     sections = [name for name in config.sub_configs if id(getattr(config, name, None)) in built]
-    model.set_attn_implementation(dict.fromkeys(["", *sections], implementation))
+    whole = [""] * model._can_set_attn_implementation()  # not if a tower has attention of its own
+    model.set_attn_implementation(dict.fromkeys([*whole, *sections], implementation))

@@ -90,6 +90,9 @@ STATES: dict[str, dict[str, Any]] = {
     "zamba2": _MAMBA
     | {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "chunk_size": 16},
     "zaya": _EXPERTS | {"router_hidden_size": 16, "num_experts_per_tok": 1},
+    # Their caches do not train.
+    "rwkv": {"attention_hidden_size": 32, "use_cache": False},
+    "xlstm": {"num_heads": 4, "chunk_size": 16, "use_cache": False},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 7},
 }
 # Windows narrower than documents, and sinks.
@@ -116,13 +119,40 @@ INDEXED: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 16, "mlp_layer_types": ["dense", "sparse"]}
     | {"indexer_types": ["full", "shared"]},
 }
+# Attention of their own, called once per document. Keys of DeepSeek V4 are compressed from 4 and 8
+# tokens, and an indexer leaves some of them out.
+_ALIBI = {"n_head": 4, "n_layer": 2}
+ONE_BY_ONE: dict[str, dict[str, Any]] = {
+    "deepseek_v4": _EXPERTS
+    | {"layer_types": ["sliding_attention", "compressed_sparse_attention"] * 2}
+    | {"num_hidden_layers": 4, "n_routed_experts": 4, "sliding_window": 7, "index_topk": 3}
+    | {"q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2}
+    | {"head_dim": 16, "num_key_value_heads": 1, "index_head_dim": 16, "partial_rotary_factor": 0.5}
+    | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
+    "bloom": _ALIBI,
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+    "falcon": {
+        "head_dim": None,
+        "alibi": True,
+        "num_kv_heads": 4,
+        "new_decoder_architecture": False,
+    },
+    "gptj": _ALIBI | {"n_embd": 32, "rotary_dim": 4, "n_positions": 512},
+    "openai-gpt": _ALIBI | {"n_embd": 32, "n_positions": 512},
+    "xglm": {"d_model": 32, "ffn_dim": 32, "num_layers": 2, "attention_heads": 4},
+    "trocr": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4},
+    "gemma2": _WINDOW | {"query_pre_attn_scalar": 8},
+    "doge": {},
+    "inkling2_text": _WINDOW | _EXPERTS,
+}
 
 
 def build(family: str, **settings: Any) -> Any:
     """Build a model of this family with random weights, float32."""
     torch.manual_seed(0)
-    given = SMALL | (STATES | WINDOWS | INDEXED).get(family, {}) | settings
-    config = AutoConfig.for_model(family, **given)
+    given = SMALL | (STATES | WINDOWS | INDEXED | ONE_BY_ONE).get(family, {}) | settings
+    known = {name: value for name, value in given.items() if value is not None}
+    config = AutoConfig.for_model(family, **known)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -130,5 +160,6 @@ def decided(model: Any, *assignments: str) -> Attention:
     """Let a model on the CPU attend as a run would, after its trials."""
     given = ["model.path=unread", "data.max_length=128", *assignments]
     config, cpu = load_config(REPOSITORY / "examples/demo.yaml", given, {}), torch.device("cpu")
+    model.config.use_cache = False
     trial = LogitsTrial(model, config, cpu, lambda leak: [leak])
     return decide_attention(model, config, config.data.max_length, cpu, trial)

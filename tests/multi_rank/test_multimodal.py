@@ -24,11 +24,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 QUICK = ("qwen3_5_moe", "mistral3")
-# Its indexer pools keys by their place in the row.
-UNPACKED = {"glm5_next": ["data.packing=false"]}
 MORE = [
     ("gemma3", ["data.packing=false"]),
     ("qwen3_5_moe", ["data.packing=false"]),
+    ("glm5_next", ["data.packing=false"]),
     ("qwen3_5_moe", ["parallel.expert=2", "model.activation_checkpointing=full"]),
     ("qwen3_vl_moe", ["parallel.expert=2"]),
     ("mistral3", ["parallel.replicate=2"]),
@@ -37,7 +36,7 @@ MORE = [
 CASES = [
     *((family, []) for family in QUICK),
     *(
-        pytest.param(family, UNPACKED.get(family, []), marks=pytest.mark.full)
+        pytest.param(family, [], marks=pytest.mark.full)
         for family in FAMILIES
         if family not in QUICK
     ),

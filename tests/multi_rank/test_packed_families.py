@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.chats import write_jsonl
-from helpers.packing_families import INDEXED, STATES, WINDOWS, build
+from helpers.packing_families import INDEXED, ONE_BY_ONE, STATES, WINDOWS, build
 from helpers.plain_training import (
     encode,
     plain_training,
@@ -31,6 +31,14 @@ RUNS = {
 }
 # Their layers hand on more than hidden states, or share weights.
 NO_STAGES = {"bamba", "falcon_h1", "zaya", "zamba2", "recurrent_gemma", "glm_moe_dsa"}
+NO_STAGES |= {"rwkv", "xlstm", *ONE_BY_ONE} - {"gemma2", "doge"}
+
+
+def fill_zeros(model: torch.nn.Module) -> None:
+    """Draw weights that begin at 0. Three steps leave them small, and rounding a large share."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(0, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +53,7 @@ NO_STAGES = {"bamba", "falcon_h1", "zaya", "zamba2", "recurrent_gemma", "glm_moe
                 [name for name in RUNS if name != "stages" or family not in NO_STAGES],
                 marks=pytest.mark.full,
             )
-            for family in (*STATES, *WINDOWS, *INDEXED)
+            for family in (*STATES, *WINDOWS, *INDEXED, *ONE_BY_ONE)
             if family != "zamba"  # layers share weights, and FSDP2 takes none of another group
         ),
     ],
@@ -53,7 +61,8 @@ NO_STAGES = {"bamba", "falcon_h1", "zaya", "zamba2", "recurrent_gemma", "glm_moe
 def test_runs_equal_one_document_at_a_time(
     family: str, names: list[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    model = save_new_model(lambda: build(family), tokenizer, tmp_path / "model")
+    change = fill_zeros if family == "deepseek_v4" else (lambda model: None)
+    model = save_new_model(lambda: build(family), tokenizer, tmp_path / "model", change)
     records = uneven_chats()
     data = write_jsonl(tmp_path / "train.jsonl", records)
     runs = []
@@ -79,4 +88,6 @@ def test_runs_equal_one_document_at_a_time(
         stored = load_file(tmp_path / "trained/model.safetensors")
         assert exported.keys() == stored.keys()
         for key, tensor in stored.items():
-            assert (exported[key] - tensor).norm() <= 1e-5 * tensor.norm(), key
+            # DeepSeek V4 has a table of integers.
+            off = (exported[key].double() - tensor.double()).norm()
+            assert off <= 1e-5 * tensor.double().norm(), key

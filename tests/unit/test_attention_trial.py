@@ -20,10 +20,10 @@ CHUNKS = {
 def test_chunks_are_no_window() -> None:
     """Masks tell the trial, whose documents are shorter than a chunk."""
     attention = decided(build("llama4_text", **CHUNKS))
-    assert not attention.by_document
+    assert attention.by_layer
     assert "a window or chunks of 32 tokens in its masks or its layers alone" in attention.text
     wide = CHUNKS | {"attention_chunk_size": 128}
-    assert decided(build("llama4_text", **wide)).by_document
+    assert not decided(build("llama4_text", **wide)).by_layer
 
 
 def test_a_prefix_that_sees_itself_is_another_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_a_window_of_the_layers_alone_is_none(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(modeling_olmo3, "create_sliding_window_causal_mask", full)
     attention = decided(build("olmo3", sliding_window=30))
     assert "a window or chunks of 30 tokens in its masks or its layers alone" in attention.text
-    assert not attention.by_document
+    assert attention.by_layer
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_a_window_of_the_layers_alone_is_none(monkeypatch: pytest.MonkeyPatch) -
 def test_what_it_has_not_is_named(family: str, settings: dict[str, Any], objection: str) -> None:
     """A document may have 128 tokens, of which the indexer would leave 28 out."""
     attention = decided(build(family, **settings))
-    assert attention.is_flat and not attention.by_document and objection in attention.text
+    assert attention.by_layer and objection in attention.text

@@ -49,7 +49,7 @@ def test_documents_that_would_mix_are_refused_by_name(
     """Both make masks without positions; attention by documents needs none."""
     require_documents_apart(configured(), model_config)
     under_mask = f"model.attention={attention}"
-    said = rf"^{model_config.model_type} lets a packed document see .* - use data\.packing=false$"
+    said = rf"^{model_config.model_type} lets a packed document see .* - use model\.attention=auto"
     with pytest.raises(UserError, match=said):
         require_documents_apart(configured(under_mask), model_config)
     require_documents_apart(configured(under_mask, "data.packing=false"), model_config)

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.packing_families import INDEXED, STATES, WINDOWS, build, decided
+from helpers.commands import REPOSITORY
+from helpers.packing_families import INDEXED, ONE_BY_ONE, STATES, WINDOWS, build, decided
 from helpers.tiny_models import VOCABULARY
 from torch import nn
 
-from shardtune.model import state_layers
+from shardtune.config_io import load_config
+from shardtune.model import build as model_build
 from shardtune.model.attention import documents
+from shardtune.model.build import forward_only
+from shardtune.model.one_by_one import call_one_by_one
 from shardtune.model.state_layers import (
     missing_kernels,
     recurrence_flops,
@@ -22,7 +26,7 @@ from shardtune.model.state_layers import (
 )
 
 LENGTHS = [5, 1, 23, 12, 40]
-QUICK = ("qwen3_next", "gpt_oss", "gemma3_text")
+QUICK = ("qwen3_next", "gpt_oss", "gemma3_text", "deepseek_v4", "falcon")
 
 
 def summed_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -39,7 +43,7 @@ def take_gradients(model: nn.Module) -> torch.Tensor:
     "family",
     [
         name if name in QUICK else pytest.param(name, marks=pytest.mark.full)
-        for name in (*STATES, *WINDOWS, *INDEXED)
+        for name in (*STATES, *WINDOWS, *INDEXED, *ONE_BY_ONE)
     ],
 )
 def test_a_flat_row_is_its_documents_each_alone(family: str) -> None:
@@ -53,6 +57,7 @@ def test_a_flat_row_is_its_documents_each_alone(family: str) -> None:
     expected = take_gradients(model)
     attention = decided(model)
     assert attention.is_flat and attention.by_document, attention.text
+    assert attention.by_layer == (family in ONE_BY_ONE), attention.text
     documents.set(LENGTHS, torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32))
     row = {
         "input_ids": torch.cat(ids).view(1, -1),
@@ -78,10 +83,7 @@ def test_the_mixer_alone_is_called_once_per_document() -> None:
     )
     (*_, experts) = (m for m in model.modules() if type(m).__name__.endswith("SparseMoeBlock"))
     experts.register_forward_pre_hook(lambda _, given: calls["experts"].append(given[0].shape[1]))
-    # As `separate_documents`, around the forward that is watched.
-    separated = state_layers._one_by_one
-    watched = mixer.forward
-    mixer.forward = lambda *a, **o: separated(watched, *a, **o)
+    call_one_by_one(mixer)  # as `separate_documents`, around the forward that is watched
     documents.set([3, 4], torch.tensor([0, 3, 7], dtype=torch.int32))
     model(input_ids=torch.arange(7).view(1, -1))
     assert calls == {"mixer": [3, 4], "experts": [7]}
@@ -117,6 +119,8 @@ def test_a_gated_delta_rule_is_handed_where_documents_begin() -> None:
         ("mamba2", ["mamba-ssm", "causal-conv1d"], 4 * 64 * 8),
         ("minimax", [], 4 * 4 * 8 * 8),
         ("lfm2", ["causal-conv1d"], 0),
+        ("xlstm", [], 4 * 4 * 4 * 8),
+        ("rwkv", [], 0),
     ],
 )
 def test_kernels_that_are_not_there_are_named_and_states_counted(
@@ -125,3 +129,13 @@ def test_kernels_that_are_not_there_are_named_and_states_counted(
     mixers = state_mixers(build(family))
     assert missing_kernels(mixers) == missing
     assert recurrence_flops(mixers[0]) == flops
+
+
+def test_an_evaluation_leaves_the_weights_of_rwkv() -> None:
+    """They would be halved in every second layer, and be exported so."""
+    config = load_config(REPOSITORY / "examples/demo.yaml", ["model.path=unread"], {})
+    model = model_build._for_training(build("rwkv", rescale_every=1), config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with forward_only(model):
+        model(input_ids=torch.arange(3, 9).view(1, -1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
