@@ -146,7 +146,9 @@ def train_step(
         context.expert_balance.take_counts(),
         context.run.world,
     )
-    optim.require_finite(step.number, stats, context.model, context.owned, context.run.world)
+    optim.require_finite(
+        step.number, stats, context.model, context.owned, context.host, context.run.world
+    )
     update_weights(context, stats.grad_norm)
     return stats
 
@@ -171,7 +173,7 @@ def accumulate_gradients(
             context.stage.backward(each.batch, scale)
             micro_batch_ended()
     context.stage.finish()
-    return nll_sum, optim.squared_gradients(context.stage.own_parameters())
+    return nll_sum, optim.squared_gradients(context.stage.own_parameters(), context.host)
 
 
 def update_weights(context: TrainContext, grad_norm: float) -> None:

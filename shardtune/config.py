@@ -230,8 +230,8 @@ class TrainConfig(Section, json_schema_extra=MAY_CHANGE):
 class OptimizerConfig(Section):
     """The optimizer. Norms and biases have no weight decay."""
 
-    offload: bool = _changeable(False, enum=[False])
-    """Keep master weights and moments in host memory."""
+    offload: bool = _changeable(False)
+    """Keep master weights, moments and gradients in host memory."""
     name: Literal["adamw", "adamw8bit"] = "adamw"
     """The optimizer's name. `adamw8bit`: moments of 8 bits."""
     lr: NotNegative = _changeable(1e-5)
@@ -352,6 +352,16 @@ class Config(Section):
     distributed: DistributedConfig = DistributedConfig()
     # Where each `section.key` came from: default, file, environment or command line.
     origins: SkipJsonSchema[dict[str, str]] = Field(default={}, exclude=True, repr=False)
+
+    def moving_states(self, is_gpu: bool) -> Config:
+        """Return the configuration, without `optimizer.offload` where it moves nothing.
+
+        States of adapters are small, and a CPU has no other memory.
+        """
+        if not self.optimizer.offload or (is_gpu and self.lora.rank is None):
+            return self
+        settings = self.optimizer.model_copy(update={"offload": False})
+        return self.model_copy(update={"optimizer": settings})
 
 
 SECTIONS: dict[str, type[Section]] = {

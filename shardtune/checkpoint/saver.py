@@ -77,6 +77,7 @@ class Saver:
         self._run_dir, self._config, self._timeout_s = run_dir, config, timeout_s
         self._assets, self._world = assets, world
         self._tensors = training_state(model, optimizer)
+        self._host = getattr(optimizer, "host", None)  # tensors in host memory
         self._tied_weights = dict(model.all_tied_weights_keys)
         self._offsets, self._kinds = slices_to_write(self._tensors, world)
         # None: each save is written from the run's own tensors, while training waits.
@@ -113,6 +114,8 @@ class Saver:
         attempt = self._new_attempt(state["step"])
         # What the next step changes is taken now; the thread writes it while training goes on.
         tensors = self._own_tensors()
+        if self._host:
+            self._host.wait()
         random = random_state(self._world.rank, self._world.device)
         stall_s = None
         if self._staging:

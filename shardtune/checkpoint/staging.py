@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardtune.distributed.host_memory import available_memory, empty_pinned
+from shardtune.distributed.host_memory import available_memory, pinned_zeros
 from shardtune.distributed.world import World
 from shardtune.log import logger
 
@@ -25,7 +25,7 @@ class Staging:
         n_bytes = staged_bytes(tensors)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            memory = empty_pinned(n_bytes, "checkpoints", "use checkpoint.mode=sync")
+            memory = pinned_zeros(n_bytes, "checkpoints", "use checkpoint.mode=sync")
         else:
             memory = torch.empty(n_bytes, dtype=torch.uint8)
         self._copies: dict[str, torch.Tensor] = {}

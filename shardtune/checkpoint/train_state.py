@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def training_state(
                 optimizer.state[parameter] = new_state(parameter)
             for key, value in optimizer.state[parameter].items():
                 tensors[f"optimizer.{key}.{tied.get(name, name)}"] = value
-    return tensors | model_state(model)
+    return tensors | model_state(model, masters_by_name(optimizer))
 
 
 def _new_adam_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -45,13 +46,29 @@ def _new_adam_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def model_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def masters_by_name(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the weights in host memory that the optimizer updates in place of the model's."""
+    host = getattr(optimizer, "host", None)
+    return {
+        name: host.masters[parameter]
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        if host and parameter in host.masters
+    }
+
+
+def model_state(
+    model: PreTrainedModel, masters: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers that are saved, by their names in `training_state`.
 
     They are in the order of the modules, so that those of all stages are in the whole model's.
+    `masters`: those that take a parameter's place.
     """
     tied, persistent = model.all_tied_weights_keys, model.state_dict().keys()
-    parameters = {tied.get(name, name): tensor for name, tensor in model.named_parameters()}
+    parameters: dict[str, torch.Tensor] = {
+        tied.get(name, name): masters.get(name, tensor) for name, tensor in model.named_parameters()
+    }
     if factors := {name: tensor for name, tensor in parameters.items() if is_factor(name)}:
         return {f"{MODEL}{name}": tensor for name, tensor in factors.items()}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}

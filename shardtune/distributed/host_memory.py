@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import psutil
@@ -9,6 +10,10 @@ import torch
 from torch.cuda import _pin_memory_utils
 
 from shardtune.errors import RunFailed, first_line
+
+_FLAGS = (
+    mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+)  # pinning takes them
 
 
 def available_memory(
@@ -38,8 +43,8 @@ def _available_in(cgroup: Path) -> int:
     return int(limit) - int((cgroup / "memory.current").read_text(encoding="ascii")) + cached
 
 
-def empty_pinned(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
-    """Return so many bytes, uint8, that GPUs copy from and to beside their work.
+def pinned_zeros(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
+    """Return so many zero bytes, uint8, that GPUs copy from and to beside their work.
 
     They are pinned in place: PyTorch's own pinned memory comes in powers of two. `unpin` must come
     before they are freed. `use` and `remedy` are of the message.
@@ -47,10 +52,12 @@ def empty_pinned(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
     Raises:
         RunFailed: the node cannot pin them.
     """
-    memory = torch.empty(n_bytes, dtype=torch.uint8)
+    if not n_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    # Pages that are zero anyway: to write zeros would take as long as to pin them.
+    memory = torch.frombuffer(mmap.mmap(-1, n_bytes, flags=_FLAGS), dtype=torch.uint8)
     try:
-        if n_bytes:
-            _pin_memory_utils.pin_memory(memory.data_ptr(), n_bytes)
+        _pin_memory_utils.pin_memory(memory.data_ptr(), n_bytes)
     except RuntimeError as error:
         raise RunFailed(
             f"{n_bytes / 1e9:.1f} GB of host memory for {use} cannot be pinned "
@@ -60,5 +67,5 @@ def empty_pinned(n_bytes: int, use: str, remedy: str) -> torch.Tensor:
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Undo `empty_pinned`; no GPU uses the memory any more."""
+    """Undo `pinned_zeros`; no GPU uses the memory any more."""
     _pin_memory_utils.unpin_memory(memory.data_ptr())

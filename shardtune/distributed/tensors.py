@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # https://github.com/huggingface/safetensors#format
@@ -52,6 +53,22 @@ def slice_like(whole: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
     )
     ends = (start + size for start, size in zip(offset, shape, strict=True))
     return whole[tuple(map(slice, offset, ends))]
+
+
+def sharded_as(
+    sharded: torch.Tensor, local: torch.Tensor, whole: torch.Size | None = None
+) -> torch.Tensor:
+    """Return this rank's part, on any device, of a tensor that is sharded as another one.
+
+    `whole`: the shape of all parts together, if not that of the other one. `DTensor.from_local`
+    moves a part to the mesh's device.
+    """
+    if not isinstance(sharded, DTensor):
+        return local
+    like = torch.empty(sharded.shape if whole is None else whole, device="meta")
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(sharded.device_mesh, sharded.placements, tensor_meta=meta)
+    return cast(Any, DTensor)(local, spec, requires_grad=False)
 
 
 def first_indices(tensor: torch.Tensor) -> Sequence[int]:

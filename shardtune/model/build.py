@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
-from shardtune.distributed.tensors import DTYPES, copy_slice
+from shardtune.distributed.tensors import DTYPES, copy_slice, slice_like
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model import cpu_attention
@@ -39,6 +39,7 @@ from shardtune.model.experts import (
 from shardtune.model.host_inputs import PinnedCopies, keep_inputs_on_host
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
+from shardtune.model.masters import keep_master, rounded_when_read
 from shardtune.model.overlap import gather_ahead, reduce_beside_gathers
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
 from shardtune.model.support import decoder_layers, unsupported
@@ -123,12 +124,14 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         UserError: the files lack tensors of the model.
     """
     skeleton, distribute = _sharding(config, model_config, world)
+    stored, master = _stored_dtype(config, skeleton.dtype, world), skeleton.dtype
     if config.model.init == "random":
         model = skeleton
-        distribute(model)
-        draw_weights(model, config.run.seed, world.device)
+        distribute(model, stored)
+        draw_weights(model, config.run.seed, world.device, master if stored != master else None)
     else:
-        model = load_sharded(skeleton, config.model.path, world.device, distribute)
+        with rounded_when_read(stored) if stored != master else nullcontext():
+            model = load_sharded(skeleton, config.model.path, world.device, distribute)
     if config.lora.rank is not None:
         draw_factors(model, config.run.seed)
     model = _for_training(model, config)
@@ -145,7 +148,7 @@ def build_on_meta(
     `own`: the layers of this stage, or those that it would have of the whole model.
     """
     model, distribute = _sharding(config, model_config, world, own)
-    distribute(model)
+    distribute(model, _stored_dtype(config, model.dtype, world))
     return _for_training(model, config)
 
 
@@ -157,10 +160,23 @@ def whole_on_meta(config: Config, model_config: PreTrainedConfig, world: World) 
     return model
 
 
+def _stored_dtype(config: Config, master: torch.dtype, world: World) -> torch.dtype:
+    """Return the dtype of trained weights on the device.
+
+    FSDP2 would cast masters to the compute dtype before it gathers them: without masters the device
+    needs no more digits.
+    """
+    compute = compute_dtype(config.model.compute_dtype, world.device)
+    is_narrower = compute.itemsize < master.itemsize
+    return compute if config.optimizer.offload and is_narrower else master
+
+
 def _sharding(
     config: Config, model_config: PreTrainedConfig, world: World, own: range | None = None
-) -> tuple[PreTrainedModel, Callable[[PreTrainedModel], None]]:
+) -> tuple[PreTrainedModel, Callable[..., None]]:
     """Return the model on meta, and the function that shards it.
+
+    That function also takes the dtype of trained weights on the device, if not that of masters.
 
     Raises:
         UserError: the architecture lacks the attention implementation.
@@ -173,11 +189,11 @@ def _sharding(
         param_dtype=compute, reduce_dtype=DTYPES[config.model.reduce_dtype]
     )
 
-    def adapt_and_shard(model: PreTrainedModel) -> None:
+    def adapt_and_shard(model: PreTrainedModel, stored: torch.dtype = dtype) -> None:
         # Some routers are float32 whatever is asked for, and FSDP2 takes one dtype for a group.
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = parameter.data.to(stored)
         if config.lora.rank is not None:
             add_adapters(model, config.lora)
         if world.stages > 1:
@@ -189,7 +205,7 @@ def _sharding(
 
 
 def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
-    _accumulate_in(DTYPES[config.model.reduce_dtype], model)
+    _accumulate_in(widest_gradient(config), model)
     if config.model.activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False}
         if config.model.activation_checkpointing == "selective":
@@ -276,6 +292,12 @@ def _average_over_stage(module: Any, shards: int, world: World) -> None:
     module.set_force_sum_reduction_for_comms(shards > 1)
 
 
+def widest_gradient(config: Config) -> torch.dtype:
+    """Return the dtype of masters or of reduced gradients, whichever is wider."""
+    model = config.model
+    return torch.promote_types(DTYPES[model.master_dtype], DTYPES[model.reduce_dtype])
+
+
 def _accumulate_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
     """Let FSDP2 add up the reduced gradients of micro-batches in this dtype, or in the weight's.
 
@@ -288,20 +310,20 @@ def _accumulate_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
                 group._init_mp_dtypes = partial(_init_dtypes, group, dtype)
 
 
-def _init_dtypes(group: Any, reduce_dtype: torch.dtype) -> None:
+def _init_dtypes(group: Any, widest: torch.dtype) -> None:
     """Replace the method `_init_mp_dtypes` of FSDP2's groups, which their first forward calls."""
     type(group)._init_mp_dtypes(group)
     for parameter in group.fsdp_params:
         weight = parameter.sharded_param
         if weight.requires_grad:  # their dtype is the same
             # That to which a reduced gradient is cast.
-            group._orig_dtype = gradient_dtype(weight, reduce_dtype)
+            group._orig_dtype = gradient_dtype(weight, widest)
             weight.grad_dtype = group._orig_dtype
 
 
-def gradient_dtype(weight: torch.Tensor, reduce_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a sharded weight's gradient."""
-    return torch.promote_types(weight.dtype, reduce_dtype)
+def gradient_dtype(weight: torch.Tensor, widest: torch.dtype) -> torch.dtype:
+    """Return the dtype of a sharded weight's gradient. `widest`: that of `widest_gradient`."""
+    return torch.promote_types(weight.dtype, widest)
 
 
 @contextmanager
@@ -323,12 +345,14 @@ def forward_only(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> None:
+def draw_weights(
+    model: PreTrainedModel, seed: int, device: torch.device, master: torch.dtype | None = None
+) -> None:
     """Give a sharded model on meta the architecture's own random initialisation.
 
     A module's parameters are drawn whole on the CPU, from (seed, the module's name) alone, and
     each rank keeps its slices: the same model on any number of ranks, with one module's parameters
-    in memory at a time.
+    in memory at a time. `master`: the dtype in which trained ones are drawn, if not their own.
     """
     model.to_empty(device=device)
     model.tie_weights()
@@ -344,7 +368,8 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
             continue
         drawn |= {id(parameter) for parameter in sharded.values()}
         for key, parameter in sharded.items():
-            whole = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            dtype = master if master and parameter.requires_grad else parameter.dtype
+            whole = torch.zeros(parameter.shape, dtype=dtype)
             module.register_parameter(key, nn.Parameter(whole))
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
@@ -354,3 +379,5 @@ def draw_weights(model: PreTrainedModel, seed: int, device: torch.device) -> Non
             whole = module.get_parameter(key)
             module.register_parameter(key, parameter)
             copy_slice(whole, parameter)
+            if whole.dtype != parameter.dtype:
+                keep_master(parameter, slice_like(whole, parameter).detach().clone())

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
-from shardtune.distributed.host_memory import empty_pinned, unpin
+from shardtune.distributed.host_memory import pinned_zeros, unpin
 
 
 class Copies(Protocol):
@@ -145,7 +145,7 @@ class _PinnedCopy(NamedTuple):
 
 
 def _pinned(n_bytes: int) -> torch.Tensor:
-    return empty_pinned(n_bytes, "the layers' inputs", "use model.activation_checkpointing=full")
+    return pinned_zeros(n_bytes, "the layers' inputs", "use model.activation_checkpointing=full")
 
 
 def keep_inputs_on_host(model: PreTrainedModel, copies: Copies) -> None:

@@ -78,13 +78,13 @@ class Simulations:
         tiles: int,
     ) -> Measured:
         data, train = config.data, config.train
-        # Other settings, such as the optimizer, do not change forward and backward.
+        # Other settings, such as the optimizer's name, do not change forward and backward.
         sections = [config.model, config.parallel, config.lora]
         settings = [
             [own.start, own.stop],
             *(section.model_dump(mode="json") for section in sections),
             [data.max_length, data.packing],
-            [train.micro_batch_size, train.gradient_accumulation_steps],
+            [train.micro_batch_size, train.gradient_accumulation_steps, config.optimizer.offload],
             list(vars(policy).values()),
             [world.size, world.local_size, world.stage, is_gpu, tiles],
         ]

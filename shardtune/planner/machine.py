@@ -29,6 +29,10 @@ class Machine:
     flops_per_s: float  # of one rank, in the compute dtype
     is_gpu: bool = True  # else ranks are processes that share their node's memory
     host_bytes: float = math.inf  # memory of a node, beside its GPUs'
+    # Assumed: between a GPU and that memory by PCIe 5 x16, and of two sockets with DDR5-4800, both
+    # ways together.
+    host_bytes_per_s: float = 50e9
+    host_memory_bytes_per_s: float = 600e9
 
     @property
     def allowance_bytes(self) -> int:

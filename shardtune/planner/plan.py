@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
+from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError, first_line
 from shardtune.model.build import build_on_meta, compute_dtype, require_trainable, whole_on_meta
@@ -21,6 +22,7 @@ from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.overlap import gathered_groups
 from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.host_link import HostLink, host_link, pieces_bytes
 from shardtune.planner.machine import Machine, link_bytes
 from shardtune.planner.roofline import gpu_of, seconds
 from shardtune.planner.shapes import Keeps, Shapes, least_traffic
@@ -68,6 +70,7 @@ class Plan:
     step_flops: float | None  # recomputation not counted; None where it is not known
     shapes: Shapes
     storage: Storage
+    host_link: HostLink
 
     # Seconds of a step's kernels one after another, its bubble left out; None where none are known.
     kernels_s: float | None
@@ -90,6 +93,12 @@ class Plan:
     def host_fits(self) -> bool:
         """Whether a node has the memory, beside its GPUs', that the run holds."""
         return self.storage.pinned_bytes <= self.machine.host_bytes
+
+    @property
+    def host_holds_copies(self) -> bool:
+        """Whether that memory also holds the copies of an asynchronous save."""
+        storage = self.storage
+        return storage.pinned_bytes + storage.staging_bytes <= self.machine.host_bytes
 
     @property
     def cannot_fit(self) -> bool:
@@ -117,8 +126,8 @@ class Plan:
 
     @property
     def floors_s(self) -> dict[str, float]:
-        """The seconds that a step takes at least: of arithmetic, between nodes, inside a node."""
-        return floors_s(self.traffic, self.step_flops, self.config, self.machine)
+        """The seconds that a step takes at least: of arithmetic, and of each kind of link."""
+        return floors_s(self.traffic, self.host_link, self.step_flops, self.config, self.machine)
 
     @property
     def eager_s(self) -> float | None:
@@ -164,6 +173,7 @@ def received(
 
 def floors_s(
     traffic: Sequence[Mapping[Collective, int]],
+    host_link: HostLink,
     step_flops: float | None,
     config: Config,
     machine: Machine,
@@ -174,6 +184,8 @@ def floors_s(
         "between nodes": sum(between.values()) / machine.node_bytes_per_s,
         "inside a node": sum(inside.values()) / machine.rank_bytes_per_s,
     }
+    if config.optimizer.offload:
+        floors["with host memory"] = host_link.seconds(machine)
     if step_flops is not None:
         # Full checkpointing runs each layer's forward, a third of the rest, once more.
         again = 4 / 3 if config.model.keeps_inputs_alone else 1
@@ -197,6 +209,7 @@ def make_plan(
     Raises:
         UserError: the run would be refused for its model, its mesh or its keys.
     """
+    config = config.moving_states(machine.is_gpu)
     simulations = simulations or Simulations(model_config)
     plan = _plan_stages(config, model_config, machine, simulations, reason, tiles=1)
     tokens = config.data.max_length * config.train.micro_batch_size // config.parallel.context
@@ -232,6 +245,7 @@ def bound_in(
 
     A simulated step has collectives, so that a real world gets none.
     """
+    config = config.moving_states(machine.is_gpu)
     firsts = range(0, world.size, world.stage_ranks)
     worlds = [replace(world, rank=first) for first in firsts]
     return _join(
@@ -254,6 +268,7 @@ def _join(stages: Sequence[Plan]) -> Plan:
         needed_bytes=max(stage.needed_bytes for stage in stages),
         traffic=tuple(stage.traffic[0] for stage in stages),
         storage=join_storage([stage.storage for stage in stages]),
+        host_link=max((stage.host_link for stage in stages), key=lambda each: each.update),
         kernels_s=max(times, default=None),
     )
 
@@ -274,7 +289,9 @@ def _plan_stage(
     """
     own = build_on_meta(config, model_config, world)
     whole = whole_on_meta(config, model_config, world)
-    optimizer = build_optimizer(OwnedParameters(own, config, world), config)
+    owned = OwnedParameters(own, config, world)
+    optimizer = build_optimizer(owned, config)
+    updated = [to_local(p).numel() for p in owned.by_name.values()]
     states = state_bytes(own, optimizer, config)
     kept = kept_bytes(own, config, world)
     policy = _policy(kept, config, states, machine, world)
@@ -286,11 +303,13 @@ def _plan_stage(
         measured, reason = _measure(simulations, *given)
     if measured:
         traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
-        peaks, pools = _memory(measured, states, optimizer, machine)
+        pieces = pieces_bytes(max(updated), shapes.compute_bytes, config)
+        peaks, pools = _memory(measured, states, optimizer, pieces, machine)
     else:
         keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
         traffic = least_traffic(shapes, world.stage, keeps, config, world.size)
         peaks, pools = {"any phase": _bound(own, config, states, world)}, []
+    link = host_link(sum(updated), shapes.compute_bytes, policy, config)
     rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
     rows *= world.data_ranks
     parameters = list(whole.parameters())
@@ -313,10 +332,11 @@ def _plan_stage(
         step_flops=_count_step_flops(whole, rows, config.data.max_length),
         shapes=shapes,
         storage=plan_storage(own, config, model_config, states, machine, world),
-        kernels_s=_kernel_seconds(measured, states, config, machine) if measured else None,
+        host_link=link,
+        kernels_s=_kernel_seconds(measured, states, link, config, machine) if measured else None,
     )
     if measured and not policy.kept_groups:
-        return _keep_groups(plan, measured, own, kept, optimizer, world)
+        return _keep_groups(plan, measured, own, kept, optimizer, pieces, world)
     return plan
 
 
@@ -345,6 +365,7 @@ def _keep_groups(
     model: PreTrainedModel,
     kept: KeptBytes,
     optimizer: torch.optim.Optimizer,
+    pieces: int,
     world: World,
 ) -> Plan:
     """Return the plan in which as many groups stay gathered as its peak leaves room for."""
@@ -356,7 +377,8 @@ def _keep_groups(
     policy = _policy(kept, config, states, machine, world, min(fitting, shared))
     sizes = kept.parameters[: policy.kept_groups]
     # What stands around the layers is gathered at each peak.
-    peaks, pools = _memory(measured.keeping(sum(sizes[1:])), states, optimizer, machine)
+    kept_measured = measured.keeping(sum(sizes[1:]))
+    peaks, pools = _memory(kept_measured, states, optimizer, pieces, machine)
     traffic, micro_batches = plan.traffic[0].copy(), config.train.gradient_accumulation_steps
     for number, (ranks, size) in enumerate(zip(groups, sizes, strict=False)):
         # What stands around the layers stays from the forward to the backward in any case.
@@ -373,14 +395,20 @@ def _keep_groups(
 
 
 def _kernel_seconds(
-    measured: Measured, states: StateBytes, config: Config, machine: Machine
+    measured: Measured, states: StateBytes, link: HostLink, config: Config, machine: Machine
 ) -> float | None:
-    """Return the seconds of a step's kernels, the update's with them; None on CPUs."""
+    """Return the seconds of a step's kernels, the update's with them; None on CPUs.
+
+    An update of states in host memory takes as long as their copies.
+    """
     if not machine.is_gpu:
         return None
     gpu = gpu_of(machine.memory_bytes)
     # Adapters, their gradients and moments are float32.
     weights = states.parameters if config.lora.rank is None else states.gradients
+    if config.optimizer.offload:
+        kernels = measured.step_kernels(config.train.gradient_accumulation_steps)
+        return seconds(kernels, gpu) + link.update.seconds(machine)
     # The update is one kernel a piece, and the norm reads the gradients before it.
     update = 2 * (weights + states.optimizer + states.gradients) / gpu.bytes_per_s
     kernels = measured.step_kernels(config.train.gradient_accumulation_steps)
@@ -419,11 +447,16 @@ def _peak_bytes(peaks: Mapping[str, Peak], pools: Sequence[int], machine: Machin
 
 
 def _memory(
-    measured: Measured, states: StateBytes, optimizer: torch.optim.Optimizer, machine: Machine
+    measured: Measured,
+    states: StateBytes,
+    optimizer: torch.optim.Optimizer,
+    pieces: int,
+    machine: Machine,
 ) -> tuple[dict[str, Peak], list[int]]:
-    """Return the peak of each phase, and a GPU's pools."""
-    peaks = _peaks(measured, states, _update_bytes(optimizer))
-    return peaks, _pools(measured, states) if machine.is_gpu else []
+    """Return the peak of each phase, and a GPU's pools. `pieces`: bytes of an update's."""
+    peaks = _peaks(measured, states, _update_bytes(optimizer) + pieces)
+    pools = _pools(measured, states) + [pieces] * bool(pieces)
+    return peaks, pools if machine.is_gpu else []
 
 
 def _update_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -442,7 +475,8 @@ def _peaks(measured: Measured, states: StateBytes, update_bytes: int) -> dict[st
     for (phase, _), peak in measured.peaks.items():
         if phase not in highest or peak.n_bytes > highest[phase].n_bytes:
             highest[phase] = peak
-    updated = weights + optimizer + Counter({Cause.GRADIENTS: states.gradients})
+    gradients = 0 if states.host else states.gradients
+    updated = weights + optimizer + Counter({Cause.GRADIENTS: gradients})
     updated[Cause.UPDATE] = update_bytes
     by_cause = {"load": weights}
     for phase in ("evaluate", "forward", "backward", "optimizer"):

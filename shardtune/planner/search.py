@@ -22,6 +22,7 @@ from shardtune.errors import UserError
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
 from shardtune.planner.extrapolate import Simulations, with_layers
+from shardtune.planner.host_link import host_link
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, floors_s, make_plan
 from shardtune.planner.shapes import Shapes, least_traffic, rough_memory
@@ -180,13 +181,15 @@ class Search:
     def _estimate(
         self, values: dict[str, Any], price: str, config: Config, shapes: Shapes
     ) -> Estimate:
-        machine, traffic, peak_bytes = self._plan.machine, [], 0.0
+        machine, traffic, peak_bytes, links = self._plan.machine, [], 0.0, []
         free = machine.memory_bytes - machine.allowance_bytes
         for stage in range(config.parallel.stages):
             memory, keeps = rough_memory(shapes, stage, config, machine.ranks, free)
             peak_bytes = max(peak_bytes, memory + machine.allowance_bytes)
             traffic.append(least_traffic(shapes, stage, keeps, config, machine.ranks))
-        floors = floors_s(traffic, self._plan.step_flops, config, machine)
+            updated = shapes.trained(config.parallel.stages, stage, machine.ranks)
+            links.append(host_link(updated, shapes.compute_bytes, keeps.policy, config))
+        floors = floors_s(traffic, max(links), self._plan.step_flops, config, machine)
         return Estimate(values, price, config, floors, peak_bytes)
 
     @cached_property
@@ -280,6 +283,8 @@ def _same_training(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iter
     elif model.activation_checkpointing == "full" and is_gpu:
         price = "layers' inputs travel to host memory and back"
         yield [({"model.activation_checkpointing": "offload"}, price)]
+    if trains_all and is_gpu and not config.optimizer.offload:
+        yield [({"optimizer.offload": True}, "states travel to host memory and back")]
     if trains_all and model.master_dtype != "bfloat16":
         price = "weights rounded at random to bfloat16"
         yield [({"model.master_dtype": "bfloat16"}, price)]

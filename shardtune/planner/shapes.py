@@ -122,6 +122,12 @@ class Shapes:
         copies = ranks // gcd(ranks, self.key_heads)
         return self.head_widths * (self.heads + copies * self.key_heads)
 
+    def trained(self, stages: int, stage: int, ranks: int) -> float:
+        """Return the elements that a rank of a stage updates. `ranks`: of all stages."""
+        sizes = self.of_stages(stages)[stage]
+        parts = sizes.layers, sizes.around
+        return sum(each.trained_dense + each.trained_experts for each in parts) * stages / ranks
+
 
 def _sum(sizes: Sequence[Sizes]) -> Sizes:
     return Sizes(*map(sum, zip(Sizes(), *sizes, strict=True)))
@@ -174,6 +180,8 @@ def least_traffic(
         traffic[Collective("reduce-scatter", replicas)] += reduced * slices
         # Factors of adapters are float32.
         updated = DTYPES["float32" if config.lora.rank else config.model.master_dtype].itemsize
+        if config.optimizer.offload:
+            updated = min(updated, compute_bytes)
         traffic[Collective("all-gather", replicas)] += updated * slices
     rows = micro_batches * train.micro_batch_size
     tokens = rows * config.data.max_length // parallel.context
@@ -233,13 +241,17 @@ def rough_memory(
     is_lora, name = config.lora.rank is not None, config.optimizer.name
     stored_bytes = 4 if is_lora else DTYPES[config.model.master_dtype].itemsize
     moment_bytes = 2.03 if name == "adamw8bit" and not is_lora else 2 * stored_bytes
+    gradient_bytes = max(stored_bytes, reduce_bytes)
     trained = whole.trained_dense + whole.trained_experts
     frozen = whole.dense + whole.experts - trained
     stage_ranks = ranks // parallel.stages
     shards = stage_ranks // parallel.replicate
-    gradient_bytes = max(stored_bytes, reduce_bytes)
-    states = (stored_bytes * trained + compute_bytes * frozen) / shards
-    states += (gradient_bytes + moment_bytes) * trained / stage_ranks
+    of_device = min(stored_bytes, compute_bytes) if config.optimizer.offload else stored_bytes
+    states = (of_device * trained + compute_bytes * frozen) / shards
+    if config.optimizer.offload:  # of a layer, and of the one before
+        states += 2 * gradient_bytes * (largest.dense + largest.experts) / stage_ranks
+    else:
+        states += (gradient_bytes + moment_bytes) * trained / stage_ranks
 
     gathered = compute_bytes * (whole.dense + whole.experts / expert)
     reduced = reduce_bytes * (whole.trained_dense + whole.trained_experts / expert)

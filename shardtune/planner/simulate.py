@@ -37,6 +37,7 @@ from shardtune.planner.kernels import Kernel
 from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.sent_gradients import SentGradients
 from shardtune.training.stage import Stage
 
 # Tokens of the busiest rank of spread experts / the mean: assumed, since routing depends on data.
@@ -182,6 +183,9 @@ def simulate(
             tracker.traffic, tracker.kernels = Counter(), Counter()
             dtype = compute_dtype(config.model.compute_dtype, device)
             stage = Stage(model, owned, dtype, world)
+            sent = None
+            if is_gpu and config.optimizer.offload:
+                sent = SentGradients(owned, _OtherMemory())
             if evaluates:
                 tracker.begin("evaluate")
                 with forward_only(model):
@@ -189,6 +193,8 @@ def simulate(
             most = max(3, world.stages + 1)
             micro_batches = [batch] * min(most, config.train.gradient_accumulation_steps)
             traffic, kernels = _accumulate(micro_batches, stage, model, policy, tracker)
+            if sent:
+                sent.finish()
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
     layers = len(decoder_layers(model))
@@ -197,6 +203,12 @@ def simulate(
 
 class _OtherMemory:
     """Copies in host memory, of which a device keeps nothing."""
+
+    def write(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        pass
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(to_local(parameter), dtype=parameter.grad_dtype)
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
         return tensor.shape, tensor.dtype

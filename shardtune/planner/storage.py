@@ -27,11 +27,12 @@ class Storage:
     staging_bytes: int  # host memory for copies of what is being saved
     loading_bytes: int  # host memory for pieces of the largest parameter
     inputs_bytes: int  # host memory for inputs of layers
+    states_bytes: int  # host memory for masters, moments and gradients
 
     @property
     def pinned_bytes(self) -> int:
         """Host memory without which a run ends; without that for saves it saves in another way."""
-        return self.inputs_bytes
+        return self.inputs_bytes + self.states_bytes
 
 
 def plan_storage(
@@ -45,11 +46,14 @@ def plan_storage(
     """Compute disk and host memory for a stage's model that `build_on_meta` has returned."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    weights = sum(p.numel() * p.itemsize for p in trained)
-    checkpoint = weights + states.optimizer * world.stage_ranks
+    itemsize = parameters[0].itemsize if config.lora.rank is None else 4  # of masters
+    if config.optimizer.offload:
+        itemsize = DTYPES[config.model.master_dtype].itemsize
+    checkpoint = sum(p.numel() for p in trained) * itemsize
+    checkpoint += states.saved_optimizer * world.stage_ranks
     # One of the replicas' ranks that hold the same slice writes it, and so copies it.
-    held = sum(to_local(p).numel() * p.itemsize for p in trained) // world.replicas
-    staged = (held + states.optimizer) * machine.ranks_per_node
+    held = sum(to_local(p).numel() for p in trained) * itemsize // world.replicas
+    staged = (held + states.saved_optimizer) * machine.ranks_per_node
     is_async = config.checkpoint.mode == "async"
     # A slice as the files have it, and as it is stored; a drawn parameter is drawn whole.
     source = getattr(model_config, "dtype", None) or parameters[0].dtype
@@ -65,6 +69,9 @@ def plan_storage(
         staging_bytes=staged if is_async else 0,
         loading_bytes=loading * machine.ranks_per_node,
         inputs_bytes=_inputs_bytes(model, config, machine, world),
+        # Until they are pinned, each replica has read all of its masters.
+        states_bytes=max(states.host, (1 + world.replicas) * states.host_masters)
+        * machine.ranks_per_node,
     )
 
 
@@ -76,7 +83,7 @@ def join_storage(stages: Sequence[Storage]) -> Storage:
     whole = Storage(*map(sum, zip(*map(astuple, stages), strict=True)))
     most = {
         name: max(getattr(stage, name) for stage in stages)
-        for name in ("staging_bytes", "loading_bytes", "inputs_bytes")
+        for name in ("staging_bytes", "loading_bytes", "inputs_bytes", "states_bytes")
     }
     return replace(whole, **most)
 

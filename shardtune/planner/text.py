@@ -10,6 +10,7 @@ from shardtune.planner.plan import Plan
 from shardtune.planner.roofline import gpu_of
 from shardtune.planner.search import Change
 from shardtune.planner.simulate import EXPERT_IMBALANCE
+from shardtune.planner.storage import Storage
 from shardtune.planner.tracker import Cause
 
 
@@ -51,6 +52,7 @@ def describe(plan: Plan, length: RunLength | str = "") -> Iterator[str]:
         for part, seconds in plan.floors_s.items()
     )
     yield f"A step takes at least: {floors}{_eager(plan)}"
+    yield from _host_link(plan)
     yield _hours(plan, length)
     yield from _storage(plan)
 
@@ -61,6 +63,19 @@ def _eager(plan: Plan) -> str:
     gpu = gpu_of(plan.machine.memory_bytes)
     seconds = f"{plan.eager_s:.2g}" if plan.eager_s < 10 else f"{plan.eager_s:.0f}"
     return f"; about {seconds} s by the bytes that eager kernels move on an {gpu.name}"
+
+
+def _host_link(plan: Plan) -> Iterator[str]:
+    link, machine = plan.host_link, plan.machine
+    if not plan.config.optimizer.offload:
+        return
+    yield (
+        f"Between a rank and host memory: {gb(link.gradients.to_host)} GB of gradients beside the "
+        f"backwards, {link.gradients.seconds(machine):.3g} s; {gb(link.update.from_host)} GB to it "
+        f"and {gb(link.update.to_host)} GB back in the update, {link.update.seconds(machine):.3g} "
+        f"s (assumed: {gb(machine.host_bytes_per_s)} GB/s each way, and "
+        f"{gb(machine.host_memory_bytes_per_s)} GB/s of a node's memory)"
+    )
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
@@ -110,9 +125,26 @@ def _storage(plan: Plan) -> Iterator[str]:
         f"(checkpoint.mode={plan.config.checkpoint.mode})"
     )
     if storage.pinned_bytes:
+        host = gb(plan.machine.host_bytes)
+        yield f"Pinned: the {host} GB of a node's own memory hold {' and '.join(pinned(storage))}"
+    if storage.staging_bytes and not plan.host_holds_copies:
         yield (
-            f"Pinned: {gb(storage.inputs_bytes)} GB of the {gb(plan.machine.host_bytes)} GB of a "
-            "node's own memory hold inputs of layers"
+            "Its memory does not hold the copies, too: saves are synchronous, as with "
+            "checkpoint.mode=sync"
+        )
+
+
+def pinned(storage: Storage) -> Iterator[str]:
+    """Yield what host memory holds, and the key that has it do so."""
+    if storage.states_bytes:
+        yield (
+            f"{gb(storage.states_bytes)} GB of masters, moments and gradients "
+            "(optimizer.offload=true)"
+        )
+    if storage.inputs_bytes:
+        yield (
+            f"{gb(storage.inputs_bytes)} GB of layers' inputs "
+            "(model.activation_checkpointing=offload)"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardtune.planner.plan import Plan
-from shardtune.planner.text import gb
+from shardtune.planner.text import gb, pinned
 
 
 def verdict(plan: Plan) -> str:
@@ -14,10 +14,9 @@ def verdict(plan: Plan) -> str:
     """
     limit, peak = f"{gb(plan.machine.memory_bytes)} GB", _peak(plan)
     if not plan.host_fits:
-        needed, host = gb(plan.storage.pinned_bytes), gb(plan.machine.host_bytes)
         return (
-            f"The run does not fit, {host} GB of a node's own memory do not hold {needed} GB of "
-            "layers' inputs (model.activation_checkpointing=offload)"
+            f"The run does not fit, {gb(plan.machine.host_bytes)} GB of a node's own memory do not "
+            f"hold {' and '.join(pinned(plan.storage))}"
         )
     if plan.fits:
         part = plan.bound_by

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from shardtune import checkpoint
@@ -26,6 +27,7 @@ from shardtune.model.tiles import tile_layers
 from shardtune.training import optim, reshard, setup
 from shardtune.training.context import Planned, Run, TrainContext
 from shardtune.training.expert_balance import ExpertBalance
+from shardtune.training.host_states import HostStates
 from shardtune.training.metrics import Metrics
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.profiler import StepProfiler
@@ -49,13 +51,15 @@ def build_train_context(
 
     Files of another run are moved aside once that checkpoint is loaded.
     """
-    config, world, resumed = run.config, run.world, run.resumed
+    world, resumed = run.world, run.resumed
+    config = run.config.moving_states(is_gpu=world.device.type == "cuda")
     world.progress.enter(Phase.LOADING)
     with weights_fit(config):
         model = world.run_on_all_ranks(lambda: build.build_model(config, model_config, world))
     whole = build.whole_on_meta(config, model_config, world)
     owned = OwnedParameters(model, config, world)
-    optimizer = optim.build_optimizer(owned, config)
+    host = HostStates(owned, config) if config.optimizer.offload else None
+    optimizer = optim.build_optimizer(owned, config, host)
     optim.compile_update(optimizer, config, world)
     update = optim.update_kind(optimizer, world.device)
     state = state_bytes(model, optimizer, config)
@@ -68,11 +72,14 @@ def build_train_context(
     is_flat = prepare_forward(model, config, data.longest, planned.tiles, world)
     if resumed:
         checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run.directory, world)
+        if host:
+            host.round_masters()
+            owned.gather()
     checkpoint.clear_leftovers(run.directory, resumed, world)
     world.on_rank0(lambda: write_config(config, run.directory.path / "config.yaml"))
     sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
     metrics = Metrics(run.metrics_file, world, run.resumed_step, sinks)
-    best = open_best(run, model, whole, assets, metrics) if data.eval else None
+    best = open_best(run, model, optimizer, whole, assets, metrics) if data.eval else None
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
         resume_rules.log_update(resumed, update)
@@ -89,6 +96,7 @@ def build_train_context(
         model=model,
         is_flat=is_flat,
         owned=owned,
+        host=host,
         optimizer=optimizer,
         reshard=policy,
         stage=Stage(model, owned, dtype, world),
@@ -110,6 +118,7 @@ def build_train_context(
 def open_best(
     run: Run,
     model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
     whole: PreTrainedModel,
     assets: Mapping[str, bytes],
     metrics: Metrics,
@@ -117,7 +126,7 @@ def open_best(
     """Return the keeper of the best model where `eval.keep_best` asks for one."""
     if not run.config.eval.keep_best:
         return None
-    best = Best(run.directory, run.config, model, whole, assets, run.world)
+    best = Best(run.directory, run.config, model, optimizer, whole, assets, run.world)
     if run.resumed and (kept := best.undone_by(run.resumed)):
         metrics.write(kept)  # as the line that the resume has dropped
     return best

@@ -20,6 +20,7 @@ from shardtune.distributed.world import World
 from shardtune.model.flops import DevicePeak
 from shardtune.run_files import METRICS
 from shardtune.training.expert_balance import ExpertBalance
+from shardtune.training.host_states import HostStates
 from shardtune.training.metrics import Metrics
 from shardtune.training.observer import StepObserver
 from shardtune.training.replica_shards import OwnedParameters
@@ -64,6 +65,7 @@ class TrainContext:
     model: Any
     is_flat: bool  # a batch is one row without padding
     owned: OwnedParameters
+    host: HostStates | None  # with optimizer.offload
     optimizer: torch.optim.Optimizer
     reshard: ReshardPolicy
     stage: Stage

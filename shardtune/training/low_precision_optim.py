@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from shardtune.distributed.tensors import to_local
+from shardtune.distributed.tensors import sharded_as, to_local
 from shardtune.model.experts import SCALE_BLOCK
+from shardtune.training.host_states import HostStates, piece_rows
 from shardtune.training.stochastic_rounding import (
     CodeTable,
     code_tables,
@@ -28,7 +29,6 @@ from shardtune.training.stochastic_rounding import (
     store_rounded,
 )
 
-PIECE = 1 << 22  # elements that are float32 at the same time in an eager update
 # A compiled update stores no number between, so that its pieces need only fit 32-bit indices.
 _COMPILED_PIECE = 1 << 28
 _TRIED = 1 << 18  # elements of a trial: as many as the compiler's choices need to be a large one's
@@ -59,9 +59,16 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         eps: float,
         seed: int,
         eight_bit: bool,
+        master: torch.dtype | None = None,
+        host: HostStates | None = None,
     ) -> None:
+        """`master`: dtype of the weights that are updated, if not that of the parameters.
+
+        `host` has these weights and the moments.
+        """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._seed, self._eight_bit = seed, eight_bit
+        self._master, self.host = master, host
         self._update = update
         self.is_compiled = False
         self.gradient_factor = 1.0
@@ -87,7 +94,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         return _TrialShape(
             rows=1 if local.numel() == width else max(2, _TRIED // width),
             width=width,
-            weight=local.dtype,
+            weight=self._master or local.dtype,
             gradient=parameter.grad_dtype or local.dtype,
             state=tuple(self._layout(parameter).items()),
         )
@@ -114,8 +121,17 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         """Return the state of a parameter before its first step."""
         state = {"step": torch.zeros((), dtype=torch.float32)}  # on the host, which reads it
         for name, (dtype, last) in self._layout(parameter).items():
-            state[name] = _zeros_like(parameter, dtype, last)
+            state[name] = self._zeros_like(parameter, dtype, last)
         return state
+
+    def _zeros_like(
+        self, parameter: torch.Tensor, dtype: torch.dtype, last: _Length
+    ) -> torch.Tensor:
+        """Return zeros, sharded as the parameter is, whose last dimension has another length."""
+        local, whole = to_local(parameter), _with_last(parameter.shape, last)
+        on_device = functools.partial(torch.zeros, device=local.device)
+        zeros = self.host.zeros if self.host else on_device
+        return sharded_as(parameter, zeros(_with_last(local.shape, last), dtype=dtype), whole)
 
     def state_bytes(self, parameter: torch.Tensor) -> int:
         """Return the size of this rank's state of a parameter, without its 4 bytes of `step`."""
@@ -132,7 +148,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         """
         local = to_local(parameter)
         width = local.shape[-1] if local.dim() else 1
-        rows = min(local.numel() // max(1, width), max(1, PIECE // max(1, width)))
+        rows = min(local.numel() // max(1, width), piece_rows(max(1, width)))
         if not self._eight_bit or parameter.dim() < 2:
             return 7 * 4 * rows * width  # seven numbers of 4 bytes for each element
         return 12 * 4 * rows * _blocks(width) * SCALE_BLOCK
@@ -140,7 +156,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     def _layout(self, parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, _Length]]:
         """Return the dtype of each tensor of the state, and its last dimension's length."""
         if not self._eight_bit or parameter.dim() < 2:
-            return dict.fromkeys(("exp_avg", "exp_avg_sq"), (parameter.dtype, _same))
+            dtype = self._master or parameter.dtype
+            return dict.fromkeys(("exp_avg", "exp_avg_sq"), (dtype, _same))
         return {
             "exp_avg": (torch.uint8, _same),
             "exp_avg_sq": (torch.uint8, _same),
@@ -157,11 +174,15 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("LowPrecisionAdamW takes the gradients as they are - give no closure")
+        with self.host.updating() if self.host else nullcontext():
+            self._update_all()
+
+    def _update_all(self) -> None:
         for group in self.param_groups:
             named = [
                 (name, p)
                 for name, p in zip(group["param_names"], group["params"], strict=True)
-                if p.grad is not None
+                if self._gradient(p) is not None
             ]
             steps = [self._count_step(parameter) for _, parameter in named]
             names = [name for name, _ in named]
@@ -181,30 +202,39 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         return int(step.item())
 
     def _update_pieces(self, parameter: torch.Tensor, factors: Factors, key: torch.Tensor) -> None:
-        assert parameter.grad is not None
         local = to_local(parameter)
         if not local.numel():
             return
         rows, columns = places(parameter)
-        tensors = {"weight": parameter, "gradient": parameter.grad, **self.state[parameter]}
+        gradient = self._gradient(parameter)
+        assert gradient is not None
+        tensors = {"weight": parameter, "gradient": gradient, **self.state[parameter]}
         matrices = {
             name: to_local(tensor).view(len(rows), -1)
             for name, tensor in tensors.items()
             if name != "step"
         }
-        n_rows = self.piece_rows(len(columns))
-        for begin in range(0, len(rows), n_rows):
-            piece = slice(begin, begin + n_rows)
+        n_rows, tables = self.piece_rows(len(columns)), code_tables(local.device)
+        pieces = [slice(begin, begin + n_rows) for begin in range(0, len(rows), n_rows)]
+        parts: Iterable[dict[str, torch.Tensor]] = (
+            {name: each[piece] for name, each in matrices.items()} for piece in pieces
+        )
+        if self.host:
+            parts = self.host.on_device(parameter, matrices, pieces)
+        for part, piece in zip(parts, pieces, strict=True):
             # `data`, because torch.compile compiles again for another base of a view.
-            part = {name: matrix[piece].data for name, matrix in matrices.items()}
-            tables = code_tables(local.device)
+            part = {name: each.data for name, each in part.items()}
             self._update(part, factors, rows[piece].data, columns, key.data, tables)
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return self.host.gradient(parameter) if self.host else parameter.grad
 
     def piece_rows(self, n_columns: int) -> int:
         """Return the most rows of a matrix that are updated at once."""
-        if self.is_compiled:
-            return max(1, _COMPILED_PIECE // n_columns // _ALIGNED) * _ALIGNED
-        return max(1, PIECE // n_columns)
+        if not self.is_compiled:
+            return piece_rows(n_columns)
+        rows = piece_rows(n_columns) if self.host else _COMPILED_PIECE // n_columns
+        return max(1, rows // _ALIGNED) * _ALIGNED
 
 
 _Length = Callable[[int], int]
@@ -220,23 +250,6 @@ def _blocks(length: int) -> int:
 
 def _with_last(shape: torch.Size, length: _Length) -> torch.Size:
     return torch.Size((*shape[:-1], *map(length, shape[-1:])))
-
-
-def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype, last: _Length) -> torch.Tensor:
-    """Return zeros, sharded as the parameter is, whose last dimension has another length."""
-    local = to_local(parameter)
-    zeros = torch.zeros(_with_last(local.shape, last), dtype=dtype, device=local.device)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    whole = torch.empty(_with_last(parameter.shape, last), device="meta")
-    return DTensor.from_local(
-        zeros,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
 
 
 class _TrialShape(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,30 +13,40 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from shardtune.config import Config, SchedulerConfig
 from shardtune.distributed import compiling
-from shardtune.distributed.tensors import to_local
+from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed, first_line
 from shardtune.log import logger
 from shardtune.model.experts import is_spread
+from shardtune.training.host_adamw import HostAdamW
+from shardtune.training.host_states import HostStates
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.metrics import StepStats
 from shardtune.training.replica_shards import OwnedParameters
+from shardtune.training.sent_gradients import row_norms
+from shardtune.training.states import moment_bytes
 
 _NORM_PIECE = 1 << 24  # elements that are float64 at the same time
-_ROW = 2048  # elements whose squares are summed up in float32
 
 
-def build_optimizer(owned: OwnedParameters, config: Config) -> torch.optim.Optimizer:
+def build_optimizer(
+    owned: OwnedParameters, config: Config, host: HostStates | None = None
+) -> torch.optim.Optimizer:
     """Build AdamW over the sharded master weights, with weight decay for matrices alone.
 
-    Its step ends when every replica has the new weights.
+    Its step ends when every replica has the new weights. `host`: where its states are, if not on
+    the device.
     """
-    optimizer = _build_adamw(owned.by_name, config)
+    optimizer = _build_adamw(owned.by_name, config, host)
+    if host:
+        host.reserve(moment_bytes(optimizer))
     optimizer.register_step_post_hook(owned.gather)
     return optimizer
 
 
-def _build_adamw(named: Mapping[str, nn.Parameter], config: Config) -> torch.optim.Optimizer:
+def _build_adamw(
+    named: Mapping[str, nn.Parameter], config: Config, host: HostStates | None
+) -> torch.optim.Optimizer:
     settings, is_lora = config.optimizer, config.lora.rank is not None
     decayed = {
         "params": [(name, p) for name, p in named.items() if p.dim() >= 2],
@@ -43,18 +54,19 @@ def _build_adamw(named: Mapping[str, nn.Parameter], config: Config) -> torch.opt
     }
     others = {"params": [(n, p) for n, p in named.items() if p.dim() < 2], "weight_decay": 0.0}
     groups = [group for group in (decayed, others) if group["params"]]
+    common: Any = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     # Adapters are float32, with float32 moments.
     if is_lora or (settings.name == "adamw" and config.model.master_dtype == "float32"):
-        return torch.optim.AdamW(
-            groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-        )
+        if host:
+            return HostAdamW(groups, **common, host=host)
+        return torch.optim.AdamW(groups, **common, fused=True)
     return LowPrecisionAdamW(
         groups,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
+        **common,
         seed=config.run.seed,
         eight_bit=settings.name == "adamw8bit",
+        master=DTYPES[config.model.master_dtype],
+        host=host,
     )
 
 
@@ -128,35 +140,45 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def squared_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def squared_gradients(
+    parameters: Iterable[nn.Parameter], host: HostStates | None = None
+) -> torch.Tensor:
     """Return the sum of the squares of this rank's part of all gradients, a float64 scalar.
 
     A CPU sums in float64, as its float32 sum of a large tensor is wrong by a percent, and in
     pieces, as each is copied to float64. A GPU reads each gradient once: the norms of short rows
-    are summed up in float32, right to 1e-6, and their squares in float64.
+    are summed up in float32, right to 1e-6, and their squares in float64. `host` has
+    those that have left it.
     """
-    gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
-    norm = torch.linalg.vector_norm
-    if gradients and gradients[0].is_cuda:
-        rows = (g.view(-1, _ROW) if g.numel() % _ROW == 0 else g for g in gradients)
-        norms = [norm(each, dim=-1, dtype=torch.float32).flatten() for each in rows]
-    else:
-        pieces = (piece for each in gradients for piece in each.flatten().split(_NORM_PIECE))
-        norms = [norm(piece, dtype=torch.float64)[None] for piece in pieces]
+    if host:
+        host.sent.finish()
+    norms: list[torch.Tensor] = []
+    for parameter in parameters:
+        if host and parameter in host.sent:
+            norms.append(host.sent.norms[parameter])
+        elif parameter.grad is not None:
+            norms += _norms(to_local(parameter.grad))
     return torch.cat(norms).double().square().sum()
+
+
+def _norms(gradient: torch.Tensor) -> list[torch.Tensor]:
+    if gradient.is_cuda:
+        return [row_norms(gradient)]
+    pieces = gradient.flatten().split(_NORM_PIECE)
+    return [torch.linalg.vector_norm(piece, dtype=torch.float64)[None] for piece in pieces]
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, norm: float) -> None:
     """Let the next step scale all gradients by max_norm / norm if the global norm is larger.
 
-    LowPrecisionAdamW multiplies in float32 where it reads a gradient. PyTorch's fused AdamW has
+    Our own optimizers multiply in float32 where they read a gradient. PyTorch's fused AdamW has
     `grad_scale`, by which it divides, so that the last bits would be others, and it writes each
     gradient back: they are scaled before.
     """
     # As PyTorch computes it on the device, in float32. The host has the norm.
     inverse = 1 / (np.float32(norm) + np.float32(1e-6))
     factor = min(float(np.float32(max_norm) * inverse), 1.0)
-    if isinstance(optimizer, LowPrecisionAdamW):
+    if isinstance(optimizer, LowPrecisionAdamW | HostAdamW):
         optimizer.gradient_factor = factor
     elif factor < 1:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -170,7 +192,12 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, norm: floa
 
 
 def require_finite(
-    step: int, stats: StepStats, model: nn.Module, owned: OwnedParameters, world: World
+    step: int,
+    stats: StepStats,
+    model: nn.Module,
+    owned: OwnedParameters,
+    host: HostStates | None,
+    world: World,
 ) -> None:
     """Refuse a step whose loss or gradient norm is not finite, before its update.
 
@@ -181,7 +208,7 @@ def require_finite(
     """
     if math.isfinite(stats.loss) and math.isfinite(stats.grad_norm):
         return
-    found = first_non_finite(model, owned.by_name)
+    found = first_non_finite(model, owned.by_name, host)
     per_rank = world.all_gather_json(found and (found[0], world.stage, *found[1:]))
     *_, blamed = min(filter(None, per_rank), default=["no single tensor"])
     raise RunFailed(
@@ -192,14 +219,19 @@ def require_finite(
 
 
 def first_non_finite(
-    model: nn.Module, owned: Mapping[str, nn.Parameter]
+    model: nn.Module, owned: Mapping[str, nn.Parameter], host: HostStates | None = None
 ) -> tuple[bool, int, str] | None:
     """Return the first weight, else gradient, with a NaN or an infinity in this rank's shard.
 
     Before its name stand whether it is a gradient, and its number, alike on all ranks of a stage.
     """
+    if host:
+        host.wait()
     weights = [(f"the weight {name}", p) for name, p in model.named_parameters()]
-    gradients = [(f"the gradient of {name}", p.grad) for name, p in owned.items()]
+    gradients = [
+        (f"the gradient of {name}", host.gradient(p) if host else p.grad)
+        for name, p in owned.items()
+    ]
     for number, (name, tensor) in enumerate(weights + gradients):
         if tensor is not None and not to_local(tensor).isfinite().all():
             return number >= len(weights), number, name

@@ -48,10 +48,12 @@ def weights_fit(config: Config) -> AbstractContextManager[None]:
     Raises:
         OutOfMemory: in place of the allocator's error.
     """
+    on_gpu = torch.cuda.is_available() and config.lora.rank is None
+    offload = "set optimizer.offload=true, " if on_gpu and not config.optimizer.offload else ""
     return _explain_out_of_memory(
         "the model with its gradients and its optimizer's state",
-        "share it among more GPUs or nodes, use some with more memory, or start anew with another "
-        f"run.dir and {' or '.join([*_smaller_state(config), 'a smaller model'])}",
+        f"{offload}share it among more GPUs or nodes, use some with more memory, or start anew "
+        f"with another run.dir and {' or '.join([*_smaller_state(config), 'a smaller model'])}",
     )
 
 

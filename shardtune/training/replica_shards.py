@@ -11,6 +11,7 @@ where its experts are spread.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,8 @@ from transformers import PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
-from shardtune.model.build import gradient_dtype
+from shardtune.model.build import gradient_dtype, widest_gradient
+from shardtune.model.masters import take_master
 
 
 class OwnedParameters:
@@ -34,34 +36,59 @@ class OwnedParameters:
 
     Attributes:
         by_name: the parameters by the model's names, in its order.
+        by_group: FSDP2's groups, each with the parameters that are its own; empty where neither
+            replicas nor `optimizer.offload` need it.
+        shared: the one that the first stage has as embedding and the last one as head.
     """
 
     def __init__(self, model: PreTrainedModel, config: Config, world: World) -> None:
         """`model` comes from `build_model` or, without storage, from `build_on_meta`."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.by_name: dict[str, nn.Parameter] = trained
-        self._groups: list[_Group] = []
-        if world.replicas == 1:
-            return
+        self._world, is_meta = world, any(p.is_meta for p in model.parameters())
+        needs_groups = world.replicas > 1 or config.optimizer.offload
         # FSDP2 may move its slices once, before the first forward. Parts of the old ones would be
         # right until a checkpoint is loaded into the new ones.
-        if not any(p.is_meta for p in model.parameters()):
+        if needs_groups and not is_meta:
             cast(Any, model)._get_fsdp_state()._lazy_init()
-        reduce_dtype = DTYPES[config.model.reduce_dtype]
-        parts = {p: _own_part(cast(DTensor, p), reduce_dtype, world) for p in trained.values()}
-        self.by_name = {name: parts[p] for name, p in trained.items()}
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
-                    slices = [p.sharded_param for p in group.fsdp_params]
-                    pairs = [(each, parts[each]) for each in slices if each in parts]
-                    if pairs:
-                        self._groups.append(_Group(group, pairs, reduce_dtype, world))
+        parts = {p: p for p in trained.values()}
+        if world.replicas > 1:
+            widest = widest_gradient(config)
+            parts = {p: _own_part(cast(DTensor, p), widest, world) for p in parts}
+        self._slices: dict[torch.Tensor, nn.Parameter] = {
+            part: each for each, part in parts.items()
+        }
+        self.by_name: dict[str, nn.Parameter] = {name: parts[p] for name, p in trained.items()}
+        self.shared: nn.Parameter | None = None
+        is_at_an_end = world.stages > 1 and (world.stage == 0 or world.is_last_stage)
+        if is_at_an_end and model.all_tied_weights_keys:
+            self.shared = parts.get(cast(Any, model.get_input_embeddings()).weight)
+        self.by_group: list[tuple[Any, list[nn.Parameter]]] = []
+        self._groups: list[_Group] = []
+        for group in _groups(model) if needs_groups else ():
+            slices = [p.sharded_param for p in group.fsdp_params]
+            pairs = [(each, parts[each]) for each in slices if each in parts]
+            if pairs:
+                self.by_group.append((group, [part for _, part in pairs]))
+            if pairs and world.replicas > 1:
+                self._groups.append(_Group(group, pairs, DTYPES[config.model.reduce_dtype], world))
+
+    def take_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the master that was read or drawn with its slice, if the device has it rounded."""
+        values = take_master(self._slices[parameter])
+        if values is None or self._world.replicas == 1:
+            return values
+        return _rows_of(values, self._world)
 
     def gather(self, *_: Any) -> None:
         """Gather the updated parts of this rank's slices from the other replicas. Collective."""
         for group in self._groups:
             group.gather()
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield from cast(Any, module)._get_fsdp_state()._fsdp_param_groups
 
 
 class _Group:
@@ -143,15 +170,13 @@ class _Group:
         return _part_rows(local, self._replicas) * math.prod(local.shape[1:])
 
 
-def _own_part(each: DTensor, reduce_dtype: torch.dtype, world: World) -> nn.Parameter:
+def _own_part(each: DTensor, widest: torch.dtype, world: World) -> nn.Parameter:
     """Return this rank's part of its slice of a weight, as a view of it."""
-    local, replica = each.to_local().detach(), world.mesh.get_local_rank("replicate")
-    rows = _part_rows(local, world.replicas)
     # Parts are cut from slices, and slices of spread experts from each rank's experts.
     mesh = world.meshes.of_parts[each.device_mesh.mesh_dim_names or ()]
     placements = [Shard(cast(Shard, p).dim) for p in reversed(each.placements)]
     part = DTensor.from_local(
-        local[replica * rows : (replica + 1) * rows],
+        _rows_of(each.to_local().detach(), world),
         mesh,
         [*placements, Shard(0)],
         run_check=False,
@@ -159,8 +184,14 @@ def _own_part(each: DTensor, reduce_dtype: torch.dtype, world: World) -> nn.Para
         stride=each.stride(),
     )
     parameter = nn.Parameter(part)
-    parameter.grad_dtype = gradient_dtype(each, reduce_dtype)
+    parameter.grad_dtype = gradient_dtype(each, widest)
     return parameter
+
+
+def _rows_of(local: torch.Tensor, world: World) -> torch.Tensor:
+    """Return this rank's part of a slice."""
+    rows, replica = _part_rows(local, world.replicas), world.mesh.get_local_rank("replicate")
+    return local[replica * rows : (replica + 1) * rows]
 
 
 def _part_rows(local: torch.Tensor, replicas: int) -> int:

@@ -32,7 +32,7 @@ from shardtune.distributed.host_memory import available_memory
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.log import logger
-from shardtune.model.build import compute_dtype, gradient_dtype
+from shardtune.model.build import compute_dtype, gradient_dtype, widest_gradient
 from shardtune.model.experts import gathered_numel
 from shardtune.model.overlap import gathered_groups
 from shardtune.training.states import StateBytes
@@ -80,10 +80,10 @@ def kept_bytes(model: Any, config: Config, world: World) -> KeptBytes:
     groups = gathered_groups(model).values()
     trained = sum(gathered_numel(p) for p in model.parameters() if p.requires_grad)
     compute = compute_dtype(config.model.compute_dtype, world.device)
-    reduce_dtype = DTYPES[config.model.reduce_dtype]
-    gradients = 0 if world.stage_ranks == 1 else trained * reduce_dtype.itemsize
+    reduce_bytes, widest = DTYPES[config.model.reduce_dtype].itemsize, widest_gradient(config)
+    gradients = 0 if world.stage_ranks == 1 else trained * reduce_bytes
     sums = sum(
-        to_local(p).numel() * gradient_dtype(p, reduce_dtype).itemsize
+        to_local(p).numel() * gradient_dtype(p, widest).itemsize
         for p in model.parameters()
         if p.requires_grad
     )
@@ -151,7 +151,9 @@ def fixed_policy(config: Config, world: World) -> ReshardPolicy | None:
     if world.stage_ranks > 1:
         return None
     # One rank sums gradients that it does not keep in the dtype of the sharded ones.
-    keep_gradients = world.size > 1 or config.model.reduce_dtype == "float32"
+    is_alike = config.model.reduce_dtype == "float32"
+    # In host memory they take no room. Else those that are kept take the place of sharded ones.
+    keep_gradients = not config.optimizer.offload if is_alike else world.size > 1
     return ReshardPolicy(kept_groups=0, keep_gradients=keep_gradients)
 
 

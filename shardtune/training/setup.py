@@ -63,6 +63,8 @@ def start_logging(config: Config, world: World) -> None:
     node_logger.info(describe(world))
     for remark in remarks(config):
         logger.info(remark)
+    if config.optimizer.offload and world.device.type == "cpu":
+        logger.info("optimizer.offload=true moves nothing: a CPU has no other memory")
 
 
 def require_same_config(config: Config, world: World) -> None:
@@ -357,6 +359,13 @@ def log_model(whole: PreTrainedModel, config: Config, state: StateBytes, world: 
         f"{fullest.parameters / 1e9:.2f} GB weights + {fullest.gradients / 1e9:.2f} GB gradients + "
         f"{fullest.optimizer / 1e9:.2f} GB optimizer"
     )
+    if fullest.host:
+        logger.info(
+            f"Host memory: {fullest.host / 1e9:.2f} GB pinned per rank = "
+            f"{fullest.host_masters / 1e9:.2f} GB masters + "
+            f"{fullest.host_gradients / 1e9:.2f} GB gradients + "
+            f"{fullest.host_optimizer / 1e9:.2f} GB optimizer"
+        )
     if config.model.activation_checkpointing == "offload":
         is_cpu = world.device.type == "cpu"
         where = "in the same memory on a CPU" if is_cpu else "in pinned host memory"

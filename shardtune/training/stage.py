@@ -58,13 +58,8 @@ class Stage:
         self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
         self._arriving: deque[tuple[Any, torch.Tensor]] = deque()
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
-        # A weight that the first stage has as embedding and the last one as head.
-        self._shared_weight: nn.Parameter | None = None
-        self._other_owner = 0
-        if model.all_tied_weights_keys and (not self._before) != (not self._behind):
-            embedding = cast(Any, model.get_input_embeddings()).weight
-            names = {parameter: name for name, parameter in model.named_parameters()}
-            self._shared_weight = owned.by_name.get(names[embedding])
+        self._shared_weight, self._other_owner = owned.shared, 0
+        if self._shared_weight is not None:
             last_stage_begins = world.size - world.stage_ranks
             self._other_owner = world.stage_rank + (0 if self._before else last_stage_begins)
 

@@ -9,40 +9,74 @@ from transformers import PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
-from shardtune.model.build import gradient_dtype
+from shardtune.model.build import gradient_dtype, widest_gradient
+from shardtune.model.overlap import gathered_groups
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The bytes of this rank's parameters, of their gradients and of the optimizer's state."""
+    """The bytes of this rank's parameters, of their gradients and of the optimizer's state.
+
+    With `optimizer.offload` they are what the device has of these at once.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
+    host_masters: int = 0
+    host_gradients: int = 0
+    host_optimizer: int = 0
 
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        """Bytes of pinned host memory."""
+        return self.host_masters + self.host_gradients + self.host_optimizer
+
+    @property
+    def saved_optimizer(self) -> int:
+        """Bytes of the optimizer's state, wherever they are."""
+        return self.optimizer + self.host_optimizer
 
 
 def state_bytes(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: Config
 ) -> StateBytes:
     """Compute what the state takes after the first step; nothing is allocated."""
-    reduce_dtype = DTYPES[config.model.reduce_dtype]
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    widest, trained = widest_gradient(config), _trained(optimizer)
+    gradients = sum(to_local(p).numel() * gradient_dtype(p, widest).itemsize for p in trained)
+    moments = moment_bytes(optimizer)
+    parameters = sum(map(_local_bytes, model.parameters()))
+    steps = 4 * len(trained)  # each has the number of its step
+    if not config.optimizer.offload:
+        return StateBytes(parameters, gradients, moments + steps)
+    # A group's gradients leave the device while those of the next one are reduced.
+    groups = (filter(_is_trained, group) for group in gathered_groups(model).values())
+    largest = max(sum(to_local(p).numel() for p in group) for group in groups)
+    master = DTYPES[config.model.master_dtype]
+    masters = sum(to_local(p).numel() * master.itemsize for p in trained if p.dtype != master)
+    in_flight = 2 * largest * widest.itemsize
+    return StateBytes(parameters, in_flight, steps, masters, gradients, moments)
+
+
+def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of this rank's moments."""
+    trained = _trained(optimizer)
     if isinstance(optimizer, LowPrecisionAdamW):
-        moments = sum(map(optimizer.state_bytes, trained))
-    else:
-        moments = 2 * sum(map(_local_bytes, trained))
-    return StateBytes(
-        parameters=sum(map(_local_bytes, model.parameters())),
-        gradients=sum(
-            to_local(p).numel() * gradient_dtype(p, reduce_dtype).itemsize for p in trained
-        ),
-        optimizer=moments + 4 * len(trained),  # each has the number of its step
-    )
+        return sum(map(optimizer.state_bytes, trained))
+    return 2 * 4 * sum(to_local(p).numel() for p in trained)  # float32
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_trained(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

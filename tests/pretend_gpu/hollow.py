@@ -134,6 +134,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     from shardtune.model.tiles import tile_layers
     from shardtune.training import stage as stage_module
     from shardtune.training.expert_balance import ExpertBalance
+    from shardtune.training.host_states import HostStates
     from shardtune.training.optim import build_optimizer
     from shardtune.training.replica_shards import OwnedParameters
     from shardtune.training.reshard import choose_reshard_policy
@@ -146,7 +147,8 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     model = build_model(config, read_model_config(config.model, config.data.max_length), world)
     enter("trial")
     owned = OwnedParameters(model, config, world)
-    optimizer = build_optimizer(owned, config)
+    host = HostStates(owned, config) if config.optimizer.offload else None
+    optimizer = build_optimizer(owned, config, host)
     state = state_bytes(model, optimizer, config)
     reshard = choose_reshard_policy(model, config, state, None, world, options.kept_groups)
     model.set_attn_implementation(DOCUMENT_ATTENTION)
@@ -169,6 +171,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
         reshard=reshard,
         stage=stage,
         owned=owned,
+        host=host,
         optimizer=optimizer,
         expert_balance=balance,
     )
@@ -245,7 +248,7 @@ def _leave_out_contents() -> None:
     from shardtune.model import build
     from shardtune.model.lora import is_factor
 
-    def without_contents(model: Any, seed: int, device: torch.device) -> None:
+    def without_contents(model: Any, seed: int, device: torch.device, *_: Any) -> None:
         model.to_empty(device=device)
         model.tie_weights()
 

@@ -166,7 +166,6 @@ def test_a_value_that_is_not_allowed_is_refused_with_those_that_are(
 
 
 NOT_BUILT = {
-    "optimizer.offload": ("false", "true", "1"),
     "data.on_broken": ("error", "drop", "true"),
 }
 

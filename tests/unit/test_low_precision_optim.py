@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardtune.training import low_precision_optim, stochastic_rounding
+from shardtune.training import host_states, low_precision_optim, stochastic_rounding
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.stochastic_rounding import code_tables, magnitudes
 
@@ -252,7 +252,7 @@ def stepped(
 @pytest.mark.parametrize("eight_bit", [False, True])
 def test_pieces_of_a_tensor_change_nothing(eight_bit, monkeypatch):
     whole = stepped((3, 50, 300), torch.bfloat16, eight_bit=eight_bit)
-    monkeypatch.setattr(low_precision_optim, "PIECE", 4000)
+    monkeypatch.setattr(host_states, "PIECE", 4000)
     pieces = stepped((3, 50, 300), torch.bfloat16, eight_bit=eight_bit)
     assert all(map(torch.equal, whole, pieces))
     assert not torch.equal(
@@ -280,7 +280,7 @@ def test_the_compiled_update_is_the_eager_one_to_the_last_bit(dtype, eight_bit, 
 def test_a_compiled_update_of_many_experts_is_one_call():
     """16 of GLM-4.5-Air's 128 experts on a rank; a kernel's indices have 32 bits."""
     optimizer = optimizer_of(torch.zeros(2, 2), eight_bit=True)
-    assert optimizer.piece_rows(4096) * 4096 <= low_precision_optim.PIECE
+    assert optimizer.piece_rows(4096) * 4096 <= host_states.PIECE
     optimizer.is_compiled = True
     assert 16 * 2816 <= optimizer.piece_rows(4096) < 2**31 // 4096
     assert optimizer.piece_rows(1408) % 16 == 0, "the next piece begins where kernels read aligned"

@@ -65,7 +65,7 @@ def test_decay_reaches_matrices_and_neither_norms_nor_biases(models, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
     given = ["lr=1e-3", "betas=[0.5,0.75]", "eps=1e-3", "weight_decay=0.2"]
     config = load(tmp_path, *(f"optimizer.{each}" for each in given))
-    alone: Any = SimpleNamespace(replicas=1)
+    alone: Any = SimpleNamespace(replicas=1, stages=1)
     optimizer = build_optimizer(OwnedParameters(model, config, alone), config)
     names = {p: name for name, p in model.named_parameters()}
     matrices, norms = (

@@ -305,6 +305,31 @@ def test_a_node_must_hold_the_inputs_of_its_ranks_layers() -> None:
     assert make_plan(config, LLAMA, MACHINE, reason="-").storage.inputs_bytes == needed
 
 
+def test_a_node_must_hold_the_states_that_its_gpus_do_not() -> None:
+    config = configured("optimizer.offload=true", "model.compute_dtype=bfloat16")
+    plan = make_plan(config, LLAMA, MACHINE, reason="-")
+    numel = plan.parameters // MACHINE.ranks  # of a rank
+    assert plan.states.parameters == pytest.approx(2 * numel, rel=1e-3)
+    assert plan.states.optimizer < 1e4  # the numbers of steps
+    needed = plan.storage.states_bytes
+    assert needed == pytest.approx(16 * numel * MACHINE.ranks_per_node, rel=1e-3)
+    copied = [each / numel for each in (*plan.host_link.gradients, *plan.host_link.update)]
+    assert copied == pytest.approx([4, 0, 12, 16], rel=1e-3)
+    assert plan.floors_s["with host memory"] == plan.host_link.seconds(MACHINE) > 0
+    short = make_plan(config, LLAMA, replace(MACHINE, host_bytes=needed - 1), reason="-")
+    assert short.cannot_fit and "gradients (optimizer.offload=true)" in verdict(short)
+    # One checkpoint is as large as without, and copies of it have no room.
+    without = make_plan(configured("model.compute_dtype=bfloat16"), LLAMA, MACHINE, reason="-")
+    assert plan.storage.checkpoint_bytes == without.storage.checkpoint_bytes
+    full = make_plan(config, LLAMA, replace(MACHINE, host_bytes=needed), reason="-")
+    assert full.fits and "saves are synchronous" in "".join(describe(full))
+    # A CPU has no other memory, and adapters have small states.
+    on_cpu = replace(MACHINE, is_gpu=False)
+    assert make_plan(config, LLAMA, on_cpu, reason="-").states.host == 0
+    adapted = configured("optimizer.offload=true", "lora.rank=4")
+    assert make_plan(adapted, LLAMA, MACHINE, reason="-").states.host == 0
+
+
 def test_a_recomputed_forward_takes_a_third_more_time() -> None:
     plain, full = (
         make_plan(configured(f"model.activation_checkpointing={name}"), LLAMA, MACHINE, reason="-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,17 @@ def test_a_model_whose_rows_ranks_cannot_share_is_not_offered_that() -> None:
         search = Search(plan, model_config)
         offered.append(bool(search._degrees()) and search._is_shareable)
     assert offered == [True, False, False]
+
+
+@pytest.mark.full
+def test_states_go_to_host_memory_before_less_is_trained() -> None:
+    """On one GPU that holds neither them nor those of fewer digits."""
+    of_one = replace(machine(7e9), nodes=1, ranks_per_node=1)
+    deep = LlamaConfig(**WIDE | {"num_hidden_layers": 8}, intermediate_size=16384)
+    plan, (change,), _ = searched(configured(), deep, of_one)
+    assert not plan.fits
+    assert change.plan.fits and change.values == {"optimizer.offload": True}
+    assert change.plan.storage.states_bytes == pytest.approx(16 * plan.parameters, rel=1e-3)
 
 
 def test_where_another_mesh_fits_no_setting_changes() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,10 @@ from shardtune.checkpoint.export.layout import Export, WholeModel
 from shardtune.checkpoint.export.listing import read_listing
 from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.checkpoint.run_dir import BEST, RunDir
-from shardtune.checkpoint.train_state import model_kinds, model_state
+from shardtune.checkpoint.train_state import masters_by_name, model_kinds, model_state
 from shardtune.config import Config
 from shardtune.distributed.progress import Phase
+from shardtune.distributed.tensors import sharded_as
 from shardtune.distributed.world import World
 from shardtune.errors import RunFailed
 from shardtune.log import logger
@@ -41,12 +43,14 @@ class Best:
         run_dir: RunDir,
         config: Config,
         model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
         whole: PreTrainedModel,
         assets: Mapping[str, bytes],
         world: World,
     ) -> None:
         """`whole`: the model of all stages, on meta."""
-        self._out, self._model, self._world = run_dir.path / BEST, model, world
+        self._out, self._world = run_dir.path / BEST, world
+        self._tensors = partial(model_state, model, masters_by_name(optimizer))
         source = model_folder(config.model.path)
         self._kinds, tied = model_kinds(whole), whole.all_tied_weights_keys
         self._export: Export
@@ -54,7 +58,7 @@ class Best:
             self._export = WholeModel(self._kinds, tied, config.export.dtype, assets, source)
         else:
             self._export = Adapter(self._kinds, config.lora, assets)
-        names = world.all_gather_json([*model_state(model)] if world.stage_rank == 0 else [])
+        names = world.all_gather_json([*self._tensors()] if world.stage_rank == 0 else [])
         # Of a weight that two stages have, the first one's.
         self._holder = {name: rank for rank in reversed(range(world.size)) for name in names[rank]}
         self._best = world.on_rank0(lambda: read_listing(self._out) or {})
@@ -120,7 +124,7 @@ class Best:
 
     def _write(self, result: Mapping[str, Any]) -> str:
         """Write the files on rank 0, from tensors that all ranks gather; return its problem."""
-        tensors, names = model_state(self._model), iter(self._export.stored)
+        tensors, names = self._tensors(), iter(self._export.stored)
 
         def gather(name: str) -> torch.Tensor:
             with torch.no_grad(), self._world.progress.waiting():
@@ -149,7 +153,10 @@ class Best:
         world, holder = self._world, self._holder[name]
         whole = torch.empty(0)
         if tensor is not None and holder // world.stage_ranks == world.stage:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if isinstance(tensor, DTensor):  # of masters the parts are in host memory
+                local = tensor.to_local().to(world.device)
+                tensor = cast(DTensor, sharded_as(tensor, local)).full_tensor()
+            whole = tensor
         if world.rank == holder:
             whole = whole.cpu()
         if world.is_main and holder:

@@ -1,0 +1,49 @@
+"""Weights of which the device keeps fewer digits than masters have, on their way to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from shardtune.distributed.tensors import sharded_as, to_local
+
+
+def keep_master(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Attach a rank's slice of a weight, in all its digits, to what the device keeps of it."""
+    made: Any = parameter
+    made.master = values
+
+
+def take_master(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the attached slice, if there is one, and detach it."""
+    return vars(parameter).pop("master", None)
+
+
+@contextmanager
+def rounded_when_read(stored: torch.dtype) -> Iterator[None]:
+    """Round each weight that is loaded into a model to this dtype, and attach its master.
+
+    transformers sets one parameter after the other: a device has one of them in all its digits.
+    """
+
+    def hook(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
+        is_read = isinstance(parameter, DTensor) and not parameter.is_meta
+        if not (is_read and parameter.requires_grad) or parameter.dtype == stored:
+            return None
+        local = to_local(parameter).detach()
+        rounded = nn.Parameter(sharded_as(parameter, local.to(stored)))
+        vars(rounded).update(vars(parameter))  # transformers notes there what it has set
+        keep_master(rounded, local.cpu())
+        return rounded
+
+    handle = register_module_parameter_registration_hook(cast(Any, hook))
+    try:
+        yield
+    finally:
+        handle.remove()
