@@ -20,16 +20,15 @@ from shardtune.model.build import build_on_meta, compute_dtype, require_trainabl
 from shardtune.model.experts import is_spread
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.overlap import gathered_groups
-from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.host_link import HostLink, host_link, pieces_bytes
 from shardtune.planner.machine import Machine, link_bytes
+from shardtune.planner.peaks import bounded_memory, step_memory
 from shardtune.planner.roofline import gpu_of, seconds
 from shardtune.planner.shapes import Keeps, Shapes, least_traffic
 from shardtune.planner.simulate import Measured, fake_world
 from shardtune.planner.storage import Storage, join_storage, plan_storage
-from shardtune.planner.tracker import Cause, Collective, Peak
-from shardtune.training.low_precision_optim import LowPrecisionAdamW
+from shardtune.planner.tracker import Collective, Peak
 from shardtune.training.optim import build_optimizer
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import (
@@ -304,11 +303,11 @@ def _plan_stage(
     if measured:
         traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
         pieces = pieces_bytes(max(updated), shapes.compute_bytes, config)
-        peaks, pools = _memory(measured, states, optimizer, pieces, machine)
+        peaks, pools = step_memory(measured, states, optimizer, pieces, machine.is_gpu)
     else:
         keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
         traffic = least_traffic(shapes, world.stage, keeps, config, world.size)
-        peaks, pools = {"any phase": _bound(own, config, states, world)}, []
+        peaks, pools = {"any phase": bounded_memory(own, config, states, world)}, []
     link = host_link(sum(updated), shapes.compute_bytes, policy, config)
     rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
     rows *= world.data_ranks
@@ -378,7 +377,7 @@ def _keep_groups(
     sizes = kept.parameters[: policy.kept_groups]
     # What stands around the layers is gathered at each peak.
     kept_measured = measured.keeping(sum(sizes[1:]))
-    peaks, pools = _memory(kept_measured, states, optimizer, pieces, machine)
+    peaks, pools = step_memory(kept_measured, states, optimizer, pieces, machine.is_gpu)
     traffic, micro_batches = plan.traffic[0].copy(), config.train.gradient_accumulation_steps
     for number, (ranks, size) in enumerate(zip(groups, sizes, strict=False)):
         # What stands around the layers stays from the forward to the backward in any case.
@@ -444,70 +443,6 @@ def _gathering_ranks(model: PreTrainedModel, world: World) -> list[tuple[int, ..
 def _peak_bytes(peaks: Mapping[str, Peak], pools: Sequence[int], machine: Machine) -> int:
     allocated = max(peak.n_bytes for peak in peaks.values())
     return max(sum(pools), allocated) + machine.allowance_bytes
-
-
-def _memory(
-    measured: Measured,
-    states: StateBytes,
-    optimizer: torch.optim.Optimizer,
-    pieces: int,
-    machine: Machine,
-) -> tuple[dict[str, Peak], list[int]]:
-    """Return the peak of each phase, and a GPU's pools. `pieces`: bytes of an update's."""
-    peaks = _peaks(measured, states, _update_bytes(optimizer) + pieces)
-    pools = _pools(measured, states) + [pieces] * bool(pieces)
-    return peaks, pools if machine.is_gpu else []
-
-
-def _update_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the memory in which an update works, beside the states."""
-    if not isinstance(optimizer, LowPrecisionAdamW):
-        return 0
-    trained = (p for group in optimizer.param_groups for p in group["params"])
-    return max(optimizer.eager_bytes(p) for p in trained)
-
-
-def _peaks(measured: Measured, states: StateBytes, update_bytes: int) -> dict[str, Peak]:
-    """Return the peak of each phase, with the optimizer's state, which the simulation lacks."""
-    optimizer = Counter({Cause.OPTIMIZER: states.optimizer})
-    weights = Counter({Cause.PARAMETERS: states.parameters})
-    highest: dict[str, Peak] = {}
-    for (phase, _), peak in measured.peaks.items():
-        if phase not in highest or peak.n_bytes > highest[phase].n_bytes:
-            highest[phase] = peak
-    gradients = 0 if states.host else states.gradients
-    updated = weights + optimizer + Counter({Cause.GRADIENTS: gradients})
-    updated[Cause.UPDATE] = update_bytes
-    by_cause = {"load": weights}
-    for phase in ("evaluate", "forward", "backward", "optimizer"):
-        if phase in highest:
-            by_cause[phase] = highest[phase].by_cause + optimizer
-    # New weights are gathered when the update has freed what it works in.
-    by_cause["optimizer"] = max(updated, by_cause["optimizer"], key=Counter.total)
-    by_cause["save"] = weights + optimizer  # gradients are dropped before
-    return {phase: Peak(causes.total(), causes) for phase, causes in by_cause.items()}
-
-
-def _pools(measured: Measured, states: StateBytes) -> list[int]:
-    """Return the most bytes of each stream; the default one holds the optimizer's state, too."""
-    pools: Counter[int] = Counter()
-    for (_, _, stream), size in measured.pools.items():
-        pools[stream] = max(pools[stream], size)
-    pools[0] += states.optimizer
-    return list(pools.values())
-
-
-def _bound(model: PreTrainedModel, config: Config, states: StateBytes, world: World) -> Peak:
-    total = bound_bytes(model, config, states, world)
-    by_cause = Counter(
-        {
-            Cause.PARAMETERS: states.parameters,
-            Cause.GRADIENTS: states.gradients,
-            Cause.OPTIMIZER: states.optimizer,
-            Cause.BOUNDED: total - states.total,
-        }
-    )
-    return Peak(total, by_cause)
 
 
 def _count_step_flops(model: PreTrainedModel, rows: int, length: int) -> float | None:
