@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
@@ -49,6 +50,7 @@ from shardtune.model.text_model import set_attention
 # Tokens of each document of the row for trials; the logits of the last document are compared.
 TRIAL_LENGTHS = (11, 5, 16)
 _NO_INTERFACE = "does not use transformers' attention interface"
+_ROUNDING = 2e-5  # of float32, in trials
 _COPY_ROW = 128  # the longest row of a small copy
 
 
@@ -74,7 +76,8 @@ class LogitsTrial:
         The unit is the logits' spread; the rank with the largest distance counts. The document
         stands behind two others, and, where that shows nothing, at the end of the longest row of a
         micro-batch: some models go by the place in the row, and others lack positions for a long
-        one. Ranks that share rows compare the tokens of their slices.
+        one. Ranks that share rows compare the tokens of their slices. Where none do, a gradient
+        shows a small leak, too, that rounding in bfloat16 would hide.
         """
         assert self.alone is not None
         max_length = self.config.data.max_length
@@ -90,8 +93,10 @@ class LogitsTrial:
             )
             before = max(0, _own_tokens(sum(lengths), self.share).start - sum(lengths[:-1]))
             alone = self.alone[before : before + len(packed)]
-            leak = max(self.all_gather(_beyond_rounding(alone, packed, disturbed)))
-            if leak:
+            is_short = lengths is short and self.share[1] == 1
+            is_reached = is_short and _gradient_reaches(self.model, self.device)
+            leak = _beyond_rounding(alone, packed, disturbed, is_reached)
+            if leak := max(self.all_gather(leak)):
                 return float(leak)
         return 0.0
 
@@ -175,14 +180,18 @@ def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> N
     """Try a small copy of the model, for which its config.json is enough.
 
     Raises:
-        UserError: data.packing is on, and a document sees the one before it; or ranks would share
-            rows to which the model attends under a mask.
+        UserError: a token sees those behind it; data.packing is on, and a document sees the one
+            before it; or ranks would share rows to which the model attends under a mask.
     """
-    is_shared = config.parallel.context > 1
-    if not (config.data.packing or is_shared):
-        return
     copy = small_copy(model_config, config.model.attention)
     if copy is None:
+        return
+    if _sees_ahead(copy):
+        raise UserError(
+            f"{copy.config.model_type} is no causal language model: its tokens see those behind "
+            "them - name a model that predicts the next token"
+        )
+    if not config.data.packing and config.parallel.context == 1:
         return
     documents.heads = None  # it has fewer
     # The mask of a longer row takes seconds, so only the loaded weights are tried with the longest.
@@ -209,6 +218,17 @@ def require_shared(attention: Attention, config: Config) -> None:
             f"parallel.context={config.parallel.context} takes attention without a mask, which is "
             f"not that of this model ({attention.reason}) - use parallel.context=1"
         )
+
+
+@torch.no_grad()
+def _sees_ahead(copy: PreTrainedModel) -> bool:
+    """Return whether the last token changes the logits of those before it."""
+    ids = torch.arange(12).view(1, -1) + torch.tensor([[0], [1]]) * (torch.arange(12) == 11)
+    try:
+        one, other = (copy.eval()(input_ids=each.view(1, -1)).logits[0, :-1] for each in ids)
+    except Exception:  # a width that `small_copy` does not know shows in the forward alone
+        return False
+    return _distance(one, other) > _ROUNDING * one.std().item()
 
 
 def _leak_under_mask(attention: Attention, trial: LogitsTrial) -> float:
@@ -308,7 +328,7 @@ def _objection(model: PreTrainedModel, device: torch.device) -> str:
     if keeps_states_only(model):
         return ""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if not any(part._can_set_attn_implementation() for part in parts):
+    if not any(_architecture_of(part)._can_set_attn_implementation() for part in parts):
         return _NO_INTERFACE
     set_attention(model, DOCUMENT_ATTENTION)
     with attention_trial() as objections:
@@ -321,14 +341,22 @@ def _objection(model: PreTrainedModel, device: torch.device) -> str:
     return f"has {objections[0]}" if objections else ""
 
 
+def _architecture_of(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return a model's class in transformers, which looks at its source. FSDP2 makes another."""
+    return next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+
+
 def _alone(value: Any) -> list[Any]:
     return [value]
 
 
-def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch.Tensor) -> float:
+def _beyond_rounding(
+    alone: torch.Tensor, packed: torch.Tensor, disturbed: torch.Tensor, is_reached: bool
+) -> float:
     """Return the larger change, by packing or by another neighbour, or 0 if it may be rounding.
 
-    The unit is the logits' spread. Logits that are not finite alone are left to the first step.
+    The unit is the logits' spread. It is no rounding where a gradient reaches the documents before
+    (`is_reached`). Logits that are not finite alone are left to the first step.
     """
     if not len(alone):
         return 0.0
@@ -336,12 +364,51 @@ def _beyond_rounding(alone: torch.Tensor, packed: torch.Tensor, disturbed: torch
     by_neighbour, by_packing = (_distance(packed, other) / spread for other in (disturbed, alone))
     # Kernels round differently for other shapes: through 30 layers of bfloat16 a token's logits
     # move by 5%.
-    rounding, rounding_of_shapes = (2e-5, 2e-5) if alone.dtype == torch.float32 else (2e-2, 0.25)
-    is_rounding = by_neighbour <= rounding and by_packing <= rounding_of_shapes
-    return 0.0 if is_rounding or not alone.isfinite().all() else max(by_neighbour, by_packing)
+    is_float32 = alone.dtype == torch.float32
+    rounding, rounding_of_shapes = (_ROUNDING, _ROUNDING) if is_float32 else (2e-2, 0.25)
+    is_rounding = by_neighbour <= rounding and by_packing <= rounding_of_shapes and not is_reached
+    if is_rounding or not alone.isfinite().all():
+        return 0.0
+    return max(by_neighbour, by_packing, _ROUNDING)
+
+
+def _gradient_reaches(model: PreTrainedModel, device: torch.device) -> bool:
+    """Return whether the last document's logits have a gradient in the documents before it.
+
+    Documents that are apart have none, in any dtype: their attention to one another is 0.
+    """
+    embedded: list[torch.Tensor] = []
+
+    def begin_graph(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # some models scale it in place
+
+    hook = model.get_input_embeddings().register_forward_hook(begin_graph)
+    try:
+        with forward_only(model), torch.enable_grad():
+            logits = _forward(model, TRIAL_LENGTHS, device).float()
+            gradients = torch.autograd.grad(logits.square().sum(), embedded, allow_unused=True)
+    finally:
+        hook.remove()
+    last = TRIAL_LENGTHS[-1]
+    whole = torch.cat([each[0] for each in gradients if each is not None], -1).float()
+    before, own = whole[:-last].norm().item(), whole[-last:].norm().item()
+    return before > _ROUNDING * own
 
 
 def _last_document_logits(
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    device: torch.device,
+    neighbour: int = 0,
+    share: tuple[int, int] = (0, 1),
+) -> torch.Tensor:
+    """Return the same as `_forward`, without gradients."""
+    with forward_only(model):
+        return _forward(model, lengths, device, neighbour, share)
+
+
+def _forward(
     model: PreTrainedModel,
     lengths: Sequence[int],
     device: torch.device,
@@ -369,8 +436,7 @@ def _last_document_logits(
     # Without this a long row gets logits for every token.
     has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": max(1, kept)} if has_option else {}
-    with forward_only(model):
-        output = model(**{name: value.view(1, -1) for name, value in row.items()}, **options)
+    output = model(**{name: value.view(1, -1) for name, value in row.items()}, **options)
     return output.logits[0, output.logits.shape[1] - kept :]
 
 

@@ -60,8 +60,9 @@ _KEPT_OPERATORS = [
     cpu_attention.OPERATOR,
 ]
 # transformers adds the biases of stacked experts (GPT-OSS) into these, and PyTorch refuses to keep
-# an output that is changed afterwards.
-_BIASED_IN_PLACE = [torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default]
+# an output that is changed afterwards. Gemma 3n adds to products in its AltUp, behind a view, where
+# PyTorch does not notice it and makes wrong gradients.
+_CHANGED_IN_PLACE = [torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default]
 # Spread experts have FSDP2's hooks within their layer, and the hooks label what they do for the
 # profiler, more often in recomputation than in the forward. Selective checkpointing takes each
 # operator for part of the layer, unless it is one of these, and ends such a run.
@@ -223,8 +224,10 @@ def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 
 def kept_operators(model: PreTrainedModel) -> list[Any]:
     """Return the operators whose outputs selective checkpointing keeps in this model."""
-    has_biases = any(getattr(module, "has_bias", False) for module in model.modules())
-    return [op for op in _KEPT_OPERATORS if not (has_biases and op in _BIASED_IN_PLACE)]
+    is_changed = any(
+        getattr(module, "has_bias", False) or hasattr(module, "altup") for module in model.modules()
+    )
+    return [op for op in _KEPT_OPERATORS if not (is_changed and op in _CHANGED_IN_PLACE)]
 
 
 def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:

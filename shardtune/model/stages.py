@@ -109,8 +109,9 @@ def layers_of_stages(model: PreTrainedModel, stages: int) -> list[range]:
 
     The first stage has the embedding's memory too, the last one the head.
     """
-    first, layers, last = stage_costs(model)
-    costs = [*layers]
+    first, costs, last = stage_costs(model)
+    if not costs:  # an architecture that does not name its layers has one stage
+        return [range(0)]
     costs[0] += first
     costs[-1] += last
     return divide_layers(costs, stages)

@@ -17,6 +17,11 @@ def unsupported(model: PreTrainedModel, config: Config) -> Iterator[str]:
     """Yield the features that would make a record's loss depend on others."""
     kind = model.config.model_type
     text = model.config.get_text_config()
+    if (
+        config.model.activation_checkpointing != "none"
+        and not model.supports_gradient_checkpointing
+    ):
+        yield f"{kind} cannot compute layers again - use model.activation_checkpointing=none"
     is_shared, is_packed = config.parallel.context > 1, config.data.packing
     if not (is_packed or is_shared) and config.train.micro_batch_size == 1:
         return  # each record is alone in its forward, and whole

@@ -102,7 +102,7 @@ class Shapes:
                 if is_first or (is_tied and stage == number - 1):
                     around.append(embedding)
                 of_layers = per_layer[own.start : own.stop]
-                largest = max(of_layers, key=lambda each: each.dense + each.experts)
+                largest = max(of_layers, key=lambda s: s.dense + s.experts, default=Sizes())
                 parts.append(StageSizes(_sum(of_layers), largest, _sum(around), len(of_layers)))
             return parts
 

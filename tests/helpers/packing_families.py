@@ -153,7 +153,9 @@ def build(family: str, **settings: Any) -> Any:
     given = SMALL | (STATES | WINDOWS | INDEXED | ONE_BY_ONE).get(family, {}) | settings
     known = {name: value for name, value in given.items() if value is not None}
     config = AutoConfig.for_model(family, **known)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.use_cache = False  # as in a run: in eval mode a cache would be changed in place
+    return model
 
 
 def decided(model: Any, *assignments: str) -> Attention:

@@ -9,14 +9,16 @@ import torch
 from helpers import packing_families
 from helpers.moe_families import SMALL, build
 from helpers.tiny_models import small_opt
-from transformers import AutoConfig, MistralConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, PreTrainedConfig
 
+from benchmarks.tiny import tiny_config
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.errors import UserError
 from shardtune.model import attention_check
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.small_copy import small_copy
+from shardtune.model.support import unsupported
 
 REPOSITORY = Path(__file__).parents[2]
 GLM = REPOSITORY / "tests/data/configs/glm-4.5-air"
@@ -72,3 +74,19 @@ def test_an_architecture_without_a_copy_is_left_to_its_weights() -> None:
     """The widths of DBRX stand in sections of their own."""
     assert small_copy(AutoConfig.for_model("dbrx"), "auto") is None
     require_documents_apart(configured(), AutoConfig.for_model("dbrx"))
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_an_encoder_is_refused_by_name(packing: str) -> None:
+    model_config = AutoConfig.for_model("bert", **SMALL)
+    with pytest.raises(UserError, match=r"^bert is no causal .* its tokens see those behind them"):
+        require_documents_apart(configured(f"data.packing={packing}"), model_config)
+    decoder = AutoConfig.for_model("bert", **SMALL, is_decoder=True)
+    require_documents_apart(configured("data.packing=false"), decoder)
+
+
+def test_a_model_that_cannot_compute_layers_again_is_refused_by_name() -> None:
+    model, given = AutoModelForCausalLM.from_config(tiny_config("jetmoe")), "data.packing=false"
+    assert not list(unsupported(model, configured(given, "model.activation_checkpointing=none")))
+    (problem,) = unsupported(model, configured(given, "model.activation_checkpointing=full"))
+    assert problem.startswith("jetmoe cannot compute layers again - ")

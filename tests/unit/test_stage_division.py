@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from benchmarks.tiny import tiny_config
 from shardtune.config_io import load_config
 from shardtune.errors import UserError
 from shardtune.model.stages import divide_layers, layers_of_stages, require_composable
+from shardtune.model.support import decoder_layers
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -84,3 +86,8 @@ def test_an_architecture_that_changes_hidden_states_outside_of_its_layers_is_ref
 ) -> None:
     with pytest.raises(UserError, match=f"parallel.stages=2: {family} "):
         require(AutoConfig.for_model(family, **SMALL | more))
+
+
+def test_a_model_that_does_not_name_its_layers_is_one_stage() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("biogpt"))
+    assert not decoder_layers(model) and layers_of_stages(model, 1) == [range(0)]
