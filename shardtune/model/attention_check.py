@@ -343,7 +343,8 @@ def _objection(model: PreTrainedModel, device: torch.device) -> str:
 
 def _architecture_of(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Return a model's class in transformers, which looks at its source. FSDP2 makes another."""
-    return next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+    classes: Any = type(model).__mro__
+    return next(each for each in classes if not issubclass(each, FSDPModule))
 
 
 def _alone(value: Any) -> list[Any]:
