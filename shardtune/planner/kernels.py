@@ -68,13 +68,13 @@ def kernel_of(
     name = func._opname
     if func.is_view or name in _NOTHING or "empty" in name or func.namespace in ("prim", "prims"):
         return None
-    if result is not None and not _tensors(result):  # a size, say, that the host knows
-        return None
     tensors = _tensors((args, kwargs, result))
     if not any(x.device.type == device and x.numel() for x in tensors):
         return None
     if func.namespace in _COMMUNICATION:
         return Kernel(Kind.COLLECTIVE, name, max(x.nbytes for x in tensors))
+    if result is not None and not _tensors(result):  # a size, say, that the host knows
+        return None
     n_bytes = sum(_moved(func, args, kwargs, result))
     if name in _PRODUCTS:
         place = _PRODUCTS[name]

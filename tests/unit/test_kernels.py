@@ -106,5 +106,14 @@ def test_of_collectives_only_exchanges_of_tokens_take_time_of_their_own() -> Non
     assert seconds({gather: 1, exchange: 1}, H100) == pytest.approx(1)
 
 
+def test_a_collective_is_counted_whose_result_is_no_tensor() -> None:
+    sent, received = zeros(10), zeros(12)
+    exchange = torch.ops.c10d.alltoall_base_.default
+    work = object()  # which the host waits for
+    assert kernel_of(exchange, (received, sent), {}, work, "cpu") == Kernel(
+        Kind.COLLECTIVE, "alltoall_base_", 48
+    )
+
+
 def test_a_plan_names_the_gpu_with_its_memory() -> None:
     assert (gpu_of(80e9), gpu_of(141e9)) == (H100, H200)
