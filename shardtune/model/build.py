@@ -42,7 +42,7 @@ from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.masters import keep_master, rounded_when_read
 from shardtune.model.overlap import gather_ahead, reduce_beside_gathers
 from shardtune.model.stages import keep_stage, layers_of_stages, stage_problems
-from shardtune.model.support import decoder_layers, unsupported
+from shardtune.model.support import decoder_layers, fails_in, unsupported
 from shardtune.model.text_model import build_text_model
 
 # Selective checkpointing keeps the outputs of these, which are most of a layer's cost, and
@@ -104,7 +104,8 @@ def require_trainable(config: Config, model_config: PreTrainedConfig, world: Wor
     instead = partial(without_context, model, config, world)
     shared_by, length = config.parallel.context, config.data.max_length
     not_shared = context_problems(model, shared_by, length, instead)
-    problems = [*unsupported(model, config), *not_shared, *not_spread, *not_cut]
+    not_run = fails_in(compute_dtype(config.model.compute_dtype, world.device), model)
+    problems = [*unsupported(model, config), *not_run, *not_shared, *not_spread, *not_cut]
     try:
         if config.lora.rank is not None:
             choose_targets(model, config.lora)

@@ -17,7 +17,7 @@ from shardtune.config_io import load_config
 from shardtune.errors import UserError
 from shardtune.model import attention_check
 from shardtune.model.attention_check import require_documents_apart
-from shardtune.model.small_copy import small_copy
+from shardtune.model.small_copy import small_copy, with_layers
 from shardtune.model.support import unsupported
 
 REPOSITORY = Path(__file__).parents[2]
@@ -90,3 +90,11 @@ def test_a_model_that_cannot_compute_layers_again_is_refused_by_name() -> None:
     assert not list(unsupported(model, configured(given, "model.activation_checkpointing=none")))
     (problem,) = unsupported(model, configured(given, "model.activation_checkpointing=full"))
     assert problem.startswith("jetmoe cannot compute layers again - ")
+
+
+def test_the_first_layers_of_xlstm_are_built_alone() -> None:
+    """A plan is extrapolated from fewer layers, and it counts its blocks."""
+    whole = packing_families.build("xlstm", num_hidden_layers=4).config
+    with torch.device("meta"):
+        cut = AutoModelForCausalLM.from_config(with_layers(whole, 2))
+    assert len(cut.backbone.blocks) == 2

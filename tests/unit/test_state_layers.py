@@ -24,6 +24,7 @@ from shardtune.model.state_layers import (
     separate_documents,
     state_mixers,
 )
+from shardtune.model.support import fails_in
 
 LENGTHS = [5, 1, 23, 12, 40]
 QUICK = ("qwen3_next", "gpt_oss", "gemma3_text", "deepseek_v4", "falcon")
@@ -139,3 +140,12 @@ def test_an_evaluation_leaves_the_weights_of_rwkv() -> None:
     with forward_only(model):
         model(input_ids=torch.arange(3, 9).view(1, -1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_xlstm_is_refused_in_the_dtype_that_its_code_does_not_run_in() -> None:
+    model = build("xlstm")
+    assert not list(fails_in(torch.float32, model))
+    (refusal,) = fails_in(torch.bfloat16, model)
+    assert refusal.startswith("xlstm multiplies float32 by bfloat16 in transformers' code")
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.bfloat16()(input_ids=torch.arange(3, 40).view(1, -1))
