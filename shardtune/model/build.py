@@ -30,7 +30,7 @@ from shardtune.errors import UserError, first_line
 from shardtune.model import cpu_attention
 from shardtune.model.context_check import context_problems, without_context
 from shardtune.model.experts import (
-    always_give_expert_gradients,
+    always_give_gradients,
     require_whole_blocks,
     shard_placement,
     spread_experts,
@@ -261,7 +261,7 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
     layers = decoder_layers(model)
     for layer in reversed(layers):  # inner layers before those around them
         fully(layer)
-        always_give_expert_gradients(layer)
+        always_give_gradients(layer)
     fully(model)
     gather_ahead(model, layers)
     reduce_beside_gathers(model, world.meshes.for_reductions)

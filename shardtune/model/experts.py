@@ -321,23 +321,24 @@ def require_whole_blocks(model: PreTrainedModel) -> None:
             )
 
 
-def always_give_expert_gradients(layer: nn.Module) -> None:
-    """Make every backward through the layer give its stacked experts a gradient.
+def always_give_gradients(layer: nn.Module) -> None:
+    """Make every backward through the layer give what some rows do not use a gradient: zero.
 
-    It is zero where no token reached an expert: LongCat's and Zaya's tokens may all go to experts
-    without parameters. A rank with fewer gradients than the others reduces less than they do, and
-    the collective fails. FSDP2's `set_reduce_scatter_unused_params` would also make gradients for
+    LongCat's and Zaya's tokens may all go to experts without parameters, and DeepSeek V4 compresses
+    no keys of short rows. A rank with fewer gradients than the others reduces less than they do,
+    and the collective fails. FSDP2's `set_reduce_scatter_unused_params` would also make gradients for
     parameters that have none on any rank, such as DeepSeek's indexers, and weight decay would
     shrink those. Spread experts always have one, and may be reduced before the layer.
     """
 
-    def stacks() -> Iterator[nn.Parameter]:
-        for parameter in layer.parameters():
-            if parameter.dim() >= 3 and not is_spread(parameter):
+    def sometimes_unused() -> Iterator[nn.Parameter]:
+        for name, parameter in layer.named_parameters():
+            is_stack = parameter.dim() >= 3 and not is_spread(parameter)
+            if is_stack or (".compressor." in name and ".indexer." not in name):
                 yield parameter
 
     def fill(_: torch.Tensor) -> None:
-        for parameter in stacks():
+        for parameter in sometimes_unused():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -348,5 +349,5 @@ def always_give_expert_gradients(layer: nn.Module) -> None:
                 # layer's.
                 argument.register_hook(fill)
 
-    if next(stacks(), None) is not None:
+    if next(sometimes_unused(), None) is not None:
         layer.register_forward_pre_hook(watch)

@@ -120,11 +120,13 @@ INDEXED: dict[str, dict[str, Any]] = {
     | {"indexer_types": ["full", "shared"]},
 }
 # Attention of their own, called once per document. Keys of DeepSeek V4 are compressed from 4 and 8
-# tokens, and an indexer leaves some of them out.
+# tokens, and an indexer leaves some of them out; from 128, which some documents have and others not.
+_COMPRESSED = ["sliding_attention", *["compressed_sparse_attention"] * 2]
+_COMPRESSED += ["heavily_compressed_attention"]
 _ALIBI = {"n_head": 4, "n_layer": 2}
 ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "deepseek_v4": _EXPERTS
-    | {"layer_types": ["sliding_attention", "compressed_sparse_attention"] * 2}
+    | {"layer_types": _COMPRESSED, "compress_rate_hca": 128}
     | {"num_hidden_layers": 4, "n_routed_experts": 4, "sliding_window": 7, "index_topk": 3}
     | {"q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2}
     | {"head_dim": 16, "num_key_value_heads": 1, "index_head_dim": 16, "partial_rotary_factor": 0.5}

@@ -26,7 +26,7 @@ PACKED = "data.packing=true"
 RUNS = {
     "packed": (2, PACKED, "model.activation_checkpointing=full"),
     "selective": (1, PACKED, "model.activation_checkpointing=selective"),
-    "alone": (1, "data.packing=false"),
+    "alone": (2, "data.packing=false"),
     "stages": (2, PACKED, "parallel.stages=2"),
 }
 # Their layers hand on more than hidden states, or share weights.
@@ -91,3 +91,30 @@ def test_runs_equal_one_document_at_a_time(
             # DeepSeek V4 has a table of integers.
             off = (exported[key].double() - tensor.double()).norm()
             assert off <= 1e-5 * tensor.double().norm(), key
+
+
+@pytest.mark.full
+def test_ranks_reduce_what_only_some_of_them_use(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Ranks with short rows compress no keys, and have no gradient for what does."""
+    model = save_new_model(
+        lambda: build("deepseek_v4"), tokenizer, tmp_path / "model", lambda model: None
+    )
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats())
+    given = "data.packing=false", "optimizer.weight_decay=0"
+    meshes = [(1, 2), (2, 1)]
+    runs = [
+        (
+            ranks,
+            settings(
+                *(model, data, tmp_path / f"{ranks} ranks", *given),
+                f"train.gradient_accumulation_steps={rows}",
+            ),
+        )
+        for ranks, rows in meshes
+    ]
+    train_each(runs, tmp_path)
+    one, two = (steps_of(tmp_path / f"{ranks} ranks") for ranks, _ in meshes)
+    for key in ("loss", "grad_norm"):
+        assert [s[key] for s in two] == pytest.approx([s[key] for s in one], rel=1e-5)
