@@ -326,8 +326,8 @@ def always_give_gradients(layer: nn.Module) -> None:
 
     LongCat's and Zaya's tokens may all go to experts without parameters, and DeepSeek V4 compresses
     no keys of short rows. A rank with fewer gradients than the others reduces less than they do,
-    and the collective fails. FSDP2's `set_reduce_scatter_unused_params` would also make gradients for
-    parameters that have none on any rank, such as DeepSeek's indexers, and weight decay would
+    and the collective fails. FSDP2's `set_reduce_scatter_unused_params` would also make gradients
+    for parameters that have none on any rank, such as DeepSeek's indexers, and weight decay would
     shrink those. Spread experts always have one, and may be reduced before the layer.
     """
 

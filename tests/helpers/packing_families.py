@@ -120,7 +120,7 @@ INDEXED: dict[str, dict[str, Any]] = {
     | {"indexer_types": ["full", "shared"]},
 }
 # Attention of their own, called once per document. Keys of DeepSeek V4 are compressed from 4 and 8
-# tokens, and an indexer leaves some of them out; from 128, which some documents have and others not.
+# tokens, and an indexer leaves some of them out; and from 128, which some documents lack.
 _COMPRESSED = ["sliding_attention", *["compressed_sparse_attention"] * 2]
 _COMPRESSED += ["heavily_compressed_attention"]
 _ALIBI = {"n_head": 4, "n_layer": 2}
