@@ -20,6 +20,7 @@ BASE = ["model.init=random", "model.compute_dtype=bfloat16", "train.gradient_acc
 FULL, OFFLOAD, SELECTIVE, NONE = (
     f"model.activation_checkpointing={mode}" for mode in ("full", "offload", "selective", "none")
 )
+HOST = "optimizer.offload=true"
 SPREAD_LORA = ["lora.rank=16", "parallel.expert=8", "parallel.replicate=2"]
 # Weights are float32: a pretended GPU takes minutes for the many pieces of an update of others.
 CASES = [
@@ -35,6 +36,9 @@ CASES = [
     ("glm-4.5-air", 2, 80, [*SPREAD_LORA, FULL]),
     ("llama-3.1-8b", 1, 80, [FULL, "parallel.context=8", "data.max_length=131072"]),
     ("glm-4.5-air", 2, 80, [*SPREAD_LORA, FULL, "parallel.context=8", "data.max_length=65536"]),
+    ("glm-4.5-air", 1, 80, [FULL, HOST]),
+    ("llama-3-8b", 2, 80, [FULL, HOST, "parallel.replicate=2"]),
+    ("llama-3-8b", 1, 80, [FULL, HOST, "parallel.stages=2"]),
     # In eight tiles, without which it does not fit.
     ("glm-4.5-air", 2, 80, ["lora.rank=16", "parallel.expert=8", FULL, "data.max_length=65536"]),
 ]
@@ -53,6 +57,16 @@ def test_a_plan_is_within_two_percent_of_what_a_pretended_gpu_allocates(
 
 @pytest.mark.full
 @needs_compiler
+def test_the_plan_of_one_gpu_with_states_in_host_memory_is_what_it_allocates(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    given = [*BASE, "data.max_length=4096", FULL, HOST]
+    compare(tmp_path / "config.yaml", CONFIGS / "llama-3-8b", 1, 40, given, ranks=1)
+
+
+@pytest.mark.full
+@needs_compiler
 def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates(
     tmp_path: Path,
 ) -> None:
@@ -62,16 +76,18 @@ def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates
     compare(REPOSITORY / "config.yaml", tmp_path, 2, 24, BASE)
 
 
-def compare(config_file: Path, model: Path, nodes: int, gb: float, assignments: list[str]) -> None:
-    """Hold the plan of nodes of 8 GPUs against two steps without contents."""
+def compare(
+    config_file: Path, model: Path, nodes: int, gb: float, assignments: list[str], ranks: int = 8
+) -> None:
+    """Hold the plan of nodes of so many GPUs against two steps without contents."""
     given = ["data.train=none", *assignments]
     config = load_config(config_file, [f"model.path={model}", *given], {})
     model_config = AutoConfig.from_pretrained(model)
-    machine = Machine(nodes, 8, gb * 1e9, 1, 1, 1)
+    machine = Machine(nodes, ranks, gb * 1e9, 1, 1, 1)
     plan = make_plan(config, model_config, machine, Simulations(model_config, imbalance=1))
     stages = [
         hollow_peaks(
-            *(config_file, model, nodes, 8, *given),
+            *(config_file, model, nodes, ranks, *given),
             gb=gb,
             stage=stage,
             kept_groups=groups,

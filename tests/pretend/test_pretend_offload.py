@@ -23,6 +23,7 @@ from shardtune.distributed.join import join_world
 from shardtune.distributed.tensors import to_local
 from shardtune.model.build import build_model
 from shardtune.model.masters import take_master
+from shardtune.planner import run_plan
 from shardtune.training import host_states
 
 pytestmark = needs_compiler
@@ -189,3 +190,22 @@ def load_and_measure(config: Config) -> None:
     for parameter, master in zip(model.parameters(), masters, strict=True):
         assert master is not None and master.dtype == torch.float32
         assert torch.equal(to_local(parameter).cpu(), master.bfloat16())
+
+
+def train_with_little_host_memory(assignments: list[str]) -> None:
+    run_plan.available_memory = lambda *_: 100_000
+    train_script(assignments)
+
+
+@pytest.mark.full
+def test_a_node_without_that_memory_is_refused_before_weights_are_read(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = write_inputs(tmp_path / "runs", models["llama"])
+    for weights in (folder / "model").glob("*.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1])  # of the last tensor
+    done = on_gpus(1, train_with_little_host_memory, [*RUN, OFFLOAD], cwd=folder)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2, last
+    assert last.startswith("ERROR: The run does not fit, 0.0 GB of a node's own memory do not hold")
+    assert "0.0 GB of masters, moments and gradients (optimizer.offload=true) - use " in last
