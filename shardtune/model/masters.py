@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import modeling_utils
 
 from shardtune.distributed.tensors import sharded_as, to_local
 
@@ -29,7 +30,8 @@ def take_master(parameter: nn.Parameter) -> torch.Tensor | None:
 def rounded_when_read(stored: torch.dtype) -> Iterator[None]:
     """Round each weight that is loaded into a model to this dtype, and attach its master.
 
-    transformers sets one parameter after the other: a device has one of them in all its digits.
+    transformers sets one parameter after the other: a device has one of them in all its digits. It
+    would begin by allocating the memory of all of them so.
     """
 
     def hook(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
@@ -43,7 +45,10 @@ def rounded_when_read(stored: torch.dtype) -> Iterator[None]:
         return rounded
 
     handle = register_module_parameter_registration_hook(cast(Any, hook))
+    warm_up = modeling_utils.caching_allocator_warmup
+    modeling_utils.caching_allocator_warmup = lambda *_: None
     try:
         yield
     finally:
+        modeling_utils.caching_allocator_warmup = warm_up
         handle.remove()

@@ -13,7 +13,7 @@ import torch
 from helpers.pretended import needs_compiler, on_gpus, train_script, waits_of
 from helpers.ranks import config_for
 from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, steps_of, write_inputs
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from shardtune.checkpoint.load import read_tensor
 from shardtune.checkpoint.manifest import open_checkpoint
@@ -169,11 +169,14 @@ def test_a_step_without_a_finite_norm_names_the_gradient(
 
 @pytest.mark.full
 def test_weights_are_loaded_in_little_more_than_the_gpu_keeps_of_them(
-    tmp_path: Path, models: dict[str, Path]
+    tmp_path: Path,
 ) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 99}
+    deep = LlamaConfig(**shape, num_hidden_layers=16, num_attention_heads=4)
+    LlamaForCausalLM(deep).save_pretrained(tmp_path / "deep")
     for init in ("pretrained", "random"):
         given = ["model.compute_dtype=bfloat16", OFFLOAD, f"model.init={init}"]
-        config = config_for(models["glm"], tmp_path, *given)
+        config = config_for(tmp_path / "deep", tmp_path, *given)
         done = on_gpus(1, load_and_measure, config, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
 
@@ -185,7 +188,7 @@ def load_and_measure(config: Config) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     # A parameter is read in float32 and rounded; blocks are multiples of 512 bytes.
     most = 2 * sum(sizes) + 6 * max(sizes) + 1024 * len(sizes)
-    assert torch.cuda.max_memory_allocated() <= most < 4 * sum(sizes)
+    assert torch.cuda.max_memory_allocated() <= most < 3 * sum(sizes)
     masters = [take_master(p) for p in model.parameters()]
     for parameter, master in zip(model.parameters(), masters, strict=True):
         assert master is not None and master.dtype == torch.float32
@@ -202,10 +205,9 @@ def test_a_node_without_that_memory_is_refused_before_weights_are_read(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
     folder = write_inputs(tmp_path / "runs", models["llama"])
-    for weights in (folder / "model").glob("*.safetensors"):
-        weights.write_bytes(weights.read_bytes()[:-1])  # of the last tensor
     done = on_gpus(1, train_with_little_host_memory, [*RUN, OFFLOAD], cwd=folder)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2, last
     assert last.startswith("ERROR: The run does not fit, 0.0 GB of a node's own memory do not hold")
     assert "0.0 GB of masters, moments and gradients (optimizer.offload=true) - use " in last
+    assert "Parameters: " not in done.stdout and "Loading weights" not in done.stderr
