@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -249,7 +250,8 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
 def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
     """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters.
 
-    With parallel.expert above 1, the experts of each layer are spread, a group of their own.
+    Layers that share weights with others (Zamba) are in the root's group. With parallel.expert
+    above 1, the experts of each layer are spread, a group of their own.
     """
     if world.expert_mesh:
         _shard_experts(model, world.expert_mesh, world, policy)
@@ -259,6 +261,8 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
     placement = partial(shard_placement, shards=shards)
     fully = partial(fully_shard, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
     layers = decoder_layers(model)
+    uses = Counter(parameter for layer in layers for parameter in layer.parameters())
+    layers = [layer for layer in layers if all(uses[p] == 1 for p in layer.parameters())]
     for layer in reversed(layers):  # inner layers before those around them
         fully(layer)
         always_give_gradients(layer)

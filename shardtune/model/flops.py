@@ -45,7 +45,7 @@ _SPANS = {
     "chunked_attention": "attention_chunk_size",
     "indexed_attention": "index_topk",  # as many keys as a window has, wherever they are
 }
-_WITHOUT_PAIRS = ("linear_attention", "conv", "moe")
+_WITHOUT_PAIRS = ("linear_attention", "conv", "moe", "mlp")
 
 # TFLOP/s in bfloat16, dense, with float32 accumulation: half of the data sheets' figure with
 # sparsity. A device has the first entry with a name whose words are all in its own.
@@ -123,10 +123,12 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
     # Of a model that sees or hears too, only the decoder runs on text.
     decoder = model if config is model.config else model.get_decoder()
     skipped = _embeddings_and_head(model)
+    # Some layers share weights (Zamba), and each of them multiplies by all.
+    uses = Counter(p for layer in decoder_layers(model) for p in layer.parameters())
     per_token = [
-        (parameter, 2.0 * parameter.numel() * _used_share(name, parameter, config))
-        for name, parameter in decoder.named_parameters()
-        if id(parameter) not in skipped
+        (p, 2.0 * p.numel() * _used_share(name, p, config) * max(1, uses[p]))
+        for name, p in decoder.named_parameters()
+        if id(p) not in skipped
     ]
     attend = [] if keeps_states_only(model) else config.per_layer_config
     layers = Counter(
@@ -199,18 +201,22 @@ def _embeddings_and_head(model: PreTrainedModel) -> set[int]:
 
 def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     """Return the share of a parameter by which a token is multiplied."""
-    # A state decays by A_log, element by element. Decoders made for an encoder keep the attention
-    # to it, and skip it without one. An indexer has no backward.
+    # A state decays by A_log and passes D, element by element. Decoders made for an encoder keep
+    # the attention to it, and skip it without one. An indexer has no backward.
     is_vector = parameter.dim() == 3 and parameter.shape[:2] == (1, 1)
-    is_elementwise = parameter.dim() < 2 or is_vector or name.endswith(("bias", "A_log"))
+    is_elementwise = parameter.dim() < 2 or is_vector or name.endswith(("bias", "A_log", ".D"))
     if is_elementwise or ".encoder_attn." in name or ".indexer." in name:
         return 0.0
     is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None
     if (parameter.dim() == 2 and not is_listed) or ".conv" in name:  # convolutions go by channel
         return 1.0
-    top_k = _first(config, *_TOP_K_NAMES)
-    experts = _first(config, *_EXPERTS_NAMES) if is_listed else parameter.shape[0]
-    if not top_k or not experts or parameter.dim() > 3 or "expert" not in name:
+    top_k, stack = _first(config, *_TOP_K_NAMES), parameter.shape[0]
+    configured = _first(config, *_EXPERTS_NAMES)
+    if not configured and parameter.dim() == 3 and stack > 1 and "expert" not in name:
+        return 1.0  # each head or block of a token's features has a part
+    experts = configured if is_listed else stack
+    is_named_so = "expert" in name or configured == stack
+    if not top_k or not experts or parameter.dim() > 3 or not is_named_so:
         raise NotCounted(f"{config.model_type} does not say how often a token meets its {name}")
     return min(1.0, top_k / experts)
 

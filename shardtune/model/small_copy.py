@@ -84,7 +84,9 @@ def _narrow(model_config: PreTrainedConfig) -> PreTrainedConfig:
         if section not in (narrow, text):  # it sees or hears, and no text reaches it
             for name in {"num_hidden_layers", "depth"} & vars(section).keys():
                 setattr(section, name, 1)
-    heads, hidden = text.num_attention_heads, text.hidden_size
+    heads, hidden = getattr(text, "num_attention_heads", None), text.hidden_size
+    if not heads:  # as in Mamba, whose widths follow from the hidden size
+        return narrow
     key_heads = getattr(text, "num_key_value_heads", None)
     fewer_key_heads = min(2, key_heads or heads)
     fewer = fewer_key_heads if key_heads in (None, heads) else 2 * fewer_key_heads

@@ -134,7 +134,10 @@ def keep_stage(
         layers[number] = PassThrough(layers[number])
     if not is_last:
         for name, module in list(caller.named_children()):  # the norm behind the layers
-            if module not in (layers, embedding) and any(True for _ in module.parameters()):
+            is_norm = "Norm" in type(module).__name__  # OLMo's has no parameters
+            if module not in (layers, embedding) and (
+                is_norm or any(True for _ in module.parameters())
+            ):
                 setattr(caller, name, PassThrough(module))
         if is_tied and is_first:
             head.__class__ = TiedStageOutput
@@ -143,6 +146,8 @@ def keep_stage(
             vars(output)["weight"] = torch.empty(0, dtype=dtype)  # Mamba 2 looks at its dtype
             model.set_output_embeddings(output)
     if not is_first:
+        if hasattr(caller, "embedding_multiplier"):  # Granite's, applied to what was received
+            cast(Any, caller).embedding_multiplier = 1.0
         stage_input: Any = StageInput()
         if is_tied and is_last:
             stage_input, embedding.__class__ = embedding, TiedStageInput

@@ -30,7 +30,7 @@ RUNS = {
     "stages": (2, PACKED, "parallel.stages=2"),
 }
 # Their layers hand on more than hidden states, or share weights.
-NO_STAGES = {"bamba", "falcon_h1", "zaya", "zamba2", "recurrent_gemma", "glm_moe_dsa"}
+NO_STAGES = {"bamba", "falcon_h1", "zaya", "zamba", "zamba2", "recurrent_gemma", "glm_moe_dsa"}
 NO_STAGES |= {"rwkv", "xlstm", *ONE_BY_ONE} - {"gemma2", "doge"}
 
 
@@ -54,7 +54,6 @@ def fill_zeros(model: torch.nn.Module) -> None:
                 marks=pytest.mark.full,
             )
             for family in (*STATES, *WINDOWS, *INDEXED, *ONE_BY_ONE)
-            if family != "zamba"  # layers share weights, and FSDP2 takes none of another group
         ),
     ],
 )

@@ -11,10 +11,11 @@ from helpers import packing_families
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.tiny import tiny_config
 from shardtune.config import LoraConfig
 from shardtune.model.flops import NotCounted, attended_pairs, count_flops, published_peak
 from shardtune.model.lora import add_adapters, draw_factors
-from shardtune.model.state_layers import state_mixers
+from shardtune.model.state_layers import recurrence_flops, state_mixers
 
 SMALL = {
     "vocab_size": 101,
@@ -202,6 +203,30 @@ def test_a_layer_with_a_state_costs_its_products_and_no_pairs(
         if id(p) not in own and p.dim() > 1 and "embed" not in name and "lm_head" not in name
     )
     assert without == rest
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        ("jetmoe", 0),  # whose stacks of experts are not named so
+        ("recurrent_gemma", 2 * 32 * 4),  # a convolution; gates by blocks
+        ("nemotron_h", 768 + 2 * 2 * 2 * 32 * 16),  # a convolution; of four experts two
+        # In each layer a convolution and products by head; two layers share their attention.
+        ("zamba", 3 * (2 * 64 * 4 + 2 * 2 * (24 * 32 + 32 * 8))),
+    ],
+)
+def test_a_weight_counts_as_often_as_a_token_meets_it(kind: str, others: int) -> None:
+    """`others`: FLOPs that are not in PyTorch's products of matrices."""
+    model: Any = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    model.config.use_cache = False
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.tensor([[5]]))
+    products = ("mm", "addmm", "baddbmm")
+    counted = counter.get_flop_counts()["Global"]
+    of_weights = sum(counted.get(getattr(torch.ops.aten, name), 0) for name in products)
+    flops = count_flops(model)
+    own = flops.per_token - sum(map(recurrence_flops, state_mixers(model)))
+    assert own + flops.per_trained_token == of_weights + others
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_tied_embeddings_compose() -> None:
 @pytest.mark.parametrize(
     ("family", "more"),
     [
-        ("granite", {"embedding_multiplier": 2.0}),  # on what the embedding gives
+        ("nanochat", {}),  # normalises what the embedding gives
         ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 16}),  # adds positions to that
     ],
 )
@@ -91,3 +91,8 @@ def test_an_architecture_that_changes_hidden_states_outside_of_its_layers_is_ref
 def test_a_model_that_does_not_name_its_layers_is_one_stage() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("biogpt"))
     assert not decoder_layers(model) and layers_of_stages(model, 1) == [range(0)]
+
+
+@pytest.mark.parametrize("kind", ["olmo", "granite_docling", "mamba"])
+def test_a_norm_without_weights_and_a_scale_of_embeddings_are_of_one_stage(kind: str) -> None:
+    require(tiny_config(kind))
