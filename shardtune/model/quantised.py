@@ -34,7 +34,9 @@ _METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
 _SCALE_DTYPES = {"F32", "BF16", "F8_E8M0", "U8"}
 # Models whose files are not read, and where the same ones are in bfloat16.
 _BFLOAT16_COPIES = {"Kimi-K2-Thinking": "unsloth/Kimi-K2-Thinking-BF16"}
-_PIECE = 4 << 20  # values that are dequantised at a time; of MXFP4 each takes about 24 bytes
+_PIECE = 4 << 20  # values that are dequantised at a time
+# A value of 8 bits, in float32, and its scale; halves of bytes, indices of 8 bytes, and results.
+_PIECE_BYTES = {"fp8": 13 * _PIECE, "mxfp8": 13 * _PIECE, "mxfp4": 24 * _PIECE}
 _MXFP4_GROUP = 32  # values of one scale
 
 Index = tuple[slice, ...] | EllipsisType
@@ -303,6 +305,11 @@ def _require_readable(
         block_size(shape, scale_shape, given)
     elif len(shape) != 4 or shape != [*scale_shape, _MXFP4_GROUP // 2]:
         raise ValueError(f"{scale_shape} scales for {shape} bytes")
+
+
+def piece_bytes(folder: Path) -> int:
+    """Return the memory that dequantising takes beside the slice; 0 if nothing is quantised."""
+    return _PIECE_BYTES.get(_quantization(folder).get("quant_method", ""), 0)
 
 
 def describe_quantised(folder: Path) -> str:

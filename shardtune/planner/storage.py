@@ -11,6 +11,8 @@ from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.model.build import compute_dtype
+from shardtune.model.files import model_folder
+from shardtune.model.quantised import piece_bytes
 from shardtune.model.support import decoder_layers
 from shardtune.planner.machine import DISK_BYTES_PER_S, Machine
 from shardtune.training.states import StateBytes
@@ -60,7 +62,13 @@ def plan_storage(
     if config.model.init == "random":
         loading = max(p.numel() * p.itemsize for p in parameters)
     else:
-        loading = max(to_local(p).numel() * (source.itemsize + p.itemsize) for p in parameters)
+        folder = model_folder(config.model.path)
+        piece = piece_bytes(folder) if folder else 0
+        # A quantised slice is dequantised as it is stored.
+        loading = piece + max(
+            to_local(p).numel() * ((p if piece else source).itemsize + p.itemsize)
+            for p in parameters
+        )
     return Storage(
         checkpoint_bytes=checkpoint,
         checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),

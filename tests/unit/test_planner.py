@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.chats import chats, write_jsonl
 from helpers.planned import (
     CONFIG,
@@ -27,6 +30,7 @@ from transformers import (
 from shardtune.__main__ import run
 from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.model.build import build_on_meta
+from shardtune.model.quantised import piece_bytes
 from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, collective_bytes, link_bytes
 from shardtune.planner.plan import make_plan
@@ -282,6 +286,22 @@ def test_the_run_takes_as_many_hours_as_its_steps(
     said = capsys.readouterr().out
     assert "hours for the run are not known, since" in said
     assert "train.jsonl:41: invalid JSON" in said
+
+
+def test_loading_takes_a_piece_of_quantised_weights_beside_the_slice(tmp_path: Path) -> None:
+    """Each of 8 ranks of a node dequantises its slice in float32, the dtype of masters."""
+    sizes = []
+    for quantization in ({}, {"quantization_config": {"quant_method": "fp8"}}):
+        values = LLAMA.to_dict() | quantization
+        (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+        given = (f"model.path={tmp_path}", "model.init=pretrained", "model.master_dtype=float32")
+        config = configured(*given)
+        model_config = copy.deepcopy(LLAMA)
+        model_config.dtype = torch.bfloat16
+        plan = make_plan(config, model_config, Machine(1, 8, 80e9, 1, 1, 1), reason="shapes")
+        sizes.append(plan.storage.loading_bytes)
+    plain, quantised = sizes
+    assert quantised == plain * 8 // 6 + 8 * piece_bytes(tmp_path)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
