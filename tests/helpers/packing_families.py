@@ -123,7 +123,8 @@ INDEXED: dict[str, dict[str, Any]] = {
 # tokens, and an indexer leaves some of them out; and from 128, which some documents lack.
 _COMPRESSED = ["sliding_attention", *["compressed_sparse_attention"] * 2]
 _COMPRESSED += ["heavily_compressed_attention"]
-_ALIBI = {"n_head": 4, "n_layer": 2}
+_FEW = {"n_head": 4, "n_layer": 2}
+_NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "deepseek_v4": _EXPERTS
     | {"layer_types": _COMPRESSED, "compress_rate_hca": 128}
@@ -131,7 +132,7 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     | {"q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2}
     | {"head_dim": 16, "num_key_value_heads": 1, "index_head_dim": 16, "partial_rotary_factor": 0.5}
     | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
-    "bloom": _ALIBI,
+    "bloom": _FEW,
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
     "falcon": {
         "head_dim": None,
@@ -139,10 +140,11 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
         "num_kv_heads": 4,
         "new_decoder_architecture": False,
     },
-    "gptj": _ALIBI | {"n_embd": 32, "rotary_dim": 4, "n_positions": 512},
-    "openai-gpt": _ALIBI | {"n_embd": 32, "n_positions": 512},
-    "xglm": {"d_model": 32, "ffn_dim": 32, "num_layers": 2, "attention_heads": 4},
-    "trocr": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4},
+    "gptj": _FEW | {"n_embd": 32, "rotary_dim": 4, "n_positions": 512},
+    "openai-gpt": _FEW | _NO_DROPOUT | {"n_embd": 32, "n_positions": 512},
+    "xglm": {"d_model": 32, "ffn_dim": 32, "num_layers": 2, "attention_heads": 4}
+    | {"dropout": 0.0, "attention_dropout": 0.0},
+    "trocr": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4} | {"dropout": 0.0},
     "gemma2": _WINDOW | {"query_pre_attn_scalar": 8},
     "doge": {},
     "inkling2_text": _WINDOW | _EXPERTS,

@@ -54,13 +54,14 @@ def fill_zeros(model: torch.nn.Module) -> None:
                 marks=pytest.mark.full,
             )
             for family in (*STATES, *WINDOWS, *INDEXED, *ONE_BY_ONE)
+            if family != "openai-gpt"  # it cannot compute layers again
         ),
     ],
 )
 def test_runs_equal_one_document_at_a_time(
     family: str, names: list[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    change = fill_zeros if family == "deepseek_v4" else (lambda model: None)
+    change = fill_zeros if family in ONE_BY_ONE else (lambda model: None)
     model = save_new_model(lambda: build(family), tokenizer, tmp_path / "model", change)
     records = uneven_chats()
     data = write_jsonl(tmp_path / "train.jsonl", records)
