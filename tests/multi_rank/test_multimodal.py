@@ -16,12 +16,15 @@ from helpers.plain_training import (
     finish,
     plain_training,
     settings,
+    step_losses,
     uneven_chats,
 )
-from helpers.ranks import train
+from helpers.ranks import on_ranks, run_script, train
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from shardtune.model import load, text_model
 
 QUICK = ("qwen3_5_moe", "mistral3")
 MORE = [
@@ -115,3 +118,36 @@ def test_its_adapters_open_with_peft_on_the_class_of_the_source(
         adapted = logits(source, tmp_path / "run/adapter")
         torch.testing.assert_close(adapted, logits(tmp_path / "run/model"), rtol=0, atol=1e-4)
         assert (adapted - logits(source)).abs().max() > 0.1
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_holds_a_tower_resumes_without_it(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Earlier versions trained Gemma 3 with its tower, which got no gradient."""
+    source = save_seeing_model("gemma3", tokenizer, tmp_path / "source")
+    data = write_jsonl(tmp_path / "train.jsonl", uneven_chats()[:8])
+    more = ("train.gradient_accumulation_steps=4", "train.epochs=4")
+    given = settings(source, data, tmp_path / "run", *more)
+    (tmp_path / "config.yaml").touch()
+    earlier = [*given, "train.max_steps=2", "export.final=false"]
+    finish(on_ranks(2, train_with_towers, ["--config", "config.yaml", *earlier], cwd=tmp_path))
+    (state,) = (tmp_path / "run/checkpoints").glob("checkpoint_*")
+    assert b"vision_tower" in b"".join(
+        each.read_bytes() for each in state.rglob("*") if each.is_file()
+    )
+    output = finish(train(2, *given, "train.max_steps=4", cwd=tmp_path))
+    assert "Resumed from checkpoint_0000002" in output
+    finish(train(2, *given, "train.max_steps=4", f"run.dir={tmp_path / 'whole'}", cwd=tmp_path))
+    assert step_losses(tmp_path / "run") == step_losses(tmp_path / "whole")
+    resumed, whole = (
+        load_file(tmp_path / name / "model/model.safetensors") for name in ("run", "whole")
+    )
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(tensor, whole[key]) for key, tensor in resumed.items())
+
+
+def train_with_towers(arguments: list[str]) -> None:
+    """On a rank: run train_fsdp.py as it was before it left towers out."""
+    text_model.drop_towers = load.drop_towers = lambda model: []
+    run_script(arguments)
