@@ -310,9 +310,10 @@ def test_all_ways_of_a_wrapped_run_measure_it_and_leave_no_checkpoint(
     assert len(kinds) == 3 and all(len(seconds) == 6 for seconds in kinds)
     assert all(seconds["Python and dispatch"] > 0 for seconds in kinds)
     counts = json.loads((tmp_path / "counts.0.json").read_text(encoding="utf-8"))
-    # Beside the logits of trained positions, each micro-batch has a gradient of the head's weight.
-    gradients, rest = divmod(counts["head"]["count"] - 3 * done.trained_tokens, config.hidden_size)
-    assert gradients > 0 and rest == 0
+    # Beside the logits of trained positions: a gradient of the head's weight for each micro-batch,
+    # and the trials at the start. The other positions would be more.
+    beside = counts["head"]["count"] - 3 * done.trained_tokens
+    assert 0 < beside < done.tokens - done.trained_tokens
     assert "Finished: nothing is saved" in log and "Saved checkpoint" not in log
 
 

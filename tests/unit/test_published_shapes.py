@@ -11,9 +11,7 @@ import pytest
 from conftest import REPOSITORY
 
 from benchmarks.plans import CONFIGS, plan_of
-from benchmarks.tiny import tiny_config
 from shardtune.config_io import load_config
-from shardtune.errors import UserError
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.files import read_model_config
 from shardtune.planner.command import add_arguments, plan_run
@@ -50,12 +48,6 @@ def test_a_step_is_simulated_and_its_documents_are_told_apart(name: str) -> None
 def test_every_shape_has_a_source() -> None:
     lines = (CONFIGS / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in lines for name in SHAPES)
-
-
-def test_no_plan_is_made_of_documents_that_would_mix(tmp_path: Path) -> None:
-    tiny_config("xglm").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"^xglm lets .* - use data\.packing=false$"):
-        plan_run(_options(tmp_path))
 
 
 def test_a_type_of_its_own_is_planned_as_its_class_and_said(
