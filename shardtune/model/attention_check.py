@@ -188,7 +188,7 @@ def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> N
         return
     if _sees_ahead(copy):
         raise UserError(
-            f"{copy.config.model_type} is no causal language model: its tokens see those behind "
+            f"{copy.config.model_type} is not a causal language model: its tokens see those behind "
             "them - name a model that predicts the next token"
         )
     if not config.data.packing and config.parallel.context == 1:
@@ -215,8 +215,8 @@ def require_shared(attention: Attention, config: Config) -> None:
     """Raises UserError if ranks would share rows to which a model attends under a mask."""
     if config.parallel.context > 1 and not attention.by_document:
         raise UserError(
-            f"parallel.context={config.parallel.context} takes attention without a mask, which is "
-            f"not that of this model ({attention.reason}) - use parallel.context=1"
+            f"parallel.context={config.parallel.context} needs attention without a mask, and this "
+            f"model attends under one ({attention.reason}) - use parallel.context=1"
         )
 
 
@@ -356,7 +356,7 @@ def _beyond_rounding(
 ) -> float:
     """Return the larger change, by packing or by another neighbour, or 0 if it may be rounding.
 
-    The unit is the logits' spread. It is no rounding where a gradient reaches the documents before
+    The unit is the logits' spread. It is not rounding where a gradient reaches the documents before
     (`is_reached`). Logits that are not finite alone are left to the first step.
     """
     if not len(alone):
@@ -402,16 +402,10 @@ def _gradient_reaches(model: PreTrainedModel, device: torch.device) -> bool:
     return before > _ROUNDING * own
 
 
-def _last_document_logits(
-    model: PreTrainedModel,
-    lengths: Sequence[int],
-    device: torch.device,
-    neighbour: int = 0,
-    share: tuple[int, int] = (0, 1),
-) -> torch.Tensor:
-    """Return the same as `_forward`, without gradients."""
+def _last_document_logits(model: PreTrainedModel, *row: Any) -> torch.Tensor:
+    """Return the same as `_forward` of this row, without gradients."""
     with forward_only(model):
-        return _forward(model, lengths, device, neighbour, share)
+        return _forward(model, *row)
 
 
 def _forward(

@@ -54,8 +54,8 @@ class HeadExchange:
             sink = sink.unflatten(0, (self.ranks, -1))[self._number]
         output = attend(*heads, sink)  # (1, tokens of the row, heads of this rank, value width)
         returned = linear_map(back, there, output.squeeze(0).flatten(1))
-        of_ranks = returned.view(self.ranks, own[0], *output.shape[2:])
-        return of_ranks.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        by_rank = returned.view(self.ranks, own[0], *output.shape[2:])
+        return by_rank.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _by_rank(self, heads: torch.Tensor) -> torch.Tensor:
         """Return heads (1, heads, tokens, width) as (ranks, tokens, heads of a rank x width)."""

@@ -294,11 +294,7 @@ def _sharded_class(
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             _keep_in_float32(self)
-            if towers := drop_towers(self):
-                patterns = {f"^{re.escape(tower)}" for tower in towers}
-                cast(Any, self)._keys_to_ignore_on_load_unexpected |= patterns
-                unread = ", ".join(tower.removesuffix(".") for tower in towers)
-                logger.info(f"Not loaded, since no text reaches it: {unread}")
+            _leave_towers_out(self)
 
         # The factors of adapters are drawn, so the files lack them.
         _keys_to_ignore_on_load_missing = (
@@ -345,6 +341,17 @@ def _sharded_class(
     # transformers finds its conversions by the class's name.
     Sharded.__name__ = Sharded.__qualname__ = model_class.__name__
     return Sharded
+
+
+def _leave_towers_out(model: PreTrainedModel) -> None:
+    """Drop what no text reaches, and let the files have tensors of it."""
+    towers = drop_towers(model)
+    if not towers:
+        return
+    patterns = {f"^{re.escape(tower)}" for tower in towers}
+    cast(Any, model)._keys_to_ignore_on_load_unexpected |= patterns
+    unread = ", ".join(tower.removesuffix(".") for tower in towers)
+    logger.info(f"Not loaded, since no text reaches it: {unread}")
 
 
 def _leave_as_read(model: PreTrainedModel) -> None:

@@ -80,9 +80,10 @@ def _beginning(value: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
 
 
 def _token_dim(value: torch.Tensor, tokens: int) -> int | None:
-    """Return the dimension of a row's tokens, or None: behind that of rows, which has one.
+    """Return the dimension of a row's tokens, or None.
 
-    Without a dimension of rows it is the first. Any other of the same size is a width.
+    It follows the dimension of rows, whose size is 1; without that it is the first. Any other of
+    the same size is a width.
     """
     dims = [dim for dim, size in enumerate(value.shape) if size == tokens]
     behind_row = [dim for dim in dims if dim and value.shape[dim - 1] == 1]

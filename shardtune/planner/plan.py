@@ -246,10 +246,8 @@ def bound_in(
     """
     config = config.moving_states(machine.is_gpu)
     firsts = range(0, world.size, world.stage_ranks)
-    worlds = [replace(world, rank=first) for first in firsts]
-    return _join(
-        [_plan_stage(each, config, model_config, machine, None, reason, 1) for each in worlds]
-    )
+    given = config, model_config, machine, Simulations(model_config), reason, 1
+    return _join([_plan_stage(replace(world, rank=first), *given) for first in firsts])
 
 
 def _join(stages: Sequence[Plan]) -> Plan:
@@ -277,7 +275,7 @@ def _plan_stage(
     config: Config,
     model_config: PreTrainedConfig,
     machine: Machine,
-    simulations: Simulations | None,
+    simulations: Simulations,
     reason: str,
     tiles: int,
 ) -> Plan:
@@ -290,33 +288,27 @@ def _plan_stage(
     whole = whole_on_meta(config, model_config, world)
     owned = OwnedParameters(own, config, world)
     optimizer = build_optimizer(owned, config)
-    updated = [to_local(p).numel() for p in owned.by_name.values()]
-    states = state_bytes(own, optimizer, config)
-    kept = kept_bytes(own, config, world)
+    states, kept = state_bytes(own, optimizer, config), kept_bytes(own, config, world)
     policy = _policy(kept, config, states, machine, world)
     shapes = Shapes(whole, compute_dtype(config.model.compute_dtype, world.device))
-    measured = None
-    if not reason:
-        simulations = simulations or Simulations(model_config)
-        given = whole, config, policy, world, machine.is_gpu, tiles
-        measured, reason = _measure(simulations, *given)
+    updated = [to_local(p).numel() for p in owned.by_name.values()]
+    pieces = pieces_bytes(max(updated), shapes.compute_bytes, config)
+    given = whole, config, policy, world, machine.is_gpu, tiles
+    measured, reason = (None, reason) if reason else _measure(simulations, *given)
     if measured:
         traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
-        pieces = pieces_bytes(max(updated), shapes.compute_bytes, config)
         peaks, pools = step_memory(measured, states, optimizer, pieces, machine.is_gpu)
     else:
         keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
         traffic = least_traffic(shapes, world.stage, keeps, config, world.size)
         peaks, pools = {"any phase": bounded_memory(own, config, states, world)}, []
     link = host_link(sum(updated), shapes.compute_bytes, policy, config)
-    rows = config.train.micro_batch_size * config.train.gradient_accumulation_steps
-    rows *= world.data_ranks
-    parameters = list(whole.parameters())
+    rows = _rows_of_step(config, world)
     plan = Plan(
         config=config,
         machine=machine,
-        parameters=sum(p.numel() for p in parameters),
-        trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        parameters=sum(p.numel() for p in whole.parameters()),
+        trained_parameters=sum(p.numel() for p in whole.parameters() if p.requires_grad),
         states=states,
         kept_groups=(policy.kept_groups,),
         policy=policy,
@@ -337,6 +329,11 @@ def _plan_stage(
     if measured and not policy.kept_groups:
         return _keep_groups(plan, measured, own, kept, optimizer, pieces, world)
     return plan
+
+
+def _rows_of_step(config: Config, world: World) -> int:
+    train = config.train
+    return train.micro_batch_size * train.gradient_accumulation_steps * world.data_ranks
 
 
 def _measure(

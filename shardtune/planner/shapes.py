@@ -186,20 +186,9 @@ def least_traffic(
     rows = micro_batches * train.micro_batch_size
     tokens = rows * config.data.max_length // parallel.context
     hidden = compute_bytes * tokens * shapes.hidden_size
-    if parallel.expert > 1:
-        # To the experts and back, in the forward and the backward; once more to them in a
-        # recomputation. Weights, in float32, go to the experts, and their gradients come back.
-        again = config.model.activation_checkpointing != "none"
-        pair = (4 + again) * hidden + (2 + again) * 4 * tokens
-        exchanged = shapes.top_k * pair * layers.exchanges
-        traffic[Collective("all-to-all", shard_group[: parallel.expert])] += exchanged
-    if parallel.context > 1:
-        # Of all heads in the forward, their gradients in the backward, and once more in a
-        # recomputation.
-        width = shapes.head_exchange(parallel.context) * sizes.n_layers
-        passes = 2 + (config.model.activation_checkpointing != "none")
-        sharing = tuple(range(first, first + parallel.context))
-        traffic[Collective("all-to-all", sharing)] += passes * compute_bytes * tokens * width
+    experts, heads = _exchanged(shapes, sizes, config, tokens)
+    traffic[Collective("all-to-all", shard_group[: parallel.expert])] += experts
+    traffic[Collective("all-to-all", tuple(range(first, first + parallel.context)))] += heads
     neighbours = [first - stage_ranks] * (stage > 0) + [first + stage_ranks] * (stage < stages - 1)
     for neighbour in neighbours:
         traffic[Collective("send", (neighbour, first))] += hidden
@@ -208,6 +197,19 @@ def least_traffic(
         shared = max(reduce_bytes, master_bytes) * shapes.shared_numel // stage_ranks
         traffic[Collective("send", (ranks - stage_ranks - first, first))] += shared
     return Counter({each: n for each, n in traffic.items() if n and len(each.ranks) > 1})
+
+
+def _exchanged(shapes: Shapes, sizes: StageSizes, config: Config, tokens: int) -> tuple[int, int]:
+    """Return the bytes that the experts and the heads of a stage exchange for a rank's tokens."""
+    again = config.model.activation_checkpointing != "none"
+    hidden = shapes.compute_bytes * tokens * shapes.hidden_size
+    # To the experts and back, in the forward and the backward; once more to them in a
+    # recomputation. Weights, in float32, go to the experts, and their gradients come back.
+    pair = (4 + again) * hidden + (2 + again) * 4 * tokens
+    # All heads in the forward, their gradients in the backward, and once more in a recomputation.
+    width = shapes.head_exchange(config.parallel.context) * sizes.n_layers
+    heads = (2 + again) * shapes.compute_bytes * tokens * width
+    return shapes.top_k * pair * sizes.layers.exchanges, heads
 
 
 def _gathered(

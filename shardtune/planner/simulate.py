@@ -27,7 +27,7 @@ from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.attention import documents
 from shardtune.model.attention_check import TRIAL_LENGTHS, decide_attention, require_shared
-from shardtune.model.build import build_on_meta, compute_dtype, forward_only
+from shardtune.model.build import build_on_meta, forward_only
 from shardtune.model.context import heads_between
 from shardtune.model.host_inputs import keep_inputs_on_host
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
@@ -158,10 +158,7 @@ def simulate(
     """
     tracker, device = Tracker(is_gpu), world.device
     model = build_on_meta(config, model_config, world, own)
-    if is_gpu and config.model.activation_checkpointing == "offload":
-        keep_inputs_on_host(model, _OtherMemory())
-    if tiles > 1:
-        tile_layers(model, tiles)
+    _prepare_layers(model, config, is_gpu, tiles)
     exchanged = partial(_exchanged, model=model, config=config, tiles=tiles, imbalance=imbalance)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
@@ -181,24 +178,30 @@ def simulate(
             _watch_layers(model, tracker)
             tracker.read_by_host = exchanged(batch.input_ids.numel())
             tracker.traffic, tracker.kernels = Counter(), Counter()
-            dtype = compute_dtype(config.model.compute_dtype, device)
-            stage = Stage(model, owned, dtype, world)
-            sent = None
-            if is_gpu and config.optimizer.offload:
-                sent = SentGradients(owned, _OtherMemory())
+            stage = Stage(model, owned, config, world)
+            sends = is_gpu and config.optimizer.offload
+            sent = SentGradients(owned, _OtherMemory()) if sends else None
             if evaluates:
                 tracker.begin("evaluate")
                 with forward_only(model):
                     stage.forward(batch)
-            most = max(3, world.stages + 1)
-            micro_batches = [batch] * min(most, config.train.gradient_accumulation_steps)
-            traffic, kernels = _accumulate(micro_batches, stage, model, policy, tracker)
+            most = min(max(3, world.stages + 1), config.train.gradient_accumulation_steps)
+            traffic, kernels = _accumulate([batch] * most, stage, model, policy, tracker)
             if sent:
                 sent.finish()
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
-    layers = len(decoder_layers(model))
-    return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention.text)
+    return Measured(
+        len(decoder_layers(model)), tracker.peaks, tracker.pools, traffic, kernels, attention.text
+    )
+
+
+def _prepare_layers(model: PreTrainedModel, config: Config, is_gpu: bool, tiles: int) -> None:
+    """Let layers take the memory that they take in the run."""
+    if is_gpu and config.model.activation_checkpointing == "offload":
+        keep_inputs_on_host(model, _OtherMemory())
+    if tiles > 1:
+        tile_layers(model, tiles)
 
 
 class _OtherMemory:

@@ -105,8 +105,8 @@ def _inputs_bytes(model: PreTrainedModel, config: Config, machine: Machine, worl
     width = getattr(model.config.get_text_config(), "hidden_size", None) or 0
     dtype = compute_dtype(config.model.compute_dtype, world.device)
     in_flight = min(world.stages - world.stage, config.train.gradient_accumulation_steps)
-    of_rank = len(decoder_layers(model)) * tokens * width * dtype.itemsize * in_flight
-    return of_rank * machine.ranks_per_node
+    per_layer = tokens * width * dtype.itemsize
+    return len(decoder_layers(model)) * per_layer * in_flight * machine.ranks_per_node
 
 
 def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int) -> int:

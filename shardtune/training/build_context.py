@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
@@ -51,43 +52,29 @@ def build_train_context(
 
     Files of another run are moved aside once that checkpoint is loaded.
     """
-    world, resumed = run.world, run.resumed
+    world = run.world
     config = run.config.moving_states(is_gpu=world.device.type == "cuda")
     world.progress.enter(Phase.LOADING)
-    with weights_fit(config):
-        model = world.run_on_all_ranks(lambda: build.build_model(config, model_config, world))
-    whole = build.whole_on_meta(config, model_config, world)
-    owned = OwnedParameters(model, config, world)
-    host = HostStates(owned, config) if config.optimizer.offload else None
-    optimizer = optim.build_optimizer(owned, config, host)
-    optim.compile_update(optimizer, config, world)
+    states = model, owned, host, optimizer = build_states(config, model_config, world)
     update = optim.update_kind(optimizer, world.device)
-    state = state_bytes(model, optimizer, config)
-    setup.log_model(whole, config, state, world)
+    whole = build.whole_on_meta(config, model_config, world)
+    n_bytes = state_bytes(model, optimizer, config)
+    setup.log_model(whole, config, n_bytes, world)
     saved = setup.saved_reshard_policy(run)
     policy = reshard.choose_reshard_policy(
-        model, config, state, saved, world, planned.kept_groups[world.stage]
+        model, config, n_bytes, saved, world, planned.kept_groups[world.stage]
     )
     set_seed((config.run.seed + world.rank) % 2**32)
     is_flat = prepare_forward(model, config, data.longest, planned.tiles, world)
-    if resumed:
-        checkpoint.load_checkpoint(resumed, model, optimizer, config.run.seed, run.directory, world)
-        if host:
-            host.round_masters()
-            owned.gather()
-    checkpoint.clear_leftovers(run.directory, resumed, world)
-    world.on_rank0(lambda: write_config(config, run.directory.path / "config.yaml"))
+    load_states(states, run)
+    world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
     metrics = Metrics(run.metrics_file, world, run.resumed_step, sinks)
     best = open_best(run, model, optimizer, whole, assets, metrics) if data.eval else None
-    if resumed:
-        logger.info(f"Resumed from {resumed.name}")
-        resume_rules.log_update(resumed, update)
     timeout_s = config.distributed.save_timeout_s
     saver = checkpoint.Saver(
         run.directory, config.checkpoint, timeout_s, model, optimizer, assets, world
     )
-    dtype = build.compute_dtype(config.model.compute_dtype, world.device)
     expert_balance = ExpertBalance(model, whole, metrics, world)
     return TrainContext(
         run=run,
@@ -99,7 +86,7 @@ def build_train_context(
         host=host,
         optimizer=optimizer,
         reshard=policy,
-        stage=Stage(model, owned, dtype, world),
+        stage=Stage(model, owned, config, world),
         row_cost=cost_of(whole),
         metrics=metrics,
         expert_balance=expert_balance,
@@ -113,6 +100,41 @@ def build_train_context(
         best=best,
         run_state=setup.state_of_run(run, model_config, assets, data, policy, update),
     )
+
+
+class States(NamedTuple):
+    """A sharded model, the parameters that this rank updates, and what updates them."""
+
+    model: PreTrainedModel
+    owned: OwnedParameters
+    host: HostStates | None  # with optimizer.offload
+    optimizer: torch.optim.Optimizer
+
+
+def build_states(config: Config, model_config: PretrainedConfig, world: World) -> States:
+    """Read or draw the weights, each rank its slices, and build their optimizer."""
+    with weights_fit(config):
+        model = world.run_on_all_ranks(lambda: build.build_model(config, model_config, world))
+    owned = OwnedParameters(model, config, world)
+    host = HostStates(owned, config) if config.optimizer.offload else None
+    optimizer = optim.build_optimizer(owned, config, host)
+    optim.compile_update(optimizer, config, world)
+    return States(model, owned, host, optimizer)
+
+
+def load_states(states: States, run: Run) -> None:
+    """Load the checkpoint that the run resumes from, if any, and clear what other runs left."""
+    model, owned, host, optimizer = states
+    resumed, seed, world = run.resumed, run.config.run.seed, run.world
+    if resumed:
+        checkpoint.load_checkpoint(resumed, model, optimizer, seed, run.directory, world)
+        if host:
+            host.round_masters()
+            owned.gather()
+    checkpoint.clear_leftovers(run.directory, resumed, world)
+    if resumed:
+        logger.info(f"Resumed from {resumed.name}")
+        resume_rules.log_update(resumed, optim.update_kind(optimizer, world.device))
 
 
 def open_best(

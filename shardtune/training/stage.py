@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardtune.config import Config
 from shardtune.data.batch import Batch
 from shardtune.distributed.meshes import Link
 from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.model.attention import documents
+from shardtune.model.build import compute_dtype
 from shardtune.model.loss import summed_loss
 from shardtune.training.replica_shards import OwnedParameters
 
@@ -49,10 +51,11 @@ class Stage:
     """This rank's layers, and the ranks that it receives from and sends to."""
 
     def __init__(
-        self, model: PreTrainedModel, owned: OwnedParameters, dtype: torch.dtype, world: World
+        self, model: PreTrainedModel, owned: OwnedParameters, config: Config, world: World
     ) -> None:
-        """`dtype`: that of hidden states between layers."""
-        self._model, self._owned, self._world, self._dtype = model, owned, world, dtype
+        self._model, self._owned, self._world = model, owned, world
+        # Of hidden states between layers.
+        self._dtype = compute_dtype(config.model.compute_dtype, world.device)
         self._before, self._behind = world.meshes.before, world.meshes.behind
         # Received hidden states and output of each micro-batch whose backward is to come.
         self._in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()

@@ -142,6 +142,22 @@ def save_new_model(
     return folder
 
 
+def models_on_demand(
+    root: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    build: Callable[[str], Any],
+    change_of: Callable[[str], Callable[[Any], None]],
+) -> Callable[[str], Path]:
+    """Return what saves the model of a family below `root`, when it is asked for first."""
+
+    def model(family: str) -> Path:
+        if not (root / family).exists():
+            save_new_model(lambda: build(family), tokenizer, root / family, change_of(family))
+        return root / family
+
+    return model
+
+
 def with_weights(source: Path, folder: Path, change: Callable[[Any], None]) -> Path:
     """A copy of a model's directory, in float32, whose weights or configuration `change` has
     changed."""

@@ -14,9 +14,9 @@ from helpers.commands import read_metrics
 from helpers.plain_training import (
     assert_same_weights,
     encode,
+    models_on_demand,
     plain_perplexity,
     plain_training,
-    save_new_model,
     settings,
     sharpen,
     uneven_chats,
@@ -86,17 +86,12 @@ def build(family: str) -> Any:
 def models(
     tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("families")
+    def change_of(family: str) -> Callable[[Any], None]:
+        # The weights of families with windows are sharp enough, and sharper ones send tokens that
+        # round otherwise to other experts.
+        return (lambda model: None) if family in packing_families.WINDOWS else sharpen
 
-    def model(family: str) -> Path:
-        if not (root / family).exists():
-            # Their own weights are sharp enough, and sharper ones send tokens that round otherwise
-            # to other experts.
-            change = [] if family in packing_families.WINDOWS else [sharpen]
-            save_new_model(lambda: build(family), tokenizer, root / family, *change)
-        return root / family
-
-    return model
+    return models_on_demand(tmp_path_factory.mktemp("families"), tokenizer, build, change_of)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from helpers.plain_training import (
     assert_same_weights,
     encode,
     finish,
+    models_on_demand,
     plain_training,
-    save_new_model,
     settings,
     sharpen,
     uneven_chats,
@@ -87,13 +87,7 @@ def models(
     tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("families")
-
-    def model(family: str) -> Path:
-        if not (root / family).exists():
-            save_new_model(lambda: build(family), tokenizer, root / family, move_biases)
-        return root / family
-
-    return model
+    return models_on_demand(root, tokenizer, build, lambda _: move_biases)
 
 
 def check(

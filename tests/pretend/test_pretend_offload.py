@@ -63,8 +63,11 @@ def tensors_of(run_dir: Path, step: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assert_alike(run_dir: Path, expected: Path, first_step: int = 1) -> None:
-    of_steps = [step for step in steps_of(expected) if step["step"] >= first_step]
-    assert [step for step in steps_of(run_dir) if step["step"] >= first_step] == of_steps != []
+    offloaded, plain = (
+        [step for step in steps_of(run) if step["step"] >= first_step]
+        for run in (run_dir, expected)
+    )
+    assert offloaded == plain != []
     pairs = zip(tensors_of(run_dir, 4), tensors_of(expected, 4), strict=True)
     for (name, tensor), (of_expected, other) in pairs:
         assert (name, tensor.dtype) == (of_expected, other.dtype)

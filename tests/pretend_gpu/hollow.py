@@ -126,12 +126,8 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
 
     import train_fsdp
     from shardtune.config_io import load_config
-    from shardtune.model.attention import DOCUMENT_ATTENTION, documents
-    from shardtune.model.build import build_model, compute_dtype, forward_only
-    from shardtune.model.context import heads_between
+    from shardtune.model.build import build_model, forward_only
     from shardtune.model.files import read_model_config
-    from shardtune.model.loss import use_loss_head
-    from shardtune.model.tiles import tile_layers
     from shardtune.training import stage as stage_module
     from shardtune.training.expert_balance import ExpertBalance
     from shardtune.training.host_states import HostStates
@@ -151,15 +147,10 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     optimizer = build_optimizer(owned, config, host)
     state = state_bytes(model, optimizer, config)
     reshard = choose_reshard_policy(model, config, state, None, world, options.kept_groups)
-    model.set_attn_implementation(DOCUMENT_ATTENTION)
-    use_loss_head(model, world.device)
-    if options.tiles > 1:
-        tile_layers(model, options.tiles)
-    documents.heads = heads_between(world)
+    _prepare_forward(model, options.tiles, world)
     batch = _full_batch(config, world)
     enter("evaluate")
-    dtype = compute_dtype(config.model.compute_dtype, world.device)
-    stage = stage_module.Stage(model, owned, dtype, world)
+    stage = stage_module.Stage(model, owned, config, world)
     with forward_only(model):
         stage.forward(batch)
     run = SimpleNamespace(config=config, world=world)
@@ -175,6 +166,30 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
         optimizer=optimizer,
         expert_balance=balance,
     )
+    enter_phases(train_fsdp, stage_module, enter)
+    train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
+    step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
+    stop: Any = SimpleNamespace(received=None)
+    micro_batches = [batch] * config.train.gradient_accumulation_steps
+    return LonelyRank(context, lambda: train_fsdp.train_step(context, step, micro_batches, stop))
+
+
+def _prepare_forward(model: Any, tiles: int, world: Any) -> None:
+    """Let the model attend and make logits as a run of packed rows does."""
+    from shardtune.model.attention import DOCUMENT_ATTENTION, documents
+    from shardtune.model.context import heads_between
+    from shardtune.model.loss import use_loss_head
+    from shardtune.model.tiles import tile_layers
+
+    model.set_attn_implementation(DOCUMENT_ATTENTION)
+    use_loss_head(model, world.device)
+    if tiles > 1:
+        tile_layers(model, tiles)
+    documents.heads = heads_between(world)
+
+
+def enter_phases(train_fsdp: Any, stage_module: Any, enter: Callable[[str], None]) -> None:
+    """Let the parts of a step call `enter` as they begin and end."""
     for place, name, before, after in (
         (stage_module.Stage, "forward", "forward", "backward"),
         (stage_module.Stage, "backward", "backward", "backward"),
@@ -182,11 +197,6 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
         (train_fsdp, "update_weights", "optimizer", "optimizer"),
     ):
         setattr(place, name, entering(getattr(place, name), enter, before, after))
-    train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
-    step: Any = SimpleNamespace(number=1, trained_tokens=len(batch.targets) * world.size)
-    stop: Any = SimpleNamespace(received=None)
-    micro_batches = [batch] * config.train.gradient_accumulation_steps
-    return LonelyRank(context, lambda: train_fsdp.train_step(context, step, micro_batches, stop))
 
 
 def entering(

@@ -79,7 +79,9 @@ def test_an_architecture_without_a_copy_is_left_to_its_weights() -> None:
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_an_encoder_is_refused_by_name(packing: str) -> None:
     model_config = AutoConfig.for_model("bert", **SMALL)
-    with pytest.raises(UserError, match=r"^bert is no causal .* its tokens see those behind them"):
+    with pytest.raises(
+        UserError, match=r"^bert is not a causal .* its tokens see those behind them"
+    ):
         require_documents_apart(configured(f"data.packing={packing}"), model_config)
     decoder = AutoConfig.for_model("bert", **SMALL, is_decoder=True)
     require_documents_apart(configured("data.packing=false"), decoder)
