@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers.chats import chats, write_jsonl
 from helpers.commands import REPOSITORY, launch, read_metrics
 from helpers.ranks import train
@@ -268,13 +269,16 @@ def test_options_that_others_switch_off_are_said(tmp_path: Path, models: dict[st
     write_inputs(tmp_path, models["llama"])
     settings = ["data.eval=null", "eval.every_steps=2", "export.final=false"]
     settings += ["train.max_steps=5", "logging.every_steps=2", "checkpoint.every_steps=0"]
-    done = train(1, *settings, cwd=tmp_path)
+    done = train(1, *settings, "optimizer.offload=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = contract_lines(done.stdout)
     assert [match[1] for kind, match in lines if kind == "step"] == ["2", "4", "5"]
     assert [match[1] for kind, match in lines if kind == "saved"] == ["0000005"]
     assert not {"baseline", "eval"} & set(dict(lines))
     assert done.stdout.count("Evaluation is skipped") == 1 and "eval.every_steps = 2" in done.stdout
+    assert "optimizer.offload=true moves nothing" in done.stdout
+    written = (tmp_path / "runs/config/config.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(written)["optimizer"]["offload"] is True
     assert not (tmp_path / "runs/config/model").exists()
     rank_file = checkpoint(tmp_path / "runs/config", 5) / "rank_00000.safetensors"
     with safe_open(rank_file, "pt") as file:
