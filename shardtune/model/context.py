@@ -69,5 +69,7 @@ def heads_between(world: World) -> HeadExchange | None:
 
 def describe_rows(model: PreTrainedModel, ranks: int) -> str:
     """Return the log's line on rows that so many ranks share."""
-    heads: int = model.config.get_text_config().num_attention_heads
-    return f"Rows: each shared by {ranks} ranks, {heads // ranks} of {heads} heads each"
+    layers = model.config.get_text_config().per_layer_config
+    numbers = sorted({layer.num_attention_heads for layer in layers})
+    shares = " or ".join(f"{heads // ranks} of {heads}" for heads in numbers)
+    return f"Rows: each shared by {ranks} ranks, {shares} heads each"

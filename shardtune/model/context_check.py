@@ -57,7 +57,8 @@ def context_problems(
 
 def _numbers_of_heads(model: PreTrainedModel) -> set[int]:
     """Return how many heads layers have, each number once."""
-    settings = model.config.get_text_config().to_dict().items()
+    layers = model.config.get_text_config().per_layer_config
+    settings = [each for layer in layers for each in layer.to_dict().items()]
     values = [value for name, value in settings if _HEADS.search(name)]
     lists = [value if isinstance(value, list) else [value] for value in values]
     return {number for numbers in lists for number in numbers if isinstance(number, int)}

@@ -49,7 +49,7 @@ def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterato
     if degree == 1:
         return
     kind, key = model.config.model_type, f"parallel.expert={degree}"
-    plan = model._expand_parallel_plan(model.ep_plan)
+    plan = _plan_of_experts(model)
     stacks = [model.get_parameter(name) for name, style in plan.items() if style == _STACK]
     if _MODULE not in plan.values() or not stacks:
         has_experts = any("expert" in name for name, _ in model.named_parameters())
@@ -75,7 +75,7 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
 
     The parameters become DTensors, and each module exchanges tokens around its own forward.
     """
-    plan = model._expand_parallel_plan(model.ep_plan)
+    plan = _plan_of_experts(model)
     # No plan knows adapters, and these would have their module's style.
     plan |= dict.fromkeys(filter(is_factor, plan), _STACK)
     modules: dict[nn.Module, list[SharedExperts]] = {}
@@ -95,9 +95,18 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
     return list(modules)
 
 
+def _plan_of_experts(model: PreTrainedModel) -> dict[str, str]:
+    """Return transformers' plan to spread experts, by the names of modules and parameters.
+
+    Gemma 4's cuts its dense MLPs, too, which are FSDP2's here.
+    """
+    plan = model._expand_parallel_plan(model.ep_plan)
+    return {name: style for name, style in plan.items() if style not in ("colwise", "rowwise")}
+
+
 def spread_stacks(model: PreTrainedModel) -> set[str]:
     """Return the names of the stacks, and of their adapters, that `parallel.expert` spreads."""
-    plan = model._expand_parallel_plan(model.ep_plan) if model.ep_plan else {}
+    plan = _plan_of_experts(model) if model.ep_plan else {}
     return {name for name, style in plan.items() if style == _STACK or is_factor(name)}
 
 

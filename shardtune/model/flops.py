@@ -31,9 +31,8 @@ from shardtune.distributed.world import World
 from shardtune.log import logger
 from shardtune.model.attention_layers import keeps_states_only
 from shardtune.model.state_layers import recurrence_flops, state_mixers
-from shardtune.model.support import decoder_layers
+from shardtune.model.support import TOP_K_NAMES, decoder_layers
 
-_TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 _EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # The setting with the span of each layer type; other types have no pairs, or pairs that depend on
 # the data.
@@ -173,7 +172,7 @@ def stage_costs(model: PreTrainedModel) -> tuple[float, list[float], float]:
     layers needs time for the first and memory for the second.
     """
     config: Any = model.config.get_text_config()
-    top_k = _first(config, *_TOP_K_NAMES) or 1
+    top_k = _first(config, *TOP_K_NAMES) or 1
 
     def flops_and_weights(module: Any, is_looked_up: bool = False) -> np.ndarray:
         parameters = list(module.parameters()) if module else []
@@ -210,7 +209,7 @@ def _used_share(name: str, parameter: nn.Parameter, config: Any) -> float:
     is_listed = re.search(r"(^|\.)experts\.\d+\.", name) is not None
     if (parameter.dim() == 2 and not is_listed) or ".conv" in name:  # convolutions go by channel
         return 1.0
-    top_k, stack = _first(config, *_TOP_K_NAMES), parameter.shape[0]
+    top_k, stack = _first(config, *TOP_K_NAMES), parameter.shape[0]
     configured = _first(config, *_EXPERTS_NAMES)
     if not configured and parameter.dim() == 3 and stack > 1 and "expert" not in name:
         return 1.0  # each head or block of a token's features has a part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.tensors import dtype_name
 
+# transformers' names of how many experts a router chooses for a token.
+TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 # Attributes of routers with the width of their noise in training.
 _JITTER = ("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
@@ -83,6 +86,15 @@ def _short_rope_length(config: PreTrainedConfig) -> int | None:
         if each.get("rope_type") == "longrope"
     )
     return min(lengths, default=None)
+
+
+def most_of_layers(model: PreTrainedModel, *names: str) -> int:
+    """Return the largest that the layers' settings give for the first of these names, or 0."""
+    settings: Any = model.config.get_text_config()
+    layers = settings.per_layer_config
+    found = ([getattr(layer, name, None) for layer in layers] for name in names)
+    numbers = ([n for n in each if isinstance(n, int)] for each in found)
+    return max(next(filter(None, numbers), [0]))
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.world import World
 from shardtune.model.experts import gathered_numel
-from shardtune.model.support import decoder_layers
+from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
 from shardtune.training.reshard import kept_bytes
 from shardtune.training.states import StateBytes
 
@@ -29,16 +29,15 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     """
     tokens = config.train.micro_batch_size * config.data.max_length
     tokens = -(-tokens // config.parallel.context)
-    settings: Any = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
     logits = head.weight.shape[0] if getattr(head, "weight", None) is not None else 0
     # A layer that is computed again keeps its input alone, but one layer is whole in the backward.
-    layers = [_products(layer, settings) for layer in decoder_layers(model)]
-    scores = getattr(settings, "num_attention_heads", None) or 0
-    scores *= config.data.max_length
+    top_k = most_of_layers(model, *TOP_K_NAMES) or 1
+    layers = [_products(layer, top_k) for layer in decoder_layers(model)]
+    scores = most_of_layers(model, "num_attention_heads") * config.data.max_length
     kept = [width + scores for width in layers]
     if config.model.keeps_inputs_alone:
-        kept = [max(kept, default=0), len(kept) * (getattr(settings, "hidden_size", None) or 0)]
+        kept = [max(kept, default=0), len(kept) * most_of_layers(model, "hidden_size")]
     activations = tokens * (sum(kept) + logits) * _WIDEST_BYTES * _COPIES_OF_ACTIVATIONS
     largest = max(gathered_numel(p) for p in model.parameters()) * _WIDEST_BYTES
     staging = 0
@@ -50,9 +49,8 @@ def bound_bytes(model: PreTrainedModel, config: Config, states: StateBytes, worl
     return states.total + gathered + activations + 2 * largest + staging
 
 
-def _products(layer: nn.Module, settings: Any) -> int:
+def _products(layer: nn.Module, top_k: int) -> int:
     """Return how many elements the products of a layer read and write for each token."""
-    top_k = getattr(settings, "num_experts_per_tok", None) or 1
     elements = 0
     for parameter in layer.parameters():
         width, height = parameter.shape[-1], parameter.shape[-2] if parameter.dim() > 1 else 0

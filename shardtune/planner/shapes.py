@@ -22,7 +22,7 @@ from shardtune.distributed.tensors import DTYPES
 from shardtune.model.context_check import context_problems
 from shardtune.model.experts import spread_problems, spread_stacks
 from shardtune.model.stages import layers_of_stages
-from shardtune.model.support import decoder_layers
+from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.tracker import Collective
 from shardtune.training.reshard import KeptBytes, ReshardPolicy, decide, room_beside
@@ -57,6 +57,14 @@ class Keeps(NamedTuple):
     gathered_bytes: float
 
 
+class Heads(NamedTuple):
+    """The heads of a layer, and the elements of one's key and value."""
+
+    queries: int
+    keys: int
+    widths: int
+
+
 class Shapes:
     """What the shapes of a whole model's parameters say of each of its stages."""
 
@@ -67,16 +75,9 @@ class Shapes:
         """
         self.n_layers = len(decoder_layers(whole))
         self.compute_bytes = compute_dtype.itemsize
-        settings: Any = whole.config.get_text_config()
-        self.hidden_size: int = getattr(settings, "hidden_size", None) or 0
-        self.top_k: int = getattr(settings, "num_experts_per_tok", None) or 1
-        self.heads: int = getattr(settings, "num_attention_heads", None) or 1
-        self.key_heads: int = getattr(settings, "num_key_value_heads", None) or self.heads
-        # Of a key and a value, which differ in latent attention.
-        latent = [getattr(settings, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
-        width = getattr(settings, "head_dim", None) or self.hidden_size // self.heads
-        width = sum(latent) if latent[0] else width
-        self.head_widths: int = width + (getattr(settings, "v_head_dim", None) or width)
+        self.hidden_size = most_of_layers(whole, "hidden_size")
+        self.top_k = most_of_layers(whole, *TOP_K_NAMES) or 1
+        self.heads = [_heads(layer) for layer in whole.config.get_text_config().per_layer_config]
         stacks = spread_stacks(whole)
         names = {parameter: name for name, parameter in whole.named_parameters()}
 
@@ -119,8 +120,11 @@ class Shapes:
 
     def head_exchange(self, ranks: int) -> int:
         """Return how many elements of a token a layer sends where so many ranks share its row."""
-        copies = ranks // gcd(ranks, self.key_heads)
-        return self.head_widths * (self.heads + copies * self.key_heads)
+        sent = sum(
+            heads.widths * (heads.queries + ranks // gcd(ranks, heads.keys) * heads.keys)
+            for heads in self.heads
+        )
+        return round(sent / len(self.heads))
 
     def trained(self, stages: int, stage: int, ranks: int) -> float:
         """Return the elements that a rank of a stage updates. `ranks`: of all stages."""
@@ -286,3 +290,14 @@ def rough_memory(
     total = states + gathered + reduced + sums + activations
     more = max(0.0, min(room, room_beside(total, free)))
     return total, Keeps(policy, math.inf if policy.kept_groups else more)
+
+
+def _heads(settings: Any) -> Heads:
+    heads: int = getattr(settings, "num_attention_heads", None) or 1
+    hidden_size: int = getattr(settings, "hidden_size", None) or 0
+    # A key and a value differ in latent attention.
+    latent = [getattr(settings, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
+    width = getattr(settings, "head_dim", None) or hidden_size // heads
+    width = sum(latent) if latent[0] else width
+    key_heads = getattr(settings, "num_key_value_heads", None) or heads
+    return Heads(heads, key_heads, width + (getattr(settings, "v_head_dim", None) or width))

@@ -31,7 +31,7 @@ from shardtune.model.build import build_on_meta, forward_only
 from shardtune.model.context import heads_between
 from shardtune.model.host_inputs import keep_inputs_on_host
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
-from shardtune.model.support import decoder_layers
+from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
 from shardtune.model.tiles import tile_layers
 from shardtune.planner.kernels import Kernel
 from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
@@ -293,7 +293,7 @@ def _exchanged(
     ranks = config.parallel.expert
     if ranks == 1:
         return iter(())
-    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    top_k = most_of_layers(model, *TOP_K_NAMES) or 1
     numbers: list[int] = []
     for tile in torch.arange(tokens, device="meta").tensor_split(tiles):
         pairs = top_k * len(tile)

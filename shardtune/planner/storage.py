@@ -13,7 +13,7 @@ from shardtune.distributed.world import World
 from shardtune.model.build import compute_dtype
 from shardtune.model.files import model_folder
 from shardtune.model.quantised import piece_bytes
-from shardtune.model.support import decoder_layers
+from shardtune.model.support import decoder_layers, most_of_layers
 from shardtune.planner.machine import DISK_BYTES_PER_S, Machine
 from shardtune.training.states import StateBytes
 
@@ -102,7 +102,7 @@ def _inputs_bytes(model: PreTrainedModel, config: Config, machine: Machine, worl
         return 0
     tokens = config.train.micro_batch_size * config.data.max_length
     tokens = -(-tokens // config.parallel.context)
-    width = getattr(model.config.get_text_config(), "hidden_size", None) or 0
+    width = most_of_layers(model, "hidden_size")
     dtype = compute_dtype(config.model.compute_dtype, world.device)
     in_flight = min(world.stages - world.stage, config.train.gradient_accumulation_steps)
     per_layer = tokens * width * dtype.itemsize

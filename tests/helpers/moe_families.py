@@ -46,6 +46,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "gemma4_text": {  # heads that differ from layer to layer, and dense MLPs beside experts
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
 }
 
 

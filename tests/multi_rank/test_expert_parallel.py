@@ -61,6 +61,7 @@ CASES: list[Case] = [
     ("mixtral", Mesh(4, 2), Mesh(2, 1), "model.activation_checkpointing=selective"),
     ("deepseek_v3", Mesh(2, 1), Mesh(2, 2), "data.packing=true"),
     ("gpt_oss", Mesh(4, 2), Mesh(2, 2), "data.packing=false"),
+    ("gemma4_text", Mesh(2, 2), Mesh(4, 2, 2), "data.packing=true"),
 ]
 MESHES = [
     Mesh(2, 2),

@@ -59,6 +59,7 @@ CASES = [
             ("llama", ["parallel.replicate=2", "lora.rank=4"], 8e9),
             ("llama", ["parallel.context=2", SELECTIVE], 8e9),
             ("deepseek_v3", ["parallel.context=4", "parallel.replicate=2"], 8e9),
+            ("gemma4_text", ["parallel.context=2", "parallel.expert=2"], 8e9),
         )
     ),
 ]

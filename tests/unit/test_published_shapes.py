@@ -24,7 +24,7 @@ SHAPES = {
     "deepseek-v3": (16, 671, EXPERTS),
     "minimax-m2.5": (4, 229, EXPERTS),
     "glm-4.7": (8, 353, EXPERTS),
-    "gemma-4-26b-a4b": (1, 25, ""),
+    "gemma-4-26b-a4b": (1, 25, EXPERTS),  # heads that differ from layer to layer
     "qwen3.5-35b-a3b": (1, 35, EXPERTS),
     "qwen3-next-80b-a3b": (2, 80, EXPERTS),
 }
