@@ -112,7 +112,9 @@ class TrainSource(Section):
 
     @property
     def label(self) -> str:
-        return self.name or Path(self.path).stem
+        path = Path(self.path)
+        is_compressed = path.suffix in (".gz", ".zst")
+        return self.name or (Path(path.stem).stem if is_compressed else path.stem)
 
 
 TrainSources = Annotated[tuple[TrainSource, ...], Field(strict=False, min_length=1)]
@@ -138,8 +140,9 @@ class DataConfig(Section):
     """The records and how they become rows of tokens."""
 
     train: PathText | TrainSources = Field(examples=["data/train.jsonl"])
-    """A `.jsonl`, `.json` or `.parquet` file, a directory of them, or a hub dataset
-    `org/name[:config][:split]`; or a list of sources, each with a path and a weight."""
+    """A `.jsonl`, `.json`, `.csv` or `.parquet` file (`.jsonl.gz` or `.zst`, too), a directory of
+    them, what `save_to_disk` wrote (`path:split`), or a hub dataset `org/name[:config][:split]`;
+    or a list of sources, each with a path and a weight."""
     eval: PathText | EvalSets | None = None
     """Evaluation data, as one path, or several sets by name with a perplexity for each."""
     columns: dict[RecordField, Text | None] | None = None

@@ -15,6 +15,7 @@ import psutil
 from shardtune.cluster import network
 from shardtune.config import Config, DistributedConfig
 from shardtune.config_io import read_run_arguments
+from shardtune.data.paths import kind_of, split_path
 from shardtune.errors import UserError, first_line, missing_directory
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -42,7 +43,6 @@ Arguments are those of train_fsdp.py:
 """
 # Signals reach the ranks through the agent, and a save may take long.
 _SHUTDOWN_TIMEOUT_S = 2 * 24 * 3600
-DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ def _path_problems(config: Config) -> list[str]:
         f"{key}={spec}: no such file or directory that this user can read"
         f"{missing_directory(spec)} - correct the path"
         for key, spec in specs.items()
-        if not os.access(spec, os.R_OK)
+        if not os.access(split_path(spec)[0], os.R_OK)
         # A name of the hub has at most one slash.
-        and (spec[0] in "./" or spec.count("/") > 1 or Path(spec).suffix in DATA_SUFFIXES)
+        and (spec[0] in "./" or spec.count("/") > 1 or kind_of(spec))
     ]
     run_dir = existing_part(Path(config.run.dir))
     if not run_dir.is_dir() or not os.access(run_dir, os.W_OK | os.X_OK):

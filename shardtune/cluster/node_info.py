@@ -18,9 +18,10 @@ from typing import Any
 import xxhash
 
 from shardtune.cluster.control import Message
-from shardtune.cluster.environment import DATA_SUFFIXES, REPOSITORY, Environment, existing_part
+from shardtune.cluster.environment import REPOSITORY, Environment, existing_part
 from shardtune.config import Config
 from shardtune.config_io import bare, shared_settings
+from shardtune.data.paths import kind_of, split_path
 from shardtune.model.weight_files import WHOLE_BYTES, content_digest, tensors_digest
 
 _SAMPLE = 32, 1 << 20  # blocks at even distances, and bytes of each, of a large file
@@ -65,14 +66,14 @@ def _file_facts(config: Config) -> Message:
     data = {
         f"{key}: {file.name}": file
         for key, spec in specs.items()
-        for file in _files_in(Path(spec))
-        if file.suffix in DATA_SUFFIXES
+        for file in _files_in(Path(*split_path(spec)))
+        if kind_of(file.name) or file.suffix == ".arrow"
     }
     model = {file.name: file for file in _files_in(Path(config.model.path))}
     remarks = [
         f"{key}={spec} is a name of the hub, and not compared before the run"
         for key, spec in (specs | {"model.path": config.model.path}).items()
-        if not Path(spec).exists()
+        if not split_path(spec)[0].exists()
     ]
     return {
         "data": _digests("the data", data, remarks),

@@ -33,7 +33,13 @@ from shardtune.data.chat_template import (
     Tools,
     Turn,
 )
-from shardtune.data.messages import Message, is_empty, train_flag, without_flags
+from shardtune.data.messages import (
+    Message,
+    is_empty,
+    train_flag,
+    with_one_text,
+    without_flags,
+)
 from shardtune.data.outcomes import Outcome
 from shardtune.errors import UserError
 
@@ -207,6 +213,11 @@ class ChatEncoder:
                 "chat_template.jinja beside it, or write records with prompt and completion, or "
                 "text"
             )
+        notes: list[Note] = []
+        has_parts = any(isinstance(message.get("content"), list) for message in messages)
+        if has_parts and self.template.takes_one_text:
+            messages = [*map(with_one_text, messages)]
+            notes.append((Outcome.PARTS_JOINED, ""))
         chat = Conversation(self.template, [without_flags(m) for m in messages], tools)
         assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         flags = {i: flag for i, m in enumerate(messages) if (flag := train_flag(m)) is not None}
@@ -219,6 +230,9 @@ class ChatEncoder:
                 "data.loss_on=all trains every message - remove its flag, or choose "
                 "data.loss_on=assistant"
             )
+        if trained[:1] == [0] and self.loss_on != "all":  # nothing prompts it: it can only be read
+            trained = trained[1:]
+            notes.append((Outcome.LEADING_ANSWER, ""))
         trained = [i for i in assistant if flags.get(i, i in trained)]
         untrained = [i for i in assistant if flags.get(i) is False]
         encode = (
@@ -228,7 +242,8 @@ class ChatEncoder:
         def encode_part(end: int) -> EncodedRecord:
             encoded = encode(chat, trained, end)
             empty = [_EMPTY for i in trained if i < end and is_empty(messages[i])]
-            return replace(encoded, notes=(*encoded.notes, *empty))
+            of_all = notes if end == len(messages) else ()
+            return replace(encoded, notes=(*of_all, *encoded.notes, *empty))
 
         return encode_part
 

@@ -10,6 +10,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shardtune.data.messages import (
@@ -19,6 +20,7 @@ from shardtune.data.messages import (
     Message,
     contains,
     first_missing,
+    message_texts,
     normalize,
     stop_count,
     tool_function,
@@ -79,7 +81,7 @@ class ChatTemplate:
         self.tokenizer, self.name, self.date, self.eos_text = tokenizer, name, date, stop_texts[0]
         longest_first = sorted(stop_texts, key=len, reverse=True)
         alternatives = "|".join(re.escape(text) for text in longest_first)
-        self.stop = re.compile(alternatives)
+        self.stop, self._stop_texts = re.compile(alternatives), set(stop_texts)
         self.only_stops = re.compile(rf"(?:\s|{alternatives})*")
         named = tokenizer.chat_template or ""
         sources = "\n".join(named.values()) if isinstance(named, dict) else named
@@ -88,6 +90,7 @@ class ChatTemplate:
         names = {a or b for a, _, b in _NAME_IN_TEMPLATE.findall(sources)}
         self._date_macro = _date_macro(date) if self.uses_date else ""
         self._read_fields = _MESSAGE_FIELDS | names
+        self.knows_tool_calls = "tool_calls" in names
 
     def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """Return the text of the messages; raises ChatError when the template raises."""
@@ -109,6 +112,58 @@ class ChatTemplate:
                 "change the messages to what it supports, or use another template"
             ) from error
         return text
+
+    @cached_property
+    def takes_one_text(self) -> bool:
+        """Whether the template writes a content of text parts as code, or not at all."""
+        parts = [{"type": "text", "text": _NEXT_TEXT}]
+        as_text, as_parts = (self._rendered_probe(content) for content in (_NEXT_TEXT, parts))
+        is_read = _NEXT_TEXT in as_parts and not contains(normalize(as_parts), str(parts))
+        return _NEXT_TEXT in as_text and not is_read
+
+    @cached_property
+    def _role_tokens(self) -> re.Pattern[str] | None:
+        """The added tokens in front of turns, but for those that end one or begin every text."""
+        rendered = self._rendered_probe(_NEXT_TEXT) if self.tokenizer.chat_template else ""
+        others = set(self._stop_texts)
+        bos = self.tokenizer.bos_token
+        if bos and rendered.count(bos) == 1:
+            others.add(bos)
+        tokens = [t for t in self.tokenizer.get_added_vocab() if t in rendered and t not in others]
+        return re.compile("|".join(map(re.escape, tokens))) if tokens else None
+
+    def _rendered_probe(self, content: Any) -> str:
+        """Return a question with a generation prompt; "" where the template raises."""
+        try:
+            return self.render([{"role": "user", "content": content}], None, True)
+        except ChatError:
+            return ""
+
+    def rendered_already(self, record: dict[str, Any]) -> Note | None:
+        """Return a note if a text of the record holds a token with which the template begins turns.
+
+        A rendered text may be meant as it is. In a message, the template would write its own too.
+        """
+        if self._role_tokens is None:
+            return None
+        for outcome, texts in (
+            (Outcome.RENDERED_TEXT, [text for text in record.values() if isinstance(text, str)]),
+            (
+                Outcome.RENDERED_MESSAGE,
+                [
+                    text
+                    for name, messages in record.items()
+                    if name != "tools" and isinstance(messages, list)
+                    for message in messages
+                    for _, text in message_texts(message)
+                    if isinstance(text, str)
+                ],
+            ),
+        ):
+            tokens = (found for text in texts if (found := self._role_tokens.search(text)))
+            if token := next(tokens, None):
+                return outcome, token[0]
+        return None
 
     def unread_fields(self, record: dict[str, Any]) -> list[str]:
         """Return `messages.weight` for every field of a message that no template mentions."""
@@ -270,9 +325,13 @@ class Conversation:
 
     def _refuse_missing(self, i: int, missing: str | None) -> None:
         if missing is not None:
+            known, remedy = "", "remove it from the record, or use a template that writes it"
+            if "tool call" in missing and not self.template.knows_tool_calls:
+                known = ": it knows no tool calls"
+                remedy = "leave such records out, or use a model whose template does"
             raise ChatError(
-                f"{self.template.name} leaves out the {missing} of messages[{i}] (assistant) - "
-                "remove it from the record, or use a template that writes it"
+                f"{self.template.name} leaves out the {missing} of messages[{i}] (assistant)"
+                f"{known} - {remedy}"
             )
 
     def notes(self, text: str) -> list[Note]:
@@ -289,8 +348,10 @@ class Conversation:
                     f"{self.template.name} writes a list of text parts as code - "
                     "give the content of a message as one text"
                 )
-            if role != "assistant" and (missing := first_missing(message, normalized)):
-                notes.append((Outcome.LEFT_OUT, f"{missing} of a {role} message"))
+            is_context = role != "assistant" or message is self.messages[0]
+            if is_context and (missing := first_missing(message, normalized)):
+                article = "an" if role == "assistant" else "a"
+                notes.append((Outcome.LEFT_OUT, f"{missing} of {article} {role} message"))
             if role == "assistant" and stop_count(self.template.stop, message):
                 notes.append((Outcome.STOP_IN_TEXT, ""))
             for call in message.get("tool_calls") or []:

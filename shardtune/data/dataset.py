@@ -22,7 +22,8 @@ from shardtune.config import DataConfig
 from shardtune.data.cache import cache_key, cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.hub import hub_problem
-from shardtune.data.outcomes import TOO_LONG, OutcomeCounts
+from shardtune.data.outcomes import NAMED_PROBLEMS, TOO_LONG, BrokenRecords, OutcomeCounts
+from shardtune.data.paths import KINDS
 from shardtune.data.records import read_fields
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, TokenizedChunk, tokenize_chunks
@@ -40,7 +41,6 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "source": np.uint16,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
-_NAMED_PROBLEMS = 10
 _LOG_EVERY_S = 10.0
 
 
@@ -196,7 +196,7 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
     for source in chain.from_iterable(sets.values()):
         if source.ignored:
             names = first_few(source.ignored, 10)
-            logger.info(f"{source.name}: ignored (not .json, .jsonl, .parquet): {names}")
+            logger.info(f"{source.name}: ignored (not {', '.join(KINDS)}): {names}")
     entry = cache_root() / cache_key(sets, data, encoder)
     if entry.exists():
         if not (damaged := damaged_files(entry)):
@@ -282,7 +282,7 @@ class _SourceSums:
     """Sums over one source: its records, its broken ones, and the part that its own set got."""
 
     n_read: int = 0
-    n_broken: int = 0
+    broken: BrokenRecords = field(default_factory=BrokenRecords)
     n_records: int = 0  # of its own set: neither broken nor held out
     n_sequences: int = 0
     outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
@@ -291,7 +291,8 @@ class _SourceSums:
     def add(self, chunk: TokenizedChunk) -> None:
         own = chunk.sets[chunk.set_name]
         self.n_read += chunk.n_records
-        self.n_broken += len(chunk.problems)
+        for broken in chunk.broken:
+            self.broken.add(broken)
         self.n_records += own.n_records
         self.n_sequences += len(own.sequences)
         self.outcomes.update(own.outcomes)
@@ -324,18 +325,18 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     n_bytes, n_done = sum(source.n_bytes for source in sources.values()), 0
     logged_at = time.monotonic()
     sums = {key: _SourceSums() for key in sources}
-    problems: list[str] = []
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
         for chunk in chunks:
             for name, sequences in chunk.sets.items():
                 writers[name].add(sequences, chunk.source)
             sums[chunk.set_name, chunk.source].add(chunk)
-            problems += chunk.problems[: _NAMED_PROBLEMS - len(problems)]
             n_done += chunk.n_bytes
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at, percent = time.monotonic(), 100 * n_done // max(1, n_bytes)
                 n_read = sum(each.n_read for each in sums.values())
                 logger.info(f"Data: {n_read} records tokenized, {percent}% of the data")
+    broken = [line for each in sums.values() for line in each.broken.lines()]
+    problems = broken[:NAMED_PROBLEMS]
     problems += _unmatched_columns(data, set().union(*(each.fields for each in sums.values())))
     for key, source in sources.items():
         problems += _source_problems(source, sums[key], data)
@@ -371,8 +372,10 @@ def _unmatched_columns(data: DataConfig, fields: set[str]) -> list[str]:
 
 def _source_problems(source: Source, sums: _SourceSums, data: DataConfig) -> list[str]:
     """Return why this source cannot be used."""
-    if sums.n_broken:
-        share = f"{sums.n_broken} of {sums.n_read} records"
+    if sums.broken.end_files:
+        return [f"{source.key}: a file whose records cannot be counted - repair it as said above"]
+    if sums.broken.count:
+        share = f"{sums.broken.count} of {sums.n_read} records"
         return [f"{source.key}: {share} broken - repair or remove them"]
     if not sums.n_read:
         return [f"{source.name}: no record in it - name data that has some"]

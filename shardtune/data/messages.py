@@ -90,6 +90,14 @@ def first_missing(message: Message, normalized: str) -> str | None:
     return None
 
 
+def with_one_text(message: Message) -> Message:
+    """Copy a message with its text parts joined, as templates that read parts join them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": "".join(part["text"] for part in content)}
+
+
 def with_marks(value: Any, mark: str = MARK, everything: bool = False) -> Any:
     """Copy a message with a mark at the end of each text.
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from enum import Enum
+from typing import NamedTuple
+
+NAMED_PROBLEMS = 10
 
 
 class Outcome(Enum):
@@ -14,6 +18,16 @@ class Outcome(Enum):
 
     FOREIGN_FORM = "records in the form of {}"
     UNREAD_FIELD = "records with the field {}, which nothing reads"
+    UNREAD_MEDIA = "records with the field {}, of which nothing is trained but the text", True
+    MEDIA_TAG = "records with {} in their text, which is trained as text", True
+    RENDERED_TEXT = (
+        "texts that hold {} of the chat template, so rendered already: all of them is trained, the "
+        "questions too, where messages would train the answers",
+        True,
+    )
+    RENDERED_MESSAGE = "conversations that hold {} of the chat template in their texts", True
+    PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
+    LEADING_ANSWER = "conversations that begin with the assistant, whose first turn is context"
     LEFT_OUT = "the chat template leaves out the {}"
     STOP_IN_TEXT = "an assistant turn holds the text of a stop token: generation would end there"
     ARGUMENTS_AS_TEXT = (
@@ -67,3 +81,35 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
                 words = f" | {effect}" if effect else outcome.sentence.format(detail)
                 lines[outcome, detail] = f"{line}{words}: {count}"
         return list(lines.values())
+
+
+class BrokenRecord(NamedTuple):
+    """Why a record cannot be used; with `ends_file`, neither can the file behind it."""
+
+    place: str
+    problem: str
+    ends_file: bool
+
+
+class BrokenRecords:
+    """The broken records of a source, alike ones folded. Problems are alike but for numbers."""
+
+    def __init__(self) -> None:
+        self.count, self.end_files = 0, False
+        self._firsts: dict[str, str] = {}
+        self._alike: Counter[str] = Counter()
+
+    def add(self, broken: BrokenRecord) -> None:
+        self.count += 1
+        self.end_files |= broken.ends_file
+        kind = re.sub(r"\d+", "0", broken.problem)
+        if kind in self._firsts or len(self._firsts) < NAMED_PROBLEMS:
+            self._firsts.setdefault(kind, f"{broken.place}: {broken.problem}")
+            self._alike[kind] += 1
+
+    def lines(self) -> list[str]:
+        """Return the first record of each of the first kinds, with the number of those like it."""
+        return [
+            first + (f" (and {n} more like it)" if (n := self._alike[kind] - 1) else "")
+            for kind, first in self._firsts.items()
+        ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardtune.config import RECORD_FIELDS
@@ -23,6 +24,13 @@ _FOREIGN_FORMS = {
     ("conversations",): "ShareGPT: conversations of from and value",
     ("instruction", "output"): "Alpaca: instruction, input and output",
 }
+# What other data calls a question and its answer, and the fields that data.columns maps them to.
+_QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input")
+_ANSWERS = ("answer", "response", "solution", "completion", "output")
+_TURN_NAMES = ({"role", "content"}, {"from", "value"})
+_JSON_MESSAGES = "JSON text in messages"
+_MEDIA = re.compile(r"(image|picture|video|audio)s?")
+_MEDIA_TAG = re.compile(r"<(image|video|audio)>")
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
@@ -38,6 +46,10 @@ _MISNAMED_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 
 class RecordError(ValueError):
     """A record cannot be used: `<what> - <what to do>`. Whoever catches it adds file and line."""
+
+
+class FileError(RecordError):
+    """No further record of a file can be used, so that none of them is merely left out."""
 
 
 def read_fields(columns: Mapping[str, str | None]) -> frozenset[str]:
@@ -86,10 +98,10 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
     forms = [form for form in _FORMS if present.keys() >= set(form)]
     names = [" and ".join(form) for form in forms or _FORMS]
     if not forms:
-        raise RecordError(
-            f"has {first_few(sorted(present), 10) or 'no field'} - write {', or '.join(names)}, or "
-            "name the data's fields in data.columns"
+        remedy = _columns_for(present) or (
+            f"write {', or '.join(names)}, or name the data's fields in data.columns"
         )
+        raise RecordError(f"has {first_few(sorted(present), 10) or 'no field'} - {remedy}")
     if len(forms) > 1:
         raise RecordError(
             f"can be read as {' or as '.join(names)} - say which of these fields not to read, "
@@ -97,6 +109,9 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
         )
     (form,) = forms
     record = {name: present[name] for name in form}
+    is_text = isinstance(record.get("messages"), str)
+    for name in {"messages", "conversations"} & record.keys():
+        record[name] = _parse_turns(name, record[name])
     has_messages = "messages" in record or isinstance(record.get("completion"), list)
     if "conversations" in record:
         record = {"messages": _from_sharegpt(record["conversations"], present.get("system"))}
@@ -115,7 +130,84 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
     elif "tools" in used:
         used.remove("tools")
     unread = [name for name in present if name not in used]
-    return record, unread, _FOREIGN_FORMS.get(form, "")
+    return record, unread, _JSON_MESSAGES if is_text else _FOREIGN_FORMS.get(form, "")
+
+
+def is_media(field: str) -> bool:
+    """Whether a field of a record has the name of images, videos or sounds."""
+    return _MEDIA.fullmatch(field.lower()) is not None
+
+
+def media_tag(record: Mapping[str, Any], unread: Sequence[str]) -> str:
+    """Return the first tag, such as <image>, in the texts of a used record; "" if none has one.
+
+    `unread`: the names of its other fields.
+
+    Raises:
+        RecordError: the tag stands for something in one of these fields.
+    """
+    texts = (text for text in _texts(record) if "<" in text)
+    tag = next((found[0] for text in texts if (found := _MEDIA_TAG.search(text))), "")
+    if tag and (media := [name for name in unread if is_media(name)]):
+        raise RecordError(
+            f"has {tag} in its text, for its field {media[0]}, and only text is trained - "
+            "leave such records out"
+        )
+    return tag
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a JSON value, the names of fields left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _columns_for(present: Mapping[str, Any]) -> str:
+    """Return the remedy for a record without a form of ours: how to read it, or an empty text."""
+    turns = [name for name, value in present.items() if _has_turns(value)]
+    texts = [name for name, value in present.items() if isinstance(value, str)]
+    if "chosen" in present and "rejected" in present:  # pairs of preferences
+        is_answer = ("prompt" in texts) == ("chosen" in texts) and "prompt" in present
+        kind = "completion" if is_answer else "text" if "chosen" in texts else "messages"
+        return f'write "data.columns={{{kind}: chosen}}" to train the chosen one'
+    if turns:
+        kind = "messages" if "role" in present[turns[0]][0] else "conversations"
+        return f'write "data.columns={{{kind}: {turns[0]}}}"'
+    question = next((name for name in _QUESTIONS if name in texts), None)
+    answer = next((name for name in _ANSWERS if name in texts), None)
+    if not question or not answer:
+        return ""
+    context = {"input": "context"} if "context" in texts else {}
+    chat = {"instruction": question, **context, "output": answer}
+    pair = {"prompt": question, "completion": answer}
+    as_chat, as_text = (
+        ", ".join(f"{ours}: {name}" for ours, name in each.items() if ours != name)
+        for each in (chat, pair)
+    )
+    return (
+        f'write "data.columns={{{as_chat}}}" to read them as a chat, or '
+        f'"data.columns={{{as_text}}}" as plain texts'
+    )
+
+
+def _has_turns(value: Any) -> bool:
+    is_list = isinstance(value, list) and value and isinstance(value[0], dict)
+    return bool(is_list) and any(names <= value[0].keys() for names in _TURN_NAMES)
+
+
+def _parse_turns(name: str, turns: Any) -> Any:
+    """Return a list of turns that may be given as JSON text, as tables hold it."""
+    if not isinstance(turns, str):
+        return turns
+    if turns.lstrip().startswith("[{'"):
+        raise RecordError(f"{name} is a list as Python prints it - write it with json.dumps")
+    try:
+        return json.loads(turns)
+    except (ValueError, RecursionError):
+        return turns  # refused by whoever needs a list
 
 
 def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
@@ -175,6 +267,9 @@ def _require(condition: object, where: str, value: Any, remedy: str) -> None:
 def _check_messages(name: str, messages: Any) -> None:
     remedy = "a list of messages, each with role and content"
     _require(messages and isinstance(messages, list), name, messages, remedy)
+    if _has_turns(messages) and "from" in messages[0] and "role" not in messages[0]:
+        columns = f'"data.columns={{conversations: {name}}}"'
+        raise RecordError(f"{name} has turns of from and value - write {columns}")
     for i, message in enumerate(messages):
         where = f"{name}[{i}]"
         _require(isinstance(message, dict), where, message, "an object with role and content")
@@ -203,6 +298,11 @@ def _check_message(where: str, message: dict[str, Any]) -> None:
     _check_flags(f"{where} ({role})", role == "assistant", message)
     for part in content if isinstance(content, list) else [{"text": content}]:
         is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+        if isinstance(part, dict) and is_media(str(part.get("type", "")).partition("_")[0]):
+            raise RecordError(
+                f"{where}.content has a part of type {part['type']}, and only text is trained - "
+                "leave such records out"
+            )
         remedy = 'a string, or parts as {"type": "text", "text": "..."}'
         _require(is_text, f"{where}.content", content, remedy)
 

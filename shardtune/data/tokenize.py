@@ -19,10 +19,17 @@ import xxhash
 
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
-from shardtune.data.outcomes import Outcome, OutcomeCounts
+from shardtune.data.outcomes import BrokenRecord, Outcome, OutcomeCounts
 from shardtune.data.overflow import cut_to_rows, encode_to_fit
-from shardtune.data.records import RecordError, check_record, rename_fields
-from shardtune.data.sources import RecordChunk
+from shardtune.data.record_files import RecordChunk
+from shardtune.data.records import (
+    FileError,
+    RecordError,
+    check_record,
+    is_media,
+    media_tag,
+    rename_fields,
+)
 from shardtune.distributed.signals import die_with_parent
 
 _SINGLE_PROCESS_S = 5.0  # starting the workers takes about as long
@@ -58,7 +65,7 @@ class SetChunk:
 
 @dataclass
 class TokenizedChunk:
-    """The sequences of a chunk by the name of their set, and a problem for each broken record.
+    """The sequences of a chunk by the name of their set, and its broken records.
 
     `fields`: with `data.columns`, the names of the fields that any record has.
     """
@@ -68,7 +75,7 @@ class TokenizedChunk:
     n_records: int
     n_bytes: int
     sets: dict[str, SetChunk] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    broken: list[BrokenRecord] = field(default_factory=list)
     fields: set[str] = field(default_factory=set)
 
 
@@ -93,17 +100,24 @@ class ChunkTokenizer:
                 if columns and isinstance(value, dict):
                     result.fields |= {name for name in value if value[name] is not None}
                 record, unread_names, form = check_record(rename_fields(value, columns))
+                tag = media_tag(record, [*unread_names, *chunk.unread_columns])
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
                 sequences = result.sets.setdefault(set_name, SetChunk())
                 encoded = encode_to_fit(encoder, record, self.data)
                 if form:
                     sequences.outcomes.add(Outcome.FOREIGN_FORM, form)
+                if tag:
+                    sequences.outcomes.add(Outcome.MEDIA_TAG, tag)
+                if note := self.encoder.template.rendered_already(record):
+                    sequences.outcomes.add(*note)
                 sequences.add(chunk.first_record + i, encoded, self.data)
                 unread.update([*unread_names, *self.encoder.template.unread_fields(record)])
             except RecordError as error:
-                result.problems.append(f"{chunk.place(i)}: {error}")
+                ends_file = isinstance(error, FileError)
+                result.broken.append(BrokenRecord(chunk.place(i), str(error), ends_file))
         for name, n_records in unread.items():
-            result.sets[chunk.set_name].outcomes.add(Outcome.UNREAD_FIELD, name, n_records)
+            outcome = Outcome.UNREAD_MEDIA if is_media(name) else Outcome.UNREAD_FIELD
+            result.sets[chunk.set_name].outcomes.add(outcome, name, n_records)
         return result
 
     def is_held_out(self, record: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardtune.config import Config
 from shardtune.data.dataset import build_encoder, find_sources
+from shardtune.data.outcomes import BrokenRecords
 from shardtune.data.packing import best_fit
 from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer
@@ -80,8 +81,11 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
     n_bytes = 0
     for chunk in read_records({"train": [source]}):
         tokenized = tokenizer.tokenize(chunk)
-        if tokenized.problems:
-            raise UserError(*tokenized.problems)
+        if tokenized.broken:
+            broken = BrokenRecords()
+            for each in tokenized.broken:
+                broken.add(each)
+            raise UserError(*broken.lines())
         lengths += [len(ids) for ids, *_ in tokenized.sets["train"].sequences]
         n_bytes += chunk.n_bytes
         if n_bytes >= _SAMPLE_BYTES:

@@ -31,8 +31,9 @@ from shardtune.data.messages import train_flag
 from shardtune.data.outcomes import TOO_LONG
 from shardtune.data.overflow import encode_to_fit, fit_to_length
 from shardtune.data.packing import best_fit
+from shardtune.data.record_files import RecordChunk
 from shardtune.data.records import check_record, rename_fields
-from shardtune.data.sources import RecordChunk, read_records
+from shardtune.data.sources import read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk
 from shardtune.errors import UserError
 from shardtune.log import quiet_libraries

@@ -391,3 +391,23 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path: Path
     generation.write_text("{")
     with pytest.raises(OSError):
         stop_token_ids(tokenizer, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "text", "token"),
+    [
+        ("chatml", None, "<|im_start|>user", "<|im_start|>"),
+        ("chatml", "<|im_start|>", "<|im_start|>user", "<|im_start|>"),  # at every turn
+        ("chatml", None, "hi<|im_end|>", None),
+        ("mistral v0.3", "<|im_start|>", "<|im_start|>hi", None),  # at the beginning alone
+        ("raises on all", None, "<|im_start|>user", None),
+    ],
+)
+def test_the_tokens_in_front_of_turns_tell_a_rendered_text(
+    template: str, bos: str | None, text: str, token: str | None
+) -> None:
+    chat = encoder(TEMPLATES.get(template, "{{ raise_exception('no') }}"))
+    chat.tokenizer.bos_token = bos
+    note = chat.template.rendered_already({"text": text})
+    assert (note and note[1]) == token
+    assert (chat.template.rendered_already({"messages": [user(text)]}) or (None, None))[1] == token

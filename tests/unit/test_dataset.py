@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from helpers.data_run import Run, chat, problems_of, save_model, write
+from helpers.data_run import TEMPLATE, Run, calling, chat, problems_of, save_model, write
+
+from shardtune.data.outcomes import Outcome
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +91,12 @@ def test_data_without_a_record_is_named_with_its_path(model: Path, tmp_path: Pat
 
 
 def test_broken_records_are_counted_and_ten_are_named(model: Path, tmp_path: Path) -> None:
-    lines = [json.dumps(chat("q")), "", "{oops", *['{"messages": []}'] * 1001, '"text"']
+    names = [json.dumps({name: 1}) for name in "abcdefghij"]
+    lines = [json.dumps(chat("q")), "", "{oops", *['{"messages": []}'] * 991, '"text"', *names]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     problems = problems_of(model, tmp_path / "a.jsonl")
     assert len(problems) == 11
+    assert problems[1].endswith(" (and 990 more like it)") and "more like it" not in problems[2]
     assert problems[0].startswith(f"{tmp_path}/a.jsonl:3: invalid JSON (Expecting property name")
     assert problems[1].startswith(f"{tmp_path}/a.jsonl:4: messages is [] - ")
     assert problems[10] == "data.train: 1003 of 1004 records broken - repair or remove them"
@@ -243,9 +247,9 @@ def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
 def test_overflow_may_be_refused(model: Path, tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", OVERFLOWING)
     problems = problems_of(model, train, max_length=5, overflow="error")
-    places = [problem.partition(": ")[0] for problem in problems]
-    assert places == [f"{train}:1", f"{train}:3", f"{train}:4", "data.train"]
-    assert "has 11 tokens, more than data.max_length=5" in problems[0]
+    long, count = problems
+    assert long.startswith(f"{train}:1: has 11 tokens, more than data.max_length=5 - ")
+    assert long.endswith(" (and 2 more like it)") and count.startswith("data.train: 3 of 4 records")
 
 
 def test_unread_fields_and_files_are_named_once(model: Path, tmp_path: Path) -> None:
@@ -264,6 +268,57 @@ def test_unread_fields_and_files_are_named_once(model: Path, tmp_path: Path) -> 
         for name, count in fields.items()
     }
     assert len([line for line in run.lines if "README.md" in line]) == 1
+
+
+def test_what_is_not_trained_as_it_seems_is_said_once(model: Path, tmp_path: Path) -> None:
+    rendered = "<|im_start|>user\nhow<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>"
+    records = [
+        {"text": rendered},
+        {"prompt": rendered, "completion": "fine"},
+        chat(rendered),
+        chat("how<|im_end|>"),  # an end is no beginning
+        chat("<image> how"),
+        chat("how", image=["a.jpg"]),
+        {"text": "how", "videos": "a.mp4"},
+    ]
+    lines = Run(model, write(tmp_path / "a.jsonl", records)).prepared.lines
+    assert [line for line in lines if "WARNING" in line] == [
+        f"data.train: WARNING: {outcome.sentence.format(detail)}: {count}"
+        for outcome, detail, count in [
+            (Outcome.RENDERED_TEXT, "<|im_start|>", 2),
+            (Outcome.RENDERED_MESSAGE, "<|im_start|>", 1),
+            (Outcome.MEDIA_TAG, "<image>", 1),
+            (Outcome.UNREAD_MEDIA, "image", 1),
+            (Outcome.UNREAD_MEDIA, "videos", 1),
+        ]
+    ]
+    pq.write_table(pa.Table.from_pylist([chat("how", image=b"")]), tmp_path / "a.parquet")
+    (line,) = (x for x in Run(model, tmp_path / "a.parquet").prepared.lines if "WARNING" in x)
+    assert Outcome.UNREAD_MEDIA.sentence.format("image") in line
+    write(tmp_path / "b.jsonl", [chat(f"<image> {i}", image="a.jpg") for i in range(9)])
+    problem, _ = problems_of(model, tmp_path / "b.jsonl")
+    assert problem.endswith(" - leave such records out (and 8 more like it)")
+
+
+def test_a_file_that_holds_no_records_is_named_once(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps([chat("q")] * 9, indent=1))
+    problem, count = problems_of(model, tmp_path / "a.jsonl")
+    assert "one JSON array over many lines" in problem
+    assert count.startswith("data.train: a file whose records cannot be counted - ")
+
+
+def test_tool_calls_for_a_template_that_knows_none_are_refused_once(tmp_path: Path) -> None:
+    plain = TEMPLATE.partition("{% for call")[0] + "<|im_end|>\n{% endfor %}"
+    plain += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    model = save_model(tmp_path / "model", plain)
+    records = [
+        {"messages": [*i * chat("q")["messages"], chat("q")["messages"][0], turn]}
+        for i in range(5)
+        for turn in calling({"name": f"f{i}", "arguments": {"x": i}})["messages"]
+    ]
+    problem, _ = problems_of(model, write(tmp_path / "a.jsonl", records))
+    assert "(assistant): it knows no tool calls - leave such records out" in problem
+    assert problem.endswith(" (and 4 more like it)")
 
 
 def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from functools import partial
 from typing import Any
 
 import pytest
+import yaml
 from helpers.data_run import calling, chat
 from helpers.documented import QUOTES, is_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.config import RECORD_FIELDS
-from shardtune.data.records import RecordError, check_record, rename_fields
+from shardtune.data.records import (
+    RecordError,
+    check_record,
+    is_media,
+    media_tag,
+    rename_fields,
+)
 
 NAMES = [*RECORD_FIELDS, "role", "content", "tool_calls", "function", "name", "arguments"]
 NAMES += ["thinking", "from", "value", "train", "weight"]
@@ -46,15 +55,15 @@ def test_any_json_is_a_record_or_refused_with_a_remedy(value: Any) -> None:
     assert check_record(record) == (record, [], "")
 
 
-def message(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "assistant", "content": "a", **fields}]}
-
-
 ALPACA = {"instruction": "a", "output": "b"}
 
 
 def sharegpt(*turns: Any) -> dict[str, Any]:
     return {"conversations": [{"from": "human", "value": "a"}, *turns]}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": "a", **fields}]}
 
 
 BROKEN = [
@@ -115,7 +124,15 @@ BROKEN = [
     (message(role=5), "messages[0].role is 5"),
     (message(content=None), "messages[0] (assistant) has neither content nor tool_calls"),
     (message(content=4), "messages[0].content is 4"),
-    (message(content=[{"type": "image", "url": "x"}]), "messages[0].content is [{"),
+    (message(content=[{"type": "image_url", "url": "x"}]), "content has a part of type image_url"),
+    (message(content=[{"type": "file"}]), "messages[0].content is [{"),
+    ({"messages": "[{'role': 'user'}]"}, "messages is a list as Python prints it - write it with"),
+    ({"messages": '{"role": "user"}'}, "messages is {'role': 'user'} - write a list"),
+    ({"messages": "[" * 100_000}, "messages is '[[["),
+    (
+        {"messages": sharegpt()["conversations"]},
+        'messages has turns of from and value - write "data.columns={conversations: messages}"',
+    ),
     (message(tool_calls=["f"]), "messages[0].tool_calls[0] is 'f'"),
     (message(tool_calls=""), "messages[0].tool_calls is ''"),
     (calling(5), "messages[0].tool_calls[0].function is 5"),
@@ -132,6 +149,59 @@ BROKEN = [
     (chat("q", tools="f("), "tools is a string that is not JSON"),
     (chat("q", tools=[{"function": "f"}]), "tools[0] is {'function': 'f'}"),
 ]
+
+
+CHAT = chat("q", "a")["messages"]
+NAMED_OTHERWISE = [
+    ({"question": "q", "answer": "a", "id": 1}, ["output: answer", "prompt: question"], CHAT),
+    ({"instruction": "q", "response": "a"}, ["output: response", "prompt: instruction"], CHAT),
+    ({"prompt": "q", "response": "a"}, ["instruction: prompt", "completion: response"], CHAT),
+    ({"input": "q", "output": "a"}, ["instruction: input", "prompt: input"], CHAT),
+    (
+        {"instruction": "q", "context": "c", "response": "a"},
+        ["input: context", "completion: response"],
+        chat("q\nc", "a")["messages"],
+    ),
+    ({"prompt": "q", "chosen": CHAT, "rejected": CHAT[:1]}, ["messages: chosen"], CHAT),
+    ({"chosen": CHAT, "rejected": CHAT}, ["messages: chosen"], CHAT),
+    ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, ["completion: chosen"], CHAT),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, ["completion: chosen"], "a"),
+    ({"chosen": "qa", "rejected": "qb"}, ["text: chosen"], "qa"),
+    ({"dialog": CHAT, "id": 1}, ["messages: dialog"], CHAT),
+    ({"dialog": sharegpt()["conversations"]}, ["conversations: dialog"], message(role="user")),
+]
+
+
+@pytest.mark.parametrize(("record", "columns", "read"), NAMED_OTHERWISE)
+def test_fields_of_other_names_are_refused_with_the_columns_that_read_them(
+    record: dict[str, Any], columns: list[str], read: Any
+) -> None:
+    with pytest.raises(RecordError) as error:
+        check_record(record)
+    remedies = re.findall(r'"data\.columns=(\{.*?\})"', str(error.value))
+    assert len(remedies) == len(columns)
+    for remedy, part in zip(remedies, columns, strict=True):
+        assert part in remedy
+        renamed, *_ = check_record(rename_fields(record, yaml.safe_load(remedy)))
+        is_chat = isinstance(read, list) and "messages" in renamed
+        assert renamed["messages"] == read if is_chat else not {"messages"} & renamed.keys() or read
+
+
+def test_messages_as_json_text_are_read() -> None:
+    for name, turns in (("messages", CHAT), ("conversations", sharegpt()["conversations"])):
+        as_text, _, form = check_record({name: json.dumps(turns)})
+        assert as_text == check_record({name: turns})[0]
+        assert form
+
+
+@pytest.mark.parametrize("name", ["image", "Images", "video", "audios"])
+def test_a_tag_that_stands_for_a_field_is_refused(name: str) -> None:
+    record, unread, _ = check_record({**chat("<image>\nWhat?"), name: "a.jpg"})
+    assert unread == [name] and is_media(name) and not is_media("imagery")
+    with pytest.raises(RecordError, match=f"has <image> in its text, for its field {name}, and"):
+        media_tag(record, unread)
+    assert media_tag(record, ["id"]) == "<image>"
+    assert media_tag(chat("<svg>"), unread) == ""
 
 
 @pytest.mark.parametrize(("record", "what"), BROKEN)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,13 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.config import DataConfig
+from shardtune.data import record_files
 from shardtune.data.dataset import find_sources
-from shardtune.data.records import RecordError
+from shardtune.data.paths import COMPRESSIONS
+from shardtune.data.records import FileError, RecordError
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.errors import UserError
 
 
-def read(path: Path) -> list[Any]:
+def read(path: Path | str) -> list[Any]:
     chunks = find_source("data.train", str(path)).chunks()
     return [value for chunk in chunks for value in chunk.parse()]
 
@@ -55,6 +60,120 @@ def test_every_kind_of_json_file_gives_the_same_records(
     }.items():
         (folder / name).write_bytes(content.encode())
         assert read(folder / name) == records
+        for suffix, codec in COMPRESSIONS.items():
+            compress(folder / name, folder / f"{name}{suffix}", codec)
+            assert read(folder / f"{name}{suffix}") == records
+
+
+def compress(file: Path, to: Path, codec: str) -> None:
+    """Write two frames or members, as `cat a.gz b.gz` does."""
+    content = file.read_bytes()
+    parts = content[: len(content) // 2], content[len(content) // 2 :]
+    to.write_bytes(b"".join(pa.compress(part, codec, asbytes=True) for part in parts if part))
+
+
+CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=8)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS), max_size=5))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_the_rows_of_a_csv_file_are_records_of_texts(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
+) -> None:
+    file = tmp_path_factory.mktemp("csv") / "a.csv"
+    with file.open("w", encoding="utf-8-sig", newline="") as stream:
+        csv.writer(stream).writerows([("prompt", "completion"), *rows])
+    compress(file, file.with_suffix(".csv.gz"), "gzip")
+    records = [{"prompt": prompt, "completion": completion} for prompt, completion in rows]
+    assert read(file) == read(file.with_suffix(".csv.gz")) == records
+
+
+def test_the_lines_of_a_csv_file_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text('prompt,completion\n"two\nlines",b\n\na\n"c,d",e\n')
+    chunks = list(find_source("data.train", str(file)).chunks())
+    assert [chunks[0].place(i) for i in range(3)] == [f"{file}:{line}" for line in (2, 5, 6)]
+    (problem,) = problems(file)
+    assert problem.startswith(f"{file}:5: 1 values under a header of 2 columns - ")
+
+
+NDJSON = '{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.jsonl", NDJSON.encode("utf-16"), ":1: UTF-16 text - write it as UTF-8: iconv "),
+        ("a.json", b"\xff\xfe" + b"[\0]\0", r"\[0\]: UTF-16 text - "),
+        ("a.csv", b"p\0r\0", ":1: UTF-16 text"),
+        ("a.jsonl", b'\n{\n "text": "a"\n}\n' * 9, ":2: JSON over many lines, .* - jq -c "),
+        ("a.jsonl", b'{"messages": [\n{"role":', ":1: JSON over many lines"),
+        ("a.jsonl", b'[\n{"text": "a"}\n]', ":1: one JSON array over many lines, .* - name the "),
+        ("a.jsonl", b'\xef\xbb\xbf[{"text": "a"}]', ":1: one JSON array holds the records - name"),
+        ("a.csv", b"prompt;completion\na;b\n", ":1: ';' between the columns - "),
+        ("a.csv", b"prompt\tcompletion\n", r":1: '\\t' between the columns - "),
+        ("a.csv", b"text,a,text\n1,2,3\n", ":1: two columns have the name text - "),
+        ("a.csv", b"text,a\nb,caf\xe9\n", ":2: not UTF-8 .* - save it as CSV in UTF-8"),
+        ("a.csv", b'text\nb\n"c\nd\n', ":3: invalid CSV .* - repair the quotes"),
+        ("a.jsonl.gz", NDJSON.encode(), ":1: cannot be read .* - write the file again"),
+        ("a.json.zst", NDJSON.encode(), r"\[0\]: cannot be read .* - write the file again"),
+        (
+            "a.jsonl.zst",
+            pa.compress(NDJSON.encode() * 999, "zstd", asbytes=True)[:-5],
+            ":[1-9]+: cannot be read .*runcated",
+        ),
+    ],
+)
+def test_a_file_in_a_form_that_holds_no_records_is_refused_once(
+    tmp_path: Path, name: str, content: bytes, what: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    chunks = list(find_source("data.train", str(tmp_path / name)).chunks())
+    values = [value for chunk in chunks for value in chunk.parse()]
+    assert [type(value) for value in values].count(FileError) == 1
+    assert isinstance(values[-1], FileError)
+    (problem,) = problems(tmp_path / name)
+    assert re.match(re.escape(str(tmp_path / name)) + what, problem), problem
+
+
+def test_a_json_file_may_hold_one_record_over_many_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(chat("q"), indent=2))
+    assert read(tmp_path / "a.json") == [chat("q")]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "jsonl.gz", "csv.zst", "json.gz"])
+def test_the_chunks_of_a_file_take_all_of_its_bytes(tmp_path: Path, suffix: str) -> None:
+    """The share of the data that is read, which the log and the plan use."""
+    texts = [f"{i:09}" * 9 for i in range(1100)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    content = "\n".join(["text", *texts] if "csv" in suffix else lines)
+    plain, file = tmp_path / f"plain.{suffix.partition('.')[0]}", tmp_path / f"a.{suffix}"
+    plain.write_text(content)
+    if codec := COMPRESSIONS.get(file.suffix):
+        compress(plain, file, codec)
+    else:
+        file = plain
+    source = find_source("data.train", str(file))
+    parts = [chunk.n_bytes for chunk in source.chunks()]
+    assert len(parts) == 3 and min(parts) >= 0
+    assert abs(sum(parts) - source.n_bytes) <= 1
+
+
+def test_a_codec_that_pyarrow_lacks_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "pyarrow", SimpleNamespace(Codec=NoCodec, __version__="9"))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/a.jsonl.zst").touch()
+    for spec in (tmp_path / "d", tmp_path / "d/a.jsonl.zst"):
+        with pytest.raises(UserError, match=r"cannot read zstd, as a\.jsonl\.zst needs - pip "):
+            find_source("data.train", str(spec))
+
+
+class NoCodec:
+    @staticmethod
+    def is_available(_: str) -> bool:
+        return False
 
 
 def test_only_newlines_end_a_line_of_json(tmp_path: Path) -> None:
@@ -146,13 +265,43 @@ def test_a_hub_dataset_is_read_like_a_file(tmp_path: Path) -> None:
     datasets.Dataset.from_list(records).save_to_disk(tmp_path / "saved")
     files = tuple((tmp_path / "saved").glob("*.arrow"))
     hub = datasets.load_from_disk(tmp_path / "saved")
-    source, again = (Source("data.train", "org/name", files, hub=hub) for _ in range(2))
+    source, again = (Source("data.train", "org/name", files, dataset=hub) for _ in range(2))
     chunks = list(read_records({"train": [source]}))
     assert [chunk.first_record for chunk in chunks] == [0, 512]
     assert chunks[1].place(1) == "org/name[513]"
     assert list(chunks[1].parse())[1] == {"text": "number 513"}
     assert chunks[0].unread_columns == ("id",)
     assert source.digest() == again.digest()
+
+
+def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
+    records = [chat(f"q{i}") for i in range(5)]
+    saved = datasets.Dataset.from_list(records)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=saved, test=saved.select([4, 1])).save_to_disk(tmp_path / "dict")
+    assert read(tmp_path / "one") == read(f"{tmp_path}/dict:train") == records
+    assert read(f"{tmp_path}/dict:test") == [records[4], records[1]]
+    shutil.copytree(tmp_path / "dict", tmp_path / "moved")
+    digests = [
+        find_source("data.train", f"{tmp_path}/{name}").digest()
+        for name in ("dict:test", "moved:test", "dict:train")
+    ]
+    assert digests[0] == digests[1] != digests[2]
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/state.json").write_text("{")
+    for spec, what in {
+        "dict": f"a DatasetDict of the splits train, test - name one of them, such as {tmp_path}/",
+        "dict:valid": "a DatasetDict of the splits train, test - name one",
+        "one:train": f"a Dataset without splits - name {tmp_path}/one alone",
+        "plain:train": f"{tmp_path}/plain holds no dataset of save_to_disk that can be read (",
+        "broken": f"{tmp_path}/broken holds no dataset of save_to_disk that can be read (",
+    }.items():
+        with pytest.raises(
+            UserError, match=re.escape(f"data.train={tmp_path}/{spec}: ")
+        ) as refused:
+            find_source("data.train", f"{tmp_path}/{spec}")
+        assert what in str(refused.value)
 
 
 def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path: Path) -> None:
@@ -175,13 +324,13 @@ def test_the_first_directory_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_every_missing_source_is_named_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "a.csv").touch()
+    (tmp_path / "a.xlsx").touch()
     with pytest.raises(UserError) as caught:
         find_sources(DataConfig(train=f"{tmp_path}/no.jsonl", eval=f"{tmp_path}/empty"))
     keys = [problem.partition("=")[0] for problem in caught.value.problems]
     assert keys == ["data.train", "data.eval"]
-    with pytest.raises(UserError, match=r"a .csv file"):
-        find_source("data.train", f"{tmp_path}/a.csv")
+    with pytest.raises(UserError, match=r"a .xlsx file"):
+        find_source("data.train", f"{tmp_path}/a.xlsx")
 
 
 def test_a_hub_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

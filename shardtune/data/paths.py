@@ -1,0 +1,27 @@
+"""Names of data on this machine: files of records, and what `save_to_disk` wrote.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+KINDS = (".json", ".jsonl", ".csv", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+
+
+def kind_of(name: str) -> str:
+    """Return which of KINDS the file with this name is, compressed or not; "" if none."""
+    path = Path(name)
+    if path.suffix in COMPRESSIONS:
+        path = path.with_suffix("")
+        return path.suffix if path.suffix in KINDS and path.suffix != ".parquet" else ""
+    return path.suffix if path.suffix in KINDS else ""
+
+
+def split_path(spec: str) -> tuple[Path, str]:
+    """Return the path that a value names, and its split where it is `DIRECTORY:SPLIT`."""
+    folder, colon, split = spec.rpartition(":")
+    is_split = colon and not Path(spec).exists() and Path(folder).is_dir()
+    return (Path(folder), split) if is_split else (Path(spec), "")

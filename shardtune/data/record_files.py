@@ -1,0 +1,280 @@
+"""Files of records, of each kind and compression, as chunks of records.
+
+A form in which no record of a file can be read is recognised once, as a FileError in place of the
+rest.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+
+from shardtune.data.paths import COMPRESSIONS, kind_of
+from shardtune.data.records import FileError, RecordError
+from shardtune.errors import UserError, first_line
+
+_RECORDS_PER_CHUNK = 512
+_BYTES_PER_CHUNK = 4 << 20
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+Text = tuple[int, bytes | RecordError]  # the number of a record and its JSON
+
+
+@dataclass(frozen=True)
+class RecordChunk:
+    """Consecutive records of one file, unparsed: cheap to send to another process.
+
+    `rows`: JSON texts, or an Arrow table of the read columns; one FileError if the file cannot be
+    read from here on. `numbers`: the line (`.jsonl`, `.csv`) or index of each row in the file.
+    `n_bytes`: the part of the file that they take. `first_record`: the index of the first row in
+    the set `set_name`, of whose sources `source` is the index. `loss_on`: that of the source, if it
+    has its own.
+    """
+
+    file: str
+    numbers: Sequence[int]
+    rows: Sequence[bytes | RecordError] | pyarrow.Table
+    n_bytes: int = 0
+    unread_columns: tuple[str, ...] = ()
+    set_name: str = ""
+    source: int = 0
+    first_record: int = 0
+    loss_on: str | None = None
+
+    def first(self, n: int) -> RecordChunk:
+        """Return the first `n` rows."""
+        return replace(self, numbers=self.numbers[:n], rows=self.rows[:n])
+
+    def place(self, i: int) -> str:
+        """Return where row `i` stands: `file.jsonl:line`, or `file[index]`."""
+        number = self.numbers[i]
+        has_lines = kind_of(self.file) in (".jsonl", ".csv")
+        return f"{self.file}:{number}" if has_lines else f"{self.file}[{number}]"
+
+    def parse(self) -> Iterator[Any]:
+        """Yield every row as a Python value; a RecordError for a row that cannot be parsed."""
+        if isinstance(self.rows, pyarrow.Table):
+            features = datasets.Features.from_arrow_schema(self.rows.schema)
+            for row in self.rows.to_pylist():
+                yield _without_nulls(features.decode_example(row))
+        else:
+            for text in self.rows:
+                yield text if isinstance(text, RecordError) else _parse_json(text)
+
+
+def require_codec(name: str, file: Path) -> None:
+    """Raise UserError where pyarrow cannot decompress this file of the source `name`."""
+    codec = COMPRESSIONS.get(file.suffix)
+    if codec and not pyarrow.Codec.is_available(codec):
+        raise UserError(
+            f"{name}: the installed pyarrow cannot read {codec}, as {file.name} needs - "
+            f"pip install --force-reinstall --only-binary=:all: pyarrow=={pyarrow.__version__}"
+        )
+
+
+def file_chunks(file: Path, fields: Set[str]) -> Iterator[RecordChunk]:
+    """Yield the records of a file in order, of a table only these columns. Skips blank lines."""
+    if kind_of(file.name) == ".parquet":
+        yield from _parquet_chunks(file, fields)
+        return
+    following = 0 if kind_of(file.name) == ".json" else 1
+    try:
+        with file.open("rb") as raw, _decompressed(raw, file) as content:
+            for chunk in _text_chunks(file, *_texts(file, raw, content)):
+                following = chunk.numbers[-1] + 1
+                yield chunk
+    except (OSError, pyarrow.ArrowException) as error:
+        yield RecordChunk(str(file), [following], [_unreadable(error)])
+
+
+def table_chunks(
+    name: str, tables: Iterable[pyarrow.Table], bytes_per_row: float, unread: tuple[str, ...]
+) -> Iterator[RecordChunk]:
+    """Yield a chunk for each of the consecutive tables, whose columns `unread` are left out."""
+    start = 0
+    for table in tables:
+        numbers = range(start, start + len(table))
+        start = numbers.stop
+        yield RecordChunk(name, numbers, table, round(len(numbers) * bytes_per_row), unread)
+
+
+def split_columns(names: Sequence[str], fields: Set[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Separate the columns that are read. Others may hold images, which need no decoding."""
+    return [n for n in names if n in fields], tuple(n for n in names if n not in fields)
+
+
+def dataset_chunks(
+    name: str, dataset: datasets.Dataset, n_bytes: int, fields: Set[str]
+) -> Iterator[RecordChunk]:
+    """Yield the records of a dataset of `n_bytes`, of these columns only."""
+    read, unread = split_columns(dataset.column_names, fields)
+    tables = dataset.select_columns(read).with_format("arrow").iter(_RECORDS_PER_CHUNK)
+    yield from table_chunks(name, tables, n_bytes / max(1, len(dataset)), unread)
+
+
+def _parquet_chunks(file: Path, fields: Set[str]) -> Iterator[RecordChunk]:
+    try:
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            read, unread = split_columns(parquet.schema_arrow.names, fields)
+            batches = parquet.iter_batches(_RECORDS_PER_CHUNK, columns=read)
+            tables = (pyarrow.Table.from_batches([batch]) for batch in batches)
+            bytes_per_row = file.stat().st_size / max(1, parquet.metadata.num_rows)
+            yield from table_chunks(str(file), tables, bytes_per_row, unread)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        yield RecordChunk(str(file), [0], [_unreadable(error)])
+
+
+def _unreadable(error: Exception) -> FileError:
+    return FileError(f"cannot be read ({first_line(error)}) - write the file again")
+
+
+def _decompressed(raw: io.BufferedReader, file: Path) -> io.BufferedReader:
+    codec = COMPRESSIONS.get(file.suffix)
+    return io.BufferedReader(pyarrow.CompressedInputStream(raw, codec)) if codec else raw
+
+
+def _texts(
+    file: Path, raw: io.BufferedReader, content: io.BufferedReader
+) -> tuple[Iterable[Text], Callable[[int], float]]:
+    """Return the texts in `content`, and a function from their read bytes to those of `raw`."""
+    kind, size = kind_of(file.name), file.stat().st_size
+    begin = content.peek(2)[:2]
+    if begin in _UTF16 or b"\0" in begin:
+        problem = FileError("UTF-16 text - write it as UTF-8: iconv -f UTF-16 -t UTF-8 OLD > NEW")
+        return [(0 if kind == ".json" else 1, problem)], lambda _: size
+    if kind == ".json":
+        texts = list(_json_values(content.read()))
+        total = max(1, sum(map(_n_bytes, texts)))
+        return texts, lambda n_read: n_read * size / total
+    return (_csv_rows if kind == ".csv" else _lines)(content), lambda _: raw.tell()
+
+
+def _n_bytes(text: Text) -> int:
+    return 0 if isinstance(text[1], RecordError) else len(text[1]) + 1
+
+
+def _text_chunks(
+    file: Path, texts: Iterable[Text], file_bytes: Callable[[int], float]
+) -> Iterator[RecordChunk]:
+    numbers: list[int] = []
+    rows: list[bytes | RecordError] = []
+    n_before = n_bytes = n_read = 0
+
+    def chunk() -> RecordChunk:
+        return RecordChunk(str(file), numbers, rows, round(file_bytes(n_read)) - n_before)
+
+    for number, text in texts:
+        numbers.append(number)
+        rows.append(text)
+        n_bytes += _n_bytes((number, text))
+        if len(rows) == _RECORDS_PER_CHUNK or n_bytes >= _BYTES_PER_CHUNK:
+            n_read += n_bytes
+            yield chunk()
+            numbers, rows, n_bytes, n_before = [], [], 0, round(file_bytes(n_read))
+    n_read += n_bytes
+    if rows:
+        yield chunk()
+
+
+def _lines(content: Iterable[bytes]) -> Iterator[Text]:
+    """Yield the lines that are not blank. Only `\\n` ends one: JSON strings may hold the rest."""
+    is_first = True
+    for number, line in enumerate(content, start=1):
+        if not (line := line.strip()):
+            continue
+        if is_first and (problem := _whole_file_problem(line)):
+            yield number, problem
+            return
+        is_first = False
+        yield number, line
+
+
+def _whole_file_problem(first: bytes) -> FileError | None:
+    """Return why no line of a file with this first one is a record; None if lines may be."""
+    value = _parse_json(first)
+    if isinstance(value, list):
+        return FileError("one JSON array holds the records - name the file .json")
+    is_begun = first.endswith((b"{", b"[", b",")) and "Extra data" not in str(value)
+    if isinstance(value, RecordError) and is_begun:
+        form = "one JSON array" if first.removeprefix(codecs.BOM_UTF8)[:1] == b"[" else "JSON"
+        remedy = "name the file .json" if form != "JSON" else "jq -c . OLD > NEW"
+        return FileError(f"{form} over many lines, not a record on each - {remedy}")
+    return None
+
+
+def _csv_rows(content: io.BufferedReader) -> Iterator[Text]:
+    """Yield an object of texts for each row below the header, with the line on which it begins."""
+    csv.field_size_limit(sys.maxsize)
+    encodings = itertools.chain(["utf-8-sig"], itertools.repeat("utf-8"))
+    rows = csv.reader(map(bytes.decode, content, encodings), strict=True)
+    number = 1
+    try:
+        names = next(rows, [])
+        if problem := _header_problem(names):
+            yield 1, problem
+            return
+        number = rows.line_num + 1
+        for values in rows:
+            if len(values) == len(names):
+                yield number, json.dumps(dict(zip(names, values, strict=True))).encode()
+            elif values:
+                counts = f"{len(values)} values under a header of {len(names)} columns"
+                yield number, RecordError(f"{counts} - quote values that hold commas or newlines")
+            number = rows.line_num + 1
+    except UnicodeDecodeError as error:
+        yield number, FileError(f"not UTF-8 ({error.reason}) - save it as CSV in UTF-8")
+    except csv.Error as error:
+        yield number, FileError(f"invalid CSV ({error}) - repair the quotes from here on")
+
+
+def _header_problem(names: Sequence[str]) -> FileError | None:
+    if len(names) == 1 and (other := next((each for each in ";\t" if each in names[0]), None)):
+        return FileError(f"{other!r} between the columns - write the file with commas")
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        return FileError(f"two columns have the name {twice} - rename one of them")
+    return None
+
+
+def _json_values(content: bytes) -> Iterator[Text]:
+    """Yield the elements of the array that the file holds, or the value, or its lines' values."""
+    value = _parse_json(content)
+    if isinstance(value, list):
+        yield from enumerate(json.dumps(record).encode() for record in value)
+    elif content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        yield 0, FileError(str(value))
+    elif isinstance(value, dict):
+        yield 0, content.strip()
+    else:
+        yield from enumerate(text for _, text in _lines(io.BytesIO(content)))
+
+
+def _parse_json(text: bytes) -> Any:
+    try:
+        value = json.loads(text.decode("utf-8-sig"))
+        if b"\\u" in text:  # half of a surrogate pair is not a character
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        problem = str(error).replace("line 1 column", "column")
+        return RecordError(f"invalid JSON ({problem}) - repair it")
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the keys that hold None: Arrow gives every struct of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
