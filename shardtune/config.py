@@ -1,9 +1,8 @@
 """The configuration: every section and key with its type, default and meaning.
 
 The text below a field is its description in `shardtune config-schema` and docs/configuration.md.
-The marks in `json_schema_extra` say whether a resume may change a key, and with `enum`, where not
-all values are built yet, which ones are. config_io.py reads a configuration. This module does not
-import torch.
+The marks in `json_schema_extra` say whether a resume may change a key. config_io.py reads a
+configuration. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -158,10 +157,8 @@ class DataConfig(Section):
     pieces, leave it out, or refuse the data."""
     loss_on: LossOn = "assistant"
     """Trained tokens: those of every assistant turn, of the last one, or all."""
-    on_broken: Literal["error", "drop"] = Field(
-        default="error", json_schema_extra={"enum": ["error"]}
-    )
-    """Broken records: refuse the data, or count them and leave them out."""
+    on_broken: Literal["error", "drop"] = "error"
+    """Broken records: refuse the data, or count them and leave them out, at most 1% of a source."""
     packing: bool = True
     """Put several records into a row. They never attend to one another."""
 
@@ -385,11 +382,6 @@ def resume_may_change(key: str) -> bool:
         return False
     section = SECTIONS[key.partition(".")[0]].model_config.get("json_schema_extra")
     return any("resume" in cast(JsonDict, marks or {}) for marks in (section, _marks(key)))
-
-
-def built_values(key: str) -> Any:
-    """Return the values of `section.key` that are built, or None where all of them are."""
-    return _marks(key).get("enum")
 
 
 def _marks(key: str) -> JsonDict:

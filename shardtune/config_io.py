@@ -21,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource, built_values
+from shardtune.config import KEYS, RECORD_FIELDS, SECTIONS, Config, TrainSource
 from shardtune.errors import UserError
 
 _DEFAULTS: dict[str, Any] = to_jsonable_python(
@@ -146,8 +146,6 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
             problems += list(_inner_problems(key, refused[key], origins[key])) or [
                 f"{said} is not allowed - use {allowed_values(key)}"
             ]
-        elif key in values and values[key] not in (built_values(key) or [values[key]]):
-            problems.append(f"{said} is not built yet - use {allowed_values(key)}")
     problems += _contradictions(values, origins)
     if problems:
         raise UserError(*problems)

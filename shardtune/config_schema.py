@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from shardtune.config import KEYS, SECTIONS, Config, built_values, resume_may_change
+from shardtune.config import KEYS, SECTIONS, Config, resume_may_change
 from shardtune.config_io import allowed_values, bare
 
 _INTRODUCTION = """\
@@ -51,8 +51,6 @@ def markdown() -> str:
             key = f"{section}.{name}"
             default = "required" if KEYS[key].is_required() else f"`{bare(schema['default'])}`"
             allowed = allowed_values(key)
-            if built_values(key):
-                allowed += " (no other one is built yet)"
             may_change = "yes" if resume_may_change(key) else "no"
             meaning = " ".join(schema["description"].split())
             lines.append(f"| `{key}` | {default} | {allowed} | {may_change} | {meaning} |")

@@ -42,7 +42,8 @@ def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: C
     parts = [
         {name: [source.digest() for source in sources] for name, sources in sets.items()},
         [data.columns, data.template_options],
-        [data.loss_on, data.max_length, data.overflow, 0.0 if data.eval else data.eval_fraction],
+        [data.loss_on, data.max_length, data.overflow, data.on_broken],
+        [0.0 if data.eval else data.eval_fraction],
         [backend, tokenizer.special_tokens_map, tokenizer.chat_template, encoder.stop_token_ids],
         str(encoder.template.date) if encoder.template.uses_date else "",
         [file.read_text("utf-8") for file in code],

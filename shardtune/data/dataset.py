@@ -22,7 +22,13 @@ from shardtune.config import DataConfig
 from shardtune.data.cache import cache_key, cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.hub import hub_problem
-from shardtune.data.outcomes import NAMED_PROBLEMS, TOO_LONG, BrokenRecords, OutcomeCounts
+from shardtune.data.outcomes import (
+    NAMED_PROBLEMS,
+    TOO_LONG,
+    BrokenRecords,
+    Outcome,
+    OutcomeCounts,
+)
 from shardtune.data.paths import KINDS
 from shardtune.data.records import read_fields
 from shardtune.data.sources import Source, find_source, read_records
@@ -41,6 +47,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "source": np.uint16,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
+_MOST_DROPPED = 0.01  # of the records of a source: more is a form that was not recognised
 _LOG_EVERY_S = 10.0
 
 
@@ -90,12 +97,13 @@ class PreparedData:
     """The sets of a run by name: `train`, and perhaps `eval` or several `eval.NAME`.
 
     `lines`: sentences for the user. `key`: a digest of the tokens and trained flags, and nothing
-    else.
+    else. `examples`: of lines about records of `data.train`, the index of the first such record.
     """
 
     sets: dict[str, TokenDataset]
     lines: list[str]
     key: str
+    examples: dict[str, int]
 
     @property
     def train(self) -> TokenDataset:
@@ -235,11 +243,13 @@ class _SetWriter:
         if n_sources > 1:
             self._digests["source"] = xxhash.xxh3_128()
         self.name, self.outcomes = f"data.{name}", OutcomeCounts()
+        self.first_records: dict[tuple[Outcome, str, str], int] = {}
         self.n_records = self.n_sequences = self.n_tokens = self.n_trained = 0
 
     def add(self, chunk: SetChunk, source: int) -> None:
         self.n_records += chunk.n_records
         self.outcomes.update(chunk.outcomes)
+        self.first_records = chunk.first_records | self.first_records
         if not chunk.sequences:
             return
         tokens, trained, record = zip(*chunk.sequences, strict=True)
@@ -274,7 +284,12 @@ class _SetWriter:
             f"{self.n_records} records in {self.n_sequences} sequences, {self.n_tokens} tokens, "
             f"{self.n_trained} of them trained"
         )
-        return [f"{self.name}: {line}" for line in (totals, *self.outcomes.lines())]
+        return [f"{self.name}: {line}" for line in (totals, *self.outcomes.lines().values())]
+
+    def examples(self) -> dict[str, int]:
+        """Return the index of the first record of each line about an outcome."""
+        lines = self.outcomes.lines().items()
+        return {f"{self.name}: {line}": self.first_records[*key, ""] for key, line in lines}
 
 
 @dataclass
@@ -298,10 +313,22 @@ class _SourceSums:
         self.outcomes.update(own.outcomes)
         self.fields |= chunk.fields
 
+    def refuses_broken(self, data: DataConfig) -> bool:
+        """Return whether broken records end the run. A file that breaks loses all behind it."""
+        is_few = data.on_broken == "drop" and self.broken.count <= _MOST_DROPPED * self.n_read
+        return self.broken.end_files or (self.broken.count > 0 and not is_few)
+
+    def dropped_lines(self) -> list[str]:
+        """Return the number of broken records, and the first of each kind."""
+        if not self.broken.count:
+            return []
+        count = f"broken records, dropped: {self.broken.count} of {self.n_read}"
+        return [f"WARNING: {line}" for line in (count, *self.broken.lines())]
+
 
 def _nothing_to_train(key: str, spec: str, n_records: int, outcomes: OutcomeCounts) -> str:
     """Return the problem of a source without a token to train; `spec` is the value of `key`."""
-    causes = "; ".join(outcomes.lines(warning=""))
+    causes = "; ".join(outcomes.lines(warning="").values())
     longer = " or raise data.max_length" if any(o in TOO_LONG for o, *_ in outcomes) else ""
     return (
         f"{key}: no token to train in {n_records} records{causes and f' ({causes})'} - "
@@ -335,8 +362,8 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
                 logged_at, percent = time.monotonic(), 100 * n_done // max(1, n_bytes)
                 n_read = sum(each.n_read for each in sums.values())
                 logger.info(f"Data: {n_read} records tokenized, {percent}% of the data")
-    broken = [line for each in sums.values() for line in each.broken.lines()]
-    problems = broken[:NAMED_PROBLEMS]
+    refused = [each.broken for each in sums.values() if each.refuses_broken(data)]
+    problems = [line for broken in refused for line in broken.lines()][:NAMED_PROBLEMS]
     problems += _unmatched_columns(data, set().union(*(each.fields for each in sums.values())))
     for key, source in sources.items():
         problems += _source_problems(source, sums[key], data)
@@ -349,12 +376,19 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     digests = " ".join(writer.digest() for writer in writers.values())
     options = tokenizer.encoder.template.unread_options
     unread = (f"the chat template does not read {option}" for option in options)
+    dropped = [
+        (f"{source.key}: {line}", sums[key].broken.first if key[0] == "train" else -1)
+        for key, source in sources.items()
+        for line in sums[key].dropped_lines()
+    ]
     meta = {
         "sets": names,
         "lines": [
             *(f"data.template_options: WARNING: {line}" for line in unread),
             *(line for writer in writers.values() for line in writer.lines()),
+            *(line for line, _ in dropped),
         ],
+        "examples": writers["train"].examples() | {k: i for k, i in dropped if i >= 0},
         "key": xxhash.xxh3_128_hexdigest(digests.encode()),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")
@@ -374,9 +408,14 @@ def _source_problems(source: Source, sums: _SourceSums, data: DataConfig) -> lis
     """Return why this source cannot be used."""
     if sums.broken.end_files:
         return [f"{source.key}: a file whose records cannot be counted - repair it as said above"]
-    if sums.broken.count:
-        share = f"{sums.broken.count} of {sums.n_read} records"
-        return [f"{source.key}: {share} broken - repair or remove them"]
+    if sums.refuses_broken(data):
+        share = f"{sums.broken.count} of {sums.n_read} records broken"
+        remedy = "repair or remove them"
+        if data.on_broken == "drop":
+            share += ", and data.on_broken=drop leaves out 1% of a source at most"
+        elif sums.broken.count <= _MOST_DROPPED * sums.n_read:
+            remedy += ", or leave them out with data.on_broken=drop"
+        return [f"{source.key}: {share} - {remedy}"]
     if not sums.n_read:
         return [f"{source.name}: no record in it - name data that has some"]
     if sums.n_sequences:

@@ -69,7 +69,7 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
         for effect, count in effects.items():
             self[outcome, detail, effect.replace("_", " ")] += count
 
-    def lines(self, warning: str = "WARNING: ") -> list[str]:
+    def lines(self, warning: str = "WARNING: ") -> dict[tuple[Outcome, str], str]:
         """Return a line for each outcome, in the order of their first records, with its effects.
 
         `warning`: what stands before an outcome that warns.
@@ -80,27 +80,35 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
                 line = lines.get((outcome, detail), warning if outcome.warns else "")
                 words = f" | {effect}" if effect else outcome.sentence.format(detail)
                 lines[outcome, detail] = f"{line}{words}: {count}"
-        return list(lines.values())
+        return lines
 
 
 class BrokenRecord(NamedTuple):
-    """Why a record cannot be used; with `ends_file`, neither can the file behind it."""
+    """Why a record cannot be used; with `ends_file`, neither can the file behind it.
 
+    `record`: its index in its set.
+    """
+
+    record: int
     place: str
     problem: str
     ends_file: bool
 
 
 class BrokenRecords:
-    """The broken records of a source, alike ones folded. Problems are alike but for numbers."""
+    """The broken records of a source, alike ones folded. Problems are alike but for numbers.
+
+    `first`: the index of the first one.
+    """
 
     def __init__(self) -> None:
-        self.count, self.end_files = 0, False
+        self.count, self.first, self.end_files = 0, -1, False
         self._firsts: dict[str, str] = {}
         self._alike: Counter[str] = Counter()
 
     def add(self, broken: BrokenRecord) -> None:
         self.count += 1
+        self.first = broken.record if self.count == 1 else self.first
         self.end_files |= broken.ends_file
         kind = re.sub(r"\d+", "0", broken.problem)
         if kind in self._firsts or len(self._firsts) < NAMED_PROBLEMS:

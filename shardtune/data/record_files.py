@@ -231,7 +231,8 @@ def _csv_rows(content: io.BufferedReader) -> Iterator[Text]:
                 yield number, json.dumps(dict(zip(names, values, strict=True))).encode()
             elif values:
                 counts = f"{len(values)} values under a header of {len(names)} columns"
-                yield number, RecordError(f"{counts} - quote values that hold commas or newlines")
+                remedy = "quote values that hold commas or newlines"
+                yield number, RecordError(f"{counts} - {remedy}", ",".join(values))
             number = rows.line_num + 1
     except UnicodeDecodeError as error:
         yield number, FileError(f"not UTF-8 ({error.reason}) - save it as CSV in UTF-8")

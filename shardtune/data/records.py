@@ -45,7 +45,17 @@ _MISNAMED_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 
 
 class RecordError(ValueError):
-    """A record cannot be used: `<what> - <what to do>`. Whoever catches it adds file and line."""
+    """A record cannot be used: `<what> - <what to do>`. Whoever catches it adds file and line.
+
+    `written`: the record as the data has it, where the file's reader has refused it.
+    """
+
+    def __init__(self, problem: str, written: str = "") -> None:
+        super().__init__(problem, written)
+        self.problem, self.written = problem, written
+
+    def __str__(self) -> str:
+        return self.problem
 
 
 class FileError(RecordError):

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -42,11 +42,13 @@ class SetChunk:
 
     `sequences`: token ids uint32 [length], trained flags bool [length] and the index of the record
     of each. `n_records`: how many records they are of, the untrained and the dropped ones counted.
+    `first_records`: the index of the first record of each of `outcomes`.
     """
 
     sequences: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
     n_records: int = 0
     outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
+    first_records: dict[tuple[Outcome, str, str], int] = field(default_factory=dict)
 
     def add(self, record: int, encoded: EncodedRecord, data: DataConfig) -> None:
         """Add the sequences of the record with index `record`, cut to `data.max_length`."""
@@ -92,7 +94,6 @@ class ChunkTokenizer:
         result.sets[chunk.set_name] = SetChunk()
         encoder = self.encoder.with_loss_on(chunk.loss_on or self.data.loss_on)
         columns = self.data.field_names
-        unread: Counter[str] = Counter(dict.fromkeys(chunk.unread_columns, len(chunk.numbers)))
         if columns:
             result.fields.update(chunk.unread_columns)
         for i, value in enumerate(chunk.parse()):
@@ -111,13 +112,19 @@ class ChunkTokenizer:
                 if note := self.encoder.template.rendered_already(record):
                     sequences.outcomes.add(*note)
                 sequences.add(chunk.first_record + i, encoded, self.data)
-                unread.update([*unread_names, *self.encoder.template.unread_fields(record)])
+                for name in (*unread_names, *self.encoder.template.unread_fields(record)):
+                    sequences.outcomes.add(unread_outcome(name), name)
+                for key in sequences.outcomes.keys() - sequences.first_records.keys():
+                    if sequences.outcomes[key]:
+                        sequences.first_records[key] = chunk.first_record + i
             except RecordError as error:
                 ends_file = isinstance(error, FileError)
-                result.broken.append(BrokenRecord(chunk.place(i), str(error), ends_file))
-        for name, n_records in unread.items():
-            outcome = Outcome.UNREAD_MEDIA if is_media(name) else Outcome.UNREAD_FIELD
-            result.sets[chunk.set_name].outcomes.add(outcome, name, n_records)
+                index, place = chunk.first_record + i, chunk.place(i)
+                result.broken.append(BrokenRecord(index, place, str(error), ends_file))
+        for name in chunk.unread_columns:
+            own = result.sets[chunk.set_name]
+            own.outcomes.add(unread_outcome(name), name, len(chunk.numbers))
+            own.first_records[unread_outcome(name), name, ""] = chunk.first_record
         return result
 
     def is_held_out(self, record: dict[str, Any]) -> bool:
@@ -126,6 +133,11 @@ class ChunkTokenizer:
             return False
         canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
         return xxhash.xxh3_64_intdigest(canonical) < self.data.eval_fraction * 2**64
+
+
+def unread_outcome(field: str) -> Outcome:
+    """Return how a field that nothing reads is counted."""
+    return Outcome.UNREAD_MEDIA if is_media(field) else Outcome.UNREAD_FIELD
 
 
 def tokenize_chunks(

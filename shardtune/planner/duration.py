@@ -81,10 +81,11 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
     n_bytes = 0
     for chunk in read_records({"train": [source]}):
         tokenized = tokenizer.tokenize(chunk)
-        if tokenized.broken:
-            broken = BrokenRecords()
-            for each in tokenized.broken:
-                broken.add(each)
+        broken = BrokenRecords()
+        for each in tokenized.broken:
+            broken.add(each)
+        # Whether those that are dropped are too many shows at the end of the source.
+        if broken.end_files or (broken.count and tokenizer.data.on_broken == "error"):
             raise UserError(*broken.lines())
         lengths += [len(ids) for ids, *_ in tokenized.sets["train"].sequences]
         n_bytes += chunk.n_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import pyarrow
 
 from shardtune.config import Config, DataConfig
 from shardtune.config_io import load_config
@@ -32,7 +34,7 @@ from shardtune.data.outcomes import TOO_LONG
 from shardtune.data.overflow import encode_to_fit, fit_to_length
 from shardtune.data.packing import best_fit
 from shardtune.data.record_files import RecordChunk
-from shardtune.data.records import check_record, rename_fields
+from shardtune.data.records import RecordError, check_record, rename_fields
 from shardtune.data.sources import read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk
 from shardtune.errors import UserError
@@ -41,6 +43,8 @@ from shardtune.report.command import require_page
 from shardtune.report.draw import COLOURS, histogram_svg
 
 RECORDS_ON_PAGE = 50
+_MOST_CHARACTERS = 4000  # of a record that is not rendered
+_WARNING = ": WARNING: "
 _EXTREMES = 20  # records of each kind, beside the first ones
 _HELD_OUT = "held out for evaluation (data.eval_fraction)"
 _CUT_OFF = "cut off: longer than data.max_length"
@@ -65,6 +69,7 @@ class Span:
 class Conversation:
     """One record as the page shows it. `kinds`: the filters that it passes."""
 
+    record: int
     place: str
     title: str
     notes: list[str]
@@ -90,12 +95,15 @@ def write_data_page(
     encoder = build_encoder(config.model.path, config.data, datetime.date.today())
     prepared = open_prepared(prepare_data(config.data, encoder))
     chosen = _choose(prepared.train, RECORDS_ON_PAGE if n_records is None else n_records)
+    examples = {line: record for line, record in prepared.examples.items() if _WARNING in line}
+    for record in examples.values():
+        chosen.setdefault(record, {"all"})
     conversations = list(_conversations(config, encoder, prepared, chosen))
     template = files(__package__).joinpath("data_page.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True)
     html = environment.from_string(template).render(
         title=f"{config_path.name}: what is trained",
-        lines=prepared.lines,
+        lines=[(line, _WARNING in line, examples.get(line)) for line in prepared.lines],
         colours=COLOURS,
         histograms=_histograms(prepared, config),
         filters=FILTERS,
@@ -143,14 +151,30 @@ def _conversations(
                 continue
             i = index - chunk.first_record
             (value,) = replace(chunk, rows=chunk.rows[i : i + 1]).parse()
-            record, *_ = check_record(rename_fields(value, data.field_names))
-            is_held_out = tokenizer.is_held_out(record)
-            if is_held_out and index not in chosen:
-                continue  # it trains nothing, and was not dropped from data.train
             kinds = chosen.get(index, {"all"})
-            conversation = _conversation(tokenizer, chunk, index, record, kinds, is_held_out)
+            try:
+                record, *_ = check_record(rename_fields(value, data.field_names))
+                is_held_out = tokenizer.is_held_out(record)
+                if is_held_out and index not in chosen:
+                    continue  # it trains nothing, and was not dropped from data.train
+                conversation = _conversation(tokenizer, chunk, index, record, kinds, is_held_out)
+            except RecordError as error:  # left out: data.on_broken=drop
+                title, spans = f"Record {index}: broken", [[Span(_written(chunk, i), "dropped")]]
+                kinds = kinds | {"dropped"}
+                conversation = Conversation(
+                    index, chunk.place(i), title, [str(error)], spans, kinds
+                )
             n_dropped -= "dropped" in conversation.kinds
             yield conversation
+
+
+def _written(chunk: RecordChunk, i: int) -> str:
+    """Return the beginning of a record's text as the data has it."""
+    row = chunk.rows[i : i + 1]
+    if isinstance(row, pyarrow.Table):
+        return json.dumps(row.to_pylist()[0], ensure_ascii=False, default=str)[:_MOST_CHARACTERS]
+    text = row[0].written if isinstance(row[0], RecordError) else row[0].decode(errors="replace")
+    return text[:_MOST_CHARACTERS]
 
 
 def _without_sequence(indexes: range, sets: list[TokenDataset]) -> set[int]:
@@ -175,7 +199,7 @@ def _conversation(
     encoded = encode_to_fit(encoder, record, data)
     counted = SetChunk()
     counted.add(index, encoded, data)
-    notes, title = counted.outcomes.lines(), _title(index, counted)
+    notes, title = [*counted.outcomes.lines().values()], _title(index, counted)
     pieces = [] if is_held_out else list(_pieces(encoded, data))
     if is_held_out:
         title = f"Record {index}: {_HELD_OUT}"
@@ -190,7 +214,10 @@ def _conversation(
         _span(encoder, whole.input_ids, _HELD_OUT if is_held_out else "dropped")
         for whole in encoded.too_long or encoded.sequences
     ]
-    return Conversation(chunk.place(index - chunk.first_record), title, notes, sequences, kinds)
+    i = index - chunk.first_record
+    if not sequences:  # without a turn to train nothing is rendered
+        sequences = [[Span(_written(chunk, i), _HELD_OUT if is_held_out else "dropped")]]
+    return Conversation(index, chunk.place(i), title, notes, sequences, kinds)
 
 
 def _title(index: int, counted: SetChunk) -> str:

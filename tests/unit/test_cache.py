@@ -61,6 +61,7 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
     changed = [
         Run(model, train, max_length=int(first.prepared.train.lengths.max()) - 2),
         Run(model, train, overflow="split"),
+        Run(model, train, on_broken="drop"),
         Run(model, train, columns={"text": None}),
         Run(model, train, template_options={"text": None}),
         Run(model, train, loss_on="all"),
@@ -70,7 +71,7 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
         Run(dated, train, date="2026-02-01"),
         Run(model, write(tmp_path / "b.jsonl", [chat("how are you"), chat("hello", "World")])),
     ]
-    assert len({run.entry for run in [first, *changed]}) == 11
+    assert len({run.entry for run in [first, *changed]}) == 12
     assert first.prepared.key not in {run.prepared.key for run in changed[:1] + changed[4:]}
     # Nothing was long enough to be split, and neither data nor template have a text.
     assert {run.prepared.key for run in changed[1:4]} == {first.prepared.key}

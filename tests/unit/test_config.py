@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -151,6 +150,7 @@ NOT_ALLOWED = {
     ),
     "scheduler.name": ("cosine or linear or constant", "step true null"),
     "model.compile": ("true or false or auto", "1 full null"),
+    "data.on_broken": ("error or drop", "true skip null"),
 }
 
 
@@ -163,26 +163,6 @@ def test_a_value_that_is_not_allowed_is_refused_with_those_that_are(
     (problem,) = problems(tmp_path, f"{key}={text}")
     assert problem.startswith(f"{key} = ")
     assert problem.endswith(f" (command line) is not allowed - use {NOT_ALLOWED[key][0]}")
-
-
-NOT_BUILT = {
-    "data.on_broken": ("error", "drop", "true"),
-}
-
-
-def test_a_value_that_is_not_built_yet_is_refused_by_name(tmp_path: Path) -> None:
-    for key, (built, not_built, wrong) in NOT_BUILT.items():
-        for text in built.split(" or "):
-            assert json.dumps(value(load(tmp_path, f"{key}={text}"), key)).strip('"') == text
-        for why, texts in (("not built yet", not_built), ("not allowed", wrong)):
-            for text in texts.split():
-                (problem,) = problems(tmp_path, f"{key}={text}")
-                assert problem.replace('"', "") == (
-                    f"{key} = {text} (command line) is {why} - use {built}"
-                )
-    several = [f"{key}={not_built.split()[0]}" for key, (_, not_built, _) in NOT_BUILT.items()]
-    lines = problems(tmp_path, "run.seed=-1", *several)
-    assert len(lines) == 1 + len(NOT_BUILT) and lines[0].startswith("run.seed = -1")
 
 
 def test_every_problem_of_a_list_of_sources_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.data_run import chat, save_model, write
 from transformers import AutoTokenizer
@@ -73,7 +75,9 @@ def articles(page: str) -> list[tuple[set[str], list[tuple[str, str]]]]:
                 )
             ],
         )
-        for kinds, body in re.findall(r'<article class="(.*?)">(.*?)</article>', page, re.DOTALL)
+        for kinds, body in re.findall(
+            r'<article id="record-\d+" class="(.*?)">(.*?)</article>', page, re.DOTALL
+        )
     ]
 
 
@@ -125,6 +129,42 @@ def test_the_page_shows_cut_and_dropped_records(folder: Path, overflow: str) -> 
     assert "records longer than data.max_length=60" in page
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_broken_and_untrained_records_stand_on_the_page_with_their_text(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = {"messages": [{"role": "user", "content": "nobody answers <me>"}]}
+    broken = {"messages": [{"role": "human", "content": "a broken one"}]}
+    good = [chat(f"q{i}") for i in range(300)]
+    train = write(folder / "broken.jsonl", [*good, silent, broken, *good, broken])
+    if kind == "parquet":
+        records = [json.loads(line) for line in train.read_text().splitlines()]
+        pq.write_table(pa.Table.from_pylist(records), train := train.with_suffix(".parquet"))
+    arguments = (f"data.train={train}", "data.on_broken=drop")
+    page = page_of(folder, *arguments, "--records", "3")
+    dropped = [spans for kinds, spans in articles(page) if "dropped" in kinds]
+    assert [[reason for reason, _ in spans] for spans in dropped] == [["dropped"]] * 3
+    texts = [spans[0][1] for spans in dropped]
+    assert "nobody answers <me>" in texts[0] and all("a broken one" in text for text in texts[1:])
+    assert "messages[0].role is &#39;human&#39; - write user" in page
+    warnings = re.findall(r'<p class="warning">(.*?)</p>', page)
+    assert [re.sub("<.*?>", "", line) for line in warnings] == [
+        line
+        for line in capsys.readouterr().out.replace("'", "&#39;").splitlines()
+        if "WARN" in line
+    ]
+    links = [re.findall('href="#(.*?)"', line) for line in warnings]
+    assert links == [["record-300"], ["record-301"], ["record-301"]]
+    assert all(f'<article id="{link}"' in page for (link,) in links)
+
+
+def test_a_row_with_too_many_values_stands_on_the_page(folder: Path) -> None:
+    rows = "".join(f"q{i},fine\n" for i in range(150))
+    (folder / "rows.csv").write_text(f"prompt,completion\n{rows}one,two,three\n")
+    page = page_of(folder, f"data.train={folder}/rows.csv", "data.on_broken=drop")
+    assert [("dropped", "one,two,three")] in [spans for _, spans in articles(page)]
+
+
 @pytest.mark.parametrize("overflow", ["turns", "truncate"])
 def test_the_cut_part_of_a_record_stands_behind_the_kept_one(folder: Path, overflow: str) -> None:
     write(folder / "cut.jsonl", [MANY_TURNS])
@@ -170,7 +210,9 @@ def test_dropped_records_are_found_wherever_they_are(folder: Path) -> None:
     write(folder / "drop.jsonl", [*(chat(f"how {i}", "fine") for i in range(600)), *untrained])
     arguments = (f"data.train={folder}/drop.jsonl", "data.eval_fraction=0.3", "--records", "2")
     page = page_of(folder, *arguments)
-    titles = re.findall(r'<article class="[^"]*is-dropped[^"]*">\s*<h2>Record (\d+)', page)
+    titles = re.findall(
+        r'<article id="record-\d+" class="[^"]*is-dropped[^"]*">\s*<h2>Record (\d+)', page
+    )
     assert len(titles) == 20 and min(map(int, titles)) >= 600
     assert page.count("held out for evaluation") < 6  # only those of the first two
 

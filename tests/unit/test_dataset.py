@@ -102,6 +102,51 @@ def test_broken_records_are_counted_and_ten_are_named(model: Path, tmp_path: Pat
     assert problems[10] == "data.train: 1003 of 1004 records broken - repair or remove them"
 
 
+def test_few_broken_records_may_be_dropped(model: Path, tmp_path: Path) -> None:
+    """At most 1% of each source."""
+    good = [chat(f"q{i}") for i in range(198)]
+    write(tmp_path / "few.jsonl", [*good, {"a": 1}, {"b": 1}])
+    write(tmp_path / "more.jsonl", [*good[1:], {"a": 1}, {"a": 2}])  # 2 of 199
+    sources = [
+        {"path": str(tmp_path / "few.jsonl")},
+        {"path": str(tmp_path / "few.jsonl"), "name": "b"},
+    ]
+    clean = Run(model, write(tmp_path / "clean.jsonl", good))
+    few = Run(model, tmp_path / "few.jsonl", on_broken="drop")
+    assert few.prepared.key == clean.prepared.key
+    assert few.prepared.lines[0].startswith("data.train: 198 records in ")
+    count, a, b = few.prepared.lines[-3:]
+    assert count == "data.train: WARNING: broken records, dropped: 2 of 200"
+    assert a.startswith(f"data.train: WARNING: {tmp_path}/few.jsonl:199: has a - ")
+    assert b.startswith(f"data.train: WARNING: {tmp_path}/few.jsonl:200: has b - ")
+    both = Run(model, sources, on_broken="drop", eval=str(tmp_path / "few.jsonl"))
+    counts = [line for line in both.prepared.lines if line.endswith("dropped: 2 of 200")]
+    assert [line.partition(":")[0] for line in counts] == [
+        "data.train.few",
+        "data.train.b",
+        "data.eval",
+    ]
+    *_, offer = problems_of(model, tmp_path / "few.jsonl")
+    assert offer == (
+        "data.train: 2 of 200 records broken - "
+        "repair or remove them, or leave them out with data.on_broken=drop"
+    )
+    sources[1]["path"] = str(tmp_path / "more.jsonl")
+    first, limit = problems_of(model, sources, on_broken="drop")
+    assert first.startswith(f"{tmp_path}/more.jsonl:198: has a - ")
+    assert limit == (
+        "data.train.b: 2 of 199 records broken, and data.on_broken=drop leaves out 1% of a source "
+        "at most - repair or remove them"
+    )
+
+
+def test_a_file_that_ends_early_is_never_dropped(model: Path, tmp_path: Path) -> None:
+    lines = "".join(json.dumps(chat(f"q{i}")) + "\n" for i in range(5000)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(pa.compress(lines, "gzip", asbytes=True)[:-20])
+    problem, count = problems_of(model, tmp_path / "a.jsonl.gz", on_broken="drop")
+    assert "cannot be read (" in problem and "cannot be counted" in count
+
+
 OVERFLOWING = [
     {"text": "0123456789"},
     {"text": "abc"},
