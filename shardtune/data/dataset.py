@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from shardtune.config import DataConfig
 from shardtune.data.cache import cache_key, cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
+from shardtune.data.duplicates import RecordHashes, describe_duplicates
 from shardtune.data.hub import hub_problem
 from shardtune.data.outcomes import (
     NAMED_PROBLEMS,
@@ -244,12 +245,14 @@ class _SetWriter:
             self._digests["source"] = xxhash.xxh3_128()
         self.name, self.outcomes = f"data.{name}", OutcomeCounts()
         self.first_records: dict[tuple[Outcome, str, str], int] = {}
+        self.hashes = RecordHashes()
         self.n_records = self.n_sequences = self.n_tokens = self.n_trained = 0
 
     def add(self, chunk: SetChunk, source: int) -> None:
         self.n_records += chunk.n_records
         self.outcomes.update(chunk.outcomes)
         self.first_records = chunk.first_records | self.first_records
+        self.hashes.add(chunk.hashes)
         if not chunk.sequences:
             return
         tokens, trained, record = zip(*chunk.sequences, strict=True)
@@ -376,19 +379,19 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     digests = " ".join(writer.digest() for writer in writers.values())
     options = tokenizer.encoder.template.unread_options
     unread = (f"the chat template does not read {option}" for option in options)
-    dropped = [
-        (f"{source.key}: {line}", sums[key].broken.first if key[0] == "train" else -1)
-        for key, source in sources.items()
-        for line in sums[key].dropped_lines()
-    ]
+    warnings = describe_duplicates({name: writer.hashes for name, writer in writers.items()})
+    for key, source in sources.items():
+        example = sums[key].broken.first if key[0] == "train" else None
+        warnings |= {f"{source.key}: {line}": example for line in sums[key].dropped_lines()}
     meta = {
         "sets": names,
         "lines": [
             *(f"data.template_options: WARNING: {line}" for line in unread),
             *(line for writer in writers.values() for line in writer.lines()),
-            *(line for line, _ in dropped),
+            *warnings,
         ],
-        "examples": writers["train"].examples() | {k: i for k, i in dropped if i >= 0},
+        "examples": writers["train"].examples()
+        | {line: record for line, record in warnings.items() if record is not None},
         "key": xxhash.xxh3_128_hexdigest(digests.encode()),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), "utf-8")

@@ -19,6 +19,7 @@ import xxhash
 
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
+from shardtune.data.duplicates import RecordHash, hash_of
 from shardtune.data.outcomes import BrokenRecord, Outcome, OutcomeCounts
 from shardtune.data.overflow import cut_to_rows, encode_to_fit
 from shardtune.data.record_files import RecordChunk
@@ -42,13 +43,15 @@ class SetChunk:
 
     `sequences`: token ids uint32 [length], trained flags bool [length] and the index of the record
     of each. `n_records`: how many records they are of, the untrained and the dropped ones counted.
-    `first_records`: the index of the first record of each of `outcomes`.
+    `first_records`: the index of the first record of each of `outcomes`. `hashes`: those of the
+    records that have a sequence.
     """
 
     sequences: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
     n_records: int = 0
     outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
     first_records: dict[tuple[Outcome, str, str], int] = field(default_factory=dict)
+    hashes: list[RecordHash] = field(default_factory=list)
 
     def add(self, record: int, encoded: EncodedRecord, data: DataConfig) -> None:
         """Add the sequences of the record with index `record`, cut to `data.max_length`."""
@@ -63,6 +66,8 @@ class SetChunk:
             self.outcomes.add(Outcome.TURNS_APART, tokens_added=encoded.added_tokens)
         rows = cut_to_rows(encoded, data, self.outcomes)
         self.sequences += [(tokens, trained, record) for tokens, trained in rows]
+        if rows:
+            self.hashes.append(hash_of(record, rows))
 
 
 @dataclass

@@ -72,7 +72,7 @@ def test_a_second_start_is_cached_until_something_that_matters_changes(
         Run(model, write(tmp_path / "b.jsonl", [chat("how are you"), chat("hello", "World")])),
     ]
     assert len({run.entry for run in [first, *changed]}) == 12
-    assert first.prepared.key not in {run.prepared.key for run in changed[:1] + changed[4:]}
+    assert first.prepared.key not in {run.prepared.key for run in changed[:1] + changed[5:]}
     # Nothing was long enough to be split, and neither data nor template have a text.
     assert {run.prepared.key for run in changed[1:4]} == {first.prepared.key}
 
