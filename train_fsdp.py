@@ -79,7 +79,9 @@ def train(context: TrainContext, pending_evaluation: int | None) -> Checkpoint:
         Preempted: a signal has stopped the run, and its last step is saved.
     """
     config, schedule, observers = context.run.config, context.schedule, context.observers
-    context.metrics.write(setup.describe_start(context.run, context.data, schedule))
+    context.metrics.write(
+        setup.describe_start(context.run, context.data, schedule, context.row_cost)
+    )
     if pending_evaluation is not None:
         evaluate(context, pending_evaluation)
     last_checkpoint, stop = context.run.resumed, StopRequest()
@@ -147,7 +149,7 @@ def train_step(
         context.run.world,
     )
     optim.require_finite(
-        step.number, stats, context.model, context.owned, context.host, context.run.world
+        step.number, stats, context.model, context.owned, context.host, context.run
     )
     update_weights(context, stats.grad_norm)
     return stats

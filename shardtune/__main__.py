@@ -72,8 +72,17 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
     options = parser.parse_intermixed_args(arguments)  # an assignment may stand behind an option
     if options.records is not None and options.records < 0:
         parser.error(f"--records {options.records} is less than 0")
+    if options.step is not None and options.step < 1:
+        parser.error(f"--step {options.step} is less than 1")
+    if options.step is not None and options.html:
+        parser.error("--step prints records, and --html writes a page of the first ones")
     if options.html and options.json:
         parser.error("--html and --json are two forms of the same")
+    if options.step is not None:
+        from shardtune.report.step_records import show_step
+
+        show_step(options.config, options.assignments, options.step, options.records, options.json)
+        return
     if not options.html:
         inspect_data(options.config, options.assignments, options.records, options.json)
         return

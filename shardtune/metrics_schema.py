@@ -186,6 +186,23 @@ class StartEntry(_Entry):
     """The last step of the whole run."""
     world_size: Count
     """The number of ranks."""
+    data_ranks: Count
+    """The ranks with rows of their own: `world_size` / `parallel.stages` / `parallel.context`."""
+    micro_batch_size: Count
+    """The rows of a data rank in a forward."""
+    gradient_accumulation_steps: Count
+    """The forwards of a step."""
+    epoch: Count
+    """The epoch of its first step, from 0."""
+    row: Count
+    """How many rows of that epoch are done before it."""
+    row_cost: dict[str, Count]
+    """The FLOPs of a token outside of attention, of a trained one more, and of a pair in attention:
+    by them the rows of a step are divided among the data ranks."""
+    date: str
+    """The date for chat templates that print one."""
+    data_key: str
+    """The digest of all tokens and of which are trained."""
     device: str
     """`cuda` or `cpu`."""
     versions: dict[str, str]
@@ -193,7 +210,8 @@ class StartEntry(_Entry):
     changes: list[Change]
     """The settings that differ from the checkpoint's."""
     data: list[str]
-    """The lines of the log about the data."""
+    """The lines of the log about the data: how many records were cut, joined, dropped or are there
+    twice."""
 
 
 @_described

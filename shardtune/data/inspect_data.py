@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {_RECORDS_IN_PICTURE}; all of them with --json)",
     )
     parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="show what step N trains instead: of the run in run.dir, or as one rank would take it",
+    )
+    parser.add_argument(
         "--json",
         action="store_true",
         help="one object a line per sequence, before packing: "
@@ -65,9 +71,7 @@ def inspect_data(
         UserError: a wrong configuration, no tokenizer, broken data.
     """
     config = load_config(config_path, assignments, os.environ)
-    quiet_libraries(is_main=True)
-    logger.handlers = [logging.StreamHandler(sys.stderr)]  # standard output is for the records
-    logger.setLevel(logging.INFO)
+    log_to_stderr()
     encoder = build_encoder(config.model.path, config.data, datetime.date.today())
     prepared = open_prepared(prepare_data(config.data, encoder))
     dataset = prepared.train
@@ -87,10 +91,24 @@ def inspect_data(
         else:
             of = f" ({source})" if source else ""
             print(f"Record {record}{of} of {place}: {len(tokens)} tokens, {sum(trained)} trained")
-            print(_picture(encoder.tokenizer, tokens, trained) + "\n")
+            print(picture(encoder.tokenizer, tokens, trained) + "\n")
     lengths = {"tokens": dataset.lengths, "trained tokens": dataset.trained_counts}
     for line in [*prepared.lines, *(_spread(name, values) for name, values in lengths.items())]:
         print(line, file=sys.stderr if as_json else sys.stdout)
+
+
+def log_to_stderr() -> None:
+    """Leave standard output to the records."""
+    quiet_libraries(is_main=True)
+    logger.handlers = [logging.StreamHandler(sys.stderr)]
+    logger.setLevel(logging.INFO)
+
+
+def places_of(data: DataConfig, records: Collection[int]) -> dict[int, str]:
+    """Return where each of these records of data.train stands, by its index."""
+    last = max(records, default=-1)
+    reached = itertools.takewhile(lambda place: place[0] <= last, _places(data))
+    return {record: place for record, place in reached if record in records}
 
 
 def _places(data: DataConfig) -> Iterator[tuple[int, str]]:
@@ -100,7 +118,7 @@ def _places(data: DataConfig) -> Iterator[tuple[int, str]]:
             yield chunk.first_record + i, chunk.place(i)
 
 
-def _picture(tokenizer: Any, tokens: list[int], trained: list[bool]) -> str:
+def picture(tokenizer: Any, tokens: list[int], trained: list[bool]) -> str:
     """Return the tokens with a stroke between them; each trained run is coloured or bracketed."""
     has_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     begin, end = _COLOURED if has_colour else _BRACKETED

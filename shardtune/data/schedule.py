@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shardtune.config import DataConfig
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.order import Rows, rows_of_epoch, sequences_of_epoch
 from shardtune.data.packing import best_fit
@@ -40,10 +41,23 @@ class Cost:
         return np.add.reduceat(costs, rows.starts[:-1])
 
 
+def source_weights(data: DataConfig) -> tuple[Fraction, ...]:
+    """Return the passes per epoch of each source, exactly: 0.1 is 1/10, which no float is."""
+    return tuple(Fraction(str(source.weight)) for source in data.train_sources.values())
+
+
 def assign_rows(
     rows: Rows, costs: np.ndarray, rank: int, ranks: int, rows_per_micro_batch: int
 ) -> list[list[int]]:
-    """Return the sequences of each of this rank's micro-batches, the same number on every rank.
+    """Return the sequences of each of this rank's micro-batches, as `rows_of_rank` divides them."""
+    shares = rows_of_rank(costs, rank, ranks, rows_per_micro_batch)
+    return [[i for row in share for i in rows[row].tolist()] for share in shares]
+
+
+def rows_of_rank(
+    costs: np.ndarray, rank: int, ranks: int, rows_per_micro_batch: int
+) -> list[list[int]]:
+    """Return the rows of each of this rank's micro-batches, the same number on every rank.
 
     Ranks wait for one another in each micro-batch. So rows of like cost are in the same
     micro-batch on different ranks, and the rank with the least so far gets the most. Where rows
@@ -56,12 +70,12 @@ def assign_rows(
     order, rows_at_once = np.argsort(-costs, kind="stable"), ranks * rows_per_micro_batch
     totals = np.zeros(ranks, np.int64)
     micro_batches = []
-    for begin in range(0, len(rows), rows_at_once):
+    for begin in range(0, len(costs), rows_at_once):
         # Rows of one micro-batch on all ranks, dearest first: each goes to the share that costs
         # least so far, no share getting two in a round.
         shares: list[list[int]] = [[] for _ in range(ranks)]
         share_costs = np.zeros(ranks, np.int64)
-        for first in range(begin, min(begin + rows_at_once, len(rows)), ranks):
+        for first in range(begin, min(begin + rows_at_once, len(costs)), ranks):
             chosen = order[first : first + ranks]
             lightest = np.argsort(share_costs, kind="stable")[: len(chosen)]
             share_costs[lightest] += costs[chosen]
@@ -72,7 +86,7 @@ def assign_rows(
         idlest_ranks = np.argsort(totals, kind="stable")
         totals[idlest_ranks] += share_costs[heaviest_shares]
         micro_batches.append(shares[heaviest_shares[np.flatnonzero(idlest_ranks == rank)[0]]])
-    return [[i for row in share for i in rows[row].tolist()] for share in micro_batches]
+    return micro_batches
 
 
 @dataclass(frozen=True)
@@ -103,8 +117,11 @@ class Step:
         self, cost: Cost, rank: int, ranks: int, rows_per_micro_batch: int
     ) -> list[list[int]]:
         """Return the sequences of this rank's micro-batches (`assign_rows`)."""
-        costs = cost.per_row(self.rows, self.lengths, self.trained_counts)
-        return assign_rows(self.rows, costs, rank, ranks, rows_per_micro_batch)
+        return assign_rows(self.rows, self.costs(cost), rank, ranks, rows_per_micro_batch)
+
+    def costs(self, cost: Cost) -> np.ndarray:
+        """Return the cost of each row, int64 [rows]."""
+        return cost.per_row(self.rows, self.lengths, self.trained_counts)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from shardtune.training import optim, reshard, setup
 from shardtune.training.context import Planned, Run, TrainContext
 from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.host_states import HostStates
+from shardtune.training.loss_spikes import LossSpikes
 from shardtune.training.metrics import Metrics
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.profiler import StepProfiler
@@ -93,6 +94,7 @@ def build_train_context(
         observers=[
             Stragglers(model, metrics, world),  # first: all ranks meet in it
             StepLog(metrics, whole, schedule.total_steps, planned.device_peak, world.size),
+            LossSpikes(run.config),
             expert_balance,
             StepProfiler(run, metrics, schedule),
         ],

@@ -18,8 +18,10 @@ from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed, first_line
 from shardtune.log import logger
 from shardtune.model.experts import is_spread
+from shardtune.training.context import Run
 from shardtune.training.host_adamw import HostAdamW
 from shardtune.training.host_states import HostStates
+from shardtune.training.loss_spikes import inspect_command
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
 from shardtune.training.metrics import StepStats
 from shardtune.training.replica_shards import OwnedParameters
@@ -197,7 +199,7 @@ def require_finite(
     model: nn.Module,
     owned: OwnedParameters,
     host: HostStates | None,
-    world: World,
+    run: Run,
 ) -> None:
     """Refuse a step whose loss or gradient norm is not finite, before its update.
 
@@ -209,12 +211,14 @@ def require_finite(
     if math.isfinite(stats.loss) and math.isfinite(stats.grad_norm):
         return
     found = first_non_finite(model, owned.by_name, host)
+    world = run.world
     per_rank = world.all_gather_json(found and (found[0], world.stage, *found[1:]))
     *_, blamed = min(filter(None, per_rank), default=["no single tensor"])
     raise RunFailed(
         f"step {step} was not taken: its loss is {stats.loss:.6g} and its gradient "
-        f"norm {stats.grad_norm:.6g}, first in {blamed} - look at this step's data and at the "
-        f"weights that the run started from, or lower optimizer.lr; {AGAIN}"
+        f"norm {stats.grad_norm:.6g}, first in {blamed} - look at this step's data "
+        f"({inspect_command(run.config, step)}) and at the weights that the run started from, or "
+        f"lower optimizer.lr; {AGAIN}"
     )
 
 

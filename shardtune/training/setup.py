@@ -9,7 +9,6 @@ import datetime
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from fractions import Fraction
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +25,7 @@ from shardtune.config import Config, TrainConfig
 from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData
-from shardtune.data.schedule import Position, Schedule
+from shardtune.data.schedule import Cost, Position, Schedule, source_weights
 from shardtune.distributed.join import describe
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.tensors import dtype_name
@@ -199,8 +198,7 @@ def make_schedule(run: Run, data: PreparedData) -> Schedule:
         epochs=train.epochs,
         max_steps=train.max_steps,
         start=Position(state["step"], state["epoch"], state["row"]),
-        # Exact fractions: 0.1 must be 1/10, which no binary number is.
-        weights=tuple(Fraction(str(s.weight)) for s in config.data.train_sources.values()),
+        weights=source_weights(config.data),
     )
     if schedule.rows_per_epoch < world.data_ranks:
         raise UserError(
@@ -326,7 +324,7 @@ def state_of_run(
     }
 
 
-def describe_start(run: Run, data: PreparedData, schedule: Schedule) -> StartEntry:
+def describe_start(run: Run, data: PreparedData, schedule: Schedule, row_cost: Cost) -> StartEntry:
     """Return the start for `metrics.jsonl`: what the run begins from, with what, and how far."""
     config, world, resumed = run.config, run.world, run.resumed
     changes = resume_rules.changes_since(resumed, config, world) if resumed else []
@@ -335,6 +333,14 @@ def describe_start(run: Run, data: PreparedData, schedule: Schedule) -> StartEnt
         step=resumed.step if resumed else 0,
         total_steps=schedule.total_steps,
         world_size=world.size,
+        data_ranks=world.data_ranks,
+        micro_batch_size=config.train.micro_batch_size,
+        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+        epoch=schedule.start.epoch,
+        row=schedule.start.row,
+        row_cost=asdict(row_cost),
+        date=run.date.isoformat(),
+        data_key=data.key,
         device=world.device.type,
         versions={name: version(name) for name in ("torch", "transformers")},
         changes=[Change(key=key, old=old, new=new) for key, old, new in changes],

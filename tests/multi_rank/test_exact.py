@@ -284,6 +284,7 @@ def stopped(model: Path, records: list[Any], folder: Path, *more: str) -> tuple[
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(sharp, tmp_path):
     error, steps = stopped(sharp["qwen3"], uneven_chats(), tmp_path, "optimizer.lr=1e30")
     assert "step 2 was not taken" in error
+    assert "python -m shardtune inspect-data --config" in error and "--step 2)" in error
     assert "in the gradient of model." in error or "in the gradient of lm_head." in error
     assert steps == [1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -34,6 +35,8 @@ from transformers import PreTrainedTokenizerFast
 
 import shardtune.training.evaluate
 import shardtune.training.stage
+from shardtune.__main__ import run as run_command
+from shardtune.log import logger
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,12 @@ def test_a_run_that_is_killed_again_and_again_repeats_and_skips_no_row(
     ],
 )
 def test_a_checkpoint_resumes_on_other_numbers_of_ranks(
-    name: str, sizes: tuple[int, ...], tmp_path: Path, models: dict[str, Path]
+    name: str,
+    sizes: tuple[int, ...],
+    tmp_path: Path,
+    models: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two steps on each, mid-epoch, with the same twelve rows a step."""
     write_inputs(tmp_path, models[name])
@@ -118,6 +126,16 @@ def test_a_checkpoint_resumes_on_other_numbers_of_ranks(
             assert f"accumulation_steps was {12 // before}, is {12 // ranks}" in said
     assert steps_of(tmp_path / "run") == close_to(steps_of(tmp_path / "whole"))
     assert any(step["tokens"] % 12 for step in steps_of(tmp_path / "whole"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logger, "handlers", logger.handlers)  # the command sets its own
+    for step in steps_of(tmp_path / "run")[1:4:2]:  # the last one on the first ranks, and on others
+        words = ["--config", "run/config.yaml", "--step", str(step["step"]), "--json"]
+        capsys.readouterr()
+        assert run_command(["inspect-data", *words]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert sum(len(row["input_ids"]) for row in rows) == step["tokens"]
+        assert sum(sum(row["trained"]) for row in rows) == step["trained_tokens"]
+        assert {row["rank"] for row in rows} == set(range(sizes[(step["step"] - 1) // 2]))
     one, other = (load_file(tmp_path / run / "model/model.safetensors") for run in ("whole", "run"))
     assert one.keys() == other.keys()
     assert max((one[key] - other[key]).abs().max().item() for key in one) < 1e-4
