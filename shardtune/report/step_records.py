@@ -52,9 +52,9 @@ class Division:
 
 
 class ShownSequence(NamedTuple):
-    """One sequence of a step, and which rank trains it in which micro-batch and row."""
+    """One sequence of a step, and which data rank trains it in which micro-batch and row."""
 
-    rank: int
+    data_rank: int
     micro_batch: int
     row: int
     sequence: int
@@ -80,9 +80,10 @@ def show_step(
             "as they were"
         )
     step = _find_step(config, prepared, division, number)
-    shown = list(_sequences_of(step, division))[:n_records]
-    train = prepared.train
-    places = places_of(config.data, {int(train.record[each.sequence]) for each in shown})
+    train, shown = prepared.train, list(_sequences_of(step, division))
+    records = list(dict.fromkeys(int(train.record[each.sequence]) for each in shown))[:n_records]
+    shown = [each for each in shown if train.record[each.sequence] in records]
+    places = places_of(config.data, set(records))
     n_records_in_step = len({*train.record[step.rows.members].tolist()})
     print(
         f"Step {number}, epoch {step.epoch}, {division.words}: {division.micro_batch} "
@@ -101,8 +102,8 @@ def show_step(
             print(json.dumps(position | shown_row | {"place": places[record]}))
         else:
             print(
-                f"\nRank {each.rank}, micro-batch {each.micro_batch}, row {each.row}: record "
-                f"{record} of {places[record]}: {len(tokens)} tokens, {sum(trained)} trained"
+                f"\nData rank {each.data_rank}, micro-batch {each.micro_batch}, row {each.row}: "
+                f"record {record} of {places[record]}: {len(tokens)} tokens, {sum(trained)} trained"
             )
             print(picture(encoder.tokenizer, tokens, trained))
 

@@ -135,7 +135,7 @@ def test_a_checkpoint_resumes_on_other_numbers_of_ranks(
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert sum(len(row["input_ids"]) for row in rows) == step["tokens"]
         assert sum(sum(row["trained"]) for row in rows) == step["trained_tokens"]
-        assert {row["rank"] for row in rows} == set(range(sizes[(step["step"] - 1) // 2]))
+        assert {row["data_rank"] for row in rows} == set(range(sizes[(step["step"] - 1) // 2]))
     one, other = (load_file(tmp_path / run / "model/model.safetensors") for run in ("whole", "run"))
     assert one.keys() == other.keys()
     assert max((one[key] - other[key]).abs().max().item() for key in one) < 1e-4

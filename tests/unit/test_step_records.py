@@ -95,14 +95,16 @@ def test_each_rank_is_shown_with_what_it_trained(
         rows, title = shown(folder, step.number, capsys)
         for rank in range(ranks):
             for number, expected in enumerate(step.micro_batches(COST, rank, ranks, micro_batch)):
-                here = [row for row in rows if (row["rank"], row["micro_batch"]) == (rank, number)]
+                here = [
+                    row for row in rows if (row["data_rank"], row["micro_batch"]) == (rank, number)
+                ]
                 assert [row["record"] for row in here] == expected  # a record is a sequence here
         assert f"| Tokens: {step.tokens} | Trained tokens: {step.trained_tokens}" in title
         assert f"x {ranks} (data ranks) | Rows: {len(step.rows)} |" in title
         assert sum(len(row["input_ids"]) for row in rows) == step.tokens
         assert all(row["step"] == step.number for row in rows)
         assert all(row["place"].endswith(f"train.jsonl:{row['record'] + 1}") for row in rows)
-        assert len({(row["rank"], row["row"]) for row in rows}) == len(step.rows)
+        assert len({(row["data_rank"], row["row"]) for row in rows}) == len(step.rows)
         trained += [row["record"] for row in rows]
     assert sorted(trained) == sorted(2 * list(range(N_RECORDS)))  # two epochs
 
@@ -116,7 +118,7 @@ def test_without_a_run_one_rank_takes_the_rows(
     rows, title = shown(folder, 2, capsys, f"run.dir={folder}/{run_dir}")
     assert "as one data rank would take it" in title and why in title
     assert sorted(row["record"] for row in rows) == sorted(second.rows.members.tolist())
-    assert {row["rank"] for row in rows} == {0}
+    assert {row["data_rank"] for row in rows} == {0}
 
 
 def test_the_records_of_a_step_are_pictured(
@@ -126,7 +128,7 @@ def test_the_records_of_a_step_are_pictured(
     assert run(["inspect-data", "--config", config, "--step", "4", "--records", "2"]) == 0
     title, *lines = capsys.readouterr().out.splitlines()
     assert title.startswith(f"Step 4, epoch 1, as {folder}/run took it from its start at step 3: ")
-    headings = [line for line in lines if line.startswith("Rank 0, micro-batch 0, row ")]
+    headings = [line for line in lines if line.startswith("Data rank 0, micro-batch 0, row ")]
     assert len(headings) == 2 and all(": record " in line for line in headings)
     assert "⟦" in "".join(lines)
 
