@@ -28,7 +28,7 @@ from shardtune.planner.plan import make_plan
 from shardtune.planner.search import Search, launch_command
 from shardtune.planner.stand_in import stand_in
 from shardtune.planner.text import describe, describe_changes
-from shardtune.planner.verdict import verdict
+from shardtune.planner.verdict import lacking, verdict
 
 _SHIPPED = Path(__file__).resolve().parents[2] / "config.yaml"  # of the launch scripts
 _RATES = {
@@ -101,8 +101,8 @@ def plan_run(options: argparse.Namespace) -> None:
     if plan.fits:
         print(verdict(plan))
     else:
-        remedy = "take the command above" if changes else "take more or larger GPUs"
-        raise DoesNotFit(f"{verdict(plan)} - {remedy}")
+        remedy = "the command above" if changes else lacking(plan)
+        raise DoesNotFit(f"{verdict(plan)} - take {remedy}")
 
 
 def _require_fitting_files(path: str) -> None:

@@ -51,6 +51,15 @@ def host_link(
     return HostLink(sums, Copied(states, gradient + states))
 
 
+def host_states_bytes(trained: float, compute_bytes: int, config: Config) -> float:
+    """Return the host memory of a rank that updates so many elements."""
+    if not config.optimizer.offload:
+        return 0.0
+    # Until they are pinned, each replica has read all of its masters.
+    read = (1 + config.parallel.replicate) * _master_bytes(compute_bytes, config)
+    return trained * max(sum(_bytes(compute_bytes, config)), read)
+
+
 def pieces_bytes(largest: int, compute_bytes: int, config: Config) -> int:
     """Return the device's memory for pieces of an update. `largest`: a weight's elements."""
     if not config.optimizer.offload:
@@ -63,4 +72,10 @@ def _bytes(compute_bytes: int, config: Config) -> tuple[int, float]:
     master = DTYPES[config.model.master_dtype].itemsize
     gradient = max(master, DTYPES[config.model.reduce_dtype].itemsize)
     moments = _EIGHT_BITS if config.optimizer.name == "adamw8bit" else 2 * master
-    return gradient, moments + (master if compute_bytes < master else 0)
+    return gradient, moments + _master_bytes(compute_bytes, config)
+
+
+def _master_bytes(compute_bytes: int, config: Config) -> int:
+    """Return the bytes of an element's master in host memory: the device may have it itself."""
+    master = DTYPES[config.model.master_dtype].itemsize
+    return master if compute_bytes < master else 0

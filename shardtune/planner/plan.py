@@ -322,7 +322,7 @@ def _plan_stage(
         step_tokens=rows * config.data.max_length,
         step_flops=_count_step_flops(whole, rows, config.data.max_length),
         shapes=shapes,
-        storage=plan_storage(own, config, model_config, states, machine, world),
+        storage=plan_storage(own, config, model_config, states, shapes, machine, world),
         host_link=link,
         kernels_s=_kernel_seconds(measured, states, link, config, machine) if measured else None,
     )

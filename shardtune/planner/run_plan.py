@@ -38,8 +38,8 @@ from shardtune.model.flops import device_peak
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, bound_in, make_plan
-from shardtune.planner.search import Search, launch_command
-from shardtune.planner.verdict import verdict
+from shardtune.planner.search import Search, as_arguments, launch_command
+from shardtune.planner.verdict import lacking, verdict
 from shardtune.training.context import Planned, Run
 from shardtune.training.metrics import Metrics, peak_memory_bytes, read_entries
 
@@ -59,6 +59,7 @@ class Prediction(TypedDict):
     fits: bool
     verdict: str
     changes: list[str]  # that would let it fit, the best first
+    lacking: str  # without which it does not fit
     step_s: float | None  # the least time of a step, None if it is not known
     bound_by: str | None  # what takes that time
     kept_groups: list[int]  # of each stage, which may stay gathered
@@ -93,7 +94,8 @@ class RunPlan:
         self._process: subprocess.Popen[str] | None = None
         if world.is_main:
             self._bound = bound_in(world, config, model_config, self._machine, _UNSIMULATED)
-            if self._bound.allocated_bytes > _BOUND_SUFFICES * self._machine.memory_bytes:
+            limit = _BOUND_SUFFICES * self._machine.memory_bytes
+            if self._bound.allocated_bytes > limit or not self._bound.host_fits:
                 self._process = _simulate(run, self._machine, dtype)
 
     def require_fit(self) -> None:
@@ -116,7 +118,7 @@ class RunPlan:
                 f"Plan: {prediction['verdict']}; the run starts all the same (run.ignore_plan=true)"
             )
         else:
-            remedies = [*prediction["changes"][:3], "more or larger devices"]
+            remedies = [*prediction["changes"][:3], prediction["lacking"]]
             raise UserError(
                 f"{prediction['verdict']} - use {', or '.join(remedies)}; run.ignore_plan=true "
                 "starts it all the same"
@@ -237,8 +239,7 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     changes = Search(plan, model_config, is_allowed).changes(simulations) if must_fit else []
     return _prediction(plan) | {
         "changes": [
-            " ".join(f"{key}={value}" for key, value in change.values.items())
-            + f" ({_gb(change.plan.peak_bytes)})"
+            " ".join(as_arguments(change.values)) + f" ({_gb(change.plan.peak_bytes)})"
             for change in changes
         ]
     }
@@ -253,6 +254,7 @@ def _prediction(plan: Plan) -> Prediction:
         fits=not plan.cannot_fit,
         verdict=verdict(plan),
         changes=[],
+        lacking=lacking(plan),
         step_s=plan.floor_s or None,
         bound_by=plan.bound_by,
         kept_groups=list(plan.kept_groups),

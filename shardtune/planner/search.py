@@ -22,10 +22,10 @@ from shardtune.errors import UserError
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.stages import require_composable
 from shardtune.planner.extrapolate import Simulations, with_layers
-from shardtune.planner.host_link import host_link
+from shardtune.planner.host_link import host_link, host_states_bytes
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, floors_s, make_plan
-from shardtune.planner.shapes import Shapes, least_traffic, rough_memory
+from shardtune.planner.shapes import Shapes, host_inputs_bytes, least_traffic, rough_memory
 
 _MOST_SIMULATED = 3
 _SLOW = 1.5  # times the step of the fastest mesh: then a run says so
@@ -63,6 +63,7 @@ class Estimate:
     config: Config
     floors_s: dict[str, float]
     peak_bytes: float
+    host_bytes: float  # of a node
 
     @property
     def stages(self) -> int:
@@ -106,7 +107,9 @@ class Search:
         No step is simulated, so that the memory has a margin.
         """
         limit = _MARGIN * self._plan.machine.memory_bytes
-        for fastest in (each for each in self._estimates({}, "") if each.peak_bytes <= limit):
+        for fastest in self._estimates({}, ""):
+            if fastest.peak_bytes > limit:
+                continue
             if fastest.floor_s * _SLOW > self._own.floor_s:
                 return None
             if self._can_be_cut(fastest):
@@ -127,7 +130,8 @@ class Search:
 
         def fits(each: Estimate) -> bool:
             of_tokens = own_off * plan.config.parallel.context / each.context
-            return each.peak_bytes + off.get((each.stages, each.context), of_tokens) <= memory_bytes
+            peak_bytes = each.peak_bytes + off.get((each.stages, each.context), of_tokens)
+            return peak_bytes <= memory_bytes
 
         groups = _settings(plan.config, plan.machine.is_gpu, self._degrees())
         for settings in islice(groups, 1 if plan.fits else None):
@@ -166,8 +170,8 @@ class Search:
         return Change(estimate.values, estimate.price, made)
 
     def _estimates(self, values: Mapping[str, Any], price: str) -> list[Estimate]:
-        """Return all meshes with other settings, the fastest first."""
-        config = with_values(self._plan.config, values)
+        """Return the meshes with other settings that a node's own memory holds, fastest first."""
+        config = with_values(self._plan.config, values).moving_states(self._plan.machine.is_gpu)
         shapes = self._with_adapters if "lora.rank" in values else self._plan.shapes
         estimates = []
         for mesh in _meshes(config, shapes, self._plan.machine):
@@ -176,12 +180,14 @@ class Search:
                 estimates.append(
                     self._estimate(dict(values) | changed, price, _with_mesh(config, mesh), shapes)
                 )
-        return sorted(estimates, key=Estimate.rank)
+        held = [each for each in estimates if each.host_bytes <= self._plan.machine.host_bytes]
+        return sorted(held, key=Estimate.rank)
 
     def _estimate(
         self, values: dict[str, Any], price: str, config: Config, shapes: Shapes
     ) -> Estimate:
         machine, traffic, peak_bytes, links = self._plan.machine, [], 0.0, []
+        states, inputs = [], []  # in host memory
         free = machine.memory_bytes - machine.allowance_bytes
         for stage in range(config.parallel.stages):
             memory, keeps = rough_memory(shapes, stage, config, machine.ranks, free)
@@ -189,8 +195,11 @@ class Search:
             traffic.append(least_traffic(shapes, stage, keeps, config, machine.ranks))
             updated = shapes.trained(config.parallel.stages, stage, machine.ranks)
             links.append(host_link(updated, shapes.compute_bytes, keeps.policy, config))
+            states.append(host_states_bytes(updated, shapes.compute_bytes, config))
+            inputs.append(machine.is_gpu * host_inputs_bytes(shapes, stage, config))
+        host_bytes = machine.ranks_per_node * (max(states) + max(inputs))
         floors = floors_s(traffic, max(links), self._plan.step_flops, config, machine)
-        return Estimate(values, price, config, floors, peak_bytes)
+        return Estimate(values, price, config, floors, peak_bytes, host_bytes)
 
     @cached_property
     def _with_adapters(self) -> Shapes:
@@ -250,8 +259,13 @@ def launch_command(
     kept = [each for each in given if each.partition("=")[0] not in named]
     sizes = {"NNODES": (machine.nodes, 2), "GPUS_PER_NODE": (machine.ranks_per_node, 8)}
     environment = [f"{name}={n}" for name, (n, default) in sizes.items() if n != default]
-    words = [*environment, "./launch_node0.sh", *kept, *(f"{k}={n}" for k, n in named.items())]
-    return shlex.join(words)
+    return shlex.join([*environment, "./launch_node0.sh", *kept, *as_arguments(named)])
+
+
+def as_arguments(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values of keys as arguments of a run."""
+    for key, value in values.items():
+        yield f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _settings(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iterator[list[Setting]]:
@@ -280,10 +294,14 @@ def _same_training(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iter
     if not model.keeps_inputs_alone:
         price = "about a third more arithmetic"
         yield [({"model.activation_checkpointing": "full"}, price)]
-    elif model.activation_checkpointing == "full" and is_gpu:
+    elif is_gpu and model.activation_checkpointing == "full":
         price = "layers' inputs travel to host memory and back"
         yield [({"model.activation_checkpointing": "offload"}, price)]
-    if trains_all and is_gpu and not config.optimizer.offload:
+    elif is_gpu:  # host memory may be what is short
+        yield [({"model.activation_checkpointing": "full"}, "layers' inputs take the GPU's memory")]
+    if config.optimizer.offload:
+        yield [({"optimizer.offload": False}, "masters and moments take the GPU's memory")]
+    elif trains_all and is_gpu:
         yield [({"optimizer.offload": True}, "states travel to host memory and back")]
     if trains_all and model.master_dtype != "bfloat16":
         price = "weights rounded at random to bfloat16"

@@ -292,6 +292,17 @@ def rough_memory(
     return total, Keeps(policy, math.inf if policy.kept_groups else more)
 
 
+def host_inputs_bytes(shapes: Shapes, stage: int, config: Config) -> int:
+    """Return the host memory that the inputs of a stage's layers take of a rank, of full rows."""
+    if config.model.activation_checkpointing != "offload":
+        return 0
+    parallel, train = config.parallel, config.train
+    tokens = -(-train.micro_batch_size * config.data.max_length // parallel.context)
+    in_flight = min(parallel.stages - stage, train.gradient_accumulation_steps)
+    layers = shapes.of_stages(parallel.stages)[stage].n_layers
+    return layers * tokens * shapes.hidden_size * shapes.compute_bytes * in_flight
+
+
 def _heads(settings: Any) -> Heads:
     heads: int = getattr(settings, "num_attention_heads", None) or 1
     hidden_size: int = getattr(settings, "hidden_size", None) or 0

@@ -10,11 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
-from shardtune.model.build import compute_dtype
 from shardtune.model.files import model_folder
 from shardtune.model.quantised import piece_bytes
-from shardtune.model.support import decoder_layers, most_of_layers
 from shardtune.planner.machine import DISK_BYTES_PER_S, Machine
+from shardtune.planner.shapes import Shapes, host_inputs_bytes
 from shardtune.training.states import StateBytes
 
 
@@ -42,6 +41,7 @@ def plan_storage(
     config: Config,
     model_config: PreTrainedConfig,
     states: StateBytes,
+    shapes: Shapes,
     machine: Machine,
     world: World,
 ) -> Storage:
@@ -57,6 +57,7 @@ def plan_storage(
     held = sum(to_local(p).numel() for p in trained) * itemsize // world.replicas
     staged = (held + states.saved_optimizer) * machine.ranks_per_node
     is_async = config.checkpoint.mode == "async"
+    inputs = host_inputs_bytes(shapes, world.stage, config) if machine.is_gpu else 0
     # A slice as the files have it, and as it is stored; a drawn parameter is drawn whole.
     source = getattr(model_config, "dtype", None) or parameters[0].dtype
     if config.model.init == "random":
@@ -76,7 +77,7 @@ def plan_storage(
         save_s=checkpoint / (machine.nodes * DISK_BYTES_PER_S),
         staging_bytes=staged if is_async else 0,
         loading_bytes=loading * machine.ranks_per_node,
-        inputs_bytes=_inputs_bytes(model, config, machine, world),
+        inputs_bytes=inputs * machine.ranks_per_node,
         # Until they are pinned, each replica has read all of its masters.
         states_bytes=max(states.host, (1 + world.replicas) * states.host_masters)
         * machine.ranks_per_node,
@@ -94,19 +95,6 @@ def join_storage(stages: Sequence[Storage]) -> Storage:
         for name in ("staging_bytes", "loading_bytes", "inputs_bytes", "states_bytes")
     }
     return replace(whole, **most)
-
-
-def _inputs_bytes(model: PreTrainedModel, config: Config, machine: Machine, world: World) -> int:
-    """Return the bytes of layers' inputs in a node's host memory at once, of full rows."""
-    if config.model.activation_checkpointing != "offload" or not machine.is_gpu:
-        return 0
-    tokens = config.train.micro_batch_size * config.data.max_length
-    tokens = -(-tokens // config.parallel.context)
-    width = most_of_layers(model, "hidden_size")
-    dtype = compute_dtype(config.model.compute_dtype, world.device)
-    in_flight = min(world.stages - world.stage, config.train.gradient_accumulation_steps)
-    per_layer = tokens * width * dtype.itemsize
-    return len(decoder_layers(model)) * per_layer * in_flight * machine.ranks_per_node
 
 
 def _exported_bytes(model: PreTrainedModel, config: Config, source_itemsize: int) -> int:

@@ -8,7 +8,7 @@ from shardtune.planner.duration import RunLength
 from shardtune.planner.machine import DISK_BYTES_PER_S
 from shardtune.planner.plan import Plan
 from shardtune.planner.roofline import gpu_of
-from shardtune.planner.search import Change
+from shardtune.planner.search import Change, as_arguments
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.storage import Storage
 from shardtune.planner.tracker import Cause
@@ -125,9 +125,10 @@ def _storage(plan: Plan) -> Iterator[str]:
         f"(checkpoint.mode={plan.config.checkpoint.mode})"
     )
     if storage.pinned_bytes:
+        hold = "hold" if plan.host_fits else "do not hold"
         host = gb(plan.machine.host_bytes)
-        yield f"Pinned: the {host} GB of a node's own memory hold {' and '.join(pinned(storage))}"
-    if storage.staging_bytes and not plan.host_holds_copies:
+        yield f"Pinned: the {host} GB of a node's own memory {hold} {' and '.join(pinned(storage))}"
+    if storage.staging_bytes and plan.host_fits and not plan.host_holds_copies:
         yield (
             "Its memory does not hold the copies, too: saves are synchronous, as with "
             "checkpoint.mode=sync"
@@ -157,7 +158,7 @@ def describe_changes(plan: Plan, changes: Sequence[Change], command: str) -> Ite
         yield "What would help:"
         rows = [
             [
-                " ".join(f"{key}={value}" for key, value in change.values.items()),
+                " ".join(as_arguments(change.values)),
                 gb(change.plan.peak_bytes),
                 f"{change.plan.floor_s:.3g}",
                 change.price,

@@ -31,6 +31,13 @@ def verdict(plan: Plan) -> str:
     return f"The run may not fit, {limit} hold {states}, but not a bound, the peak of {peak}"
 
 
+def lacking(plan: Plan) -> str:
+    """Name what a run that does not fit lacks, as a remedy."""
+    if not plan.host_fits:
+        return "more host memory or nodes"
+    return f"more or larger {'GPUs' if plan.machine.is_gpu else 'devices'}"
+
+
 def _peak(plan: Plan) -> str:
     """Say what the device must have, and the parts of it."""
     phase = max(plan.peaks, key=lambda name: plan.peaks[name].n_bytes)

@@ -202,8 +202,9 @@ def make_schedule(run: Run, data: PreparedData) -> Schedule:
     )
     if schedule.rows_per_epoch < world.data_ranks:
         raise UserError(
-            f"an epoch has {schedule.rows_per_epoch} rows and the run {world.data_ranks} ranks - "
-            "add data or weight, lower data.max_length, set data.packing=false, or use fewer ranks"
+            f"an epoch has {schedule.rows_per_epoch} rows and the run {world.data_ranks} data "
+            "ranks - add data or weight, lower data.max_length, set data.packing=false, use fewer "
+            "ranks, or let more of them share each row (parallel.context)"
         )
     for line in (*data.lines, *_describe_schedule(config, data, schedule, world)):
         logger.info(line)

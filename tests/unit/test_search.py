@@ -22,6 +22,7 @@ from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.search import Change, Search, launch_command
+from shardtune.planner.text import describe
 
 WIDE = {
     "vocab_size": 1000,
@@ -170,6 +171,39 @@ def test_states_go_to_host_memory_before_less_is_trained() -> None:
     assert not plan.fits
     assert change.plan.fits and change.values == {"optimizer.offload": True}
     assert change.plan.storage.states_bytes == pytest.approx(16 * plan.parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "back"),
+    [
+        ("optimizer.offload=true", {"optimizer.offload": False}),
+        ("model.activation_checkpointing=offload", {"model.activation_checkpointing": "full"}),
+    ],
+)
+def test_where_host_memory_is_short_what_it_holds_goes_back(given: str, back: object) -> None:
+    config = configured(given, "train.gradient_accumulation_steps=2", "parallel.replicate=2")
+    plan = make_plan(config, LLAMA, replace(machine(1e12), host_bytes=1e6), reason="-")
+    search = Search(plan, LLAMA)
+    changes = search.changes(Simulations(LLAMA))
+    (pinned,) = (line for line in describe(plan) if line.startswith("Pinned"))
+    assert not plan.host_fits and "do not hold" in pinned
+    assert search._estimates({}, "") == []  # no simulation goes to what a node cannot hold
+    offered = [{k: n for k, n in each.values.items() if k not in MESH} for each in changes]
+    assert back in offered
+    for each in changes:
+        assert each.plan.fits and not each.plan.storage.pinned_bytes
+
+
+@pytest.mark.parametrize("replicate", [1, 4])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_host_memory_by_arithmetic_is_that_of_the_plan(stages: int, replicate: int) -> None:
+    """Else the few simulations would go to meshes that a node cannot hold."""
+    mesh = [f"parallel.stages={stages}", f"parallel.replicate={replicate}"]
+    more = [*mesh, "train.gradient_accumulation_steps=4", "optimizer.offload=true"]
+    config = configured(*more, "model.activation_checkpointing=offload", "data.max_length=4096")
+    plan = make_plan(config, GLM, machine(80e9), reason="-")
+    held = plan.storage.states_bytes + plan.storage.inputs_bytes
+    assert Search(plan, GLM)._own.host_bytes == pytest.approx(held, rel=0.02)
 
 
 def test_where_another_mesh_fits_no_setting_changes() -> None:
