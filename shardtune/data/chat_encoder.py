@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from shardtune.data.chat_template import (
     ChatError,
@@ -95,14 +95,14 @@ class EncodedRecord:
         return all(len(sequence.input_ids) <= max_length for sequence in self.sequences)
 
 
-def stop_token_ids(tokenizer: Any, model_path: str) -> list[int]:
+def stop_token_ids(tokenizer: Any, model_path: str, model_config: PreTrainedConfig) -> list[int]:
     """Return the ids that end a turn: the tokenizer's eos, then the model's `eos_token_id`s.
 
     The model's ids are in the generation config or, where that names none, in the model's config.
     `model_path` is a local directory or a hub id.
 
     Raises:
-        OSError: neither config can be read.
+        OSError: the generation config cannot be read.
     """
     try:
         declared = GenerationConfig.from_pretrained(model_path).eos_token_id
@@ -111,8 +111,7 @@ def stop_token_ids(tokenizer: Any, model_path: str) -> list[int]:
             raise  # it exists and cannot be read
         declared = None
     if declared is None:
-        text_config = AutoConfig.from_pretrained(model_path).get_text_config()
-        declared = getattr(text_config, "eos_token_id", None)
+        declared = getattr(model_config.get_text_config(), "eos_token_id", None)
     declared = declared if isinstance(declared, list) else [declared]
     return [i for i in dict.fromkeys([tokenizer.eos_token_id, *declared]) if i is not None]
 

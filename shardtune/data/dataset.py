@@ -23,6 +23,7 @@ from shardtune.data.cache import cache_key, cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
 from shardtune.data.duplicates import RecordHashes, describe_duplicates
 from shardtune.data.hub import hub_problem
+from shardtune.data.model_type import read_config
 from shardtune.data.outcomes import (
     NAMED_PROBLEMS,
     TOO_LONG,
@@ -147,8 +148,9 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
     if not Path(model_path).is_dir():
         hub_problem()  # where the hub cannot be reached, its cache is read without retries
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-        stops = stop_token_ids(tokenizer, model_path)
+        model_config = read_config(model_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_path, config=model_config)
+        stops = stop_token_ids(tokenizer, model_path, model_config)
         name = f"the chat template of {model_path}"
         taken = {"messages", *signature(tokenizer.apply_chat_template).parameters}
         taken |= set(tokenizer.special_tokens_map)
@@ -164,6 +166,12 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
     except UserError:
         raise
     except Exception as error:  # tokenizers raises nothing more specific
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"model.path={model_path}: its tokenizer is code of its own, which is not run - "
+                "put a tokenizer.json and a tokenizer_config.json of a class that transformers has "
+                "into a copy of its directory"
+            ) from error
         raise UserError(
             f"model.path={model_path}: no tokenizer and configuration that transformers can read "
             f"({first_line(error)}) - name a hub id or a directory with tokenizer.json, "

@@ -17,10 +17,11 @@ from transformers.utils import cached_file
 
 from shardtune.config import ModelConfig
 from shardtune.data.hub import hub_problem
+from shardtune.data.model_type import read_config
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
 from shardtune.model.quantised import quantised_problems, take_quantization
-from shardtune.model.text_model import build_text_model, read_config, require_text
+from shardtune.model.text_model import build_text_model, require_text
 from shardtune.model.weight_files import INDEX, describe, files_of_weights, weight_problems
 
 # Configuration, generation settings, tokenizer and what prepares images and sound.
@@ -37,6 +38,7 @@ FILES_BESIDE_WEIGHTS = (
     "tekken.json",
     "*processor_config.json",
     "chat_template*",
+    "*.py",  # code that config.json may name, which others run; nothing here does
 )
 
 

@@ -8,7 +8,6 @@ an export copies their tensors from the source.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     PreTrainedConfig,
@@ -27,31 +24,6 @@ from transformers import (
 )
 
 from shardtune.errors import UserError, first_line
-
-# Names that models have for a type of transformers. Any other is refused: its code may differ.
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
-
-
-def read_config(path: str) -> PreTrainedConfig:
-    """Read a config.json, also one that has a name of its own for a type of transformers.
-
-    Raises:
-        ValueError: transformers knows neither.
-    """
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
-    except ValueError:
-        given, _ = PreTrainedConfig.get_config_dict(path)
-        kind = type_by_another_name(given)
-        if kind is None:
-            raise
-        config = CONFIG_MAPPING[kind].from_dict(given | {"model_type": kind}, name_or_path=path)
-    return config
-
-
-def type_by_another_name(given: Mapping[str, Any]) -> str | None:
-    """Return transformers' type of a model of another name for it, else None."""
-    return _SAME_AS.get(given.get("model_type", ""))
 
 
 def describe_type(folder: Path, model_config: PreTrainedConfig) -> str | None:

@@ -110,7 +110,7 @@ def _require_fitting_files(path: str) -> None:
     folder = model_folder(path)
     if folder and not weight_problems(folder):
         source = {SOURCE: json.dumps(list_source(path)).encode()}
-        require_exportable(model_assets(folder) | source)
+        require_exportable(model_assets(folder) | source, folder)
 
 
 def machine_of(options: argparse.Namespace, config: Config) -> Machine:

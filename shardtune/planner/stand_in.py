@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from shardtune.data.model_type import type_by_another_name
 from shardtune.errors import UserError, first_line
-from shardtune.model.text_model import type_by_another_name
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

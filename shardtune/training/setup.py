@@ -132,7 +132,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
         if config.lora.rank is not None:
             source["weights"] = _identify_frozen(run)
         assets[SOURCE] = json.dumps(source).encode()
-        world.on_rank0(lambda: require_exportable(assets))
+        world.on_rank0(lambda: require_exportable(assets, folder))
     return model_config, assets
 
 

@@ -230,6 +230,11 @@ def test_a_type_that_transformers_does_not_know_is_trained_as_its_class(
     values = json.loads((model / "config.json").read_text(encoding="utf-8"))
     values |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.Own"}}
     (model / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    (model / "configuration_deepseek.py").write_text("raise SystemExit\n", encoding="utf-8")
+    (model / "generation_config.json").unlink()
+    tokenizer_config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer_config), encoding="utf-8")
     given = settings(model, data, tmp_path / "run", "train.epochs=1", "train.max_steps=1")
     said = finish(train(1, *given, "train.micro_batch_size=4", cwd=tmp_path))
     assert "Architecture: kimi_k2, read as deepseek_v3" in said
@@ -239,6 +244,7 @@ def test_a_type_that_transformers_does_not_know_is_trained_as_its_class(
     assert {key: kept[key] for key in ("model_type", "auto_map")} == {
         key: values[key] for key in ("model_type", "auto_map")
     }
+    assert (exported / "configuration_deepseek.py").exists()
     before, after = (load_file(folder / "model.safetensors") for folder in (model, exported))
     assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
     assert sum(not torch.equal(after[n], before[n]) for n in before) > 20

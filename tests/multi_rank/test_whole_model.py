@@ -176,6 +176,14 @@ def test_tied_weights_that_the_source_has_twice(tmp_path: Path, models: dict[str
     assert kinds(written) == kinds(tensors)
     assert torch.equal(written["lm_head.weight"], written["embed_tokens.weight"])
     assert not torch.equal(written["lm_head.weight"], tensors["lm_head.weight"])
+    tensors["lm_head.weight"][-1] += 1
+    save_file(tensors, source / "model.safetensors")
+    done = train(1, *SETTINGS, "run.dir=other", cwd=tmp_path)
+    assert done.returncode == 2 and "Parameters:" not in done.stdout
+    assert done.stderr == (
+        f"ERROR: model.path={source}: its config.json ties embed_tokens.weight and lm_head.weight, "
+        "which differ in its files - set tie_word_embeddings to false there, in a copy\n"
+    )
 
 
 def test_names_that_fit_nothing_are_refused(

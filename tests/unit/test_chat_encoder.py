@@ -27,9 +27,11 @@ from helpers.chat_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
-from transformers import AddedToken
+from transformers import AddedToken, LlamaConfig
 
+from shardtune.config_io import load_config
 from shardtune.data.chat_encoder import ChatEncoder, ChatError, stop_token_ids
+from shardtune.data.dataset import build_encoder
 from shardtune.errors import UserError
 
 
@@ -381,16 +383,16 @@ def test_fields_of_messages_that_the_template_does_not_mention_are_unread() -> N
 def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path: Path) -> None:
     tokenizer = bytes_tokenizer()
     eos = tokenizer.eos_token_id
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 7}))
-    assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 7]
+    given = tokenizer, str(tmp_path), LlamaConfig(eos_token_id=7)
+    assert stop_token_ids(*given) == [eos, 7]
     generation = tmp_path / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": [9, eos, 3]}))
-    assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 9, 3]
+    assert stop_token_ids(*given) == [eos, 9, 3]
     generation.write_text(json.dumps({"temperature": 0.5, "do_sample": True}))
-    assert stop_token_ids(tokenizer, str(tmp_path)) == [eos, 7]
+    assert stop_token_ids(*given) == [eos, 7]
     generation.write_text("{")
     with pytest.raises(OSError):
-        stop_token_ids(tokenizer, str(tmp_path))
+        stop_token_ids(*given)
 
 
 @pytest.mark.parametrize(
@@ -411,3 +413,13 @@ def test_the_tokens_in_front_of_turns_tell_a_rendered_text(
     note = chat.template.rendered_already({"text": text})
     assert (note and note[1]) == token
     assert (chat.template.rendered_already({"messages": [user(text)]}) or (None, None))[1] == token
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code_of.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "code_of.py").write_text("raise SystemExit\n")
+    data = load_config(Path("/dev/null"), [f"model.path={tmp_path}", "data.train=unread"], {}).data
+    with pytest.raises(UserError, match="its tokenizer is code of its own, which is not run"):
+        build_encoder(str(tmp_path), data, datetime.date(2026, 1, 1))

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,14 +31,16 @@ from shardtune.checkpoint.assets import SOURCE, model_assets, with_dtype, withou
 from shardtune.checkpoint.export.listing import LISTING, Entries, listing_json, read_listing
 from shardtune.checkpoint.safetensors_writer import write_safetensors
 from shardtune.checkpoint.train_state import MODEL, model_kinds
+from shardtune.data.model_type import read_config
 from shardtune.distributed.tensors import DTYPES, DTYPES_IN_SAFETENSORS
 from shardtune.errors import AGAIN, RunFailed, UserError
 from shardtune.model.load import open_tensors
-from shardtune.model.quantised import QUANTIZATION
-from shardtune.model.text_model import build_with_towers, drop_towers, read_config
+from shardtune.model.quantised import QUANTIZATION, Sliceable
+from shardtune.model.text_model import build_with_towers, drop_towers
 from shardtune.model.weight_files import INDEX, list_tensors
 
 _FILE_BYTES = 5_000_000_000
+_COMPARED_ROWS = 4096
 
 Kind = tuple[torch.dtype, list[int]]
 
@@ -200,6 +203,14 @@ class WholeModel(Export):
         for name, dtype in zip(unit.exported, dtypes, strict=True):
             yield converted[unit.converted[name]].to(dtype)
 
+    def copies(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of each two exported tensors that are the same trained one."""
+        for unit in chain(*self._files.values()):
+            first = dict[str, str]()
+            for name, converted in unit.converted.items():
+                if name != first.setdefault(converted, name):
+                    yield first[converted], name
+
     def _untrained(self, source: Mapping[str, Any], trained: set[str]) -> list[Unit]:
         """Return the source's other tensors, to be copied; none where its folder lacks them."""
         kinds = {name: kind for name, kind in source["tensors"].items() if name not in trained}
@@ -267,11 +278,34 @@ def files_with(kinds: Mapping[str, list[Any]], folder: Path | None) -> dict[str,
     return {name: found[name][2:] for name in alike} if len(alike) == len(kinds) else {}
 
 
-def require_exportable(assets: Mapping[str, bytes]) -> None:
-    """Raises UserError where an export could not have the names of the source's tensors."""
+def require_exportable(assets: Mapping[str, bytes], folder: Path) -> None:
+    """Refuse a source whose tensors an export could not have.
+
+    Raises:
+        UserError: it has other names, or different tensors for one that is trained. `folder` has
+            its weights.
+    """
     model = on_meta(assets["config.json"])
     drop_towers(model)
-    WholeModel(model_kinds(model), model.all_tied_weights_keys, "source", assets, None)
+    tied = model.all_tied_weights_keys
+    export = WholeModel(model_kinds(model), tied, "source", assets, None)
+    source = json.loads(assets[SOURCE])
+    for names in export.copies():
+        files = files_with({name: source["tensors"][name] for name in names}, folder)
+        paths = [folder / file for file, *_ in files.values()]
+        with open_tensors(paths, torch.bfloat16) as tensors:
+            if not _are_equal(*(tensors[name] for name in names)):
+                raise UserError(
+                    f"model.path={source['path']}: its config.json ties {' and '.join(names)}, "
+                    "which differ in its files - set tie_word_embeddings to false there, in a copy"
+                )
+
+
+def _are_equal(first: Sliceable, other: Sliceable) -> bool:
+    """Whether two tensors of the same shape are equal, read a few rows at a time."""
+    starts = range(0, first.get_shape()[0], _COMPARED_ROWS)
+    rows = [slice(start, start + _COMPARED_ROWS) for start in starts]
+    return all(torch.equal(first[each,], other[each,]) for each in rows)
 
 
 def require_index(folder: Path, path: str) -> None:
