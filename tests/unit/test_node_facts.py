@@ -253,12 +253,17 @@ def one_gpu(backend: str) -> tuple[list[dict[str, Any]], list[str]]:
 def test_only_files_that_are_read_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("train.jsonl", "NOTES.txt", ".hidden.jsonl"):
+    for name in ("train.jsonl", "more.csv.gz", "NOTES.txt", ".hidden.jsonl", "saved/a/x.arrow"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    facts = node_info.node_facts(
-        environment(f"data.train={tmp_path}", f"data.eval={tmp_path}/train.jsonl", "model.path=a/b")
-    )
-    assert list(facts["data"]) == ["data.train: train.jsonl", "data.eval: train.jsonl"]
+    here = environment(f"data.train={tmp_path}", f"data.eval={tmp_path}/saved:a", "model.path=a/b")
+    assert not [problem for problem in here.problems if "data.eval" in problem]
+    facts = node_info.node_facts(here)
+    assert list(facts["data"]) == [
+        "data.train: more.csv.gz",
+        "data.train: train.jsonl",
+        "data.eval: x.arrow",
+    ]
     assert facts["remarks"] == [
         "model.path=a/b is a name of the hub, and not compared before the run"
     ]
