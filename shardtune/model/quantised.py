@@ -253,7 +253,7 @@ def take_quantization(config: PreTrainedConfig, path: str) -> bool:
     if method not in _METHODS or has_fp4:
         details = ", ".join(filter(None, [given.get("format"), "FP4 experts" if has_fp4 else ""]))
         copy = _BFLOAT16_COPIES.get(Path(path).name)
-        remedy = f"use {copy or 'a copy'}, the same model in bfloat16"
+        remedy = f"use {copy or 'a copy of the model in bfloat16'}"
         raise UserError(
             f"model.path={path}: its weights are quantised by {method}"
             f"{f' ({details})' if details else ''}, and block FP8, MXFP8 and MXFP4 are read - "

@@ -17,7 +17,7 @@ from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.files import model_folder, read_model_config
-from shardtune.model.quantised import describe_quantised
+from shardtune.model.quantised import describe_quantised, quantised_problems
 from shardtune.model.stages import require_composable
 from shardtune.model.text_model import describe_type
 from shardtune.model.weight_files import weight_problems
@@ -109,6 +109,8 @@ def _require_fitting_files(path: str) -> None:
     """Refuse weights that a run would refuse for their names, where they are on this node."""
     folder = model_folder(path)
     if folder and not weight_problems(folder):
+        if problems := quantised_problems(folder):
+            raise UserError(*problems)
         source = {SOURCE: json.dumps(list_source(path)).encode()}
         require_exportable(model_assets(folder) | source, folder)
 

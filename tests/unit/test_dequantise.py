@@ -11,6 +11,7 @@ import torch
 from helpers.quantised_models import edit_config
 from helpers.usage import Usage
 from safetensors.torch import save_file
+from transformers import LlamaConfig, Mistral3Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -161,7 +162,7 @@ def test_files_that_are_quantised_in_another_way_are_named(
             "Kimi-K2-Thinking",
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
             "by compressed-tensors (pack-quantized), and block FP8, MXFP8 and MXFP4 are read - use "
-            "unsloth/Kimi-K2-Thinking-BF16, the same model in bfloat16",
+            "unsloth/Kimi-K2-Thinking-BF16",
         ),
     ],
 )
@@ -178,6 +179,15 @@ def test_other_ways_are_refused_by_name(
     with pytest.raises(UserError) as refused:
         files.read_model_config(ModelConfig(path=str(tmp_path / name), init="random"), 64)
     assert words in str(refused.value)
+
+
+def test_quantisation_in_a_section_is_taken() -> None:
+    """As in the files of a model that sees, whose text alone is quantised."""
+    text = LlamaConfig(quantization_config={"quant_method": "fp8"})
+    whole = Mistral3Config(text_config=text)
+    assert quantised.take_quantization(whole, "unread")
+    assert not hasattr(whole.text_config, "quantization_config")
+    assert whole.dtype == whole.text_config.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
