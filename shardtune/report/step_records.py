@@ -96,10 +96,14 @@ def show_step(
         tokens, trained = (column.tolist() for column in train[each.sequence])
         record = int(train.record[each.sequence])
         if as_json:
-            position = each._asdict() | {"step": number}
-            del position["sequence"]
-            shown_row = {"record": record, "input_ids": tokens, "trained": trained}
-            print(json.dumps(position | shown_row | {"place": places[record]}))
+            position = {
+                "step": number,
+                "data_rank": each.data_rank,
+                "micro_batch": each.micro_batch,
+                "row": each.row,
+            }
+            content = {"record": record, "input_ids": tokens, "trained": trained}
+            print(json.dumps(position | content | {"place": places[record]}))
         else:
             print(
                 f"\nData rank {each.data_rank}, micro-batch {each.micro_batch}, row {each.row}: "

@@ -135,8 +135,8 @@ def test_broken_and_untrained_records_stand_on_the_page_with_their_text(
 ) -> None:
     silent = {"messages": [{"role": "user", "content": "nobody answers <me>"}]}
     broken = {"messages": [{"role": "human", "content": "a broken one"}]}
-    good = [chat(f"q{i}") for i in range(300)]
-    train = write(folder / "broken.jsonl", [*good, silent, broken, *good, broken])
+    good = [chat(f"q{i}") for i in range(600)]
+    train = write(folder / "broken.jsonl", [*good[:300], silent, broken, *good[300:], broken])
     if kind == "parquet":
         records = [json.loads(line) for line in train.read_text().splitlines()]
         pq.write_table(pa.Table.from_pylist(records), train := train.with_suffix(".parquet"))
