@@ -35,11 +35,11 @@ EXPERT_LAYERS, MICRO_BATCHES = 2, 2
 @pytest.mark.parametrize(
     ("gpus", "model", "runs"),
     [
-        (2, "glm", [[], [EXPERTS, FULL]]),
+        (2, "glm", [[EXPERTS, FULL]]),
         pytest.param(
             2,
             "glm",
-            [["lora.rank=8"], ["lora.rank=8", EXPERTS], [BF16], [BF16, EIGHT_BIT, EXPERTS]],
+            [[], ["lora.rank=8"], ["lora.rank=8", EXPERTS], [BF16], [BF16, EIGHT_BIT, EXPERTS]],
             marks=pytest.mark.full,
         ),
         pytest.param(

@@ -28,12 +28,10 @@ SHAPES = {
     "qwen3.5-35b-a3b": (1, 35, EXPERTS),
     "qwen3-next-80b-a3b": (2, 80, EXPERTS),
 }
-QUICK = ("kimi-k2",)
 
 
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.full) for n in SHAPES if n not in QUICK)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_step_is_simulated_and_its_documents_are_told_apart(name: str) -> None:
     nodes, billions, settings = SHAPES[name]
     given = [f"model.path={CONFIGS / name}", "data.train=unread", "data.max_length=4096"]
