@@ -105,8 +105,12 @@ def read_run_arguments(arguments: Sequence[str], default_config: Path) -> Config
     return load_config(options.config, options.assignments, os.environ)
 
 
-def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Read `path`, then JOIN_TIMEOUT of `environ`, then `section.key=value` assignments.
+def load_config(
+    source: Path | Mapping[str, Any], assignments: Sequence[str], environ: Mapping[str, str]
+) -> Config:
+    """Read a file, then JOIN_TIMEOUT of `environ`, then `section.key=value` assignments.
+
+    `source`: the file, or a mapping as a file has it, whose keys may be `section.key` too.
 
     Raises:
         UserError: the file cannot be read, or with every problem of all three.
@@ -117,7 +121,9 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
     texts = {name: text for name, equals, text in (a.partition("=") for a in assignments) if equals}
     objections = {name: problem for name, text in texts.items() if (problem := _objection(text))}
     for origin, given in {
-        "file": _read_file(path),
+        "file": _read_file(source)
+        if isinstance(source, Path)
+        else _flat(to_jsonable_python(source)),
         "environment": {"distributed.join_timeout_s": _parse(join_timeout)} if join_timeout else {},
         "command line": {name: _parse(text) for name, text in texts.items()},
     }.items():
@@ -125,7 +131,7 @@ def load_config(path: Path, assignments: Sequence[str], environ: Mapping[str, st
         origins |= dict.fromkeys(given, origin)
 
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    sections["run"]["dir"] = f"runs/{path.stem}"
+    sections["run"]["dir"] = f"runs/{source.stem if isinstance(source, Path) else 'config'}"
     for key in KEYS.keys() & values.keys():
         section, _, name = key.partition(".")
         sections[section][name] = values[key]

@@ -6,7 +6,11 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.layout import require_exportable
@@ -24,7 +28,7 @@ from shardtune.model.weight_files import weight_problems
 from shardtune.planner.duration import run_length
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
-from shardtune.planner.plan import make_plan
+from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.search import Search, launch_command
 from shardtune.planner.stand_in import stand_in
 from shardtune.planner.text import describe, describe_changes
@@ -57,6 +61,38 @@ def plan_run(options: argparse.Namespace) -> None:
     Raises:
         UserError: the run would be refused, or with code 3, it does not fit.
     """
+    made = plan_config(options)
+    config, plan, model_config, simulations, _ = made
+    print(*describe_config(made), sep="\n")
+    changes = Search(plan, model_config).changes(simulations)
+    arguments = [] if options.config.resolve() == _SHIPPED else [f"--config={options.config}"]
+    arguments += options.assignments
+    best = launch_command(changes[0].values if changes else {}, config, plan.machine, arguments)
+    for line in describe_changes(plan, changes, best):
+        print(line)
+    if plan.fits:
+        print(verdict(plan))
+    else:
+        remedy = "the command above" if changes else lacking(plan)
+        raise DoesNotFit(f"{verdict(plan)} - take {remedy}")
+
+
+class ConfigPlan(NamedTuple):
+    """A plan, and what was read for it."""
+
+    config: Config
+    plan: Plan
+    model_config: PreTrainedConfig
+    simulations: Simulations
+    notes: list[str]  # on the model
+
+
+def plan_config(options: argparse.Namespace) -> ConfigPlan:
+    """Plan the run of a configuration, a file or a mapping of keys, on the machine that is given.
+
+    Raises:
+        UserError: the run would be refused.
+    """
     given = {
         "nodes": options.nodes,
         "gpus-per-node": options.gpus_per_node,
@@ -82,27 +118,19 @@ def plan_run(options: argparse.Namespace) -> None:
         require_composable(config, model_config)
         if config.model.init == "pretrained":
             _require_fitting_files(config.model.path)
-    machine = machine_of(options, config)
     simulations = Simulations(model_config)
-    plan = make_plan(config, model_config, machine, simulations, reason)
-    if not reason and (folder := model_folder(config.model.path)):
-        notes = describe_type(folder, model_config), describe_quantised(folder)
-        print(*filter(None, notes), sep="\n", end="\n" * any(notes))
-    parallel = config.parallel
-    data_ranks = machine.ranks // parallel.stages // parallel.context
-    for line in describe(plan, run_length(config, data_ranks)):
-        print(line)
-    changes = Search(plan, model_config).changes(simulations)
-    arguments = [] if options.config.resolve() == _SHIPPED else [f"--config={options.config}"]
-    arguments += options.assignments
-    best = launch_command(changes[0].values if changes else {}, config, machine, arguments)
-    for line in describe_changes(plan, changes, best):
-        print(line)
-    if plan.fits:
-        print(verdict(plan))
-    else:
-        remedy = "the command above" if changes else lacking(plan)
-        raise DoesNotFit(f"{verdict(plan)} - take {remedy}")
+    plan = make_plan(config, model_config, machine_of(options, config), simulations, reason)
+    folder = None if reason else model_folder(config.model.path)
+    notes = [describe_type(folder, model_config), describe_quantised(folder)] if folder else []
+    return ConfigPlan(config, plan, model_config, simulations, [*filter(None, notes)])
+
+
+def describe_config(made: ConfigPlan) -> Iterator[str]:
+    """Yield the lines of a plan."""
+    parallel = made.config.parallel
+    data_ranks = made.plan.machine.ranks // parallel.stages // parallel.context
+    yield from made.notes
+    yield from describe(made.plan, run_length(made.config, data_ranks))
 
 
 def _require_fitting_files(path: str) -> None:
