@@ -10,26 +10,22 @@ import copy
 import json
 import multiprocessing
 import os
-import re
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from benchmarks.tables import table
+from benchmarks.models_page import LENGTHS, RESULTS, Row, write_page
 from benchmarks.tiny import VOCABULARY, tiny_config
 from distTest.workloads.script import REPOSITORY
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
@@ -56,34 +52,9 @@ from shardtune.model.support import unsupported
 from shardtune.model.text_model import build_with_towers, drop_towers
 from shardtune.planner.simulate import fake_world
 
-PAGE, RESULTS = REPOSITORY / "docs/models.md", REPOSITORY / "benchmarks/models.json"
-LENGTHS = (5, 1, 23, 12, 40)  # of the documents, in tokens: windows of the tiny models have 8
-_MARKERS = "<!-- models: written by python -m benchmarks models -->", "<!-- end of models -->"
 _SECONDS = 120  # for an architecture
 _MOST_PARAMETERS = 30_000_000
 _CPU = torch.device("cpu")
-Row = dict[str, Any]
-_HEADER = "| model type | rows | off | MFU | experts spread | LoRA | export | stages | causes |"
-_ROWS = {
-    "flat": "flat",
-    "by layer": "flat, by layer",
-    "under a mask": "under a mask",
-    "padded": "cannot pack",
-}
-_TITLES = {
-    "rows": "rows",
-    "mfu": "MFU",
-    "spread": "experts",
-    "lora": "LoRA",
-    "export": "export",
-    "stages": "stages",
-}
-_LEFT_OUT = {
-    "refused": "Refused by name, with a tiny model too:",
-    "fails": "Fail, and are not refused in time:",
-    "not causal": "Not causal language models by their default configuration:",
-    "not built": "No tiny model of these could be built:",
-}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -101,7 +72,7 @@ def main(options: Namespace) -> None:
             print(kind, json.dumps(row), flush=True)
     ordered = {kind: found[kind] for kind in architectures()}
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(with_tables(PAGE.read_text("utf-8"), ordered), encoding="utf-8")
+    write_page()
 
 
 def architectures() -> list[str]:
@@ -137,8 +108,8 @@ def look_at(kind: str) -> Row:
     """Return what an architecture can do, or why no tiny model of it could be built."""
     try:
         model_config = tiny_config(kind)
-        if model_config.is_encoder_decoder or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-            return {"not causal": "an encoder, or a decoder made for one"}
+        if model_config.is_encoder_decoder:
+            return {"not causal": "a decoder made for an encoder"}
         with torch.device("meta"):
             parameters = build_with_towers(copy.deepcopy(model_config)).num_parameters()
         if parameters > _MOST_PARAMETERS:
@@ -170,11 +141,13 @@ def _row(model: PreTrainedModel, folder: Path) -> Row:
     config = _config(folder)
     if refused := problem_of(lambda: _require_trainable(config)):
         return {"refused": refused}
-    exported = problem_of(lambda: _require_same_names(folder))
+    if refused := problem_of(lambda: _require_same_names(folder)):
+        return {"refused": refused}
     drop_towers(model)
-    if not is_causal(model):
-        return {"not causal": "its tokens see those behind them"}
     model_config = read_model_config(config.model, config.data.max_length)
+    if not is_causal(model):
+        refused = problem_of(lambda: require_documents_apart(config, model_config))
+        return {"refused": refused} if refused else {"fails": "its tokens see those behind them"}
     row: Row = {"layers": kinds_of_layers(model.config.get_text_config())}
     unsupported_packed = problem_of(lambda: _require_packable(model, config))
     row["cannot pack"] = (
@@ -188,7 +161,12 @@ def _row(model: PreTrainedModel, folder: Path) -> Row:
     spread, lora = _config(folder, "parallel.expert=2"), _config(folder, "lora.rank=4")
     row["spread"] = problem_of(lambda: _require_trainable(spread, ranks=2)) or "yes"
     row["lora"] = problem_of(lambda: choose_targets(model, lora.lora)) or "yes"
-    row["export"] = exported or "yes"
+    shared = _config(folder, "parallel.context=2")
+    not_shared = problem_of(lambda: _require_trainable(shared, ranks=2))
+    not_shared = not_shared or problem_of(lambda: require_documents_apart(shared, model_config))
+    if row["rows"] != "flat":  # where no small copy can be made, the loaded weights show it
+        not_shared = not_shared or f"each attention layer is called alone ({row['attention']})"
+    row["context"] = not_shared or "yes"
     stages = _config(folder, "parallel.stages=2", "train.gradient_accumulation_steps=2")
     not_cut = problem_of(lambda: _require_trainable(stages, ranks=2))
     row["stages"] = not_cut or problem_of(lambda: require_composable(stages, model_config)) or "yes"
@@ -345,74 +323,3 @@ def _targets(
     places = [each + start for each, start in zip(counted, starts, strict=False)]
     ids = [ids[each + 1] for ids, each in zip(documents, counted, strict=True)]
     return torch.cat(places), torch.cat(ids)
-
-
-def with_tables(text: str, found: Mapping[str, Row]) -> str:
-    """Return the page with the tables of these results between its markers."""
-    begin, end = _MARKERS
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n\n" + "\n".join(_lines(found)) + f"\n{end}{after}"
-
-
-def _lines(found: Mapping[str, Row]) -> list[str]:
-    tried = {kind: row for kind, row in found.items() if "rows" in row}
-    rows = Counter(row["rows"] for row in tried.values())
-    worst = max(row["gradients off"] for row in tried.values())
-    return [
-        f"transformers {transformers.__version__} opens {len(found)} model types for text. Of "
-        f"{len(tried)} a tiny model could be built that predicts the next token from those before: "
-        f"{rows['flat']} attend in flat rows, {rows['by layer']} in flat rows with one call of "
-        f"each attention layer per document, {rows['under a mask']} under a mask, and "
-        f"{rows['padded']} cannot be packed. The gradients of one step over documents of "
-        f"{', '.join(map(str, LENGTHS))} tokens are within {worst:.0e} of those of a loop over "
-        "documents, relative to their norm. Windows are narrower than documents; an indexer "
-        "chooses all keys.",
-        "",
-        *table(_HEADER, [_table_row(kind, row) for kind, row in tried.items()]),
-        *(
-            line
-            for what, title in _LEFT_OUT.items()
-            if (kinds := {kind: row[what] for kind, row in found.items() if what in row})
-            for line in _left_out(title, kinds)
-        ),
-    ]
-
-
-def _table_row(kind: str, row: Row) -> str:
-    causes = [("rows", row["cannot pack"] or _cause(row["attention"]))]
-    causes += [(name, row[name]) for name in ("mfu", "spread", "lora", "export", "stages")]
-    if row["rows"] == "flat":
-        causes = causes[1:]
-    if not row["experts"]:
-        causes = [each for each in causes if each[0] != "spread"]
-    said = [f"{_TITLES[name]}: {_words(text, kind)}" for name, text in causes if text != "yes"]
-    marks = [_mark(row, name) for name in ("mfu", "spread", "lora", "export", "stages")]
-    off = f"{max(row['loss off'], row['gradients off']):.0e}"
-    cells = [f"`{kind}`", _ROWS[row["rows"]], off, *marks, "; ".join(said)]
-    return f"| {' | '.join(cells)} |"
-
-
-def _mark(row: Row, name: str) -> str:
-    if name == "spread" and not row["experts"]:
-        return ""
-    return "yes" if row[name] == "yes" else "no"
-
-
-def _cause(attention: str) -> str:
-    """Return what stands in brackets at the end of the log's line on attention."""
-    return attention.rpartition(" (")[2].removesuffix(")")
-
-
-def _words(text: str, kind: str) -> str:
-    """Return the first clause of a refusal, without the key and the name of the model."""
-    clause = text.partition(" - ")[0].replace("|", "/")
-    clause = re.sub(r"^(parallel|lora|model|data)\.[a-z_]+(=\S+)?:? ", "", clause)
-    return re.sub(rf"^{re.escape(kind)} ", "", re.sub(r"/tmp/\w+", "a folder", clause))
-
-
-def _left_out(title: str, kinds: Mapping[str, str]) -> list[str]:
-    by_words: dict[str, list[str]] = {}
-    for kind, text in kinds.items():
-        by_words.setdefault(_words(text, kind), []).append(f"`{kind}`")
-    return [title, "", *(f"- {', '.join(kinds)}: {words}" for words, kinds in by_words.items()), ""]

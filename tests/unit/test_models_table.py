@@ -8,29 +8,71 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.models import PAGE, RESULTS, architectures, in_own_process, with_tables
+from benchmarks.models import architectures, in_own_process
+from benchmarks.models_page import EXACT, PAGE, RESULTS, RUNS, with_tables
+from benchmarks.runs import distances_of, runs_of
 
 # Experts with a state, sinks, keys that are not tokens, logits that are changed in place, positions
 # of a model's own, layers that hand on more than hidden states, convolutions without a module, and
 # positions that a class hands down without naming them.
 QUICK = ["qwen3_5_moe", "gpt_oss", "deepseek_v4", "chameleon", "kosmos-2.5", "falcon_h1"]
 QUICK += ["inkling2_text", "moss_transcribe_diarize"]
+# States, windows with sinks, towers, compressed keys, and attention of a model's own.
+QUICK_RUNS = {
+    "qwen3_5_moe": ["packed, 2 stages", "unpacked, 1 rank"],
+    "nemotron_h": ["packed, 1 rank", "unpacked, 2 ranks"],
+    "gpt_oss": ["packed, 2 ranks", "packed, rows shared"],
+    "gemma3": ["packed, 1 rank", "packed, 2 stages"],
+    "deepseek_v4": ["packed, 2 ranks"],
+    "gptj": ["packed, 2 ranks", "unpacked, 1 rank"],
+}
 FOUND: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+TRIED = {kind: row for kind, row in FOUND.items() if "rows" in row}
+TRAINED: dict[str, dict[str, Any]] = json.loads(RUNS.read_text(encoding="utf-8"))
+WITH_STATE = {"linear_attention", "hybrid", "hybrid_sliding", "conv"}  # kinds of layers
 NUMBERS = {"loss off": 2e-6, "gradients off": 1e-5}
 
 
 def test_the_page_has_the_rows_that_were_found() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert list(FOUND) == architectures()
-    assert with_tables(text, FOUND) == text
+    assert with_tables(text, FOUND, TRAINED) == text
 
 
 def test_most_rows_are_flat_and_all_are_exact() -> None:
-    tried = {kind: row for kind, row in FOUND.items() if "rows" in row}
-    flat = [kind for kind, row in tried.items() if row["rows"] == "flat"]
-    assert len(flat) >= 0.75 * len(tried) and not any("fails" in row for row in FOUND.values())
-    for kind, row in tried.items():
+    flat = [kind for kind, row in TRIED.items() if row["rows"] == "flat"]
+    assert len(flat) >= 0.75 * len(TRIED) and not any("fails" in row for row in FOUND.values())
+    for kind, row in TRIED.items():
         assert all(row[name] < limit for name, limit in NUMBERS.items()), kind
+        require_exact(kind, TRAINED[kind], runs_of(TRIED[kind]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        *QUICK_RUNS.items(),
+        *(pytest.param(kind, runs_of(TRIED[kind]), marks=pytest.mark.full) for kind in TRIED),
+    ],
+)
+def test_runs_are_exact_on_one_rank_on_two_and_in_stages(kind: str, names: list[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        require_exact(kind, distances_of(kind, names), names)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def require_exact(kind: str, runs: dict[str, Any], names: list[str]) -> None:
+    """Losses, and norms and weights but for what the loop in float32 is from one in float64."""
+    runs = dict(runs)
+    keeps_state = not WITH_STATE.isdisjoint(TRIED[kind]["layers"])
+    exact_norm = 10 * EXACT if keeps_state else EXACT
+    rounding = 4 * (runs.pop("rounding") or 0.0)
+    assert list(runs) == names, kind
+    for name, off in runs.items():
+        assert not isinstance(off, str), f"{kind}, {name}: {off}"
+        assert off["loss"] <= EXACT and off["norm"] <= max(exact_norm, rounding), f"{kind}, {name}"
+        assert off["weights"] <= max(10 * EXACT, rounding), f"{kind}, {name}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""Write the tables of docs/models.md from what `models` and `runs` have found."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+
+from benchmarks.tables import table
+from distTest.workloads.script import REPOSITORY
+
+PAGE, RESULTS = REPOSITORY / "docs/models.md", REPOSITORY / "benchmarks/models.json"
+RUNS = REPOSITORY / "benchmarks/runs.json"
+LENGTHS = (5, 1, 23, 12, 40)  # of the documents, in tokens: windows of the tiny models have 8
+Row = dict[str, Any]
+_MARKERS = "<!-- models: written by python -m benchmarks models -->", "<!-- end of models -->"
+_COLUMNS = ["model type", "rows", "one rank", "two ranks", "two stages", "rows shared", "MFU"]
+_HEADER = f"| {' | '.join([*_COLUMNS, 'experts spread', 'LoRA', 'causes'])} |"
+_RUNS = ("1 rank", "2 ranks", "2 stages", "rows shared")
+EXACT = 1e-6  # distance of a loss or a norm
+_ROWS = {
+    "flat": "flat",
+    "by layer": "flat, by layer",
+    "under a mask": "under a mask",
+    "padded": "cannot pack",
+}
+_TITLES = {
+    "rows": "rows",
+    "mfu": "MFU",
+    "spread": "experts",
+    "lora": "LoRA",
+    "stages": "stages",
+    "context": "shared",
+}
+_LEFT_OUT = {
+    "refused": "Refused by name, with a tiny model too:",
+    "fails": "Fail, and are not refused in time:",
+    "not causal": "Not causal language models by their default configuration:",
+    "not built": "No tiny model of these could be built:",
+}
+
+
+def write_page() -> None:
+    """Write the page again from the files of results."""
+    found, runs = (json.loads(path.read_text("utf-8")) for path in (RESULTS, RUNS))
+    PAGE.write_text(with_tables(PAGE.read_text("utf-8"), found, runs), encoding="utf-8")
+
+
+def with_tables(text: str, found: Mapping[str, Row], runs: Mapping[str, Row]) -> str:
+    """Return the page with the tables of these results between its markers."""
+    begin, end = _MARKERS
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n" + "\n".join(_lines(found, runs)) + f"\n{end}{after}"
+
+
+def _lines(found: Mapping[str, Row], runs: Mapping[str, Row]) -> list[str]:
+    tried = {kind: row for kind, row in found.items() if "rows" in row}
+    rows = Counter(row["rows"] for row in tried.values())
+    worst = max(row["gradients off"] for row in tried.values())
+    return [
+        f"transformers {transformers.__version__} opens {len(found)} model types for text. Of "
+        f"{len(tried)} a tiny model could be built that predicts the next token from those before: "
+        f"{rows['flat']} attend in flat rows, {rows['by layer']} in flat rows with one call of "
+        f"each attention layer per document, {rows['under a mask']} under a mask, and "
+        f"{rows['padded']} cannot be packed. The gradients of one step over documents of "
+        f"{', '.join(map(str, LENGTHS))} tokens are within {worst:.0e} of those of a loop over "
+        f"documents, relative to their norm. Losses of runs are within {_worst(runs, 'loss')} of "
+        f"those of the loop, exported weights within {_worst(runs, 'weights')}. Windows are "
+        "narrower than documents; an indexer chooses all keys.",
+        "",
+        *table(_HEADER, [_table_row(kind, row, runs.get(kind, {})) for kind, row in tried.items()]),
+        *(
+            line
+            for what, title in _LEFT_OUT.items()
+            if (kinds := {kind: row[what] for kind, row in found.items() if what in row})
+            for line in _left_out(title, kinds)
+        ),
+    ]
+
+
+def _table_row(kind: str, row: Row, runs: Row) -> str:
+    causes = [("rows", row["cannot pack"] or _cause(row["attention"]))]
+    causes += [(name, row[name]) for name in ("mfu", "spread", "lora", "stages", "context")]
+    if row["rows"] == "flat":
+        causes = causes[1:]
+    if not row["experts"]:
+        causes = [each for each in causes if each[0] != "spread"]
+    said = [f"{_TITLES[name]}: {_words(text, kind)}" for name, text in causes if text != "yes"]
+    marks = [_mark(row, name) for name in ("mfu", "spread", "lora")]
+    ended = {name: each for name, each in runs.items() if isinstance(each, str)}
+    said += [f"{name}: {_words(text, kind)}" for name, text in ended.items()]
+    offs = [distance_of(runs, ranks) for ranks in _RUNS]
+    if max(off or 0.0 for off in offs) > EXACT and runs["rounding"]:
+        said.append(f"distance: the loop in float32 is {runs['rounding']:.0e} from one in float64")
+    distances = ["no" if off is None else f"{off:.0e}" for off in offs]
+    cells = [f"`{kind}`", _ROWS[row["rows"]], *distances, *marks, "; ".join(said)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _worst(runs: Mapping[str, Row], what: str) -> str:
+    found = (each for row in runs.values() for each in row.values() if isinstance(each, dict))
+    return f"{max((each[what] for each in found), default=0.0):.0e}"
+
+
+def distance_of(runs: Row, ranks: str) -> float | None:
+    """Return the largest distance of losses and norms on these ranks; None if a run is missing."""
+    found = [each for name, each in runs.items() if name.endswith(ranks)]
+    if not found or any(isinstance(each, str) for each in found):
+        return None
+    return max(max(each["loss"], each["norm"]) for each in found)
+
+
+def _mark(row: Row, name: str) -> str:
+    if name == "spread" and not row["experts"]:
+        return ""
+    return "yes" if row[name] == "yes" else "no"
+
+
+def _cause(attention: str) -> str:
+    """Return what stands in brackets at the end of the log's line on attention."""
+    return attention.rpartition(" (")[2].removesuffix(")")
+
+
+def _words(text: str, kind: str) -> str:
+    """Return the first clause of a refusal, without the key and the name of the model."""
+    clause = text.partition(" - ")[0].replace("|", "/")
+    clause = re.sub(r"^(parallel|lora|model|data)\.[a-z_]+(=\S+)?:? ", "", clause)
+    return re.sub(rf"^{re.escape(kind)} ", "", re.sub(r"/tmp/\w+", "a folder", clause))
+
+
+def _left_out(title: str, kinds: Mapping[str, str]) -> list[str]:
+    by_words: dict[str, list[str]] = {}
+    for kind, text in kinds.items():
+        by_words.setdefault(_words(text, kind), []).append(f"`{kind}`")
+    return [title, "", *(f"- {', '.join(kinds)}: {words}" for words, kinds in by_words.items()), ""]
