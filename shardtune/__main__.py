@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import traceback
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,11 +57,16 @@ def exit_code(work: Callable[[], None]) -> int:
 def _run_command(arguments: Sequence[str]) -> None:
     from shardtune.config_io import Parser
 
-    parser = Parser(prog="shardtune", description="Tools around a run of train_fsdp.py.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, help_) in COMMANDS.items():
-        commands.add_parser(name, help=help_, add_help=False)
-    name = parser.parse_args(arguments[:1]).command
+    parser = Parser(
+        prog="shardtune",
+        usage="shardtune COMMAND ...",
+        description="Tools around a run of train_fsdp.py.",
+        epilog="\n".join(f"{name:<15}{help_}" for name, (_, help_) in COMMANDS.items()),
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    help_ = "one of those below; shardtune COMMAND --help says more"
+    parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help=help_)
+    name = parser.parse_args(arguments[:1] or ["--help"]).command
     command, help_ = COMMANDS[name]
     command(Parser(prog=f"shardtune {name}", description=help_), arguments[1:])
 
@@ -148,11 +154,11 @@ def _config_schema(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 COMMANDS = {
-    "inspect-data": (_inspect_data, "show which tokens are trained; needs a tokenizer, no weights"),
-    "verify": (_verify, "compare every byte of checkpoints and models with the saved digests"),
-    "export": (_export, "write the model of a checkpoint as from_pretrained opens it"),
-    "plan": (_plan, "say what a run takes of each GPU, and whether it fits, from config.json"),
-    "report": (_report, "write a page of a run's curves, or of several runs to compare them"),
+    "inspect-data": (_inspect_data, "show which tokens are trained; needs no weights"),
+    "verify": (_verify, "compare every byte of checkpoints and models with digests"),
+    "export": (_export, "write a checkpoint's model as from_pretrained opens it"),
+    "plan": (_plan, "say whether a run fits, and what it takes, from config.json"),
+    "report": (_report, "write a page of a run's curves, or of several runs"),
     "watch": (_watch, "show a run in this terminal, from its directory"),
     "config-schema": (_config_schema, "print the JSON schema of the configuration"),
 }

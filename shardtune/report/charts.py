@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from shardtune.report.read_run import FloatArray, RunRecord
 
-AXES = {"step": "step", "tokens": "million tokens", "time": "hours of training"}
+AXES = {"step": "steps", "tokens": "tokens", "time": "time"}
+_UNITS = {
+    "step": {"step": 1.0},
+    "tokens": {"tokens": 1.0, "thousand tokens": 1e3, "million tokens": 1e6, "billion tokens": 1e9},
+    "time": {"seconds of training": 1.0, "minutes of training": 60.0, "hours of training": 3600.0},
+}
+_UNITS["time"]["days of training"] = 86400.0
 _SMOOTHED_FROM = 100  # steps
 PHASE_NAMES = {"waiting": "waiting in collectives"}  # beside those of `Phase`
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: `y` over each axis. `colour` and `dash` are numbers; equal ones look alike."""
+    """One line: `y` over each axis, in steps, tokens and seconds.
+
+    `colour` and `dash` are numbers; equal ones look alike.
+    """
 
     label: str
     x: dict[str, FloatArray]
@@ -28,9 +38,17 @@ class Curve:
     has_markers: bool = False
 
 
+class XAxis(NamedTuple):
+    """An axis that all charts share: its unit, the size of that, and where it ends, from 0 on."""
+
+    label: str
+    size: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Chart:
-    """One figure. `levels` are horizontal lines, by their label."""
+    """One figure over several x axes. `levels` are horizontal lines, by their label."""
 
     name: str
     title: str
@@ -39,6 +57,7 @@ class Chart:
     curves: list[Curve]
     is_log: bool = False
     levels: dict[str, float] = field(default_factory=dict)
+    x_axes: dict[str, XAxis] = field(default_factory=dict)
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
@@ -50,7 +69,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         _of_steps(runs, "loss", "Loss", "nats per token", "loss", "Mean over the trained tokens."),
         _perplexity(runs),
         _of_steps(runs, "gradient-norm", "Gradient norm", "norm", "grad_norm", norm, is_log=True),
-        _of_steps(runs, "learning-rate", "Learning rate", "lr", "lr", "", is_smoothed=False),
+        _learning_rate(runs),
         _of_steps(runs, "speed", "Tokens per second", "tok/s", "tokens_per_second", speed),
         _of_steps(runs, "mfu", "Model FLOPs utilisation", "%", "mfu", arithmetic, scale=100),
         _memory(runs),
@@ -62,7 +81,20 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     ]
     for chart in charts:
         chart.curves[:] = [curve for curve in chart.curves if np.isfinite(curve.y).any()]
-    return [chart for chart in charts if chart.curves]
+    x_axes = _x_axes(runs)
+    return [replace(chart, x_axes=x_axes) for chart in charts if chart.curves]
+
+
+def _x_axes(runs: Sequence[RunRecord]) -> dict[str, XAxis]:
+    """Choose for each axis the largest unit that some run has twice."""
+    ends = [run.positions(np.array([float(run.last_step)])) for run in runs]
+    x_axes = {}
+    for name, sizes in _UNITS.items():
+        end = max(float(positions[name][0]) for positions in ends)
+        fitting = [unit for unit in sizes.items() if 2 * unit[1] <= end]
+        label, size = fitting[-1] if fitting else next(iter(sizes.items()))
+        x_axes[name] = XAxis(label, size, end / size)
+    return x_axes
 
 
 def thin(x: FloatArray, y: FloatArray, points: int) -> tuple[FloatArray, FloatArray]:
@@ -90,6 +122,11 @@ def smooth(y: FloatArray, width: int) -> FloatArray:
     return sums / np.where(counts > 0, counts, np.nan)
 
 
+def mean_width(steps: int) -> int:
+    """Return of how many steps the mean is shown beside each one; 0: they are few."""
+    return max(10, steps // 50) if steps >= _SMOOTHED_FROM else 0
+
+
 def _label(run: RunRecord, runs: Sequence[RunRecord], what: str) -> str:
     return ", ".join(part for part in (run.name if len(runs) > 1 else "", what) if part)
 
@@ -112,16 +149,24 @@ def _of_steps(
     for number, run in enumerate(runs):
         x = run.positions(run.column(kind, "step"))
         y = run.column(kind, column) * scale
-        width = len(y) // 50
-        smoothed = is_smoothed and len(y) >= _SMOOTHED_FROM
+        width = mean_width(len(y))
         label = _label(run, runs, "")
-        if smoothed:
-            curves.append(Curve(label, x, y, number, is_faint=True))
+        if is_smoothed and width:
+            each = "" if len(runs) > 1 else "each step"
+            curves.append(Curve(each, x, y, number, is_faint=True))
             mean = f"mean of {width} steps"
             curves.append(Curve(_label(run, runs, mean), x, smooth(y, width), number))
         else:
             curves.append(Curve(label, x, y, number, has_markers=len(y) <= 40))
     return Chart(name, title, unit, note, curves, is_log)
+
+
+def _learning_rate(runs: Sequence[RunRecord]) -> Chart:
+    most = max(np.nanmax([0.0, *run.column("step", "lr")]) for run in runs)
+    size = 10.0 ** math.floor(math.log10(most)) if most else 1.0
+    unit = f"x {size:g}" if size != 1 else ""
+    name, title = "learning-rate", "Learning rate"
+    return _of_steps(runs, name, title, unit, "lr", "", is_smoothed=False, scale=1 / size)
 
 
 def _perplexity(runs: Sequence[RunRecord]) -> Chart:

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-from shardtune.report.charts import AXES, Chart, thin
+from shardtune.report.charts import Chart, thin
 
 # Okabe and Ito, Color Universal Design (2008), without the black and the yellow: colours that
 # colour-blind people tell apart. The second of each is for a dark page.
@@ -33,7 +33,7 @@ TEXT, GRID, PAGE = "#1a1a1e", "#dcdce1", "#fefefe"
 _STYLE: Any = {  # matplotlib types its keys by name
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    "font.size": 9,
+    "font.size": 10,
     "text.color": TEXT,
     "axes.labelcolor": TEXT,
     "axes.edgecolor": GRID,
@@ -47,9 +47,9 @@ _STYLE: Any = {  # matplotlib types its keys by name
     "legend.facecolor": PAGE,
     "legend.edgecolor": "none",
     "legend.framealpha": 0.75,
-    "legend.handlelength": 3.5,
+    "legend.handlelength": 3,
     "text.parse_math": False,  # `$` in a name stays a dollar
-    "legend.fontsize": 8,
+    "legend.fontsize": 9,
     "path.simplify": False,  # curves are thinned already, and keep their spikes
 }
 
@@ -97,26 +97,25 @@ def write_png(chart: Chart, path: Path) -> None:
         OSError: the file cannot be written.
     """
     with matplotlib.rc_context(_STYLE):
-        _figure(chart, "step").savefig(path, dpi=120, facecolor="white")
+        _figure(chart, "step").savefig(path, dpi=200, facecolor="white")
 
 
 def _figure(chart: Chart, axis: str) -> Figure:
-    figure = Figure(figsize=(7, 2.9))
-    axes = figure.add_axes((0.12, 0.17, 0.85, 0.78))
+    figure = Figure(figsize=(4.6, 2.6))
+    axes = figure.add_axes((0.13, 0.19, 0.84, 0.71))
     points = _MOST_POINTS // len(chart.curves)
-    has_legend = any(curve.label for curve in chart.curves)
     for curve in chart.curves:
-        x, y = thin(curve.x[axis], curve.y, points)
+        x, y = thin(curve.x[axis] / chart.x_axes[axis].size, curve.y, points)
         axes.plot(
             x,
             y,
             color=COLOURS[curve.colour % len(COLOURS)][0],
             linestyle=_DASHES[(curve.dash + curve.colour // len(COLOURS)) % len(_DASHES)],
-            linewidth=0.8 if curve.is_faint else 1.6,
+            linewidth=0.7 if curve.is_faint else 1.4,
             alpha=0.4 if curve.is_faint else 1,
             marker="o" if curve.has_markers else None,
             markersize=3.5,
-            label=_shown(curve.label) if has_legend and not curve.is_faint else None,
+            label=_shown(curve.label) if curve.label else None,
         )
     for label, value in chart.levels.items():
         axes.axhline(value, color=TEXT, linestyle="--", linewidth=1, label=_shown(label))
@@ -130,17 +129,25 @@ def _shown(label: str) -> str:
 
 
 def _finish(axes: Axes, chart: Chart, axis: str) -> None:
-    axes.set_xlabel(AXES[axis])
-    axes.set_ylabel(chart.unit)
-    if chart.is_log and all((curve.y[np.isfinite(curve.y)] > 0).all() for curve in chart.curves):
+    label, _, end = chart.x_axes[axis]
+    axes.set_xlabel(label)
+    if end:
+        axes.set_xlim(-0.03 * end, 1.03 * end)
+    axes.set_title(chart.unit, loc="left", fontsize="medium", color=TEXT)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis == "step"))
+    values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in chart.curves])
+    spread = values.max() / values.min() if values.min() > 0 else 1
+    if chart.is_log and spread > 5:  # less holds no two of 1, 2, 5, 10
         axes.set_yscale("log")
-        for formats in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            formats(LogFormatter(minor_thresholds=(1.0, 0.4)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if spread < 100 else (1,)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        plain = ScalarFormatter(useOffset=False)
+        plain.set_scientific(False)
+        axes.yaxis.set_major_formatter(plain)
     if chart.name == "learning-rate":
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    elif not chart.is_log:
-        axes.ticklabel_format(axis="y", useOffset=False)
-    if axis == "step":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(bottom=0)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best")

@@ -13,11 +13,11 @@ from typing import Any
 from urllib.parse import quote
 
 import jinja2
-import numpy as np
 
-from shardtune.report.charts import AXES, PHASE_NAMES, make_charts, network_share
+from shardtune.report.charts import AXES, PHASE_NAMES, make_charts
 from shardtune.report.draw import COLOURS, svg, write_png
 from shardtune.report.read_run import Entry, RunRecord
+from shardtune.report.summary import NOT_WRITTEN, card, figures, when
 from shardtune.run_files import METRICS
 
 
@@ -72,7 +72,8 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         colours=COLOURS,
         axes=AXES,
         heads=[run.name for run in runs],
-        overview=_overview(runs),
+        cards="\n\n".join(map(card, runs)),
+        overview=_overview(runs) if len(runs) > 1 else [],
         charts=charts,
         sections=[heading for name, heading in headings.items() if tables[name]],
         **tables,
@@ -100,43 +101,8 @@ def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def _overview(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Return a row for each figure that sums up a run, and a column for each run."""
-    columns = [_figures(run) for run in runs]
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [_row(name, [column.get(name, "") for column in columns]) for name in names]
-
-
-def _figures(run: RunRecord) -> dict[str, str]:
-    steps, total = run.last_step, run.total_steps
-    seconds = float(np.nansum(run.column("step", "seconds")))
-    tokens = float(np.nansum(run.column("step", "tokens")))
-    figures = {"model": run.model}
-    figures["steps"] = f"{steps} of {total}" if total else f"{steps}"
-    written = [entry.get("time", "") for of_kind in run.entries.values() for entry in of_kind[-1:]]
-    figures["state"] = "finished" if steps == total else f"last written {max(written)[:19]} UTC"
-    losses = run.column("step", "loss")
-    if len(losses := losses[np.isfinite(losses)]):
-        figures["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
-    sets = [entry for entry in run.of_kind("eval") if "set" not in entry]
-    if values := [entry["perplexity"] for entry in sets if entry.get("perplexity") is not None]:
-        figures["perplexity"] = f"{values[0]:.4f} at first, {values[-1]:.4f} at last"
-    figures["tokens"] = f"{tokens:,.0f}"
-    figures["hours of training"] = f"{seconds / 3600:.2f}"
-    if seconds:
-        figures["tokens per second"] = f"{tokens / seconds:,.0f}"
-    mfu = run.column("step", "mfu")
-    if np.isfinite(mfu).any():
-        figures["MFU, median"] = f"{np.nanmedian(mfu):.1%}"
-    if math.isfinite(share := network_share(run)):
-        bound = ": bound by communication" if share > 1 / 3 else ""
-        figures["waiting in collectives"] = f"{share:.1%} of a step{bound}"
-    memory = run.column("step", "memory_bytes")
-    if np.isfinite(memory).any():
-        figures["peak memory per rank"] = f"{np.nanmax(memory) / 1e9:.1f} GB"
-    if ranks := run.start.get("world_size"):
-        figures["ranks"] = f"{ranks}"
-    if starts := len(run.of_kind("start")):
-        figures["starts"] = f"{starts}"
-    return figures
+    columns = [figures(run) for run in runs]
+    return [_row(name, [column[name] for column in columns]) for name in columns[0]]
 
 
 def _prefix(run: RunRecord, is_one_of_many: bool) -> str:
@@ -149,8 +115,9 @@ def _starts(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
             f"{change['key']}: {change['old']} to {change['new']}"
             for change in entry.get("changes") or []
         )
-        when = _prefix(run, is_one_of_many) + str(entry.get("time", ""))[:19]
-        yield _row(when, [str(entry["step"]), str(entry.get("world_size", "")), changes or "-"])
+        ranks = str(entry.get("world_size", NOT_WRITTEN))
+        begun = _prefix(run, is_one_of_many) + when(entry.get("time", ""))
+        yield _row(begun, [str(entry["step"]), ranks, changes or "(nothing)"])
 
 
 def _evaluations(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
@@ -165,7 +132,8 @@ def _evaluations(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any
             for entry in (entries[0], lowest, entries[-1])
         ]
         label = _prefix(run, is_one_of_many) + name
-        yield _row(label, [*shown, str(entries[-1].get("tokens", ""))])
+        tokens = entries[-1].get("tokens")
+        yield _row(label, [*shown, NOT_WRITTEN if tokens is None else f"{tokens:,}"])
 
 
 def _slow_ranks(run: RunRecord, is_one_of_many: bool) -> Iterator[dict[str, Any]]:
@@ -205,7 +173,11 @@ def _settings(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Return a row for each key: its value and origin in each run."""
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
-        pairs = [run.settings.get(key, ("", "")) for run in runs]
+        pairs = [run.settings.get(key, (_missing(run), "")) for run in runs]
         shown = [f"{value} ({origin})" if origin else value for value, origin in pairs]
         rows.append(_row(key, shown, differs=len({value for value, _ in pairs}) > 1))
     return rows
+
+
+def _missing(run: RunRecord) -> str:
+    return "(not a key of its version)" if run.settings else "(config.yaml is missing)"

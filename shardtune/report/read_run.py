@@ -82,12 +82,13 @@ class RunRecord:
     @cached_property
     def _sums(self) -> dict[str, FloatArray]:
         """Return the position on each axis after each step, from 0 on."""
-        amounts = {"tokens": self.column("step", "tokens") / 1e6}
-        amounts["time"] = self.column("step", "seconds") / 3600
-        return {axis: np.nancumsum([0.0, *values]) for axis, values in amounts.items()}
+        columns = {"tokens": "tokens", "time": "seconds"}
+        return {
+            axis: np.nancumsum([0.0, *self.column("step", name)]) for axis, name in columns.items()
+        }
 
     def positions(self, steps: FloatArray) -> dict[str, FloatArray]:
-        """Return where steps lie on each axis: the step, millions of tokens, hours of training."""
+        """Return where steps lie on each axis: the step, tokens, seconds of training."""
         known = np.array([0.0, *self.column("step", "step")])
         return {"step": steps} | {
             axis: np.interp(steps, known, sums) for axis, sums in self._sums.items()

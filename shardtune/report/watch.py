@@ -26,6 +26,7 @@ from rich.table import Table
 from shardtune.errors import UserError
 from shardtune.report.charts import smooth
 from shardtune.report.read_run import Entry, FloatArray, RunRecord, read_entry, read_settings
+from shardtune.report.summary import NO_MFU, figures, spoken
 from shardtune.run_files import LOCK, METRICS
 
 _EVERY_S = 1.0
@@ -121,29 +122,17 @@ def view(run: RunRecord, gpus: Sequence[str]) -> RenderableType:
 
 
 def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
-    ranks = run.start.get("world_size")
-    yield "run", " | ".join(filter(None, [run.name, run.model, f"{ranks} ranks" if ranks else ""]))
-    steps = run.of_kind("step")
-    if not steps:
-        yield "step", "none has ended yet"
-        return
-    last = steps[-1]
-    yield "step", _progress(run)
-    losses = run.column("step", "loss")
-    yield "loss", f"{losses[-1]:.4f}\n{sparkline(losses)}"
-    if evaluations := [e for e in run.of_kind("eval") if "set" not in e and e.get("perplexity")]:
-        lowest = min(evaluations, key=lambda entry: entry["perplexity"])
-        yield (
-            "perplexity",
-            f"{evaluations[-1]['perplexity']:.4f} at step {evaluations[-1]['step']} | lowest "
-            f"{lowest['perplexity']:.4f} at step {lowest['step']} | first "
-            f"{evaluations[0]['perplexity']:.4f}",
+    """Yield the figures of the run's card, those that change as they are now, and some more."""
+    rows = {"run": run.name} | figures(run)
+    if steps := run.of_kind("step"):
+        last = steps[-1]
+        rows["steps"] = _progress(run)
+        rows["loss"] += "\n" + sparkline(run.column("step", "loss"))
+        rows["speed"] = _speed(run)
+        rows["update"] = (
+            f"gradient norm {_shown(last, 'grad_norm', '.3f')}, lr {_shown(last, 'lr', '.2e')}"
         )
-    yield "speed", _speed(run)
-    yield (
-        "update",
-        f"gradient norm {_shown(last, 'grad_norm', '.3f')} | lr {_shown(last, 'lr', '.2e')}",
-    )
+    yield from rows.items()
     if slowest := run.of_kind("ranks"):
         entry = slowest[-1]
         yield (
@@ -153,27 +142,26 @@ def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
         )
     if saves := run.of_kind("save"):
         step, seconds = saves[-1]["step"], saves[-1].get("seconds")
-        took = f", in {seconds:.0f} s" if seconds is not None else ""
-        behind = f"{max(0, last['step'] - step)} steps ago"
-        yield "checkpoint", f"checkpoint_{step:07d}{took}, {behind}"
+        took = f", in {spoken(seconds)}" if seconds is not None else ""
+        yield "checkpoint", f"checkpoint_{step:07d}{took}, {max(0, run.last_step - step)} steps ago"
     else:
-        yield "checkpoint", "none yet"
+        yield "checkpoint", "(none yet)"
 
 
 def _progress(run: RunRecord) -> str:
     step, total = run.last_step, run.total_steps
-    parts = [f"{step}/{total} ({step / total:.0%})" if total else f"{step}"]
+    if step == total:
+        return figures(run)["steps"]
     seconds = float(np.nanmean(run.column("step", "seconds")[-_STEPS_OF_ETA:]))
-    parts.append(f"{seconds:.3g} s each")
+    parts = [f"{step} of {total} ({step / total:.0%})" if total else f"{step}"]
+    parts.append(f"{spoken(seconds)} each")
     if total:
-        left = _duration((total - step) * seconds)
-        parts.append(f"{left} left" if step < total else "finished")
-    if step != total:
-        with contextlib.suppress(ValueError, TypeError):  # a time in another form
-            written = datetime.datetime.fromisoformat(run.of_kind("step")[-1].get("time", ""))
-            age = (datetime.datetime.now(datetime.UTC) - written).total_seconds()
-            parts.append(f"the last one ended {_duration(age)} ago")
-    return " | ".join(parts)
+        parts.append(f"{spoken((total - step) * seconds)} left")
+    with contextlib.suppress(ValueError, TypeError):  # a time in another form
+        written = datetime.datetime.fromisoformat(run.of_kind("step")[-1].get("time", ""))
+        age = (datetime.datetime.now(datetime.UTC) - written).total_seconds()
+        parts.append(f"the last one ended {spoken(age)} ago")
+    return ", ".join(parts)
 
 
 def _speed(run: RunRecord) -> str:
@@ -182,17 +170,11 @@ def _speed(run: RunRecord) -> str:
         for name in ("tokens", "seconds", "data_seconds")
     )
     last = run.of_kind("step")[-1]
-    parts = [f"{tokens / seconds:.0f} tok/s" if seconds else ""]
-    parts.append(f"MFU {last['mfu']:.1%}" if last.get("mfu") else "")
-    parts.append(f"{last['memory_bytes'] / 1e9:.1f} GB" if last.get("memory_bytes") else "")
+    parts = [f"{tokens / seconds:,.0f} tokens/s" if seconds else "(no time is known)"]
+    parts.append(f"MFU {last['mfu']:.1%}" if last.get("mfu") else NO_MFU)
     is_known = "data_seconds" in last and seconds
     parts.append(f"waiting for data {waited / seconds:.1%}" if is_known else "")
-    return " | ".join(filter(None, parts))
-
-
-def _duration(seconds: float) -> str:
-    is_known = abs(seconds) < 1e9
-    return str(datetime.timedelta(seconds=round(seconds))) if is_known else "years"
+    return ", ".join(filter(None, parts))
 
 
 def _shown(entry: Entry, name: str, form: str) -> str:

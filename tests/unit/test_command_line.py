@@ -18,7 +18,6 @@ from shardtune.errors import Aborted, RunFailed, UserError
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "the following arguments are required: COMMAND - see shardtune --help"),
         (["verify"], "the following arguments are required: CHECKPOINT_DIR - see shardtune verify"),
         (["verify", "a", "--fast"], "unrecognized arguments: --fast - see shardtune verify --help"),
         (["exprot", "a"], "argument COMMAND: invalid choice: 'exprot'"),
@@ -60,11 +59,16 @@ def test_an_error_has_its_exit_code(
     assert errors[len(errors) - len(lines) :] == lines
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--help"]], ids=["alone", "help"])
+def test_every_command_has_a_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
-        run(["--help"])
-    text = capsys.readouterr().out
-    assert all(f"    {name}" in text for name in command_line.COMMANDS)
+        run(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    for name, (_, help_) in command_line.COMMANDS.items():
+        assert f"{name:<15}{help_}" in lines
 
 
 def test_a_reader_may_close_the_pipe() -> None:

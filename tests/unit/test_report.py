@@ -21,7 +21,9 @@ from PIL import Image
 
 from shardtune.__main__ import run
 from shardtune.report.charts import make_charts, network_share, smooth, thin
+from shardtune.report.draw import svg
 from shardtune.report.read_run import read_run
+from shardtune.report.summary import NO_MFU, NOT_WRITTEN, card, figures, spoken
 
 needs_browser = pytest.mark.skipif(
     shutil.which("chromium") is None, reason="no browser: chromium is not installed"
@@ -94,6 +96,7 @@ def test_the_page_needs_no_network_and_names_every_figure(
     page = (folder / "report.html").read_text(encoding="utf-8")
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert all(link.startswith("#") or (folder / link).is_file() for link in links)
+    assert f'<pre class="card">{html.escape(card(read_run(folder)))}</pre>' in page
     assert "<script" not in page and len(page.encode()) < 3e6
 
     figures = re.findall(r'<figure id="([\w-]+)"', page)
@@ -106,7 +109,6 @@ def test_the_page_needs_no_network_and_names_every_figure(
     (folder / "origins.json").unlink()
     assert report(folder) == 0, "as an earlier version left it"
     assert ">3<" in (folder / "report.html").read_text(encoding="utf-8")
-    assert "44.5% of a step: bound by communication" in page
     assert page.count("<svg") == 3 * len(figures)
 
 
@@ -124,6 +126,81 @@ def test_names_are_drawn_and_linked_as_they_are(tmp_path: Path) -> None:
     assert report(a, "--out", tmp_path / "notes.txt") == 2
 
 
+def test_the_card_sums_up_a_run_in_a_line_a_figure(tmp_path: Path) -> None:
+    start = {"world_size": 2, "device": "cpu", "versions": {"torch": "2.13.0"}, "data_ranks": 2}
+    start |= {"micro_batch_size": 3, "gradient_accumulation_steps": 4}
+    folder = write_run(tmp_path / "run", **start)
+    settings = {"lora": {"rank": 8}, "data": {"max_length": 512}}
+    settings |= {"model": {"path": "a/model"}, "optimizer": {"name": "adamw", "lr": 4e-4}}
+    settings["data"]["train"] = [{"path": "a.jsonl"}, {"path": "b.jsonl", "name": "code"}]
+    (folder / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
+    text = card(read_run(folder))
+    first, last = (entry["loss"] for entry in read_run(folder).of_kind("step")[:: 60 - 1])
+    assert text.splitlines() == [
+        "shardtune run run",
+        "model: a/model, LoRA of rank 8",
+        "data: a.jsonl, code",
+        "batch: 24 rows of 512 tokens, adamw, lr 0.0004",
+        "steps: 60 of 120, last written 2026-11-23 12:00 UTC",
+        f"loss: {first:.4f} at first, {last:.4f} at last",
+        "perplexity: 9.0000 before training, 8.0000 at step 60",
+        "time: 2 min of training",
+        "speed: 501 tokens/s, 60,178 tokens, MFU 30.0%",
+        "waiting: 44.5% of a step in collectives: bound by communication",
+        "memory: 61.2 GB of a rank at most",
+        "on: 2 CPU processes, torch 2.13.0",
+        "starts: 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "settings", "expected"),
+    [
+        (["start"], {}, {"loss": "(no step has ended yet)", "memory": "(no step has ended yet)"}),
+        (["start"], {}, {"model": "(config.yaml is missing)", "perplexity": "(no evaluation yet)"}),
+        (["start"], {"data.train": "a"}, {"perplexity": "(no evaluation data)"}),
+        (["start"], {"data.eval": "a"}, {"perplexity": "(no evaluation yet)"}),
+        (["start"], {"data.eval_fraction": 0.1}, {"perplexity": "(no evaluation yet)"}),
+        (["start"], {}, {"waiting": "(one rank waits for no other)"}),
+        (["step"], {}, {"waiting": "(measured every ten steps)", "on": NOT_WRITTEN}),
+        (["step"], {}, {"speed": f"5 tokens/s, 10 tokens, {NO_MFU}", "memory": NOT_WRITTEN}),
+        (["step"], {}, {"loss": "not finite at first, not finite at last"}),
+    ],
+)
+def test_a_figure_that_is_missing_has_its_reason(
+    entries: list[str], settings: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    lines = {
+        "start": {"kind": "start", "step": 0, "total_steps": 9, "world_size": 1},
+        "step": {"kind": "step", "step": 1, "loss": None, "tokens": 10, "seconds": 2.0},
+    }
+    text = "".join(json.dumps(lines[kind]) + "\n" for kind in entries)
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    if settings:
+        (tmp_path / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
+    said = figures(read_run(tmp_path))
+    assert {name: said[name] for name in expected} == expected
+    assert "" not in said.values()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0, "0 s"),
+        (2.345, "2.3 s"),
+        (59.6, "1 min"),
+        (133, "2 min 13 s"),
+        (6000, "1 h 40 min"),
+        (7205, "2 h"),
+        (86400 * 3 + 3600 * 4 + 59, "3 d 4 h"),
+        (math.inf, "years"),
+        (math.nan, "years"),
+    ],
+)
+def test_a_duration_is_said_as_people_say_it(seconds: float, said: str) -> None:
+    assert spoken(seconds) == said
+
+
 def test_two_runs_share_their_axes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a")
     b = write_run(tmp_path / "b", steps=30, model="b/model", seed=1)
@@ -135,8 +212,8 @@ def test_two_runs_share_their_axes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "a against b" in page and 'class="differs"><td>model.path' in page
     (loss, *_) = make_charts([read_run(a), read_run(b)])
     assert [curve.label for curve in loss.curves] == ["a", "b"]
-    assert loss.curves[1].x["tokens"][-1] == sum(1000 + n % 7 for n in range(1, 31)) / 1e6
-    assert loss.curves[1].x["time"][-1] == pytest.approx(30 * 2 / 3600)
+    assert loss.curves[1].x["tokens"][-1] == sum(1000 + n % 7 for n in range(1, 31))
+    assert loss.curves[1].x["time"][-1] == pytest.approx(30 * 2)
 
 
 def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(
@@ -193,6 +270,49 @@ def test_smoothing_is_the_mean_of_the_last_values(values: list[float], width: in
     assert np.allclose(smooth(np.array(values), width), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [([0.35, 3.2], ["0.5", "1", "2"]), ([0.02, 90.0], ["0.1", "1", "10"]), ([2.2, 3.1], ["2.4"])],
+)
+def test_ticks_are_plain_numbers(values: list[float], ticks: list[str], tmp_path: Path) -> None:
+    entries = [
+        {"kind": "step", "step": n, "grad_norm": value, "lr": n * 2e-5, "seconds": 70, "tokens": 1}
+        for n, value in enumerate(values, 1)
+    ]
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    norm, rate, *_ = make_charts([read_run(tmp_path)])
+    drawn = {
+        chart.name: re.findall(r"<text.*?>(.+?)</text>", svg(chart, "time"))
+        for chart in (norm, rate)
+    }
+    assert set(ticks) <= set(drawn["gradient-norm"]), drawn
+    assert {"x 1e-05", "0", "2", "4"} <= {
+        text.removesuffix(".0") for text in drawn["learning-rate"]
+    }
+    assert not [text for text in drawn["gradient-norm"] if re.search(r"\de|\^|\$", text)]
+    assert "minutes of training" in drawn["gradient-norm"]
+
+
+def test_text_in_charts_is_readable_on_a_telephone(tmp_path: Path) -> None:
+    """A page of 400 px leaves a chart 368."""
+    folder = write_run(tmp_path / "run")
+    for chart in make_charts([read_run(folder)]):
+        picture = svg(chart, "step")
+        width = float(re.findall(r'viewBox="0 0 (\S+) ', picture)[0])
+        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", picture)]
+        assert len(sizes) > 8 and min(sizes) * 368 / width >= 10
+
+
+@pytest.mark.parametrize(("steps", "width"), [(99, 0), (100, 10), (3000, 60)])
+def test_many_steps_are_drawn_with_their_mean_beside_each(
+    steps: int, width: int, tmp_path: Path
+) -> None:
+    (loss, *_) = make_charts([read_run(write_run(tmp_path / "run", steps=steps))])
+    labels = ["each step", f"mean of {width} steps"] if width else [""]
+    assert [curve.label for curve in loss.curves] == labels
+
+
 def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -212,8 +332,8 @@ def test_what_the_slowest_rank_waits_is_the_network(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @needs_browser
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_browser_shows_a_run_of_100_000_steps(theme: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("theme", "width"), [("light", 1000), ("dark", 400)])
+def test_a_browser_shows_a_run_of_100_000_steps(theme: str, width: int, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=100_000)
     assert report(folder) == 0
     page, picture = folder / "report.html", tmp_path / "page.png"
@@ -224,7 +344,7 @@ def test_a_browser_shows_a_run_of_100_000_steps(theme: str, tmp_path: Path) -> N
     subprocess.run(
         [
             *("chromium", *flags.split(), scheme, f"--user-data-dir={tmp_path / 'profile'}"),
-            *("--window-size=1000,2000", f"--screenshot={picture}", page.as_uri()),
+            *(f"--window-size={width},2000", f"--screenshot={picture}", page.as_uri()),
         ],
         check=True,
         capture_output=True,

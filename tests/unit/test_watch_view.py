@@ -27,10 +27,11 @@ def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run(["watch", str(write_run(tmp_path / "run"))]) == 0
     said = capsys.readouterr().out
     for part in (
-        "run | a/model",
-        "60/120 (50%) | 2 s each | 0:02:00 left",
-        "8.0000 at step 60 | lowest 8.0000 at step 60 | first 9.0000",
-        "501 tok/s | MFU 30.0% | 61.2 GB | waiting for data 0.5%",
+        "model a/model, all weights",
+        "60 of 120 (50%), 2 s each, 2 min left, the last one ended ",
+        "9.0000 before training, 8.0000 at step 60",
+        "501 tokens/s, MFU 30.0%, waiting for data 0.5%",
+        "61.2 GB of a rank at most",
         "rank 3 on node0, 1.10 x the median, in data",
         "checkpoint_0000060, in 9 s, 0 steps ago",
     ):
@@ -44,7 +45,7 @@ def test_a_run_that_still_loads_is_watched_until_its_first_step_shows(
         Follower(tmp_path / "run")
     directory = open_run_dir(tmp_path / "run", world_of(0, 1, dist.HashStore()))
     assert run(["watch", str(directory.path)]) == 0
-    assert "none has ended yet" in capsys.readouterr().out
+    assert "(no step has ended yet)" in capsys.readouterr().out
     follower = Follower(directory.path)
     follower.read()
     assert follower.run.last_step == 0
@@ -89,19 +90,19 @@ def test_a_terminal_shows_new_steps_until_ctrl_c(tmp_path: Path) -> None:
     os.close(slave)
     os.set_blocking(master, False)
     said, deadline, is_written = "", time.monotonic() + 60, False
-    while "4/6" not in said and time.monotonic() < deadline:
+    while "4 of 6" not in said and time.monotonic() < deadline:
         try:
             said += os.read(master, 1 << 16).decode()
         except BlockingIOError:
             time.sleep(0.05)
-        if "3/6" in said and not is_written:
+        if "3 of 6" in said and not is_written:
             is_written = True
             with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write('{"kind": "step", "step": 4, "loss": 1.0, "seconds": 1.0}\n')
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
     os.close(master)
-    assert "4/6" in said and "Traceback" not in said, said
+    assert "4 of 6" in said and "Traceback" not in said, said
 
 
 def test_a_sparkline_has_the_shape_of_its_values() -> None:

@@ -1,0 +1,165 @@
+"""What sums up a run: the card at the top of its page, and the rows of `shardtune watch`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from shardtune.report.charts import mean_width, network_share, smooth
+from shardtune.report.read_run import Entry, RunRecord
+
+_RANKS = {"cuda": "GPUs", "cpu": "CPU processes"}
+_EVALUATION = {"data.eval": "null", "data.eval_fraction": "0"}  # as they are without any
+NO_MFU = "MFU (the peak of this device is not known)"
+NOT_WRITTEN = "(not written by its version)"
+
+
+def card(run: RunRecord) -> str:
+    """Return a run's figures as text that stands in a message of any width."""
+    lines = [f"{name}: {figure}" for name, figure in figures(run).items()]
+    return "\n".join([f"shardtune run {run.name}", *lines])
+
+
+def figures(run: RunRecord) -> dict[str, str]:
+    """Return each figure as text; where there is none, the reason in brackets."""
+    setting = {key: value for key, (value, _) in run.settings.items()}
+    return {
+        "model": _model(setting),
+        "data": _data(setting),
+        "batch": _batch(run, setting),
+        "steps": _steps(run),
+        "loss": _loss(run),
+        "perplexity": _perplexity(run, setting),
+        "time": _time(run),
+        "speed": _speed(run),
+        "waiting": _waiting(run),
+        "memory": _memory(run),
+        "on": _machine(run),
+        "starts": f"{len(run.of_kind('start'))}" if run.start else NOT_WRITTEN,
+    }
+
+
+def spoken(seconds: float) -> str:
+    """Return a duration as people say it: "2 h 5 min"."""
+    if not abs(seconds) < 1e9:
+        return "years"
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (s, "s")]
+    first = next(i for i, (number, _) in enumerate(parts) if number)
+    return " ".join(f"{number} {unit}" for number, unit in parts[first : first + 2] if number)
+
+
+def when(time: str) -> str:
+    """Return a time of metrics.jsonl to the minute."""
+    return f"{time[:16].replace('T', ' ')} UTC" if time else NOT_WRITTEN
+
+
+def _model(setting: Mapping[str, str]) -> str:
+    if not setting:
+        return "(config.yaml is missing)"
+    rank = setting.get("lora.rank", "null")
+    trained = "all weights" if rank == "null" else f"LoRA of rank {rank}"
+    return f"{setting.get('model.path', '')}, {trained}"
+
+
+def _data(setting: Mapping[str, str]) -> str:
+    given = setting.get("data.train", "")
+    if given.startswith("["):
+        sources = [each if isinstance(each, dict) else {"path": each} for each in json.loads(given)]
+        return ", ".join(str(each.get("name") or each.get("path")) for each in sources)
+    return given or (NOT_WRITTEN if setting else "(config.yaml is missing)")
+
+
+def _batch(run: RunRecord, setting: Mapping[str, str]) -> str:
+    names = ("data_ranks", "micro_batch_size", "gradient_accumulation_steps")
+    sizes = [run.start.get(name) for name in names]
+    rows = math.prod(size for size in sizes if size) if all(sizes) else None
+    parts = [f"{rows} rows of {setting.get('data.max_length', '?')} tokens"] if rows else []
+    keys = {"optimizer.name": "", "optimizer.lr": "lr "}
+    parts += [word + setting[key] for key, word in keys.items() if key in setting]
+    return ", ".join(parts) or NOT_WRITTEN
+
+
+def _steps(run: RunRecord) -> str:
+    steps, total = run.last_step, run.total_steps
+    times = [entry.get("time", "") for of_kind in run.entries.values() for entry in of_kind[-1:]]
+    state = "finished" if steps == total else "last written"
+    last = when(max(times, default=""))
+    return f"{steps} of {total}, {state} {last}" if total else f"{steps}, {state} {last}"
+
+
+def _loss(run: RunRecord) -> str:
+    losses = run.column("step", "loss")
+    if not len(losses):
+        return "(no step has ended yet)"
+    first, last = (f"{loss:.4f}" if np.isfinite(loss) else "not finite" for loss in losses[[0, -1]])
+    text = f"{first} at first, {last} at last"
+    if width := mean_width(len(losses)):
+        text += f", {smooth(losses, width)[-1]:.4f} in the mean of the last {width}"
+    return text
+
+
+def _perplexity(run: RunRecord, setting: Mapping[str, str]) -> str:
+    of_all_sets = [entry for entry in run.of_kind("eval") if "set" not in entry]
+    evaluations = [entry for entry in of_all_sets if entry.get("perplexity") is not None]
+    if not evaluations:
+        if run.of_kind("eval"):
+            return "(not finite)"
+        is_given = any(setting.get(key, unset) != unset for key, unset in _EVALUATION.items())
+        return "(no evaluation yet)" if is_given or not setting else "(no evaluation data)"
+    lowest = min(evaluations, key=lambda entry: entry["perplexity"])
+    shown = [_at(evaluations[0])]
+    if len(evaluations) > 1:
+        shown.append(_at(evaluations[-1]))
+    if lowest not in (evaluations[0], evaluations[-1]):
+        shown.append(f"lowest {_at(lowest)}")
+    return ", ".join(shown)
+
+
+def _at(entry: Entry) -> str:
+    number = f"at step {entry['step']}" if entry["step"] else "before training"
+    return f"{entry['perplexity']:.4f} {number}"
+
+
+def _time(run: RunRecord) -> str:
+    seconds = float(np.nansum(run.column("step", "seconds")))
+    return f"{spoken(seconds)} of training" if seconds else "(no step has ended yet)"
+
+
+def _speed(run: RunRecord) -> str:
+    tokens, seconds = (float(np.nansum(run.column("step", n))) for n in ("tokens", "seconds"))
+    if not seconds:
+        return "(no step has ended yet)"
+    mfu = run.column("step", "mfu")
+    share = f"MFU {np.nanmedian(mfu):.1%}" if np.isfinite(mfu).any() else NO_MFU
+    return f"{tokens / seconds:,.0f} tokens/s, {tokens:,.0f} tokens, {share}"
+
+
+def _waiting(run: RunRecord) -> str:
+    share = network_share(run)
+    if math.isfinite(share):
+        bound = ": bound by communication" if share > 1 / 3 else ""
+        return f"{share:.1%} of a step in collectives{bound}"
+    is_alone = run.start.get("world_size") == 1
+    return f"({'one rank waits for no other' if is_alone else 'measured every ten steps'})"
+
+
+def _memory(run: RunRecord) -> str:
+    memory = run.column("step", "memory_bytes")
+    if not np.isfinite(memory).any():
+        return NOT_WRITTEN if run.of_kind("step") else "(no step has ended yet)"
+    return f"{np.nanmax(memory) / 1e9:.1f} GB of a rank at most"
+
+
+def _machine(run: RunRecord) -> str:
+    size, versions = run.start.get("world_size"), run.start.get("versions", {})
+    ranks = [f"{size} {_RANKS.get(run.start.get('device', ''), 'ranks')}"] if size else []
+    shown = [*ranks, *(f"{name} {version}" for name, version in versions.items())]
+    return ", ".join(shown) or NOT_WRITTEN
