@@ -41,6 +41,7 @@ DEFAULT = [
     Check("speed-glm-4.5-air", "glm.rows_of_4096", 190, is_timed=True),
     Check("ceiling", "ceiling.ceiling", 25, is_timed=True),
     Check("resume", "training.resume", 50),
+    Check("offload", "training.offload", 30),
 ]
 LONGER = [
     Check("two-gpus", "training.two_gpus", 140, takes_all_gpus=True),

@@ -128,6 +128,26 @@ def resume() -> Outcome:
     return require(problems, "see the figures" if problems else summary, figures)
 
 
+def offload() -> Outcome:
+    """Layers' inputs and an optimizer's states in host memory, against a run without."""
+    length = 128 if is_tiny() else 4096
+    more = ["model.compute_dtype=bfloat16", "optimizer.lr=1e-3", "train.max_steps=6"]
+    settings = _settings("glm4_moe", length, *more)
+    kept = train("kept", *settings, "model.activation_checkpointing=full")
+    ways = ["model.activation_checkpointing=offload", "optimizer.offload=true"]
+    offloaded = train("offloaded", *settings, *ways)
+    here, there = _bits(offloaded), _bits(kept)
+    problems = []
+    if here != there:
+        problems.append("the run with offload has other losses or norms")
+    for part in ("Host memory: ", "Activation checkpointing: full, with the layers' inputs in "):
+        if not any(line.startswith(part) for _, line in offloaded.lines):
+            problems.append(f"the run does not say {part!r}")
+    summary = "6 steps with and without offload: losses and norms equal to the last bit"
+    text = "see the figures" if problems else summary
+    return require(problems, text, {"kept": there, "offloaded": here})
+
+
 def _bits(run: Run) -> list[tuple[str, str]]:
     return [(step["loss"].hex(), step["grad_norm"].hex()) for step in run.steps]
 
