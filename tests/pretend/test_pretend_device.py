@@ -19,6 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from distTest.gpu_check import kernels
 from distTest.gpu_check.checks import Failed
 from shardtune.distributed.gpus import use_gpu
+from shardtune.distributed.host_memory import pinned_zeros, unpin
 from shardtune.model import attention
 from shardtune.model.grouped_experts import expert_outputs
 from shardtune.planner.tracker import varlen_workspace
@@ -51,6 +52,7 @@ def _check_all() -> None:
         copies_land_for_the_host_when_it_waits,
         copies_of_a_side_stream_are_in_order_for_those_that_wait_for_it,
         copies_of_memory_that_is_given_back_too_early_show_it,
+        work_with_memory_that_a_stream_wrote_which_its_own_did_not_wait_for_is_refused,
         memory_is_counted_by_stream_and_limited,
         fresh_memory_is_nan,
         each_device_has_random_numbers_of_its_own,
@@ -326,6 +328,7 @@ def copies_of_a_side_stream_are_in_order_for_those_that_wait_for_it() -> None:
     x, host = torch.ones(3, device="cuda"), torch.zeros(3).pin_memory()
 
     def copy_back_on_the_side() -> None:
+        side.wait_stream(torch.cuda.current_stream())
         host.zero_()
         with torch.cuda.stream(side):
             host.copy_(x, non_blocking=True)
@@ -341,9 +344,10 @@ def copies_of_a_side_stream_are_in_order_for_those_that_wait_for_it() -> None:
     assert host.eq(0).all()
     torch.cuda.current_stream().synchronize()
     assert host.eq(2).all()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x.copy_(host.fill_(7), non_blocking=True)
-    assert x.cpu().eq(3).all()
+    refused(x.cpu, f"stream 0 uses memory that stream {side.stream_id} has written last")
     torch.cuda.current_stream().wait_stream(side)
     assert x.cpu().eq(7).all()
 
@@ -351,6 +355,7 @@ def copies_of_a_side_stream_are_in_order_for_those_that_wait_for_it() -> None:
 def copies_of_memory_that_is_given_back_too_early_show_it() -> None:
     side, host = torch.cuda.Stream(), torch.zeros(3).pin_memory()
     x = torch.ones(3, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         host.copy_(x, non_blocking=True)
     del x
@@ -361,6 +366,42 @@ def copies_of_memory_that_is_given_back_too_early_show_it() -> None:
     del x  # what takes its memory on this stream comes after the copy
     torch.cuda.synchronize()
     assert host.eq(1).all()
+
+
+def work_with_memory_that_a_stream_wrote_which_its_own_did_not_wait_for_is_refused() -> None:
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    host = pinned_zeros(12, "a test", "none").view(torch.float32)
+    x = torch.ones(3, device="cuda")
+    for use in (
+        lambda: host.copy_(x, non_blocking=True),
+        lambda: x.copy_(host, non_blocking=True),
+        lambda: x + 1,
+        lambda: x.add_(1),
+    ):
+
+        def on_second(use: Callable[[], Any] = use) -> None:
+            with torch.cuda.stream(second):
+                use()
+
+        unordered = f"stream {second.stream_id} uses memory that stream {{}} has written last"
+        refused(on_second, unordered.format(0))
+        first.wait_stream(torch.cuda.current_stream())
+        second.wait_stream(first)
+        on_second()
+        first.wait_stream(second)
+        with torch.cuda.stream(first):
+            x.add_(1)
+        refused(on_second, unordered.format(first.stream_id))
+        first.synchronize()
+        on_second()
+        torch.cuda.current_stream().wait_stream(second)
+        x.add_(1)
+    second.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(second):
+        host.copy_(x, non_blocking=True)
+    refused(partial(unpin, host), f"while a copy on stream {second.stream_id} may use it")
+    second.synchronize()
+    unpin(host)
 
 
 def memory_is_counted_by_stream_and_limited() -> None:

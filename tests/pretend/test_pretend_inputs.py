@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.pretended import needs_compiler, on_gpus, train_on_gpus
 from helpers.small_runs import SETTINGS, digests, steps_of, with_settings, write_inputs
+from pretend_gpu.waits import host_waits
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardtune.model.host_inputs import PinnedCopies, keep_inputs_on_host
@@ -46,8 +47,13 @@ def _pass_rows() -> None:
     expected = [_kept_and_gradients(model, row) for row in rows]
     copies = _Watched(torch.device("cuda"))
     keep_inputs_on_host(model, copies)
-    for row, (kept, gradients) in zip(rows, expected, strict=True):
-        kept_with_copies, with_copies = _kept_and_gradients(model, row)
+    # The host reads none of them meanwhile, so that copies of a row may meet those of the next.
+    with host_waits() as waits:
+        passed = [_kept_and_gradients(model, row) for row in rows]
+    assert len(waits) == LAYERS, "one for each copy that a longer one takes the place of"
+    for row, (kept, gradients), (kept_with_copies, with_copies) in zip(
+        rows, expected, passed, strict=True
+    ):
         assert all(map(torch.equal, with_copies, gradients))
         # The last one of all inputs has not left the GPU.
         assert kept - kept_with_copies == (LAYERS - 1) * row.numel() * 64 * 4
@@ -69,8 +75,9 @@ class _Watched(PinnedCopies):
 def _kept_and_gradients(model: LlamaForCausalLM, row: torch.Tensor) -> tuple[int, list[Any]]:
     """Return the bytes that a forward keeps, and the gradients."""
     model.zero_grad()
+    mask = torch.ones(1, 1, *2 * row.shape[1:], dtype=torch.bool, device="cuda").tril()
     before = torch.cuda.memory_allocated()
-    hidden = model.model(row).last_hidden_state
+    hidden = model.model(row, attention_mask=mask).last_hidden_state
     kept = torch.cuda.memory_allocated() - before
     hidden.pow(2).sum().backward()
     return kept, [p.grad.clone() for p in model.model.parameters() if p.grad is not None]

@@ -9,14 +9,17 @@ and the grouped product are their definitions, with the checks of the real kerne
   GPU's, what the real kernels do not take.
 - A copy between a GPU and pinned memory that does not block is made as late as a GPU may make it:
   it lands when its stream, or one that waits for its event, goes on; for the host, when that waits.
+- Work with memory that another stream has written last is refused, unless its own stream or the
+  host has waited for that.
 - `host_waits()` has each place at which the host would wait for the GPU.
 - `memory()` has the bytes that are held, and the most so far, of each stream too.
 - With `hollow=True` a tensor of more than 2**20 elements has no contents, and operators on it only
   make shapes. A model of any size then takes steps on one core, and its memory is counted. See
   `hollow.py`.
 
-What it cannot show: races between kernels of two streams, NCCL itself, the rounding and the speed
-of kernels, fragmentation, compiled code (`compiled.py` says which kernels it would be), drivers.
+What it cannot show: kernels that write what another stream still reads, NCCL itself, the rounding
+and the speed of kernels, fragmentation, compiled code (`compiled.py` says which kernels it would
+be), drivers.
 
 Any command, with N GPUs in all of its processes (needs g++; the first time takes half a minute):
 

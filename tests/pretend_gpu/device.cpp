@@ -57,26 +57,29 @@ Tensor& set_storage(Tensor& self, at::Storage source) {
 Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   const OnDevice on(self.is_cuda() ? self.device() : from.device());
   const bool to_host = !self.is_cuda(), from_host = !from.is_cuda();
-  const Tensor& host = to_host ? self : from;
+  const Tensor &host = to_host ? self : from, &device = to_host ? from : self;
+  PinnedRange* const range = to_host || from_host ? pinned_range(host.data_ptr()) : nullptr;
   // The driver copies without the host only where that memory is pinned.
-  const bool blocks = (to_host || from_host) && !(non_blocking && is_pinned(host.data_ptr()));
-  if (blocks) wait_for_device(to_host ? "a copy to the host" : "a copy from the host");
+  const bool blocks = (to_host || from_host) && !(non_blocking && range);
   const bool same_layout = self.dtype() == from.dtype() && self.sizes() == from.sizes() &&
       self.is_contiguous() && from.is_contiguous();
   // Others pass through a kernel, which is done when it is launched.
-  if ((to_host || from_host) && !blocks && same_layout && !settings.hollow) {
+  if (range && !blocks && same_layout && !settings.hollow) {
     if (self.numel())
       late_copies.launch(
           {static_cast<char*>(self.data_ptr()), static_cast<char*>(from.data_ptr()), self.nbytes(), to_host, host.storage()},
-          current_stream(current_device));
+          current_stream(current_device), last_write(device.storage()), range->copied);
     return self;
   }
-  if (!(settings.hollow && self.numel() > kHollowAbove)) on_host(self).copy_(on_host(from));
+  const Tensor to = on_host(self, true), source = on_host(from, false);
+  if (blocks) wait_for_device(to_host ? "a copy to the host" : "a copy from the host");
+  if (!(settings.hollow && self.numel() > kHollowAbove)) to.copy_(source);
   return self;
 }
 at::Scalar local_scalar_dense(const Tensor& self) {
+  const Tensor host = on_host(self, false);
   wait_for_device("a number that the host reads");
-  return at::_local_scalar_dense(on_host(self));
+  return at::_local_scalar_dense(host);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
@@ -125,10 +128,10 @@ TORCH_LIBRARY(pretend, m) {
   });
   m.def("device() -> int", []() -> int64_t { return current_device; });
   m.def("set_device(int device) -> ()", [](int64_t device) { Guard().setDevice({DeviceType::CUDA, static_cast<DeviceIndex>(device)}); });
-  m.def("on_host(Tensor x) -> Tensor", on_host);
+  m.def("on_host(Tensor x) -> Tensor", [](const Tensor& x) { return on_host(x, false); });
   m.def("on_device(Tensor x, int device) -> Tensor", [](const Tensor& x, int64_t device) -> Tensor {
     const auto made = empty_as(x.contiguous(), {DeviceType::CUDA, static_cast<DeviceIndex>(device)});
-    on_host(made).copy_(x);
+    on_host(made, true).copy_(x);
     return made;
   });
   m.def("memory(int device) -> (int, int, Dict(int, int))", memory);
@@ -142,7 +145,10 @@ TORCH_LIBRARY(pretend, m) {
   m.def("hollow() -> bool", []() { return settings.hollow; });
   m.def("resize_storage(Tensor whole, int bytes) -> ()", resize_storage);
   m.def("pin(int begin, int bytes) -> ()", [](int64_t begin, int64_t bytes) { pin(begin, bytes); });
-  m.def("unpin(int begin) -> ()", [](int64_t begin) { unpin(begin); });
+  m.def("unpin(int begin) -> ()", [](int64_t begin) {
+    if (PinnedRange* range = pinned_range(reinterpret_cast<void*>(begin))) late_copies.before_unpin(range->copied);
+    unpin(begin);
+  });
   m.def("random_state(int device) -> Tensor", [](int64_t device) { return generator(device).get_state(); });
   m.def("set_random_state(int device, Tensor state) -> ()", [](int64_t device, const Tensor& state) { generator(device).set_state(state); });
   m.def("seed(int device, int seed) -> ()", [](int64_t device, int64_t seed) { generator(device).set_current_seed(seed); });

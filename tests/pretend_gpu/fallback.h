@@ -35,13 +35,12 @@ inline Tensor view_on(const Tensor& t, Device device, c10::DispatchKey key, c10:
   return made;
 }
 // Work that reads or writes it is launched on the current stream.
-inline Tensor on_host(const Tensor& t) {
+inline Tensor on_host(const Tensor& t, bool writes) {
   if (!is_cuda(t)) return t;
-  late_copies.go_on(current_stream(t.device().index()));
+  const StreamKey stream = current_stream(t.device().index());
+  late_copies.go_on(stream);
+  late_copies.use(last_write(t.storage()), stream, writes);
   return view_on(t, Device(DeviceType::CPU), c10::DispatchKey::CPU, c10::GetCPUAllocator());
-}
-inline Tensor on_device(const Tensor& t, Device device) {
-  return view_on(t, device, c10::DispatchKey::CUDA, &device_allocator);
 }
 inline Tensor empty_as(const Tensor& t, Device device) {
   return at::empty_strided(t.sizes(), t.strides(), t.options().device(device).pinned_memory(false));
@@ -78,7 +77,11 @@ class CpuCall {
   void run() {
     if (skip_large_product()) return;
     is_hollow_ = settings.hollow && is_large();
-    for (size_t i = first_; i < stack_.size(); ++i) swap_argument(stack_[i]);
+    for (size_t i = first_; i < stack_.size(); ++i) {
+      const auto* alias = op_.schema().arguments()[i - first_].alias_info();
+      writes_ = alias && alias->isWrite();
+      swap_argument(stack_[i]);
+    }
     refuse_host_tensors();
     if (waits()) wait_for_device(name_.c_str());
     const Device device = Guard::indexed(device_.value_or(Device(DeviceType::CUDA)));
@@ -144,7 +147,7 @@ class CpuCall {
         *device_, " and ", t.device(), "! (", name_, ")");
     device_ = t.device();
     masks_ |= is_index && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte);
-    pairs_.emplace_back(t, is_hollow_ ? meta(t) : on_host(t));
+    pairs_.emplace_back(t, is_hollow_ ? meta(t) : on_host(t, writes_));
     return pairs_.back().second;
   }
   static Tensor meta(const Tensor& t) {
@@ -192,7 +195,7 @@ class CpuCall {
     if (given.sizes() == used.sizes()) return;
     const OnDevice on(device);
     const Tensor made = empty_as(used, device);
-    if (!used.is_meta()) on_host(made).copy_(used);
+    if (!used.is_meta()) on_host(made, true).copy_(used);
     given.unsafeGetTensorImpl()->set_storage_keep_dtype(made.storage());
     given.unsafeGetTensorImpl()->set_sizes_and_strides(used.sizes(), used.strides(), 0);
   }
@@ -211,7 +214,7 @@ class CpuCall {
       return view;
     }
     const Tensor made = empty_as(t, device);
-    on_host(made).copy_(t);
+    on_host(made, true).copy_(t);
     return made;
   }
 
@@ -219,7 +222,7 @@ class CpuCall {
   const std::string name_;
   Stack& stack_;
   const size_t first_;
-  bool is_hollow_ = false, host_tensors_ = false, masks_ = false;
+  bool is_hollow_ = false, host_tensors_ = false, masks_ = false, writes_ = false;
   std::optional<Device> device_;
   std::vector<std::pair<Tensor, Tensor>> pairs_;  // the device's tensor, and what the CPU is given
 };
@@ -237,7 +240,7 @@ inline void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet ke
   auto host = [&](const Tensor& t) {
     if (settings.hollow || !is_cuda(t)) return t;
     given.push_back(t);
-    return on_host(t);
+    return on_host(t, true);
   };
   auto device = [&](const Tensor& t) {
     for (const auto& each : given)

@@ -66,6 +66,7 @@ struct DeviceBlock {
   size_t bytes;
   DeviceIndex device;
   StreamId stream;
+  Work written{};
 };
 
 // Large blocks of the host are used again, so that the kernel need not give new pages each time.
@@ -141,7 +142,9 @@ struct DeviceAllocator final : c10::Allocator {
       if (data) std::memset(data, 0xFF, bytes);
     }
     TORCH_CHECK(data && data != MAP_FAILED, "the host lacks ", bytes, " bytes for this tensor");
-    return {data, new DeviceBlock{data, bytes, current_device, stream}, &free_block, device};
+    auto* block = new DeviceBlock{data, bytes, current_device, stream};
+    late_copies.use(block->written, {current_device, stream}, true);
+    return {data, block, &free_block, device};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(to, from, bytes);
@@ -149,23 +152,33 @@ struct DeviceAllocator final : c10::Allocator {
 };
 inline DeviceAllocator device_allocator;
 
-// Ranges of pinned host memory: begin and end.
+inline Work& last_write(const c10::Storage& of_device) {
+  static thread_local Work of_empty;
+  const auto& data = of_device.data_ptr();
+  return data ? static_cast<DeviceBlock*>(data.get_context())->written : of_empty;
+}
+
+// Ranges of pinned host memory, by their begin.
+struct PinnedRange {
+  uintptr_t end;
+  Work copied{};
+};
 inline std::mutex pinned_lock;
-inline std::map<uintptr_t, uintptr_t> pinned;
+inline std::map<uintptr_t, PinnedRange> pinned;
 
 inline void pin(uintptr_t begin, size_t bytes) {
   std::lock_guard<std::mutex> guard(pinned_lock);
-  pinned[begin] = begin + bytes;
+  pinned[begin] = {begin + bytes};
 }
 inline void unpin(uintptr_t begin) {
   std::lock_guard<std::mutex> guard(pinned_lock);
   pinned.erase(begin);
 }
-inline bool is_pinned(const void* data) {
+inline PinnedRange* pinned_range(const void* data) {
   std::lock_guard<std::mutex> guard(pinned_lock);
   const auto address = reinterpret_cast<uintptr_t>(data);
   auto next = pinned.upper_bound(address);
-  return next != pinned.begin() && address < std::prev(next)->second;
+  return next != pinned.begin() && address < std::prev(next)->second.end ? &std::prev(next)->second : nullptr;
 }
 
 struct PinnedAllocator final : c10::Allocator {

@@ -114,7 +114,7 @@ struct Hooks final : at::CUDAHooksInterface {
   }
   at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  bool isPinnedPtr(const void* data) const override { return pinned_range(data); }
   void deviceSynchronize(DeviceIndex device) const override {
     wait_for_device("synchronize the device", device);
   }
