@@ -76,6 +76,25 @@ def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates
     compare(REPOSITORY / "config.yaml", tmp_path, 2, 24, BASE)
 
 
+@pytest.mark.full
+@needs_compiler
+@pytest.mark.parametrize(
+    ("example", "name", "nodes"),
+    [
+        ("long-rows-glm-4.5-air", "glm-4.5-air", 2),
+        ("long-rows-glm-4.5-air-lora", "glm-4.5-air", 2),
+        ("long-rows-qwen3-30b-a3b", "qwen3-30b-a3b-2507", 1),
+    ],
+)
+def test_the_plan_of_a_recipe_for_long_rows_is_what_a_pretended_gpu_allocates(
+    example: str, name: str, nodes: int, tmp_path: Path
+) -> None:
+    """With three layers of each, in rows of 131,072 tokens."""
+    with_layers(AutoConfig.from_pretrained(CONFIGS / name), 3).save_pretrained(tmp_path)
+    given = ["model.init=random", "train.gradient_accumulation_steps=2"]
+    compare(REPOSITORY / f"examples/{example}.yaml", tmp_path, nodes, 80, given)
+
+
 def compare(
     config_file: Path, model: Path, nodes: int, gb: float, assignments: list[str], ranks: int = 8
 ) -> None:
