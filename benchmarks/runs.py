@@ -1,9 +1,9 @@
 """How far runs of a tiny model of each architecture are from a plain loop, in docs/models.md.
 
-Each is trained by train_fsdp.py for three steps, packed and not: on one rank, on two, in two
-stages, and on two that share each row. The loop takes one document at a time and shares no code
-with the product. Writes benchmarks/runs.json and the tables of the page, about half an hour on two
-cores.
+Each is trained by train_fsdp.py for three steps: on one rank and on two, packed and not, and packed
+in two stages and on two ranks that share each row. The loop takes one document at a time and shares
+no code with the product. Writes benchmarks/runs.json and the tables of the page, about half an hour
+on two cores.
 """
 
 from __future__ import annotations
