@@ -20,6 +20,7 @@ PLACES = {
     "benchmarks/RESULTS.png": "benchmarks.png",
     "benchmarks/rounding.png": "rounding.png",
     "config.yaml": "config.yaml",
+    "Dockerfile": "Dockerfile",
     **{
         (name := f"examples/{path.name}"): name
         for path in sorted((REPOSITORY / "examples").glob("*.yaml"))

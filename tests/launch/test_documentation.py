@@ -15,6 +15,7 @@ from subprocess import PIPE
 import pytest
 from conftest import REPOSITORY, a_free_port, chats, write_jsonl
 from helpers.commands import needs_namespaces
+from helpers.image import image_files
 
 from distTest.rehearse.namespaces import joined_nodes
 from shardtune.config_io import load_config, write_config
@@ -46,6 +47,7 @@ def starting(*prefixes: str) -> list[str]:
 ELSEWHERE = starting("make ", "python -m distTest.preflight", "python -m tests.pretend_gpu")
 NODES, ALONE, GREPS = starting("MASTER_ADDR="), starting("NNODES=1 "), starting("grep")
 (BY_SSH,), (BY_SLURM,) = starting("ssh"), starting("sbatch")
+OTHER_WAYS = starting("tmux", "nohup", "docker", "kubectl")
 (REHEARSAL,), (ASKING,) = starting("python -m distTest.rehearse"), starting("python examples/ask")
 TORCHRUN_AND_TOOLS = starting("torchrun", "python -m shardtune")
 OTHER_STARTS = starting("accelerate launch", "python train_fsdp.py")
@@ -53,10 +55,16 @@ OTHER_STARTS = starting("accelerate launch", "python train_fsdp.py")
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
-    """A copy of the repository, with tiny models and data where the configurations name them."""
+    """What an image has of the repository, with tiny models and data where configurations name
+    them."""
     copy = tmp_path_factory.mktemp("clone") / "shardtune"
-    names = (".git", ".venv", "runs", "models", "site", "tests", "__pycache__", ".*_cache")
-    shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(*names))
+    copy.mkdir()
+    for name in image_files():
+        source, target = REPOSITORY / name, copy / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
     shutil.copytree(models["llama"], copy / "models/SmolLM2-135M-Instruct")
     settings = copy / "models/SmolLM2-135M-Instruct/config.json"
     longer = json.loads(settings.read_text(encoding="utf-8")) | {"max_position_embeddings": 1024}
@@ -91,7 +99,7 @@ def run(command: str, cwd: Path, timeout_s: float = 240, **more: str) -> str:
 
 
 def test_every_command_is_run_by_a_test() -> None:
-    tested = {*NODES, *ALONE, *GREPS, BY_SSH, BY_SLURM, REHEARSAL, ASKING}
+    tested = {*NODES, *ALONE, *GREPS, BY_SSH, BY_SLURM, *OTHER_WAYS, REHEARSAL, ASKING}
     assert set(COMMANDS) == tested | {*TORCHRUN_AND_TOOLS, *OTHER_STARTS, *ELSEWHERE}
 
 
@@ -168,12 +176,21 @@ def test_the_documented_rehearsal_passes(repository: Path) -> None:
     assert "Rehearsed: every check passed." in run(REHEARSAL, repository, 400).splitlines()[-1]
 
 
-def test_ssh_and_slurm_start_all_nodes(tmp_path: Path) -> None:
-    """An ssh that stays here; an sbatch that lists and a Python that prints its arguments."""
+def test_documented_ways_start_the_nodes(tmp_path: Path) -> None:
+    """An ssh and a tmux that stay here; an sbatch and a kubectl that list their file, a docker that
+    runs its command, and a Python that prints its arguments."""
     (tmp_path / "bin").mkdir()
     stubs = {
         "ssh": '[ "$1 $2" = "-n worker" ] && exec sh -c "$3"',
         "sbatch": 'ls "$1"',
+        "kubectl": 'ls "$3"',
+        "tmux": '[ "$1 $2 $3" = "new -d -s" ] && exec sh -c "$5"',
+        "docker": (
+            '[ "$1" = build ] && exec ls Dockerfile\n'
+            "for each; do\n"
+            '  case "$each" in *=*) export "$each";; ./*) break;; esac; shift\n'
+            'done\nexec "$@"'
+        ),
         "python": 'echo "rank=$NODE_RANK" "$*"',
     }
     for name, text in stubs.items():
@@ -181,13 +198,24 @@ def test_ssh_and_slurm_start_all_nodes(tmp_path: Path) -> None:
         (tmp_path / "bin" / name).chmod(0o755)
     copy = tmp_path / "clone"
     shutil.copytree(REPOSITORY / "distTest", copy / "distTest")
-    for file in REPOSITORY.glob("launch_*"):
+    for file in (*REPOSITORY.glob("launch_*"), REPOSITORY / "Dockerfile"):
         shutil.copy(file, copy)
+    (copy / "examples").mkdir()
+    shutil.copy(REPOSITORY / "examples/kubernetes.yaml", copy / "examples")
     stubbed = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(tmp_path)}
     run(BY_SSH, copy, **stubbed)
     for file_name, node in (("multinode_training.log", 0), ("worker.log", 1)):
         assert f"rank={node} " in (copy / file_name).read_text(encoding="utf-8")
     assert "launch_slurm.sbatch" in run(BY_SLURM, copy, **stubbed)
+    by_tmux, by_nohup, by_docker, by_kubectl = OTHER_WAYS
+    for command in (by_tmux, by_nohup):
+        (copy / "multinode_training.log").unlink()
+        run(f"{command}; wait", copy, **stubbed)
+        assert (copy / "multinode_training.log").read_text(encoding="utf-8").startswith("rank=0 ")
+    built, started = run(by_docker, copy, **stubbed).splitlines()
+    assert built == "Dockerfile" and started.startswith("rank=0 ")
+    assert started.endswith(" --config /work/config.yaml run.dir=/work/runs/mine")
+    assert "examples/kubernetes.yaml" in run(by_kubectl, copy, **stubbed)
 
 
 def demo(run_dir: Path, *arguments: str, timeout_s: float = 400) -> str:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import REPOSITORY, a_free_port, chats, read_metrics, write_jsonl
 from helpers.documented import require_error_line
 from helpers.launches import children, end, environment, start
@@ -257,21 +258,21 @@ def test_the_scripts_take_the_python_of_the_active_environment_first(tmp_path: P
     assert output(VIRTUAL_ENV="").startswith(f"{on_path} ")
 
 
-def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
-    """On two nodes of different size, with stand-ins for `srun` and `scontrol`."""
-    a_python(tmp_path / "bin", "python")
+def slurm_job(tmp_path: Path, srun: str, cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start the batch script as Slurm does, with stand-ins for `srun` and `scontrol`."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
     stubs = {
-        "scontrol": '[ "$*" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"',
-        "srun": (
-            'while [ "${1#--}" != "$1" ]; do shift; done\n'
-            'SLURM_NODEID=0 SLURM_GPUS_ON_NODE=8 "$@" &&\n'
-            'SLURM_NODEID=1 SLURM_GPUS_ON_NODE=4 "$@"'
+        "scontrol": (
+            'if [ "$*" = "show hostnames n[7-8]" ]; then printf "n7\\nn8\\n"; fi\n'
+            'if [ "$1" = requeue ]; then echo "$2" >> requeued; fi'
         ),
+        "srun": f'while [ "${{1#--}}" != "$1" ]; do shift; done\n{srun}',
     }
     for name, text in stubs.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\ncd {cwd}\n{text}\n", encoding="utf-8")
         (tmp_path / "bin" / name).chmod(0o755)
     slurm = {
+        "SLURM_JOB_ID": "123",
         "SLURM_JOB_NODELIST": "n[7-8]",
         "SLURM_JOB_NUM_NODES": "2",
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -280,17 +281,93 @@ def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
     for name in ("MASTER_ADDR", "GPUS_PER_NODE"):
         del known[name]
     spooled = shutil.copy(REPOSITORY / "launch_slurm.sbatch", tmp_path / "slurm_script")
+    command = ["bash", str(spooled), *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=known, stdout=pipe, stderr=pipe, text=True)
 
-    def batch(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", str(spooled), *arguments]
-        return subprocess.run(
-            command, cwd=cwd, env=known, capture_output=True, text=True, check=False, timeout=60
-        )
 
-    launched = batch(REPOSITORY, "train.epochs=1").stdout.splitlines()
-    for line, node, gpus in zip(launched, (0, 1), (8, 4), strict=True):
+def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
+    """On two nodes of different size."""
+    a_python(tmp_path / "bin", "python")
+    srun = 'SLURM_NODEID=0 SLURM_GPUS_ON_NODE=8 "$@" &&\nSLURM_NODEID=1 SLURM_GPUS_ON_NODE=4 "$@"'
+    launched, _ = slurm_job(tmp_path, srun, REPOSITORY, "train.epochs=1").communicate(timeout=60)
+    for line, node, gpus in zip(launched.splitlines(), (0, 1), (8, 4), strict=True):
         assert f"{node} of 2 at n7, {gpus}: " in line and line.endswith(" train.epochs=1")
-    elsewhere = batch(tmp_path)
+    elsewhere = slurm_job(tmp_path, srun, tmp_path)
     refusal = rf"ERROR: there is no launch_node0.sh in {tmp_path} - submit from .+\n"
-    assert elsewhere.returncode == 2 and re.fullmatch(refusal, elsewhere.stderr)
-    assert "#SBATCH --ntasks-per-node=1" in Path(spooled).read_text(encoding="utf-8")
+    assert re.fullmatch(refusal, elsewhere.communicate(timeout=60)[1])
+    assert elsewhere.returncode == 2
+    script = (REPOSITORY / "launch_slurm.sbatch").read_text(encoding="utf-8")
+    options = re.findall("^#SBATCH (.+)$", script.partition("set -eu")[0], re.MULTILINE)
+    expected = {"--ntasks-per-node=1", "--requeue", "--open-mode=append", "--signal=B:USR1@300"}
+    assert expected <= {*options}
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "is_requeued"),
+    [
+        (signal.SIGUSR1, 75, True),  # the time is nearly up
+        (signal.SIGUSR1, 1, False),
+        (signal.SIGTERM, 75, False),  # scancel
+        (None, 0, False),
+    ],
+)
+def test_a_slurm_job_that_has_saved_when_its_time_is_up_is_requeued(
+    number: signal.Signals | None, code: int, is_requeued: bool, tmp_path: Path
+) -> None:
+    """The signal reaches the batch shell alone, which passes it to `srun`, and that to the run."""
+    cwd = tmp_path / "checkout"
+    cwd.mkdir()
+    script = cwd / "launch_node0.sh"
+    script.write_text(
+        "#!/bin/bash\n"
+        f"trap 'echo saved; exit {code}' USR1 TERM\n"
+        "echo training\n"
+        f"for _ in $(seq {600 if number else 1}); do sleep 0.05; done\n",
+        encoding="utf-8",
+    )
+    script.chmod(0o755)
+    srun = 'SLURM_NODEID=0 SLURM_GPUS_ON_NODE=8 exec "$@"'
+    job = slurm_job(tmp_path, srun, cwd)
+    assert job.stdout and job.stdout.readline() == "training\n"
+    if number:
+        time.sleep(0.2)  # the batch script waits
+        job.send_signal(number)
+    said, errors = job.communicate(timeout=60)
+    assert (job.returncode, errors) == (code, "")
+    assert said.startswith("saved\n" if number else "")
+    requeued = cwd / "requeued"
+    assert (requeued.read_text("utf-8") == "123\n") if is_requeued else not requeued.exists()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_pod_waits_for_node_0_and_starts_with_its_rank(node: int, tmp_path: Path) -> None:
+    """The command of examples/kubernetes.yaml, before and after node 0 listens."""
+    text = (REPOSITORY / "examples/kubernetes.yaml").read_text(encoding="utf-8")
+    _, job = yaml.safe_load_all(text)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    a_python(tmp_path / "bin", "python")
+    known = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    port = a_free_port()
+    known |= {"NODE_RANK": f"{node}", "POD_IP": "10.1.2.3", "MASTER_PORT": port}
+    known |= {"MASTER_ADDR": "localhost", "VIRTUAL_ENV": str(tmp_path), "PATH": os.environ["PATH"]}
+    command = [*container["command"], *container["args"]]
+    pod = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=known,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if node:
+        with pytest.raises(subprocess.TimeoutExpired):
+            pod.wait(timeout=0.3)
+        with socket.create_server(("localhost", int(port))):
+            said, errors = pod.communicate(timeout=60)
+    else:
+        said, errors = pod.communicate(timeout=60)
+    master = "localhost" if node else "10.1.2.3"
+    assert (pod.returncode, errors) == (0, "")
+    assert f"{node} of 2 at {master}, 8: " in said
+    assert said.endswith(" --config /work/config.yaml run.dir=/work/runs/mine\n")

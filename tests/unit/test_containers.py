@@ -1,0 +1,78 @@
+"""Dockerfile and examples/kubernetes.yaml, as far as no container engine is needed."""
+
+from __future__ import annotations
+
+import re
+
+import kubernetes_validate
+import pytest
+import yaml
+from helpers.commands import REPOSITORY
+from helpers.image import image_files, instructions
+
+from shardtune.cluster.environment import DEFAULTS
+
+OBJECTS = list(yaml.safe_load_all((REPOSITORY / "examples/kubernetes.yaml").read_text("utf-8")))
+SERVICE, JOB = OBJECTS
+POD = JOB["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])  # the oldest with a stable podFailurePolicy
+def test_kubernetes_knows_every_field(version: str) -> None:
+    for each in OBJECTS:
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_the_pods_find_node_0_and_their_ranks() -> None:
+    name, spec = JOB["metadata"]["name"], JOB["spec"]
+    assert SERVICE["spec"]["clusterIP"] == "None"
+    assert SERVICE["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert POD["subdomain"] == SERVICE["metadata"]["name"]
+    environment = {each["name"]: each for each in CONTAINER["env"]}
+    assert environment["MASTER_ADDR"]["value"] == f"{name}-0.{POD['subdomain']}"
+    rank = environment["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert rank == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert spec["completionMode"] == "Indexed"
+    assert int(environment["NNODES"]["value"]) == spec["completions"] == spec["parallelism"]
+    gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(environment["GPUS_PER_NODE"]["value"]) == gpus
+    assert environment.keys() - {"POD_IP"} <= {*DEFAULTS, "JOIN_TIMEOUT"}
+    mounted = {each["name"]: each["mountPath"] for each in CONTAINER["volumeMounts"]}
+    volumes = {each["name"]: each for each in POD["volumes"]}
+    assert mounted.keys() == volumes.keys()
+    (memory,) = [name for name, path in mounted.items() if path == "/dev/shm"]
+    assert volumes[memory]["emptyDir"]["medium"] == "Memory"
+
+
+def test_a_refusal_fails_the_job_and_a_stop_after_a_save_does_not_count() -> None:
+    rules = JOB["spec"]["podFailurePolicy"]["rules"]
+    actions = {
+        code: rule["action"]
+        for rule in rules
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert actions == {2: "FailJob", 75: "Ignore"}
+    assert POD["restartPolicy"] == "Never" and POD["terminationGracePeriodSeconds"] > 600
+
+
+def test_the_image_has_a_python_that_ci_tests_and_the_pinned_requirements() -> None:
+    steps = instructions()
+    assert {name for name, _ in steps} == {"FROM", "RUN", "WORKDIR", "COPY", "CMD"}
+    workflow = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text("utf-8"))
+    (job,) = workflow["jobs"].values()
+    (python,) = [
+        s["with"]["python-version"] for s in job["steps"] if "python-version" in s.get("with", {})
+    ]
+    assert ("FROM", f"python:{python}-slim-bookworm") in steps
+    (installed,) = [
+        text for name, text in steps if name == "RUN" and re.search(r"pip install .*-r ", text)
+    ]
+    assert installed.endswith(" -r requirements.txt")
+    files = [name for name, _ in steps if name != "WORKDIR"]
+    assert files.index("COPY") < steps.index(("RUN", installed))
+
+
+def test_the_image_has_files_of_this_repository() -> None:
+    """`test_documentation.py` runs from these alone."""
+    assert [name for name in image_files() if not (REPOSITORY / name).exists()] == []
