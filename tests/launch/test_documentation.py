@@ -43,8 +43,11 @@ def starting(*prefixes: str) -> list[str]:
     return [command for command in COMMANDS if command.startswith(prefixes)]
 
 
-# Those that other tests run: `make demo` and the rest of the targets, and the preflight alone.
-ELSEWHERE = starting("make ", "python -m distTest.preflight", "python -m tests.pretend_gpu")
+# Those that other tests run: `make demo` and the rest of the targets, the preflight alone, and what
+# drops duplicates.
+ELSEWHERE = starting(
+    "make ", "python -m distTest.preflight", "python -m tests.pretend_gpu", "python -c"
+)
 NODES, ALONE, GREPS = starting("MASTER_ADDR="), starting("NNODES=1 "), starting("grep")
 (BY_SSH,), (BY_SLURM,) = starting("ssh"), starting("sbatch")
 OTHER_WAYS = starting("tmux", "nohup", "docker", "kubectl")
