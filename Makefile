@@ -15,6 +15,8 @@ MODEL := models/SmolLM2-135M-Instruct
 # The demo writes here; more settings for it, such as train.max_steps=2.
 RUN ?= runs/demo
 DEMO_ARGS ?=
+# Chats with short answers, of which the demo counts the exact matches.
+SHORT ?= examples/chats/short_eval.jsonl
 # Options of the rehearsal, such as --procs-per-node 2.
 REHEARSE_ARGS ?=
 # Options of the benchmarks, such as --short, or --sections one --dtypes float32: other sections keep their results.
@@ -61,7 +63,7 @@ demo: $(MODEL)/config.json
 	processes=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 2)'); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$$processes \
 	    train_fsdp.py --config examples/demo.yaml run.dir=$(RUN) $(DEMO_ARGS)
-	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 17 --questions examples/chats/eval.jsonl
+	$(BIN)/python examples/ask.py --before $(MODEL) --run $(RUN) --number 17 --questions examples/chats/eval.jsonl --short $(SHORT)
 	$(BIN)/shardtune report $(RUN)
 
 rehearse: .venv/.installed

@@ -37,6 +37,9 @@ def blocks(language: str) -> list[str]:
 
 
 COMMANDS = blocks("bash")
+EXACT = re.compile(
+    r"^Exact match on (\d+) held-out short answers: (\d+) before, (\d+) after$", re.M
+)
 
 
 def starting(*prefixes: str) -> list[str]:
@@ -221,17 +224,21 @@ def test_documented_ways_start_the_nodes(tmp_path: Path) -> None:
     assert "examples/kubernetes.yaml" in run(by_kubectl, copy, **stubbed)
 
 
-def demo(run_dir: Path, *arguments: str, timeout_s: float = 400) -> str:
+def demo(settings: str, timeout_s: float = 400) -> str:
     """The target as it stands, on the real weights."""
-    return run(f"make demo RUN={run_dir} DEMO_ARGS='{' '.join(arguments)}'", REPOSITORY, timeout_s)
+    return run(f"make demo {settings}", REPOSITORY, timeout_s)
 
 
 def test_make_demo_trains_asks_and_reports(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
-    said = demo(run_dir, "train.max_steps=2", "data.max_length=256", "eval.baseline=false")
+    two = (REPOSITORY / "examples/chats/short_eval.jsonl").read_text("utf-8").splitlines()[:2]
+    (tmp_path / "two.jsonl").write_text("\n".join(two), encoding="utf-8")
+    arguments = "train.max_steps=2 data.max_length=256 eval.baseline=false"
+    said = demo(f"RUN={run_dir} SHORT={tmp_path / 'two.jsonl'} DEMO_ARGS='{arguments}'")
     assert "\r" not in said
     expected = ("Step 2/2 | Loss:", "Question (held out):", "Before:", "After:", f"{run_dir}/model")
     assert [text for text in expected if text not in said] == []
+    assert EXACT.findall(said)[0][0] == "2"
     assert f"Report: {run_dir}/report.html" in said.splitlines()[-2:]  # make may have the last word
     page = (run_dir / "report.html").read_text(encoding="utf-8")
     assert {'id="loss"', 'id="perplexity"', 'id="speed"'} <= set(re.findall(r'id="\w+"', page))
@@ -239,8 +246,8 @@ def test_make_demo_trains_asks_and_reports(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_the_demo_lowers_the_perplexity_to_less_than_0_6_of_the_baseline(tmp_path: Path) -> None:
-    said = demo(tmp_path / "demo", timeout_s=1500)
+def test_the_demo_learns_what_the_readme_shows(tmp_path: Path) -> None:
+    said = demo(f"RUN={tmp_path / 'demo'}", timeout_s=1500)
     before, after = (
         float(re.findall(rf"^{name} Perplexity: ([\d.]+) ", said, re.MULTILINE)[0])
         for name in ("Baseline", "Eval")
@@ -249,3 +256,6 @@ def test_the_demo_lowers_the_perplexity_to_less_than_0_6_of_the_baseline(tmp_pat
     (transcript,) = [text for text in blocks("text") if text.startswith("Baseline Perplexity: ")]
     shown = float(re.findall(r"^Eval Perplexity: ([\d.]+) ", transcript, re.MULTILINE)[0])
     assert after == pytest.approx(shown, rel=0.05), "another CPU rounds otherwise, by less"
+    (matches,), (shown_matches,) = (EXACT.findall(text) for text in (said, transcript))
+    assert matches[:2] == shown_matches[:2]
+    assert abs(int(matches[2]) - int(shown_matches[2])) <= 6, "which answers it knows may differ"

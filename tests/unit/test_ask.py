@@ -50,7 +50,8 @@ def test_both_models_answer_the_question(
     )
     questions = write_jsonl(tmp_path / "q.jsonl", [{"messages": []}, {"messages": MESSAGES}])
     arguments = ["--before", before, "--run", tmp_path / "run", "--questions", questions]
-    command = ["ask.py", *map(str, arguments), "--number", "1"]
+    short = write_jsonl(tmp_path / "s.jsonl", [{"messages": MESSAGES}] * 2)
+    command = ["ask.py", *map(str, arguments), "--number", "1", "--short", str(short)]
     monkeypatch.setattr(sys, "argv", command)
     runpy.run_path(str(REPOSITORY / "examples/ask.py"), run_name="__main__")
     said = capsys.readouterr().out
@@ -60,4 +61,41 @@ def test_both_models_answer_the_question(
     assert answers[0] != answers[1]
     assert said.startswith("\nQuestion (held out): which rank ?\n")
     assert f"\nBefore: {answers[0]}\n\nAfter:  {answers[1]}\n\nReference: the reference\n" in said
+    assert "\nExact match on 2 held-out short answers: 0 before, 0 after\n" in said
     assert str(tmp_path / "run/metrics.jsonl") in said
+
+
+@pytest.fixture(scope="module")
+def asking() -> dict[str, Any]:
+    return runpy.run_path(str(REPOSITORY / "examples/ask.py"))
+
+
+def test_questions_of_unequal_length_are_answered_together_as_alone(
+    models: dict[str, Path], tmp_path: Path, asking: dict[str, Any]
+) -> None:
+    folder = with_weights(models["llama"], tmp_path / "model", sharpen)
+    model = asking["Model"](folder, {})
+    questions = ["which rank ?", "why does the ring stop when a node is gone ?", "what is it ?"]
+    prompts = [[{"role": "user", "content": question}] for question in questions]
+    alone = [model.answer([prompt], 8)[0] for prompt in prompts]
+    assert len(set(alone)) == 3
+    assert model.answer(prompts, 8) == alone
+
+
+def test_an_answer_counts_that_is_the_reference_but_for_case_and_a_full_stop(
+    models: dict[str, Path], asking: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room for it shows whether it goes on behind the full stop."""
+    given = {"75": "75", "COMPLETE": "complete.", "16": "16 bytes", "gloo": "It is gloo", "2": "3"}
+    room = []
+
+    def answer(model: Any, prompts: Any, max_new_tokens: int) -> list[str]:
+        room.append(max_new_tokens)
+        return list(given.values())
+
+    monkeypatch.setattr(asking["Model"], "answer", answer)
+    model = asking["Model"](models["llama"], {})
+    chats = [[*MESSAGES[:2], {"role": "assistant", "content": text}] for text in given]
+    assert model.exact_matches(chats) == 2
+    tokenizer: Any = AutoTokenizer.from_pretrained(models["llama"])
+    assert room == [max(len(tokenizer(text)["input_ids"]) for text in given) + 2]
