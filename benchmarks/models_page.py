@@ -18,9 +18,9 @@ RUNS = REPOSITORY / "benchmarks/runs.json"
 LENGTHS = (5, 1, 23, 12, 40)  # of the documents, in tokens: windows of the tiny models have 8
 Row = dict[str, Any]
 _MARKERS = "<!-- models: written by python -m benchmarks models -->", "<!-- end of models -->"
-_COLUMNS = ["model type", "rows", "one rank", "two ranks", "two stages", "rows shared", "MFU"]
-_HEADER = f"| {' | '.join([*_COLUMNS, 'experts spread', 'LoRA', 'causes'])} |"
-_RUNS = ("1 rank", "2 ranks", "2 stages", "rows shared")
+_COLUMNS = ["model type", "rows", "one rank", "two ranks", "two stages", "experts spread"]
+_HEADER = f"| {' | '.join([*_COLUMNS, 'rows shared', 'MFU', 'LoRA', 'causes'])} |"
+_RUNS = ("1 rank", "2 ranks", "2 stages", "experts spread", "rows shared")
 EXACT = 1e-6  # distance of a loss or a norm
 _ROWS = {
     "flat": "flat",
@@ -91,13 +91,15 @@ def _table_row(kind: str, row: Row, runs: Row) -> str:
     if not row["experts"]:
         causes = [each for each in causes if each[0] != "spread"]
     said = [f"{_TITLES[name]}: {_words(text, kind)}" for name, text in causes if text != "yes"]
-    marks = [_mark(row, name) for name in ("mfu", "spread", "lora")]
+    marks = ["yes" if row[name] == "yes" else "no" for name in ("mfu", "lora")]
     ended = {name: each for name, each in runs.items() if isinstance(each, str)}
     said += [f"{name}: {_words(text, kind)}" for name, text in ended.items()]
-    offs = [distance_of(runs, ranks) for ranks in _RUNS]
-    if max(off or 0.0 for off in offs) > EXACT and runs["rounding"]:
+    offs = {ranks: distance_of(runs, ranks) for ranks in _RUNS}
+    if max(off or 0.0 for off in offs.values()) > EXACT and runs["rounding"]:
         said.append(f"distance: the loop in float32 is {runs['rounding']:.0e} from one in float64")
-    distances = ["no" if off is None else f"{off:.0e}" for off in offs]
+    distances = ["no" if off is None else f"{off:.0e}" for off in offs.values()]
+    if not row["experts"]:
+        distances[list(offs).index("experts spread")] = ""
     cells = [f"`{kind}`", _ROWS[row["rows"]], *distances, *marks, "; ".join(said)]
     return f"| {' | '.join(cells)} |"
 
@@ -113,12 +115,6 @@ def distance_of(runs: Row, ranks: str) -> float | None:
     if not found or any(isinstance(each, str) for each in found):
         return None
     return max(max(each["loss"], each["norm"]) for each in found)
-
-
-def _mark(row: Row, name: str) -> str:
-    if name == "spread" and not row["experts"]:
-        return ""
-    return "yes" if row[name] == "yes" else "no"
 
 
 def _cause(attention: str) -> str:

@@ -19,7 +19,7 @@ import string
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import wait
@@ -53,6 +53,7 @@ SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "packed, 1 rank": (1, (*_PACKED, _SELECTIVE)),
     "packed, 2 ranks": (2, (*_PACKED, _FULL)),
     "packed, 2 stages": (2, (*_PACKED, _STAGES)),
+    "packed, experts spread": (2, (*_PACKED, _FULL, "parallel.expert=2")),
     "packed, rows shared": (2, (*_PACKED, _FULL, "parallel.context=2")),
     "unpacked, 1 rank": (1, _ALONE),
     "unpacked, 2 ranks": (2, _ALONE),
@@ -121,7 +122,11 @@ def _write_distances(kind: str, names: Sequence[str], folder: Path, found: Path)
 def runs_of(row: Row) -> list[str]:
     """Return the runs that an architecture has, given its row of the table."""
     ways = ("packed", "unpacked") if row["rows"] != "padded" else ("unpacked",)
-    meshes = {"stages": f"{ways[0]}, 2 stages", "context": "packed, rows shared"}
+    meshes = {
+        "stages": f"{ways[0]}, 2 stages",
+        "spread": "packed, experts spread",
+        "context": "packed, rows shared",
+    }
     alone = [f"{way}, {ranks}" for way in ways for ranks in ("1 rank", "2 ranks")]
     return [*alone, *(name for mesh, name in meshes.items() if row[mesh] == "yes")]
 
@@ -191,7 +196,7 @@ def _rounding(model: PreTrainedModel) -> float | None:
         loops.append(plain_training(model))
     except (RuntimeError, ValueError):  # some architectures mix in float32, or have one attention
         return None
-    return max(off for loop in loops for off in _relative(loop, exact).values())
+    return max(off for loop in loops for off in relative(loop, exact).values())
 
 
 def train(model: Path, run_dir: Path, ranks: int, settings: Sequence[str]) -> str | None:
@@ -267,17 +272,21 @@ def _distance(run_dir: Path, expected: Losses, trained: Path) -> Row | str:
     if names := exported.keys() ^ stored.keys():
         return f"exports other tensors: {', '.join(sorted(names)[:3])}"
     # Where a weight is small, as a bias is that began at 0, the unit is what steps may change.
-    weights = max(
+    weights = _largest(
         _norm(exported[name] - tensor) / max(_norm(tensor), STEPS * _LR * tensor.numel() ** 0.5)
         for name, tensor in stored.items()
     )
     losses = [step["loss"] for step in steps], [step["grad_norm"] for step in steps]
-    return {**_relative(losses, expected), "weights": weights}
+    return {**relative(losses, expected), "weights": weights}
 
 
-def _relative(found: Losses, expected: Losses) -> dict[str, float]:
+def _largest(numbers: Iterable[float]) -> float:
+    return float(torch.tensor(list(numbers), dtype=torch.float64).max())  # NaN, if there is one
+
+
+def relative(found: Losses, expected: Losses) -> dict[str, float]:
     return {
-        name: max(abs(a / b - 1) for a, b in zip(*pair, strict=True))
+        name: _largest(abs(a / b - 1) for a, b in zip(*pair, strict=True))
         for name, pair in zip(("loss", "norm"), zip(found, expected, strict=True), strict=True)
     }
 

@@ -82,7 +82,10 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh, progress: Progress)
     for name, module in model.named_modules():
         if plan.get(name) == _MODULE:
             beside = model.get_submodule(name.rpartition(".")[0]).named_children()
-            modules[module] = [SharedExperts(m) for n, m in beside if n in _SHARED]
+            shared = [child for each, child in beside if each in _SHARED]
+            # Inkling's want more than tokens, and so run where they are called.
+            alone = [s for s in shared if len(inspect.signature(s.forward).parameters) == 1]
+            modules[module] = [SharedExperts(each) for each in alone]
 
     def exchange(experts: nn.Module, mesh: DeviceMesh, _: DeviceMesh) -> ExpertExchange:
         return ExpertExchange(experts, modules[experts], mesh, progress)

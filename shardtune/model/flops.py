@@ -247,7 +247,10 @@ def _first(config: Any, *names: str) -> int:
     for name in names:
         # transformers raises this for a setting that differs from layer to layer.
         with contextlib.suppress(RuntimeError):
-            if isinstance(value := getattr(config, name, None), int):
+            value = getattr(config, name, None)
+            if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
+                value = value[0]
+            if isinstance(value, int):
                 return value
     return 0
 

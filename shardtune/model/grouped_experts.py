@@ -25,6 +25,11 @@ def are_stacked(experts: type[nn.Module]) -> bool:
     return hasattr(experts, "_apply_gate")
 
 
+def trait(experts: nn.Module, name: str) -> bool:
+    """Return a trait of experts. Those that do not say it (Step 3.7) have a gate alone."""
+    return bool(getattr(experts, name, name == "has_gate"))
+
+
 def expert_outputs(
     experts: nn.Module,
     rows: torch.Tensor,
@@ -40,16 +45,16 @@ def expert_outputs(
     this: Any = experts  # the attributes of transformers' experts
     # Adapted experts have one of their own.
     product = getattr(this, "product", None) or partial(stack_product, experts)
-    up = "gate_up_proj" if this.has_gate else "up_proj"
+    up = "gate_up_proj" if trait(this, "has_gate") else "up_proj"
     hidden = product(up, rows, expert_ids, ends)
-    activate = this._apply_gate if this.has_gate else this.act_fn
-    if not (this.has_bias or this.has_post_expert_norm):
+    activate = this._apply_gate if trait(this, "has_gate") else this.act_fn
+    if not (trait(this, "has_bias") or trait(this, "has_post_expert_norm")):
         # (w h) W is w (h W): rows are narrower here, and no backward needs the last product, so
         # that a layer that is computed again leaves it out.
         hidden = _weighted_activation(activate, hidden, weights)
         return cast(torch.Tensor, product("down_proj", hidden, expert_ids, ends))
     outputs = product("down_proj", activate(hidden), expert_ids, ends)
-    if this.has_post_expert_norm:
+    if trait(this, "has_post_expert_norm"):
         outputs = this.post_expert_norm(outputs)
     return cast(torch.Tensor, (outputs * weights).to(outputs.dtype))
 
@@ -59,8 +64,8 @@ def stack_product(
 ) -> torch.Tensor:
     """Multiply rows (rows, in) by one stack: (rows, out)."""
     this: Any = experts
-    bias = getattr(this, f"{name}_bias")[expert_ids] if this.has_bias else None
-    return _grouped_linear(rows, getattr(this, name), ends, bias, this.is_transposed)
+    bias = getattr(this, f"{name}_bias")[expert_ids] if trait(this, "has_bias") else None
+    return _grouped_linear(rows, getattr(this, name), ends, bias, trait(this, "is_transposed"))
 
 
 def _weighted_activation(

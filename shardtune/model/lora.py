@@ -29,7 +29,13 @@ from shardtune.config import LoraConfig
 from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.tensors import copy_slice, dtype_name
 from shardtune.errors import UserError
-from shardtune.model.grouped_experts import TokenPairs, are_stacked, expert_outputs, stack_product
+from shardtune.model.grouped_experts import (
+    TokenPairs,
+    are_stacked,
+    expert_outputs,
+    stack_product,
+    trait,
+)
 from shardtune.model.support import decoder_layers
 
 FACTORS = ("lora_A", "lora_B")
@@ -250,7 +256,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         weight = getattr(module, target.parameter)
         if target.is_stack:
             out, in_ = weight.shape[1:]
-            if module.is_transposed:
+            if trait(module, "is_transposed"):
                 out, in_ = in_, out
             prefix, stack = f"{target.parameter}_", weight.shape[:1]
             if not isinstance(module, LoraExperts):

@@ -92,8 +92,10 @@ def most_of_layers(model: PreTrainedModel, *names: str) -> int:
     """Return the largest that the layers' settings give for the first of these names, or 0."""
     settings: Any = model.config.get_text_config()
     layers = settings.per_layer_config
-    found = ([getattr(layer, name, None) for layer in layers] for name in names)
-    numbers = ([n for n in each if isinstance(n, int)] for each in found)
+    given = [[getattr(layer, name, None) for layer in layers] for name in names]
+    # Hunyuan may give a number of its own for each layer.
+    lists = [[n for v in each for n in (v if isinstance(v, list) else [v])] for each in given]
+    numbers = ([n for n in each if isinstance(n, int)] for each in lists)
     return max(next(filter(None, numbers), [0]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -10,20 +11,22 @@ import torch
 
 from benchmarks.models import architectures, in_own_process
 from benchmarks.models_page import EXACT, PAGE, RESULTS, RUNS, with_tables
-from benchmarks.runs import distances_of, runs_of
+from benchmarks.runs import distances_of, relative, runs_of
 
 # Experts with a state, sinks, keys that are not tokens, logits that are changed in place, positions
 # of a model's own, layers that hand on more than hidden states, convolutions without a module, and
 # positions that a class hands down without naming them.
 QUICK = ["qwen3_5_moe", "gpt_oss", "deepseek_v4", "chameleon", "kosmos-2.5", "falcon_h1"]
 QUICK += ["inkling2_text", "moss_transcribe_diarize"]
-# States, windows with sinks, towers, compressed keys, and attention of a model's own.
+# States, windows with sinks, towers, compressed keys, experts without traits, and attention of a
+# model's own.
 QUICK_RUNS = {
     "qwen3_5_moe": ["packed, 2 stages", "unpacked, 1 rank"],
     "nemotron_h": ["packed, 1 rank", "unpacked, 2 ranks"],
     "gpt_oss": ["packed, 2 ranks", "packed, rows shared"],
     "gemma3": ["packed, 1 rank", "packed, 2 stages"],
     "deepseek_v4": ["packed, 2 ranks"],
+    "step3p7": ["packed, experts spread"],
     "gptj": ["packed, 2 ranks", "unpacked, 1 rank"],
 }
 FOUND: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -62,12 +65,17 @@ def test_runs_are_exact_on_one_rank_on_two_and_in_stages(kind: str, names: list[
         torch.set_num_threads(threads)
 
 
+def test_a_distance_that_is_no_number_is_not_small() -> None:
+    off = relative(([1.0, math.nan], [1.0, 1.0]), ([1.0, 1.0], [1.0, 2.0]))
+    assert math.isnan(off["loss"]) and off["norm"] == 0.5
+
+
 def require_exact(kind: str, runs: dict[str, Any], names: list[str]) -> None:
     """Losses, and norms and weights but for what the loop in float32 is from one in float64."""
     runs = dict(runs)
     keeps_state = not WITH_STATE.isdisjoint(TRIED[kind]["layers"])
     exact_norm = 10 * EXACT if keeps_state else EXACT
-    rounding = 4 * (runs.pop("rounding") or 0.0)
+    rounding = 4 * (runs.pop("rounding", None) or 0.0)
     assert list(runs) == names, kind
     for name, off in runs.items():
         assert not isinstance(off, str), f"{kind}, {name}: {off}"

@@ -21,6 +21,7 @@ from shardtune.checkpoint.export.layout import Export, Kind, Unit, WholeModel, f
 from shardtune.checkpoint.train_state import MODEL, model_kinds
 from shardtune.config import LoraConfig
 from shardtune.model.files import model_folder
+from shardtune.model.grouped_experts import trait
 from shardtune.model.lora import Target, choose_targets, delta, weights_of_layers
 from shardtune.model.text_model import drop_towers
 from shardtune.model.weight_files import weights_digest
@@ -154,7 +155,7 @@ class MergedModel(WholeModel):
             return torch.zeros(weight.shape)
         a, b = (read(f"{MODEL}{factor}") for factor in target.factors)
         module: Any = self._model.get_submodule(target.module)
-        return delta(a, b, self._scaling, target.is_stack and module.is_transposed)
+        return delta(a, b, self._scaling, target.is_stack and trait(module, "is_transposed"))
 
 
 def why_not_merged(assets: Mapping[str, bytes]) -> str:
