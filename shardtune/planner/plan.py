@@ -86,7 +86,11 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.machine.memory_bytes and self.host_fits
+        return self.device_fits and self.host_fits
+
+    @property
+    def device_fits(self) -> bool:
+        return self.peak_bytes <= self.machine.memory_bytes
 
     @property
     def host_fits(self) -> bool:

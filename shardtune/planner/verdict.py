@@ -14,9 +14,11 @@ def verdict(plan: Plan) -> str:
     """
     limit, peak = f"{gb(plan.machine.memory_bytes)} GB", _peak(plan)
     if not plan.host_fits:
+        both = not plan.device_fits and not plan.reason  # a bound may be far above the peak
+        beside = f", and {limit} not the peak of {peak}" if both else ""
         return (
             f"The run does not fit, {gb(plan.machine.host_bytes)} GB of a node's own memory do not "
-            f"hold {' and '.join(pinned(plan.storage))}"
+            f"hold {' and '.join(pinned(plan.storage))}{beside}"
         )
     if plan.fits:
         part = plan.bound_by
@@ -33,9 +35,13 @@ def verdict(plan: Plan) -> str:
 
 def lacking(plan: Plan) -> str:
     """Name what a run that does not fit lacks, as a remedy."""
-    if not plan.host_fits:
-        return "more host memory or nodes"
-    return f"more or larger {'GPUs' if plan.machine.is_gpu else 'devices'}"
+    devices = f"more or larger {'GPUs' if plan.machine.is_gpu else 'devices'}"
+    if plan.host_fits:
+        return devices
+    # More nodes divide states further, but not the inputs of a rank's layers.
+    are_divided = plan.storage.inputs_bytes <= plan.machine.host_bytes
+    host = f"more host memory{' or nodes' if are_divided else ''}"
+    return host if plan.device_fits else f"{host}, and {devices}"
 
 
 def _peak(plan: Plan) -> str:

@@ -253,7 +253,7 @@ def test_the_peaks_of_gpus_are_the_published_ones(
 
 
 def test_a_number_that_a_list_gives_each_layer_is_read() -> None:
-    config = AutoConfig.for_model("hunyuan_v1_moe", **SMALL, num_experts=8, moe_topk=[2, 4])
+    config = AutoConfig.for_model("hunyuan_v1_moe", **SMALL, num_experts=8, moe_topk=[2, 2, 4])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert most_of_layers(model, *TOP_K_NAMES) == 4

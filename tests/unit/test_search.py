@@ -23,6 +23,7 @@ from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.search import Change, Search, launch_command
 from shardtune.planner.text import describe
+from shardtune.planner.verdict import lacking
 
 WIDE = {
     "vocab_size": 1000,
@@ -192,6 +193,11 @@ def test_where_host_memory_is_short_what_it_holds_goes_back(given: str, back: ob
     assert back in offered
     for each in changes:
         assert each.plan.fits and not each.plan.storage.pinned_bytes
+    # A node's part of layers' inputs is the same on more nodes.
+    host = "more host memory" + " or nodes" * (given == "optimizer.offload=true")
+    assert lacking(plan) == host
+    smaller = make_plan(config, LLAMA, replace(plan.machine, memory_bytes=1e6), reason="-")
+    assert lacking(smaller) == f"{host}, and more or larger GPUs"
 
 
 @pytest.mark.parametrize("replicate", [1, 4])
