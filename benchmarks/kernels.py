@@ -27,7 +27,8 @@ from shardtune.log import quiet_libraries
 from shardtune.model.build import whole_on_meta
 from shardtune.model.files import read_model_config
 from shardtune.model.stages import layers_of_stages
-from shardtune.planner.command import add_arguments, machine_of
+from shardtune.planner.arguments import add_arguments
+from shardtune.planner.command import machine_of
 from shardtune.planner.extrapolate import cuts, layer_kinds, with_layers
 from shardtune.planner.kernels import Kernel, Kind
 from shardtune.planner.plan import Plan, make_plan
@@ -83,7 +84,7 @@ class Part:
 
 
 def add_options(parser: ArgumentParser) -> None:
-    add_arguments(parser, needs_config=False)
+    add_arguments(parser)
 
 
 def main(options: Namespace) -> None:

@@ -18,7 +18,8 @@ from distTest.workloads.script import REPOSITORY
 from shardtune.config_io import load_config
 from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config
-from shardtune.planner.command import add_arguments, machine_of
+from shardtune.planner.arguments import add_arguments
+from shardtune.planner.command import machine_of
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.text import describe
 from shardtune.planner.verdict import verdict

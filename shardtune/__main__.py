@@ -72,7 +72,7 @@ def _run_command(arguments: Sequence[str]) -> None:
 
 
 def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.data.inspect_data import add_arguments, inspect_data
+    from shardtune.data.arguments import add_arguments
 
     add_arguments(parser)
     options = parser.parse_intermixed_args(arguments)  # an assignment may stand behind an option
@@ -90,6 +90,8 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
         show_step(options.config, options.assignments, options.step, options.records, options.json)
         return
     if not options.html:
+        from shardtune.data.inspect_data import inspect_data
+
         inspect_data(options.config, options.assignments, options.records, options.json)
         return
     from shardtune.report.data_page import write_data_page
@@ -100,23 +102,24 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _verify(parser: Parser, arguments: Sequence[str]) -> None:
+    _add_directories(parser, "exported models, and all parts of one checkpoint")
+    options = parser.parse_args(arguments)
     from shardtune.checkpoint.verify import verify
 
-    _add_directories(parser, "exported models, and all parts of one checkpoint")
-    if problems := verify(parser.parse_args(arguments).directories):
+    if problems := verify(options.directories):
         raise RunFailed(*problems)
 
 
 def _export(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.checkpoint.export.write import export_checkpoint
-    from shardtune.log import quiet_libraries
-
     _add_directories(parser, "all parts of one save")
     out_help = "a directory that does not exist yet"
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help=out_help)
     dtypes = ("source", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default="source")
     options = parser.parse_args(arguments)
+    from shardtune.checkpoint.export.write import export_checkpoint
+    from shardtune.log import quiet_libraries
+
     quiet_libraries(is_main=True)
     export_checkpoint(options.directories, options.out, options.dtype)
 
@@ -126,10 +129,24 @@ def _add_directories(parser: Parser, help_: str) -> None:
 
 
 def _plan(parser: Parser, arguments: Sequence[str]) -> None:
-    from shardtune.planner.command import add_arguments, plan_run
+    from shardtune.planner.arguments import add_plan_arguments, read_config, split_nodes
 
-    add_arguments(parser)
-    plan_run(parser.parse_intermixed_args(arguments))
+    add_plan_arguments(parser)
+    runs = split_nodes(parser.parse_intermixed_args(arguments))
+    for each in runs:
+        read_config(each)  # refused before torch is imported
+    from shardtune.planner.status_lines import StatusLines
+
+    with StatusLines() as lines:
+        lines.say("importing PyTorch and transformers")
+        if len(runs) == 1 and isinstance(runs[0].config, Path):
+            from shardtune.planner.command import plan_run
+
+            plan_run(runs[0], lines.say)
+            return
+        from shardtune.planner.team_table import print_team_table
+
+        print_team_table(runs, lines.say)
 
 
 def _report(parser: Parser, arguments: Sequence[str]) -> None:

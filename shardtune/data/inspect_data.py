@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import itertools
 import json
@@ -18,48 +17,14 @@ import numpy.typing as npt
 
 from shardtune.config import DataConfig
 from shardtune.config_io import load_config
+from shardtune.data.arguments import RECORDS_IN_PICTURE
 from shardtune.data.dataset import build_encoder, find_sources, open_prepared, prepare_data
 from shardtune.data.sources import read_records
 from shardtune.log import logger, quiet_libraries
 
-_RECORDS_IN_PICTURE = 3
 _COLOURED = ("\033[1;32m", "\033[0m")
 _BRACKETED = ("⟦", "⟧")
 _BETWEEN_TOKENS = "│"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", required=True, type=Path, metavar="FILE", help="the run's configuration"
-    )
-    parser.add_argument(
-        "--records",
-        type=int,
-        metavar="N",
-        help="show the first N records of data.train "
-        f"(default: {_RECORDS_IN_PICTURE}; all of them with --json)",
-    )
-    parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="show what step N trains instead: of the run in run.dir, or as one rank would take it",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="one object a line per sequence, before packing: "
-        '{"record": n, "input_ids": [...], "trained": [...], "place": "FILE:LINE"}',
-    )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page instead: conversations with what is trained in colour, and histograms",
-    )
-    parser.add_argument(
-        "assignments", nargs="*", metavar="section.key=value", help="override the configuration"
-    )
 
 
 def inspect_data(
@@ -77,7 +42,7 @@ def inspect_data(
     dataset = prepared.train
     sources = [key.removeprefix("data.train").lstrip(".") for key in config.data.train_sources]
     places = _places(config.data)
-    n_shown = n_records if n_records is not None or as_json else _RECORDS_IN_PICTURE
+    n_shown = n_records if n_records is not None or as_json else RECORDS_IN_PICTURE
     stop = len(dataset) if n_shown is None else np.searchsorted(dataset.record, n_shown)
     record, place = -1, ""
     for i in range(stop):

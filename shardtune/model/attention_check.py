@@ -38,7 +38,7 @@ from shardtune.model.flash_attention import (
 )
 from shardtune.model.indexers import dense_attention, describe_indexers
 from shardtune.model.one_by_one import restore
-from shardtune.model.small_copy import small_copy
+from shardtune.model.small_copy import one_thread, small_copy
 from shardtune.model.state_layers import (
     missing_kernels,
     separate_documents,
@@ -176,6 +176,7 @@ def _describe_states(mixers: list[nn.Module], is_flat: bool, trial: LogitsTrial)
     return f"Layers with a state: {len(mixers)}, {how if is_flat else 'in padded rows'}{kernels}"
 
 
+@one_thread()
 def require_documents_apart(config: Config, model_config: PreTrainedConfig) -> None:
     """Try a small copy of the model, for which its config.json is enough.
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from shardtune.config import Config
 from shardtune.distributed.division import mesh_problems, split_stage
 from shardtune.distributed.world import World
-from shardtune.errors import UserError, divisors
+from shardtune.errors import UserError
+from shardtune.model.config_json import undivided_heads
 from shardtune.model.indexers import indexers
 from shardtune.model.stages import require_composable, stage_problems
 from shardtune.model.state_layers import state_mixers
@@ -36,11 +37,8 @@ def context_problems(
     if degree == 1:
         return
     for heads in sorted(_numbers_of_heads(model)):
-        if heads % degree:
-            yield (
-                f"{key} does not divide the {heads} heads of {kind} - use one of "
-                f"{divisors(heads)} that divides world size / parallel.stages too"
-            )
+        if problem := undivided_heads(degree, heads, kind):
+            yield problem
     if state_mixers(model):
         yield (
             f"{key}: layers of {kind} hand a state along the row, of which a rank has a slice - "

@@ -28,7 +28,8 @@ from transformers.distributed.expert_parallel import (
 from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
-from shardtune.errors import UserError, divisors
+from shardtune.errors import UserError
+from shardtune.model.config_json import undivided_experts
 from shardtune.model.grouped_experts import (
     TokenPairs,
     are_stacked,
@@ -55,11 +56,9 @@ def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterato
         has_experts = any("expert" in name for name, _ in model.named_parameters())
         lack = "has no plan to spread its experts over ranks" if has_experts else "has no experts"
         yield f"{key}: {kind} {lack} - use parallel.expert=1"
-    for number in sorted({stack.shape[0] for stack in stacks if stack.shape[0] % degree}):
-        yield (
-            f"{key} does not divide the {number} experts of {kind} - "
-            f"use one of {divisors(number)} that divides world size / parallel.replicate too"
-        )
+    for number in sorted({stack.shape[0] for stack in stacks}):
+        if problem := undivided_experts(degree, number, kind):
+            yield problem
     # transformers cannot read the empty slices of files that hold stacks.
     local = {(s.shape[0] // degree, s.shape[-1]) for s in stacks if s.shape[0] % degree == 0}
     for experts, width in sorted(local):

@@ -20,6 +20,7 @@ from shardtune.data.hub import hub_problem
 from shardtune.data.model_type import read_config
 from shardtune.distributed.tensors import DTYPES_IN_SAFETENSORS
 from shardtune.errors import UserError
+from shardtune.model.config_json import beyond_positions
 from shardtune.model.quantised import quantised_problems, take_quantization
 from shardtune.model.text_model import build_text_model, require_text
 from shardtune.model.weight_files import INDEX, describe, files_of_weights, weight_problems
@@ -63,12 +64,10 @@ def read_model_config(model: ModelConfig, max_length: int) -> PreTrainedConfig:
     ):
         require_text(build_text_model(copy.deepcopy(config)))  # building changes it
     problems = []
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and 0 <= positions < max_length:  # XLNet has -1
-        problems.append(
-            f"data.max_length={max_length} is beyond the {positions} positions of {path} - "
-            f"use data.max_length={positions} or less"
-        )
+    # XLNet has -1.
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    if problem := beyond_positions(max_length, positions, path):
+        problems.append(problem)
     if model.init == "pretrained" and Path(path).is_dir():
         problems += _problems_of_weights(Path(path))
     if problems:

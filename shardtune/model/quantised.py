@@ -20,6 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardtune.distributed.tensors import SAFETENSORS_NAMES
 from shardtune.errors import UserError
+from shardtune.model.config_json import METHODS, unread_quantisation
 from shardtune.model.weight_files import (
     dequantised_shape,
     list_stored,
@@ -29,11 +30,7 @@ from shardtune.model.weight_files import (
 
 QUANTIZATION = "quantization_config"  # of a config.json
 DTYPES_OF_PARTS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-# The methods of transformers that are read.
-_METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
 _SCALE_DTYPES = {"F32", "BF16", "F8_E8M0", "U8"}
-# Models whose files are not read, and where the same ones are in bfloat16.
-_BFLOAT16_COPIES = {"Kimi-K2-Thinking": "unsloth/Kimi-K2-Thinking-BF16"}
 _PIECE = 4 << 20  # values that are dequantised at a time
 # A value of 8 bits, in float32, and its scale; halves of bytes, indices of 8 bytes, and results.
 _PIECE_BYTES = {"fp8": 13 * _PIECE, "mxfp8": 13 * _PIECE, "mxfp4": 24 * _PIECE}
@@ -248,17 +245,9 @@ def take_quantization(config: PreTrainedConfig, path: str) -> bool:
             delattr(part, QUANTIZATION)
     if not given:
         return False
-    method = given.get("quant_method")
-    has_fp4 = "fp4" in (given.get("expert_dtype"), getattr(config, "expert_dtype", None))
-    if method not in _METHODS or has_fp4:
-        details = ", ".join(filter(None, [given.get("format"), "FP4 experts" if has_fp4 else ""]))
-        copy = _BFLOAT16_COPIES.get(Path(path).name)
-        remedy = f"use {copy or 'a copy of the model in bfloat16'}"
-        raise UserError(
-            f"model.path={path}: its weights are quantised by {method}"
-            f"{f' ({details})' if details else ''}, and block FP8, MXFP8 and MXFP4 are read - "
-            f"{remedy}"
-        )
+    whole = {QUANTIZATION: given, "expert_dtype": getattr(config, "expert_dtype", None)}
+    if problem := unread_quantisation(whole, path):
+        raise UserError(problem)
     config.dtype = config.get_text_config().dtype = torch.bfloat16
     return True
 
@@ -314,7 +303,7 @@ def piece_bytes(folder: Path) -> int:
 
 def describe_quantised(folder: Path) -> str:
     """Say how a model's weights are quantised, and how large its files are; or return ""."""
-    method = _METHODS.get(_quantization(folder).get("quant_method", ""))
+    method = METHODS.get(_quantization(folder).get("quant_method", ""))
     if not method:
         return ""
     size = stored_bytes(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +48,20 @@ def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedMode
             return None
     model.config.use_cache = model.config.get_text_config().use_cache = False
     return model
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute without other threads: those of a small copy wait longer than they compute.
+
+    On two cores that others use, too, its trials take a twentieth of the time.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def with_layers(model_config: PreTrainedConfig, layers: int) -> PreTrainedConfig:

@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
 from shardtune.errors import UserError
+from shardtune.model.config_json import too_few_layers
 from shardtune.model.flops import stage_costs
-from shardtune.model.small_copy import small_copy
+from shardtune.model.small_copy import one_thread, small_copy
 from shardtune.model.support import decoder_layers
 
 
@@ -167,9 +168,8 @@ def stage_problems(model: PreTrainedModel, config: Config, ranks: int) -> Iterat
     if stages == 1:
         return
     key, number = f"parallel.stages={stages}", len(decoder_layers(model))
-    if 0 < number < stages:
-        fewer = [n for n in range(1, number + 1) if ranks % n == 0]
-        yield f"{key}: {kind} has {number} layers - use parallel.stages={fewer[-1]}"
+    if problem := too_few_layers(stages, number, ranks, kind):
+        yield problem
     elif _list_of_layers(model) is None or model.get_output_embeddings() is None:
         yield f"{key}: {kind} has no single list of its layers, or no head - use parallel.stages=1"
     accumulation = config.train.gradient_accumulation_steps
@@ -180,6 +180,7 @@ def stage_problems(model: PreTrainedModel, config: Config, ranks: int) -> Iterat
         )
 
 
+@one_thread()
 @torch.no_grad()
 def require_composable(config: Config, model_config: PreTrainedConfig) -> None:
     """Compare two stages of a small copy with the whole of it; its config.json is enough.

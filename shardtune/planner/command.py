@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +13,6 @@ from transformers import PreTrainedConfig
 from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
 from shardtune.checkpoint.export.layout import require_exportable
 from shardtune.config import Config
-from shardtune.config_io import load_config
 from shardtune.distributed.measured import read_measured
 from shardtune.errors import DoesNotFit, UserError
 from shardtune.log import quiet_libraries
@@ -25,56 +22,64 @@ from shardtune.model.quantised import describe_quantised, quantised_problems
 from shardtune.model.stages import require_composable
 from shardtune.model.text_model import describe_type
 from shardtune.model.weight_files import weight_problems
+from shardtune.planner.arguments import RATES, read_config
 from shardtune.planner.duration import run_length
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
-from shardtune.planner.search import Search, launch_command
+from shardtune.planner.search import (
+    ADAPTERS,
+    Estimate,
+    Search,
+    as_arguments,
+    launch_command,
+    with_values,
+)
 from shardtune.planner.stand_in import stand_in
-from shardtune.planner.text import describe, describe_changes
+from shardtune.planner.status_lines import Say, silent
+from shardtune.planner.text import describe, describe_changes, describe_room
 from shardtune.planner.verdict import lacking, verdict
 
 _SHIPPED = Path(__file__).resolve().parents[2] / "config.yaml"  # of the launch scripts
-_RATES = {
-    "--nic-gbps": (100.0, "Gbit/s of a node, one way"),
-    "--nvlink-gbps": (3600.0, "Gbit/s of a GPU, one way"),
-    "--gpu-tflops": (989.0, "TFLOP/s of a GPU, bfloat16"),
-}
 
 
-def add_arguments(parser: argparse.ArgumentParser, needs_config: bool = True) -> None:
-    parser.add_argument("--config", type=Path, required=needs_config, metavar="FILE")
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of 1e9 bytes")
-    host_help = "of a node, beside its GPUs'"
-    parser.add_argument("--host-memory", type=float, default=2000, metavar="GB", help=host_help)
-    for name, (default, help_) in _RATES.items():
-        help_ = f"{help_}; if not given as the preflight has measured it, else {default:g}"
-        parser.add_argument(name, type=float, help=help_)
-    parser.add_argument("assignments", nargs="*", metavar="section.key=value")
-
-
-def plan_run(options: argparse.Namespace) -> None:
+def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
     """Print the plan, and the fastest mesh that fits as a command.
 
     Raises:
         UserError: the run would be refused, or with code 3, it does not fit.
     """
-    made = plan_config(options)
+    made = plan_config(options, say)
     config, plan, model_config, simulations, _ = made
     print(*describe_config(made), sep="\n")
-    changes = Search(plan, model_config).changes(simulations)
+    changes = Search(plan, model_config, say=say).changes(simulations)
     arguments = [] if options.config.resolve() == _SHIPPED else [f"--config={options.config}"]
     arguments += options.assignments
     best = launch_command(changes[0].values if changes else {}, config, plan.machine, arguments)
     for line in describe_changes(plan, changes, best):
         print(line)
+    if plan.states.total > plan.machine.memory_bytes:
+        say("counting the nodes that hold the states")
+        print(*describe_room(plan, _room(plan, model_config)), sep="\n")
     if plan.fits:
         print(verdict(plan))
     else:
         remedy = "the command above" if changes else lacking(plan)
         raise DoesNotFit(f"{verdict(plan)} - take {remedy}")
+
+
+def _room(plan: Plan, model_config: PreTrainedConfig) -> dict[str, tuple[int, Estimate] | None]:
+    """Return on how many nodes the run fits, and where it trains all weights, adapters instead."""
+    if plan.config.lora.rank:
+        return {"adapters": Search(plan, model_config).fewest_nodes()}
+    config = with_values(plan.config, ADAPTERS)
+    adapters = make_plan(config, model_config, plan.machine, reason=plan.reason or "-")
+    return {
+        "all weights, as configured": Search(plan, model_config).fewest_nodes(),
+        "adapters, " + " ".join(as_arguments(ADAPTERS)): Search(
+            adapters, model_config
+        ).fewest_nodes(),
+    }
 
 
 class ConfigPlan(NamedTuple):
@@ -87,42 +92,39 @@ class ConfigPlan(NamedTuple):
     notes: list[str]  # on the model
 
 
-def plan_config(options: argparse.Namespace) -> ConfigPlan:
+def plan_config(options: argparse.Namespace, say: Say = silent) -> ConfigPlan:
     """Plan the run of a configuration, a file or a mapping of keys, on the machine that is given.
 
     Raises:
         UserError: the run would be refused.
     """
-    given = {
-        "nodes": options.nodes,
-        "gpus-per-node": options.gpus_per_node,
-        "gpu-memory": options.gpu_memory,
-        "host-memory": options.host_memory,
-        "nic-gbps": options.nic_gbps,
-        "nvlink-gbps": options.nvlink_gbps,
-        "gpu-tflops": options.gpu_tflops,
-    }
-    if wrong := [n for n, value in given.items() if value is not None and not 0 < value < math.inf]:
-        raise UserError(*(f"--{n} {given[n]:g}: no such machine - give more than 0" for n in wrong))
-    config = load_config(options.config, options.assignments, os.environ)
-    quiet_libraries(is_main=False)
-    if config.model.compute_dtype == "auto":  # as a GPU takes it
-        settings = config.model.model_copy(update={"compute_dtype": "bfloat16"})
-        config = config.model_copy(update={"model": settings})
-    if unknown := stand_in(config.model.path):
-        model_config, reason = unknown
-    else:
-        without_weights = config.model.model_copy(update={"init": "random"})
-        model_config, reason = read_model_config(without_weights, config.data.max_length), ""
-        require_documents_apart(config, model_config)
-        require_composable(config, model_config)
-        if config.model.init == "pretrained":
-            _require_fitting_files(config.model.path)
+    config = read_config(options)
+    model_config, reason = read_model(config, say)
     simulations = Simulations(model_config)
+    say("simulating a step as configured")
     plan = make_plan(config, model_config, machine_of(options, config), simulations, reason)
     folder = None if reason else model_folder(config.model.path)
     notes = [describe_type(folder, model_config), describe_quantised(folder)] if folder else []
     return ConfigPlan(config, plan, model_config, simulations, [*filter(None, notes)])
+
+
+def read_model(config: Config, say: Say) -> tuple[PreTrainedConfig, str]:
+    """Return the model's configuration, and why no step of it can be simulated, or an empty text.
+
+    Raises:
+        UserError: a run of it would be refused.
+    """
+    quiet_libraries(is_main=False)
+    if unknown := stand_in(config.model.path):
+        return unknown
+    without_weights = config.model.model_copy(update={"init": "random"})
+    model_config = read_model_config(without_weights, config.data.max_length)
+    say(f"trying a small copy of {model_config.model_type}")
+    require_documents_apart(config, model_config)
+    require_composable(config, model_config)
+    if config.model.init == "pretrained":
+        _require_fitting_files(config.model.path)
+    return model_config, ""
 
 
 def describe_config(made: ConfigPlan) -> Iterator[str]:
@@ -149,7 +151,7 @@ def machine_of(options: argparse.Namespace, config: Config) -> Machine:
     measured = read_measured(Path(config.run.dir), nodes, ranks)
     if measured.ranks:
         print(f"Bandwidths: as the preflight of {config.run.dir} has measured them")
-    nic, nvlink, tflops = (default for default, _ in _RATES.values())
+    nic, nvlink, tflops = (default for default, _ in RATES.values())
 
     def rate(given: float | None, unit: float, measured: float | None, default: float) -> float:
         return given * unit if given is not None else measured or default * unit

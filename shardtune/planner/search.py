@@ -6,9 +6,10 @@ simulated, those of the most promising ones.
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, islice, product
 from typing import Any
@@ -26,14 +27,16 @@ from shardtune.planner.host_link import host_link, host_states_bytes
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, floors_s, make_plan
 from shardtune.planner.shapes import Shapes, host_inputs_bytes, least_traffic, rough_memory
+from shardtune.planner.status_lines import Say, silent
 
 _MOST_SIMULATED = 3
 _SLOW = 1.5  # times the step of the fastest mesh: then a run says so
 _FASTER = 0.95  # times a step: a smaller gain is not worth a change
 _MARGIN = 0.95  # of the memory, where no step is simulated
 _TRIAL_LAYERS = 4
+_MOST_RANKS = 4096
 _SHORT_ROW = 1024  # tokens: neither halved nor shared
-_ADAPTERS: dict[str, Any] = {"lora.rank": 16}
+ADAPTERS: dict[str, Any] = {"lora.rank": 16}
 _MESH = (
     "parallel.stages",
     "parallel.replicate",
@@ -95,10 +98,15 @@ class Search:
         plan: Plan,
         model_config: PreTrainedConfig,
         may_change: Callable[[str], bool] | None = None,
+        say: Say = silent,
     ) -> None:
-        """`may_change`: whether a key may have another value; None: each may."""
+        """`may_change`: whether a key may have another value; None: each may.
+
+        `say` is called before each step that is simulated.
+        """
         self._plan, self._model_config = plan, model_config
         self._may_change = may_change or bool  # a key is not empty
+        self._say = say
         self._own = self._estimate({}, "", plan.config, plan.shapes)
 
     def much_faster_mesh(self) -> tuple[Estimate, Estimate] | None:
@@ -121,11 +129,61 @@ class Search:
 
         That is one other mesh, or where none fits, several, each with the fewest other settings.
         """
+        plan = self._plan
+        # For other meshes the arithmetic is about as far off as for this one.
+        own_off = 0.0 if plan.reason else plan.needed_bytes - self._own.peak_bytes
+        groups = _settings(self._same_training(), _less_training(plan.config))
+        if plan.fits:
+            slowest_s = _FASTER * plan.floor_s
+            return self._try(islice(groups, 1), own_off, simulations, slowest_s=slowest_s)
+        return self._try(groups, own_off, simulations)
+
+    def fastest(self, simulations: Simulations) -> Change | None:
+        """Return the fastest mesh that fits, with the fewest other settings that train the same.
+
+        The plan may be a bound.
+        """
+        margin = (1 - _MARGIN) * self._plan.machine.memory_bytes
+        groups = _settings(self._same_training(), [])
+        return next(iter(self._try(groups, margin, simulations, wanted=1)), None)
+
+    def fewest_nodes(self) -> tuple[int, Estimate] | None:
+        """Return how many nodes of this kind hold the run, in another mesh, and that mesh.
+
+        That is arithmetic: no step is simulated.
+        """
+        nodes, most = self._plan.machine.nodes, _MOST_RANKS // self._plan.machine.ranks_per_node
+        while nodes <= most:
+            if found := self._on(nodes):
+                step = max(1, nodes // 8)
+                fewer = ((n, self._on(n)) for n in range(nodes // 2 + step, nodes, step))
+                return next(((n, each) for n, each in fewer if each), (nodes, found))
+            nodes *= 2
+        return None
+
+    def _on(self, nodes: int) -> Estimate | None:
+        """Return the fastest mesh on so many nodes that fits by arithmetic, with a margin."""
+        plan = replace(self._plan, machine=replace(self._plan.machine, nodes=nodes))
+        limit = _MARGIN * plan.machine.memory_bytes
+        there = Search(plan, self._model_config, self._may_change)._estimates({}, "")
+        fitting = (each for each in there if each.peak_bytes <= limit)
+        return next(filter(self._can_be_cut, fitting), None)
+
+    def _try(
+        self,
+        groups: Iterable[list[Setting]],
+        own_off: float,
+        simulations: Simulations,
+        slowest_s: float = math.inf,
+        wanted: int = _MOST_SIMULATED,
+    ) -> list[Change]:
+        """Return what fits of the first group of which a part does, the fastest first.
+
+        `own_off`: the bytes by which the arithmetic may be too low. `wanted`: how many at most.
+        """
         plan, simulations = self._plan, simulations.without_evaluation()
         left, memory_bytes = _MOST_SIMULATED, plan.machine.memory_bytes
-        # For other meshes the arithmetic is about as far off as for this one, until one with as
-        # many stages, which have layers of their own in flight, has been simulated.
-        own_off = 0.0 if plan.reason else plan.needed_bytes - self._own.peak_bytes
+        # A mesh with as many stages, which have layers of their own in flight, knows better.
         off: dict[tuple[int, int], float] = {}  # by numbers of stages, and of ranks that share rows
 
         def fits(each: Estimate) -> bool:
@@ -133,8 +191,7 @@ class Search:
             peak_bytes = each.peak_bytes + off.get((each.stages, each.context), of_tokens)
             return peak_bytes <= memory_bytes
 
-        groups = _settings(plan.config, plan.machine.is_gpu, self._degrees())
-        for settings in islice(groups, 1 if plan.fits else None):
+        for settings in groups:
             estimates: list[Estimate] = []
             for values, price in settings:
                 if all(map(self._may_change, values)):
@@ -142,8 +199,8 @@ class Search:
                     estimates += found[: 1 if values else None]  # with a price one is enough
             changes: list[Change] = []
             for each in sorted(estimates, key=Estimate.rank):
-                is_faster = not plan.fits or each.floor_s < _FASTER * plan.floor_s
-                if not left or not is_faster or (changes and not each.price):
+                is_enough = len(changes) == wanted or (changes and not each.price)
+                if not left or each.floor_s >= slowest_s or is_enough:
                     break
                 if any(each.price == change.price for change in changes):
                     continue  # another degree fits, and is faster
@@ -161,8 +218,13 @@ class Search:
                 return sorted(changes, key=lambda change: change.plan.seconds_per_token)
         return []
 
+    def _same_training(self) -> list[list[Setting]]:
+        return list(_same_training(self._plan.config, self._plan.machine.is_gpu, self._degrees()))
+
     def _simulate(self, estimate: Estimate, simulations: Simulations) -> Change | None:
         plan, config = self._plan, estimate.config
+        named = with_mesh(estimate.values, plan.config)
+        self._say(f"simulating a step with {' '.join(as_arguments(named)) or 'no other keys'}")
         try:
             made = make_plan(config, self._model_config, plan.machine, simulations, plan.reason)
         except UserError:  # shards would cut the blocks of an optimizer
@@ -203,7 +265,7 @@ class Search:
 
     @cached_property
     def _with_adapters(self) -> Shapes:
-        config = with_values(self._plan.config, _ADAPTERS)
+        config = with_values(self._plan.config, ADAPTERS)
         return make_plan(config, self._model_config, self._plan.machine, reason="-").shapes
 
     def _degrees(self) -> list[int]:
@@ -252,14 +314,19 @@ def launch_command(
 
     `given`: the arguments without them.
     """
-    changed = with_values(config, values)
-    mesh = {key: _value(changed, key) for key in _MESH}
-    named = {k: n for k, n in mesh.items() if n != _value(config, k) or n != KEYS[k].default}
-    named |= values
+    named = with_mesh(values, config)
     kept = [each for each in given if each.partition("=")[0] not in named]
     sizes = {"NNODES": (machine.nodes, 2), "GPUS_PER_NODE": (machine.ranks_per_node, 8)}
     environment = [f"{name}={n}" for name, (n, default) in sizes.items() if n != default]
     return shlex.join([*environment, "./launch_node0.sh", *kept, *as_arguments(named)])
+
+
+def with_mesh(values: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return values of keys, and before them what a mesh needs beside the defaults."""
+    changed = with_values(config, values)
+    mesh = {key: _value(changed, key) for key in _MESH}
+    named = {k: n for k, n in mesh.items() if n != _value(config, k) or n != KEYS[k].default}
+    return named | dict(values)
 
 
 def as_arguments(values: Mapping[str, Any]) -> Iterator[str]:
@@ -268,14 +335,10 @@ def as_arguments(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _settings(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iterator[list[Setting]]:
+def _settings(same: list[list[Setting]], less: list[Setting]) -> Iterator[list[Setting]]:
     """Yield groups of settings, each with its price: first none, then the fewest that may help, and
     only at last those that train less.
-
-    `degrees`: the numbers of ranks that could share each row.
     """
-    same = list(_same_training(config, is_gpu, degrees))
-    less = _less_training(config)
     for n_less, n_same in product(range(len(less) + 1), range(len(same) + 1)):
         yield [
             (
@@ -289,7 +352,10 @@ def _settings(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iterator[
 
 
 def _same_training(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iterator[list[Setting]]:
-    """Yield settings that train all of the data, those among which there is a choice together."""
+    """Yield settings that train all of the data, those among which there is a choice together.
+
+    `degrees`: the numbers of ranks that could share each row.
+    """
     model, trains_all = config.model, config.lora.rank is None
     if not model.keeps_inputs_alone:
         price = "about a third more arithmetic"
@@ -325,7 +391,7 @@ def _same_training(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iter
 def _less_training(config: Config) -> list[Setting]:
     less: list[Setting] = []
     if config.lora.rank is None:
-        less.append((_ADAPTERS, "trains adapters alone"))
+        less.append((ADAPTERS, "trains adapters alone"))
     if config.data.max_length > _SHORT_ROW:
         rows = {"data.max_length": config.data.max_length // 2}
         less.append((rows, "longer records lose turns"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardtune.planner.duration import RunLength
 from shardtune.planner.machine import DISK_BYTES_PER_S
 from shardtune.planner.plan import Plan
 from shardtune.planner.roofline import gpu_of
-from shardtune.planner.search import Change, as_arguments
+from shardtune.planner.search import Change, Estimate, as_arguments
 from shardtune.planner.simulate import EXPERT_IMBALANCE
 from shardtune.planner.storage import Storage
 from shardtune.planner.tracker import Cause
@@ -173,6 +173,26 @@ def describe_changes(plan: Plan, changes: Sequence[Change], command: str) -> Ite
             f"The fastest mesh that fits takes at least {best.floor_s:.3g} s a step{bubble} and "
             f"{gb(best.peak_bytes)} GB: {command}"
         )
+
+
+def describe_room(plan: Plan, room: Mapping[str, tuple[int, Estimate] | None]) -> Iterator[str]:
+    """Yield what would hold a model whose states alone exceed the memory.
+
+    `room`: for what may be trained, from how many nodes it fits, and its mesh there.
+    """
+    states, memory = gb(plan.states.total), gb(plan.machine.memory_bytes)
+    yield (
+        f"The states alone are {states} GB for the {memory} GB of each GPU. By arithmetic, within "
+        f"a tenth, a run fits on nodes of {plan.machine.ranks_per_node} such GPUs:"
+    )
+    rows = []
+    for trained, found in room.items():
+        cells = ["-", "-", "-"]
+        if found:
+            nodes, mesh = found
+            cells = [f"{nodes}", gb(mesh.peak_bytes), " ".join(as_arguments(mesh.values))]
+        rows.append([trained, *cells])
+    yield from table(["trained", "from nodes", "peak, GB", "with"], rows)
 
 
 def gb(n_bytes: float) -> str:

@@ -14,7 +14,8 @@ from benchmarks.plans import CONFIGS, plan_of
 from shardtune.config_io import load_config
 from shardtune.model.attention_check import require_documents_apart
 from shardtune.model.files import read_model_config
-from shardtune.planner.command import add_arguments, plan_run
+from shardtune.planner.arguments import add_arguments
+from shardtune.planner.command import plan_run
 
 # Of each: nodes, the billions of parameters in its name or card, and settings.
 EXPERTS = "parallel.expert=8"

@@ -22,7 +22,7 @@ from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.search import Change, Search, launch_command
-from shardtune.planner.text import describe
+from shardtune.planner.text import describe, describe_room
 from shardtune.planner.verdict import lacking
 
 WIDE = {
@@ -210,6 +210,24 @@ def test_host_memory_by_arithmetic_is_that_of_the_plan(stages: int, replicate: i
     plan = make_plan(config, GLM, machine(80e9), reason="-")
     held = plan.storage.states_bytes + plan.storage.inputs_bytes
     assert Search(plan, GLM)._own.host_bytes == pytest.approx(held, rel=0.02)
+
+
+def test_the_fewest_nodes_that_hold_a_large_model_are_said() -> None:
+    deep = LlamaConfig(**WIDE | {"num_hidden_layers": 64}, intermediate_size=16384)
+    plan = make_plan(configured(), deep, machine(6.5e9), reason="-")
+    assert plan.states.total > plan.machine.memory_bytes
+    search = Search(plan, deep)
+    found = search.fewest_nodes()
+    assert found and found[1].peak_bytes <= 0.95 * 6.5e9
+    assert [bool(search._on(n)) for n in range(2, found[0] + 1)] == [False] * (found[0] - 2) + [
+        True
+    ]
+    *_, head, fits, never = describe_room(plan, {"all weights": found, "adapters": None})
+    assert head.split()[:3] == ["trained", "from", "nodes"]
+    assert fits.split()[:3] == ["all", "weights", f"{found[0]}"] and "parallel.stages=" in fits
+    assert never.split() == ["adapters", "-", "-", "-"]
+    too_small = replace(plan, machine=machine(4e9))  # the device takes that itself
+    assert Search(too_small, deep).fewest_nodes() is None
 
 
 def test_where_another_mesh_fits_no_setting_changes() -> None:

@@ -1,0 +1,42 @@
+"""The arguments of `shardtune inspect-data`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+RECORDS_IN_PICTURE = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", required=True, type=Path, metavar="FILE", help="the run's configuration"
+    )
+    parser.add_argument(
+        "--records",
+        type=int,
+        metavar="N",
+        help="show the first N records of data.train "
+        f"(default: {RECORDS_IN_PICTURE}; all of them with --json)",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="show what step N trains instead: of the run in run.dir, or as one rank would take it",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one object a line per sequence, before packing: "
+        '{"record": n, "input_ids": [...], "trained": [...], "place": "FILE:LINE"}',
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page instead: conversations with what is trained in colour, and histograms",
+    )
+    parser.add_argument(
+        "assignments", nargs="*", metavar="section.key=value", help="override the configuration"
+    )

@@ -1,0 +1,143 @@
+"""What a model's config.json refutes by its numbers alone, before torch is imported for seconds.
+
+The checks of the built model use the same messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from shardtune.config import Config
+from shardtune.distributed.division import mesh_problems, split_stage
+from shardtune.errors import UserError, divisors
+
+# The ways of quantising that are read.
+METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+# Models whose files are not read, and where the same ones are in bfloat16.
+_BFLOAT16_COPIES = {"Kimi-K2-Thinking": "unsloth/Kimi-K2-Thinking-BF16"}
+
+
+def require_possible(config: Config, nodes: int, ranks_per_node: int) -> None:
+    """Compare a run's mesh and rows with its machine and the model's config.json, if it is here.
+
+    Raises:
+        UserError: with each problem.
+    """
+    ranks = nodes * ranks_per_node
+    problems = list(mesh_problems(ranks, config.parallel))
+    if not problems:
+        nodes_of_ranks = [rank // ranks_per_node for rank in range(ranks)]
+        problems += filter(None, [split_stage(nodes_of_ranks, config.parallel.stages)])
+    given = _read(config.model.path)
+    if given:
+        problems += _problems(config, given, ranks)
+    if problems:
+        raise UserError(*problems)
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return the config.json of a directory or of the hub's cache, or nothing where it has none.
+
+    Raises:
+        UserError: a directory's cannot be read.
+    """
+    folder = Path(path)
+    try:
+        if folder.is_dir():
+            file: Any = folder / "config.json"
+        else:
+            file = try_to_load_from_cache(path, "config.json")
+        is_here = isinstance(file, (str, Path))
+        given = json.loads(Path(file).read_text(encoding="utf-8")) if is_here else {}
+    except (OSError, ValueError) as error:
+        if not folder.is_dir():  # not a name that the hub could have, say
+            return {}
+        raise UserError(
+            f"model.path={path}: its config.json cannot be read ({error}) - name a hub id or a "
+            "directory with a config.json"
+        ) from error
+    return given if isinstance(given, dict) else {}
+
+
+def _problems(config: Config, given: Mapping[str, Any], ranks: int) -> Iterator[str]:
+    path, parallel = config.model.path, config.parallel
+    inner = given.get("text_config")
+    text = {**given, **inner} if isinstance(inner, dict) else given
+    kind = str(given.get("model_type"))
+
+    def number(*names: str) -> int:
+        found = (text[name] for name in names if type(text.get(name)) is int)
+        return next(found, 0)
+
+    yield from filter(
+        None,
+        [
+            unread_quantisation(text, path),
+            beyond_positions(config.data.max_length, number("max_position_embeddings"), path),
+            undivided_heads(parallel.context, number("num_attention_heads"), kind),
+            undivided_experts(parallel.expert, number(*_EXPERTS), kind),
+            too_few_layers(parallel.stages, number("num_hidden_layers"), ranks, kind),
+        ],
+    )
+
+
+def beyond_positions(max_length: int, positions: int, path: str) -> str:
+    """Return why rows are too long for a model, or an empty text. `positions`: 0 if any."""
+    if not 0 < positions < max_length:
+        return ""
+    return (
+        f"data.max_length={max_length} is beyond the {positions} positions of {path} - "
+        f"use data.max_length={positions} or less"
+    )
+
+
+def undivided_heads(degree: int, heads: int, kind: str) -> str:
+    """Return why so many ranks cannot share a row of a model with these heads, or an empty text."""
+    if heads % degree == 0:
+        return ""
+    return (
+        f"parallel.context={degree} does not divide the {heads} heads of {kind} - use one of "
+        f"{divisors(heads)} that divides world size / parallel.stages too"
+    )
+
+
+def undivided_experts(degree: int, experts: int, kind: str) -> str:
+    """Return why experts cannot be spread over so many ranks, or an empty text."""
+    if experts % degree == 0:
+        return ""
+    return (
+        f"parallel.expert={degree} does not divide the {experts} experts of {kind} - "
+        f"use one of {divisors(experts)} that divides world size / parallel.replicate too"
+    )
+
+
+def too_few_layers(stages: int, layers: int, ranks: int, kind: str) -> str:
+    """Return why a model cannot be cut into so many stages of these ranks, or an empty text."""
+    if not 0 < layers < stages:
+        return ""
+    fewer = [n for n in range(1, layers + 1) if ranks % n == 0]
+    return f"parallel.stages={stages}: {kind} has {layers} layers - use parallel.stages={fewer[-1]}"
+
+
+def unread_quantisation(given: Mapping[str, Any], path: str) -> str:
+    """Return why quantised weights of such a config.json are not read, or an empty text."""
+    quantisation = given.get("quantization_config")
+    if not quantisation or not isinstance(quantisation, Mapping):
+        return ""
+    method = quantisation.get("quant_method")
+    has_fp4 = "fp4" in (quantisation.get("expert_dtype"), given.get("expert_dtype"))
+    if method in METHODS and not has_fp4:
+        return ""
+    details = [quantisation.get("format"), "FP4 experts" if has_fp4 else ""]
+    said = ", ".join(filter(None, details))
+    remedy = f"use {_BFLOAT16_COPIES.get(Path(path).name) or 'a copy of the model in bfloat16'}"
+    return (
+        f"model.path={path}: its weights are quantised by {method}"
+        f"{f' ({said})' if said else ''}, and block FP8, MXFP8 and MXFP4 are read - {remedy}"
+    )

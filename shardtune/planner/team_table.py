@@ -1,0 +1,97 @@
+"""What a team could train of a model on the nodes that it has: a table of what fits."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
+
+from shardtune.config import Config
+from shardtune.errors import DoesNotFit
+from shardtune.planner.arguments import read_config
+from shardtune.planner.command import machine_of, read_model
+from shardtune.planner.extrapolate import Simulations
+from shardtune.planner.plan import make_plan
+from shardtune.planner.search import ADAPTERS, Change, Search, as_arguments, with_mesh, with_values
+from shardtune.planner.status_lines import Say
+from shardtune.planner.text import gb, table
+
+_ROWS = 32  # of a step, at least
+_ACCUMULATION = "train.gradient_accumulation_steps"
+_HEAD = ["nodes", "trains", "fits", "peak, GB", "step, s at least", "tokens/s at most", "settings"]
+
+
+class _Model(NamedTuple):
+    config: PreTrainedConfig
+    reason: str  # why no step of it can be simulated
+    simulations: Simulations
+
+
+def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
+    """Print what fits on each number of nodes: all weights, and adapters.
+
+    Raises:
+        UserError: the run would be refused, or with code 3, nothing fits.
+    """
+    model_config, reason = read_model(read_config(runs[0]), say)
+    model = _Model(model_config, reason, Simulations(model_config))
+    rows: list[list[str]] = []
+    lines: list[str] = []
+    for options in runs:
+        config = read_config(options)
+        adapters = {} if config.lora.rank else ADAPTERS
+        for trains, values in {"all weights": {"lora.rank": None}, "LoRA": adapters}.items():
+            say(f"looking for {trains} on {options.nodes} x {options.gpus_per_node} GPUs")
+            search, other = _search(options, with_values(config, values), model, say)
+            change = search.fastest(model.simulations)
+            rows.append([f"{options.nodes}", trains, *_cells(change, other)])
+            if not change and options is runs[-1]:
+                lines += _from_more_nodes(search, trains)
+    print(*table(_HEAD, rows), sep="\n")
+    print(*lines, *_assumptions(config, model), sep="\n")
+    if all(row[2] == "no" for row in rows):
+        raise DoesNotFit(f"nothing of {config.model.path} fits - take more or larger GPUs")
+
+
+def _search(
+    options: argparse.Namespace, config: Config, model: _Model, say: Say
+) -> tuple[Search, Config]:
+    """Return the search for one row of the table, and the configuration that it begins with."""
+    machine = machine_of(options, config)
+    if config.origins[_ACCUMULATION] == "default":
+        ranks = machine.ranks * config.train.micro_batch_size // config.parallel.context
+        config = with_values(config, {_ACCUMULATION: max(1, _ROWS // ranks)})
+    # Only what is found is simulated: the mesh that it begins with may fit nowhere.
+    plan = make_plan(config, model.config, machine, model.simulations, reason=model.reason or "-")
+    return Search(replace(plan, reason=model.reason), model.config, say=say), config
+
+
+def _cells(change: Change | None, config: Config) -> list[str]:
+    if not change:
+        return ["no", "-", "-", "-", "-"]
+    plan, named = change.plan, with_mesh(change.values, config)
+    tokens_per_s = float(f"{1 / plan.seconds_per_token:.3g}")
+    speeds = [f"{plan.floor_s:.3g}", f"{tokens_per_s:,.0f}"]
+    return ["yes", gb(plan.peak_bytes), *speeds, " ".join(as_arguments(named))]
+
+
+def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
+    if found := search.fewest_nodes():
+        nodes, mesh = found
+        yield (
+            f"{trains.capitalize()} as configured: from {nodes} nodes, by arithmetic "
+            f"(about {gb(mesh.peak_bytes)} GB)"
+        )
+
+
+def _assumptions(config: Config, model: _Model) -> Iterator[str]:
+    checkpointing = config.model.activation_checkpointing
+    yield (
+        f"Rows of {config.data.max_length:,} tokens, {_ROWS} or more of them a step where "
+        f"{_ACCUMULATION} is not given, model.activation_checkpointing={checkpointing}"
+    )
+    how = f"bounded by shapes, since {model.reason}" if model.reason else "simulated"
+    yield f"Each row that fits is {how}; a plan of its settings has the memory by phase and cause"

@@ -1,0 +1,91 @@
+"""`shardtune plan` as advice: what a team could train, and what it refuses before torch is read."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.commands import REPOSITORY
+from helpers.planned import LLAMA
+from transformers import LlamaConfig
+
+from shardtune.__main__ import COMMANDS, run
+
+# Each command line, and what is refused; for none the command's help.
+REFUSED = {
+    "--config /dev/null model.path=MODEL data.train=a parallel.replicate=3": (
+        "parallel.replicate=3 does not divide the world size, 16"
+    ),
+    "MODEL parallel.expert=8": "parallel.expert=8 does not divide the 12 experts of own",
+    "MODEL parallel.context=8": "parallel.context=8 does not divide the 12 heads of own",
+    "MODEL data.max_length=8192": "data.max_length=8192 is beyond the 4096 positions of MODEL",
+    "MODEL parallel.stages=4 --nodes 4": "parallel.stages=4: own has 2 layers",
+    "MODEL --gpu-memory 0": "--gpu-memory 0: no such machine",
+    "QUANTISED": "its weights are quantised by awq",
+    ".": "its config.json cannot be read",
+    "": "neither a configuration nor one model is given",
+    "model.path=MODEL": "neither a configuration nor one model is given",
+}
+SCRIPT = """
+import json, sys
+from shardtune.__main__ import run
+for arguments in json.loads(sys.argv[1]):
+    try:
+        print(run(arguments), file=sys.stderr)
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_path: Path) -> None:
+    """That takes seconds."""
+    model = {
+        "model_type": "own",
+        "text_config": {"num_experts": 12, "num_attention_heads": 12, "num_hidden_layers": 2},
+        "max_position_embeddings": 4096,
+    }
+    for name, more in {"MODEL": {}, "QUANTISED": {"quant_method": "awq"}}.items():
+        (tmp_path / name).mkdir()
+        text = json.dumps(model | {"quantization_config": more})
+        (tmp_path / name / "config.json").write_text(text, encoding="utf-8")
+    lines = [["plan", *line.split()] for line in REFUSED]
+    given = json.dumps([*lines, *([name, "--help"] for name in COMMANDS)])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, given],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == 2 * len(REFUSED) + len(COMMANDS)
+    for line, code, expected in zip(said[::2], said[1::2], REFUSED.values(), strict=False):
+        assert line.startswith("ERROR: ") and expected in line and code == "2"
+    assert set(said[2 * len(REFUSED) :]) == {"0"}
+
+
+def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a GPU 4 GB are allowed for the device's own; frozen weights fit into the rest."""
+    wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256})
+    wide.save_pretrained(tmp_path)
+    machine = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
+    assert run(["plan", str(tmp_path), *machine, "4.8", "data.max_length=64"]) == 0
+    printed = capsys.readouterr()
+    head, whole, adapters, more, *_ = printed.out.splitlines()
+    assert head.split()[:3] == ["nodes", "trains", "fits"]
+    assert whole.split() == ["1", "all", "weights", "no", *"----"]
+    assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 4 < float(adapters.split()[3]) <= 4.8
+    assert "train.gradient_accumulation_steps=32" in adapters
+    assert re.match(r"All weights as configured: from \d+ nodes, by arithmetic", more)
+    assert "Plan: simulating a step with train.gradient_accumulation_steps" in printed.err
+    assert run(["plan", str(tmp_path), *machine, "4.1", "data.max_length=64"]) == 3
+    assert capsys.readouterr().err.splitlines()[-1].startswith("ERROR: nothing of ")
