@@ -20,6 +20,16 @@ from shardtune.report.read_run import Entry, RunRecord
 from shardtune.report.summary import NOT_WRITTEN, card, figures, when
 from shardtune.run_files import METRICS
 
+# The anchor and the heading of each table that has rows.
+_HEADINGS = {
+    "evaluations": ("evaluations", "Evaluations"),
+    "slow_ranks": ("ranks-table", "Slow ranks"),
+    "divisions": ("profile", "Profiled steps"),
+    "starts": ("starts", "Starts and what changed"),
+    "data_lines": ("data", "Data"),
+    "settings": ("configuration", "Configuration"),
+}
+
 
 def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
     """Write the page to `out`, and a PNG of each chart into the folder beside it.
@@ -54,14 +64,6 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         "profiles": [link for run in runs for link in _profiles(run, out.parent)],
         "settings": _settings(runs),
     }
-    headings = {
-        "evaluations": ("evaluations", "Evaluations"),
-        "slow_ranks": ("ranks-table", "Slow ranks"),
-        "divisions": ("profile", "Profiled steps"),
-        "starts": ("starts", "Starts and what changed"),
-        "data_lines": ("data", "Data"),
-        "settings": ("configuration", "Configuration"),
-    }
     environment = jinja2.Environment(autoescape=True, trim_blocks=False)
     template = files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
     html = environment.from_string(template).render(
@@ -75,7 +77,7 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[str]:
         cards="\n\n".join(map(card, runs)),
         overview=_overview(runs) if len(runs) > 1 else [],
         charts=charts,
-        sections=[heading for name, heading in headings.items() if tables[name]],
+        sections=[heading for name, heading in _HEADINGS.items() if tables[name]],
         **tables,
     )
     temporary = out.with_name(f".{out.name}.tmp")

@@ -53,8 +53,7 @@ def build_train_context(
 
     Files of another run are moved aside once that checkpoint is loaded.
     """
-    world = run.world
-    config = run.config.moving_states(is_gpu=world.device.type == "cuda")
+    config, world = run.config.moving_states(is_gpu=run.world.device.type == "cuda"), run.world
     world.progress.enter(Phase.LOADING)
     states = model, owned, host, optimizer = build_states(config, model_config, world)
     update = optim.update_kind(optimizer, world.device)

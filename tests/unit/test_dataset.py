@@ -389,7 +389,7 @@ def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -
 def test_evaluation_data_of_its_own_leaves_the_train_data_whole(
     model: Path, tmp_path: Path
 ) -> None:
-    train = write(tmp_path / "a.jsonl", [chat("q")] * 20)
+    train = write(tmp_path / "a.jsonl", [chat(f"q{i}") for i in range(20)])
     other = write(tmp_path / "b.jsonl", [chat("r")])
     prepared = Run(model, train, eval=str(other), eval_fraction=0.5).prepared
     assert (len(prepared.train), len(prepared.eval[""])) == (20, 1)
