@@ -57,7 +57,7 @@ def main() -> None:
             "Nothing is left to train."
         )
     else:
-        plan.require_fit()
+        plan.require_fit(schedule.total_steps)
         context = build_train_context(run, model_config, data, assets, schedule, plan.decided)
         with (
             context.metrics,

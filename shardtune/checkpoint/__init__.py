@@ -8,10 +8,12 @@ checkpoint_0001000/
   COMPLETE                 written last; holds the manifest's digest
 
 A save passes train_state, slices, saver, staging, safetensors_writer, commit and manifest; a resume
-run_dir, resume, resume_rules (which refuses a changed key), verify and load. Models are made by
-export/ with assets. Every system call that changes a file is in durable_fs.
+run_dir, resume, resume_rules (which refuses a changed key), verify and load; free_space says what a
+disk has room for. Models are made by export/ with assets. Every system call that changes a file is
+in durable_fs.
 """
 
+from shardtune.checkpoint.free_space import Disk, find_disks
 from shardtune.checkpoint.load import load_checkpoint
 from shardtune.checkpoint.manifest import Checkpoint, open_checkpoint
 from shardtune.checkpoint.resume import agree_on_checkpoint, clear_leftovers
@@ -20,9 +22,11 @@ from shardtune.checkpoint.verify import verify_checkpoint
 
 __all__ = [
     "Checkpoint",
+    "Disk",
     "Saver",
     "agree_on_checkpoint",
     "clear_leftovers",
+    "find_disks",
     "load_checkpoint",
     "open_checkpoint",
     "verify_checkpoint",

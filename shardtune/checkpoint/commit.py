@@ -13,6 +13,7 @@ never through a collective: training continues meanwhile.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import time
@@ -28,7 +29,7 @@ import xxhash
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.manifest import ASSETS, find_committed, step_of
 from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
-from shardtune.errors import first_few, first_line
+from shardtune.errors import first_few, first_line, gb
 from shardtune.log import node_logger
 
 _DECISION_ARRIVES_S = 60
@@ -43,7 +44,7 @@ class SaveAttempt:
     """One save: its directories on this rank's disk, and the ranks that take part.
 
     `leader_of[rank]` is the first rank that shares the rank's disk. `assets` are the files beside
-    the tensors, by name.
+    the tensors, by name. `disk_bytes`: what goes to this rank's disk.
     """
 
     staging: Path
@@ -52,6 +53,7 @@ class SaveAttempt:
     leader_of: Sequence[int]
     keep: int
     assets: Mapping[str, bytes]
+    disk_bytes: int
     store: dist.Store
     timeout_s: float
 
@@ -64,7 +66,22 @@ class SaveAttempt:
         if isinstance(error, NotSaved):
             return str(error)
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        return f"rank {self.rank} on {socket.gethostname()}: {kind}{first_line(error)}"
+        place = f"rank {self.rank} on {socket.gethostname()}"
+        return f"{place}: {kind}{first_line(error)}{self._missing(error)}"
+
+    def _missing(self, error: Exception) -> str:
+        """Say how much room a save lacks on a full disk. Its own part, which will go, counts."""
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return ""
+        disk = f"the disk of {self.staging.parent}"
+        needed = f"; a checkpoint takes {gb(self.disk_bytes)} of {disk}"
+        try:
+            room = durable_fs.free_bytes(self.staging.parent) + durable_fs.size(self.staging)
+        except OSError:
+            return needed
+        missing = self.disk_bytes - room  # a quota leaves less than that
+        less = f", {gb(missing)} more than it has free" if missing > 0 else ""
+        return f"{needed}{less}"
 
 
 def write_and_commit(

@@ -5,7 +5,9 @@ Their order decides what survives a crash. Tests replace this module's `os` to r
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +154,20 @@ def move_aside(path: Path, name: Path | None = None) -> Path:
         number += 1
     rename(path, aside)
     return aside
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes that this process may still write to the disk of a directory."""
+    return shutil.disk_usage(path).free
+
+
+def size(path: Path) -> int:
+    """Return the bytes that a directory takes of its disk, while others may write there."""
+    total = 0
+    for file in (path, *path.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            total += 512 * file.lstat().st_blocks
+    return total
 
 
 def delete(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,24 @@ def _recover(checkpoint: Checkpoint, run_dir: RunDir, world: World) -> Checkpoin
     return replace(checkpoint, directories=final)
 
 
+def leftovers(run_dir: RunDir, resumed: Checkpoint | None) -> list[Path]:
+    """Return what `clear_leftovers` will delete on this rank's disk."""
+    entries = [path for path in _entries(run_dir.checkpoints) if _is_unfinished(path, resumed)]
+    best = durable_fs.unfinished(run_dir.path / BEST)
+    return entries + [best] * best.exists()
+
+
+def _is_unfinished(path: Path, resumed: Checkpoint | None) -> bool:
+    """Return whether a save or a deletion was cut short, and left no checkpoint that is whole."""
+    is_hidden = path.name.startswith(".checkpoint_") and not _is_part(path, resumed)
+    return is_hidden and not (_STAGING.fullmatch(path.name) and (path / "COMPLETE").exists())
+
+
+def _is_part(path: Path, checkpoint: Checkpoint | None) -> bool:
+    parts = checkpoint.directories if checkpoint else []
+    return path.exists() and any(map(path.samefile, parts))
+
+
 def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> None:
     """Leave on every disk only what belongs to the run that goes on from `resumed`. Collective.
 
@@ -156,23 +175,17 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
     they could be mistaken for this run's own. So are checkpoints newer than the one it resumes
     from, or, if that is elsewhere, everything that an earlier run left.
     """
-
-    def is_part(path: Path) -> bool:
-        parts = resumed.directories if resumed else []
-        return path.exists() and any(map(path.samefile, parts))
-
+    is_part = partial(_is_part, checkpoint=resumed)
     entries = _entries(run_dir.checkpoints)
     is_of_this_run = any(world.all_gather_json(any(map(is_part, entries))))
 
     def clear() -> Iterable[Path]:
         durable_fs.recover_replaced(run_dir.path / BEST)
         for entry in entries:
-            if entry.name.startswith(".checkpoint_") and not is_part(entry):
-                staging = _STAGING.fullmatch(entry.name)
-                if staging and (entry / "COMPLETE").exists():
-                    yield durable_fs.move_aside(entry, entry.with_name(staging[1]))
-                else:
-                    durable_fs.delete(entry)
+            if _is_unfinished(entry, resumed):
+                durable_fs.delete(entry)
+            elif not is_part(entry) and (staging := _STAGING.fullmatch(entry.name)):
+                yield durable_fs.move_aside(entry, entry.with_name(staging[1]))
         checkpoints = find_checkpoints(run_dir.checkpoints)
         if resumed and is_of_this_run:
             newer = [path for path in checkpoints if step_of(path) >= resumed.step]

@@ -87,7 +87,12 @@ class Saver:
         if self._staging:
             optimizer.register_step_pre_hook(self._staging.before_update)
         host = {"node": world.node_rank, "host": socket.gethostname()}
-        self._hosts = world.all_gather_json(host)
+        own_bytes = sum(tensor.nbytes for tensor in self._own_tensors().values())
+        per_rank = world.all_gather_json([host, own_bytes])
+        self._hosts = [host for host, _ in per_rank]
+        leader_of = run_dir.leader_of
+        disk = [rank for rank in range(world.size) if leader_of[rank] == leader_of[world.rank]]
+        self._disk_bytes = sum(per_rank[rank][1] for rank in disk) + sum(map(len, assets.values()))
         self._run_id = world.on_rank0(lambda: secrets.token_hex(4))
         # Another connection: a thread that waits on one blocks its other users.
         store = cast(Any, world.store).clone()
@@ -96,6 +101,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._outcome: list[str | None] | None = None  # of the thread: its problem, or None
         self._problem: str | None = None
+        self.not_saved = ""  # which save has failed and why, until one succeeds
 
     def save(
         self,
@@ -141,6 +147,7 @@ class Saver:
             leader_of=self._run_dir.leader_of,
             keep=self._config.keep,
             assets=self._assets,
+            disk_bytes=self._disk_bytes,
             store=dist.PrefixStore(f"{number}", self._store),
             timeout_s=self._timeout_s,
         )
@@ -154,11 +161,13 @@ class Saver:
             describe = partial(self._describe, work.state)
             write_and_commit(work.attempt, partial(self._write, work), describe)
             logger.info(f"Saved {name}")
+            self.not_saved = ""
             seconds = time.perf_counter() - work.began
             stall_s = seconds if work.stall_s is None else work.stall_s
             work.committed(seconds=seconds, stall_seconds=stall_s)
         except Exception as error:
             problem = work.attempt.describe(error)
+            self.not_saved = f"{name} was not saved: {problem}"
             node_logger.info(f"Not saved: {name}: {problem}")
         self._outcome = [problem]
 

@@ -21,6 +21,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
+from shardtune.checkpoint import find_disks
 from shardtune.config import Config, resume_may_change
 from shardtune.config_io import to_dict
 from shardtune.distributed.host_memory import available_memory
@@ -35,6 +36,7 @@ from shardtune.metrics_schema import PlanEntry
 from shardtune.model.build import compute_dtype
 from shardtune.model.files import read_model_config
 from shardtune.model.flops import device_peak
+from shardtune.planner.disk_room import require_room, saves_left
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, bound_in, make_plan
@@ -98,7 +100,7 @@ class RunPlan:
             if self._bound.allocated_bytes > limit or not self._bound.host_fits:
                 self._process = _simulate(run, self._machine, dtype)
 
-    def require_fit(self) -> None:
+    def require_fit(self, total_steps: int) -> None:
         """Log the verdict, and a mesh that is much faster on the links that the preflight measured.
 
         Call it last before loading: a simulation ends meanwhile.
@@ -106,6 +108,7 @@ class RunPlan:
         Raises:
             UserError: the run does not fit, and run.ignore_plan does not say to start all the same.
         """
+        self._require_room(total_steps)
         config, world = self._run.config, self._run.world
         self._prediction = prediction = world.on_rank0(self._predict)
         if not self._machine.is_gpu:
@@ -125,6 +128,18 @@ class RunPlan:
             )
         if world.is_main:
             self._suggest_mesh()
+
+    def _require_room(self, total_steps: int) -> None:
+        """Hold the disks against what the run will write there."""
+        run = self._run
+        bound = self._bound if run.world.is_main else None
+        written = [bound.storage.checkpoint_bytes, bound.storage.exported_bytes] if bound else []
+        checkpoint_bytes, exported_bytes = run.world.on_rank0(lambda: written)
+        saves = saves_left(run.config.checkpoint.every_steps, run.resumed_step or 0, total_steps)
+        disks = find_disks(run.directory, run.resumed, run.world)
+        for disk in disks if saves else ():
+            part = checkpoint_bytes * disk.ranks / run.world.size
+            require_room(disk, part, exported_bytes * (disk.leader == 0), saves, run.config)
 
     @property
     def decided(self) -> Planned:

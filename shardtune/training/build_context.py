@@ -92,7 +92,7 @@ def build_train_context(
         expert_balance=expert_balance,
         observers=[
             Stragglers(model, metrics, world),  # first: all ranks meet in it
-            StepLog(metrics, whole, schedule.total_steps, planned.device_peak, world.size),
+            StepLog(metrics, whole, schedule.total_steps, planned.device_peak, world.size, saver),
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(run, metrics, schedule),

@@ -6,6 +6,7 @@ import time
 
 from transformers import PreTrainedModel
 
+from shardtune.checkpoint import Saver
 from shardtune.log import logger
 from shardtune.metrics_schema import StepEntry
 from shardtune.model.flops import DevicePeak, MfuMeter
@@ -16,7 +17,7 @@ from shardtune.training.observer import StepEnded, StepObserver
 class StepLog(StepObserver):
     """Write each step to `metrics.jsonl`; log a line of each that is due.
 
-    A line has the mean speed since the line before it.
+    A line has the mean speed since the line before it, and the last save if that has failed.
     """
 
     def __init__(
@@ -26,8 +27,9 @@ class StepLog(StepObserver):
         total_steps: int,
         device_peak: DevicePeak,
         ranks: int,
+        saver: Saver,
     ) -> None:
-        self._metrics, self._total_steps = metrics, total_steps
+        self._metrics, self._total_steps, self._saver = metrics, total_steps, saver
         self._mfu = MfuMeter(model, device_peak, ranks)
         # Seconds, tokens, and MFU x seconds of each step since the last line.
         self._unlogged: list[tuple[float, int, float]] = []
@@ -73,6 +75,7 @@ class StepLog(StepObserver):
             f"ETA {_duration((total - number) * seconds / steps)}",
             time.strftime("%H:%M:%S"),
             *([f"{reserved / 1e9:.1f} GB reserved"] if reserved else []),
+            *filter(None, [self._saver.not_saved]),
         ]
         logger.info(" | ".join(fields))
         self._unlogged.clear()

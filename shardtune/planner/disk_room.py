@@ -1,0 +1,54 @@
+"""Whether a disk has room for what a run writes there, as planned: before its weights are read."""
+
+from __future__ import annotations
+
+from shardtune.checkpoint import Disk
+from shardtune.config import Config
+from shardtune.errors import UserError, gb
+from shardtune.log import logger
+
+
+def saves_left(every_steps: int, first_step: int, total_steps: int) -> int:
+    """Return how many checkpoints are saved after `first_step`: the last step is."""
+    if first_step >= total_steps:
+        return 0
+    if every_steps == 0:
+        return 1
+    return total_steps // every_steps - first_step // every_steps + (total_steps % every_steps > 0)
+
+
+def require_room(
+    disk: Disk, checkpoint_bytes: float, exported_bytes: float, saves: int, config: Config
+) -> None:
+    """Log where a disk cannot hold the run's end.
+
+    `checkpoint_bytes`: its part of one. `exported_bytes`: of the models that it gets.
+
+    Raises:
+        UserError: it cannot hold one checkpoint, and run.ignore_plan does not say to start all the
+            same.
+    """
+    place = f"run.dir={config.run.dir} on {disk.node}"
+    free = f"{gb(disk.room)} are free"
+    if disk.cleared_bytes:
+        free += f" ({gb(disk.cleared_bytes)} of it once unfinished saves are deleted)"
+    if checkpoint_bytes > disk.room:
+        problem = f"{place}: a checkpoint takes {gb(checkpoint_bytes)} of this disk, and {free}"
+        if not config.run.ignore_plan:
+            raise UserError(
+                f"{problem} - free {gb(checkpoint_bytes - disk.room)}, or name a run.dir on "
+                "another disk; run.ignore_plan=true starts it all the same"
+            )
+        logger.info(f"Disk: {problem}; the run starts all the same (run.ignore_plan=true)")
+        return
+    # The next one is written before the oldest is deleted.
+    most = max(disk.checkpoints, min(config.checkpoint.keep + 1, disk.checkpoints + saves))
+    more = (most - disk.checkpoints) * checkpoint_bytes + exported_bytes
+    if more > disk.room:
+        models = f" and {gb(exported_bytes)} of models" if exported_bytes else ""
+        logger.info(
+            f"Disk: {place}: {free}, and the run will add {gb(more)}: checkpoints "
+            f"(checkpoint.keep={config.checkpoint.keep}, and the next one){models}. Make room for "
+            f"{gb(more - disk.room)} meanwhile, or lower checkpoint.keep: a save that fails is "
+            "said, and training goes on"
+        )

@@ -1,0 +1,74 @@
+"""A disk that is full: said before weights are read, and with each step that is not saved."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.commands import REPOSITORY
+from helpers.saving_runs import command, saving_inputs
+
+# Run a command with a disk of so many kB in run/, and list then what it has left there.
+ON_A_SMALL_DISK = """
+mount -t tmpfs -o size=$0k tmpfs run || exit 99
+"$@"; code=$?
+find run/checkpoints -mindepth 1 -maxdepth 1 2>/dev/null
+exit $code
+"""
+IN_A_NAMESPACE = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+
+
+def run_on(kilobytes: int, folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(REPOSITORY / "train_fsdp.py"), *command(*settings)]
+    (folder / "run").mkdir(exist_ok=True)
+    done = subprocess.run(
+        [*IN_A_NAMESPACE, ON_A_SMALL_DISK, f"{kilobytes}", *script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 99 or not shutil.which("unshare"):
+        pytest.skip("this machine lets no process mount a disk of its own")
+    return done
+
+
+def test_a_save_that_finds_the_disk_full_is_said_with_each_step_and_leaves_nothing(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The run has been told so, and has started all the same."""
+    saving_inputs(tmp_path, models["llama"])
+    settings = ["train.max_steps=2", "checkpoint.mode=sync", "run.ignore_plan=true"]
+    done = run_on(200, tmp_path, *settings)
+    assert done.returncode == 1, done.stderr
+    assert "; the run starts all the same (run.ignore_plan=true)" in done.stdout
+    missing = r"No space left on device; a checkpoint takes 0\.0\d+ GB of the disk of "
+    missing += r"run/checkpoints, 0\.0\d+ GB more than it has free"
+    assert re.search(rf"^Not saved: checkpoint_0000001: rank 0 on .*{missing}$", done.stdout, re.M)
+    first, second = re.findall(r"^Step .*", done.stdout, re.M)
+    assert "saved" not in first
+    assert re.search(rf" \| checkpoint_0000001 was not saved: .*{missing}$", second)
+    assert re.match(rf"ERROR: checkpoint_0000002 was not .*{missing}", done.stderr.splitlines()[-1])
+    assert ".checkpoint" not in done.stdout
+
+
+@pytest.mark.full
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_weights_are_read(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    saving_inputs(tmp_path, models["llama"])
+    done = run_on(200, tmp_path, "train.max_steps=2")
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"ERROR: run\.dir=run on node 0 \(\S+\): a checkpoint takes 0\.0\d+ GB of this disk, and "
+        r"0\.0\d+ GB are free - free 0\.0\d+ GB, or name a run\.dir on another disk; "
+        r"run\.ignore_plan=true starts it all the same",
+        done.stderr.splitlines()[-1],
+    )
+    assert "Parameters:" not in done.stdout
+    done = run_on(800, tmp_path, "train.max_steps=4")
+    assert "and the run will add" in done.stdout and "Saved checkpoint_0000001" in done.stdout

@@ -1,0 +1,111 @@
+"""Whether a run's disks have room for what it writes: said before its weights are read."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.ranks import world_of
+from torch import distributed as dist
+
+from shardtune.checkpoint import Disk, durable_fs, find_disks
+from shardtune.checkpoint.commit import SaveAttempt
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.config import Config
+from shardtune.config_io import load_config
+from shardtune.errors import UserError
+from shardtune.log import setup_logging
+from shardtune.planner.disk_room import require_room, saves_left
+
+GB = 10**9
+
+
+def configured(*assignments: str) -> Config:
+    given = ["model.path=unread", "data.train=unread", "checkpoint.keep=2", *assignments]
+    return load_config(Path("/dev/null"), given, {})
+
+
+@pytest.mark.parametrize(
+    ("free", "cleared", "kept", "saves", "said"),
+    [
+        (9, 0, 0, 9, "free 1 GB, or name a run.dir"),
+        (7, 2, 0, 9, "9 GB are free (2 GB of it once unfinished saves are deleted) - free 1 GB"),
+        (10, 0, 0, 9, "will add 36 GB"),  # three checkpoints, and the models
+        (29, 0, 1, 9, ""),
+        (25, 0, 1, 9, "Make room for 1 GB meanwhile, or lower checkpoint.keep"),
+        (36, 0, 0, 9, ""),
+        (16, 0, 0, 1, ""),  # one checkpoint alone
+        (16, 0, 9, 9, ""),  # of more than are kept from now on, one is deleted for each save
+    ],
+)
+def test_a_disk_without_room_is_refused_or_said(
+    free: int, cleared: int, kept: int, saves: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(True, True)
+    disk = Disk(0, "node 0 (a)", 8, free * GB, cleared * GB, kept)
+    given = disk, 10 * GB, 6 * GB, saves
+    if free + cleared < 10:
+        with pytest.raises(UserError) as refused:
+            require_room(*given, configured())
+        assert said in str(refused.value)
+        require_room(*given, configured("run.ignore_plan=true"))
+        said = "the run starts all the same (run.ignore_plan=true)"
+    else:
+        require_room(*given, configured())
+    printed = capsys.readouterr().out
+    assert (said in printed) if said else not printed
+
+
+def test_saves_that_are_left_are_those_that_are_due() -> None:
+    """Each that is due at a multiple, and the last step's."""
+    for every in range(5):
+        for total in range(1, 9):
+            for first in range(total + 1):
+                due = [
+                    s == total or (every and s % every == 0) for s in range(first + 1, total + 1)
+                ]
+                assert saves_left(every, first, total) == sum(map(bool, due))
+
+
+def test_what_a_start_deletes_counts_as_free(tmp_path: Path) -> None:
+    """Not what it moves aside."""
+    directory = tmp_path / "checkpoints"
+    for name, is_whole in {
+        ".checkpoint_0000002.0123456789ab": False,
+        ".checkpoint_0000001.deleting": False,
+        ".checkpoint_0000003.0123456789ab": True,
+        "checkpoint_0000001": True,
+    }.items():
+        (directory / name).mkdir(parents=True)
+        (directory / name / "part").write_bytes(bytes(100_000))
+        if is_whole:
+            (directory / name / "COMPLETE").touch()
+    world = world_of(0, 1, dist.HashStore())
+    (disk,) = find_disks(RunDir(tmp_path, [0], None), None, world)
+    assert 200_000 <= disk.cleared_bytes < 300_000
+    assert disk.room == disk.free_bytes + disk.cleared_bytes and disk.checkpoints == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (errno.ENOSPC, "40 GB of the disk of run/checkpoints, 27 GB more than it has free"),
+        (errno.EDQUOT, "40 GB of the disk of run/checkpoints, 27 GB more than it has free"),
+        (errno.EIO, "'file'"),
+    ],
+)
+def test_a_full_disk_says_what_is_missing(
+    error: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the attempt itself has written will go, and counts as free."""
+    monkeypatch.setattr(durable_fs, "free_bytes", lambda _: 3 * GB)
+    monkeypatch.setattr(durable_fs, "size", lambda _: 10 * GB)
+    paths = {name: Path("run/checkpoints") / name for name in ("staging", "final")}
+    fields: Any = {**paths, "rank": 0, "leader_of": [0]}
+    fields |= {"keep": 1, "assets": {}, "store": dist.HashStore(), "timeout_s": 1}
+    attempt = SaveAttempt(**fields, disk_bytes=40 * GB)
+    line = attempt.describe(OSError(error, os.strerror(error), "file"))
+    assert os.strerror(error) in line and line.endswith(said)
