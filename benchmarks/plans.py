@@ -4,11 +4,14 @@ place.
 Behind a line `<!-- plan --gpu-memory 80 key=value ... -->` stands what `shardtune plan` prints for
 config.yaml with these options, without changes that would help. Behind `<!-- plans -->` stands a
 table, whose rows name such options in their first column. Behind `<!-- verdicts -->` stands one
-whose first three columns, model, machine and settings, are the question.
+whose first three columns, model, machine and settings, are the question. Behind `<!-- team ... -->`
+stands the table of what a team can train, with these arguments of `shardtune plan`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 from argparse import ArgumentParser, Namespace
@@ -18,9 +21,11 @@ from distTest.workloads.script import REPOSITORY
 from shardtune.config_io import load_config
 from shardtune.log import quiet_libraries
 from shardtune.model.files import read_model_config
-from shardtune.planner.arguments import add_arguments
+from shardtune.planner.arguments import add_arguments, add_plan_arguments, split_nodes
 from shardtune.planner.command import machine_of
 from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.status_lines import silent
+from shardtune.planner.team_table import print_team_table
 from shardtune.planner.text import describe
 from shardtune.planner.verdict import verdict
 
@@ -28,6 +33,7 @@ PAGE = REPOSITORY / "docs/planner.md"
 LONG_ROWS = REPOSITORY / "docs/long-rows.md"
 CONFIGS = REPOSITORY / "tests/data/configs"
 _BLOCK = re.compile(r"(<!-- plan (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
+_TEAM = re.compile(r"(<!-- team (.+) -->\n\n```text\n)(?:.*\n)*?(```\n)")
 _TABLE = r"(<!-- {} -->\n\n\|.*\n\|.*\n)((?:\|.*\n)+)"
 PLANS, VERDICTS = (re.compile(_TABLE.format(name)) for name in ("plans", "verdicts"))
 # Every verdict is of the defaults of other keys, and of InfiniBand of 400 Gb/s a node.
@@ -50,6 +56,7 @@ def main(_: Namespace) -> None:
 def with_plans(text: str) -> str:
     """Return the page with every plan as the code computes it now."""
     text = _BLOCK.sub(lambda match: f"{match[1]}{block(match[2])}{match[3]}", text)
+    text = _TEAM.sub(lambda match: f"{match[1]}{team_of(match[2])}{match[3]}", text)
     return with_rows(PLANS, row, text)
 
 
@@ -64,6 +71,17 @@ def block(options: str) -> str:
     if verdict(plan) not in lines:
         lines.append(verdict(plan))
     return "".join(f"{line}\n" for line in lines)
+
+
+def team_of(arguments: str) -> str:
+    """Return the table of what a team can train."""
+    parser = ArgumentParser()
+    add_plan_arguments(parser)
+    model, *options = shlex.split(arguments)
+    given = parser.parse_intermixed_args([f"{CONFIGS / model}", *options])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print_team_table(split_nodes(given), silent)
+    return printed.getvalue()
 
 
 def row(line: str) -> str:

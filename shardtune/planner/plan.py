@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,8 @@ from shardtune.model.build import build_on_meta, compute_dtype, require_trainabl
 from shardtune.model.experts import is_spread
 from shardtune.model.flops import NotCounted, count_flops
 from shardtune.model.overlap import gathered_groups
-from shardtune.planner.extrapolate import Simulations
+from shardtune.model.stages import layers_of_stages
+from shardtune.planner.extrapolate import Simulations, layer_kinds
 from shardtune.planner.host_link import HostLink, host_link, pieces_bytes
 from shardtune.planner.machine import Machine, link_bytes
 from shardtune.planner.peaks import bounded_memory, step_memory
@@ -231,14 +232,30 @@ def _plan_stages(
     reason: str,
     tiles: int,
 ) -> Plan:
-    parts = []
+    parts: list[Plan] = []
+    alike: dict[tuple[Hashable, ...], int] = {}  # the first of the stages in the middle
     for stage in range(config.parallel.stages):
         with fake_world(machine.nodes, machine.ranks_per_node, config, stage) as world:
             if stage == 0:
                 require_trainable(config, model_config, world)
+                whole = whole_on_meta(config, model_config, world)
+                kinds = layer_kinds(whole)
+            own = layers_of_stages(whole, world.stages)[stage]
+            if 0 < stage < world.stages - 1:
+                first = alike.setdefault(tuple(kinds[own.start : own.stop]), stage)
+                if first < stage:  # which has fewer micro-batches in flight
+                    parts.append(_moved(parts[first], by=(stage - first) * world.stage_ranks))
+                    continue
             given = config, model_config, machine, simulations, reason, tiles
             parts.append(_plan_stage(world, *given))
     return _join(parts)
+
+
+def _moved(plan: Plan, by: int) -> Plan:
+    """Return the plan of a stage for another one that is alike, so many ranks behind it."""
+    (own,) = plan.traffic
+    moved = {Collective(kind, tuple(r + by for r in ranks)): n for (kind, ranks), n in own.items()}
+    return replace(plan, traffic=(Counter(moved),))
 
 
 def bound_in(

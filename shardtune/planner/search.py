@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, islice, product
+from itertools import chain, combinations, islice, product
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -37,6 +37,7 @@ _TRIAL_LAYERS = 4
 _MOST_RANKS = 4096
 _SHORT_ROW = 1024  # tokens: neither halved nor shared
 ADAPTERS: dict[str, Any] = {"lora.rank": 16}
+_ROUNDING = {"model.master_dtype", "model.reduce_dtype", "optimizer.name"}
 _MESH = (
     "parallel.stages",
     "parallel.replicate",
@@ -139,12 +140,21 @@ class Search:
         return self._try(groups, own_off, simulations)
 
     def fastest(self, simulations: Simulations) -> Change | None:
-        """Return the fastest mesh that fits, with the fewest other settings that train the same.
+        """Return the fastest run that fits and trains the same, with the fewest other settings.
 
-        The plan may be a bound.
+        States may be in host memory, whose time is known. Settings that round more come last. The
+        plan may be a bound.
         """
+        same = self._same_training()
+        moves = [kind for kind in same if "optimizer.offload" in kind[0][0]]
+        rounding = [kind for kind in same if _ROUNDING & kind[0][0].keys()]
+        others = [kind for kind in same if kind not in moves + rounding]
+        anywhere: list[Setting] = [({}, ""), *chain(*moves)]
+        groups = (
+            [_together(pair) for pair in product(anywhere, group)]
+            for group in _settings(others, [setting for (setting,) in rounding])
+        )
         margin = (1 - _MARGIN) * self._plan.machine.memory_bytes
-        groups = _settings(self._same_training(), [])
         return next(iter(self._try(groups, margin, simulations, wanted=1)), None)
 
     def fewest_nodes(self) -> tuple[int, Estimate] | None:
@@ -341,14 +351,17 @@ def _settings(same: list[list[Setting]], less: list[Setting]) -> Iterator[list[S
     """
     for n_less, n_same in product(range(len(less) + 1), range(len(same) + 1)):
         yield [
-            (
-                {key: n for values, _ in (*others, *chosen) for key, n in values.items()},
-                "; ".join(price for _, price in (*others, *chosen)),
-            )
+            _together([*others, *chosen])
             for others in combinations(less, n_less)
             for kinds in combinations(same, n_same)
             for chosen in product(*kinds)
         ]
+
+
+def _together(settings: Iterable[Setting]) -> Setting:
+    both = [each for each in settings if each[0]]
+    values = {key: n for values, _ in both for key, n in values.items()}
+    return values, "; ".join(price for _, price in both)
 
 
 def _same_training(config: Config, is_gpu: bool, degrees: Sequence[int]) -> Iterator[list[Setting]]:

@@ -261,7 +261,7 @@ def rough_memory(
 
     gathered = compute_bytes * (whole.dense + whole.experts / expert)
     reduced = reduce_bytes * (whole.trained_dense + whole.trained_experts / expert)
-    if stage_ranks == 1:  # they replace the gradients that are kept
+    if stage_ranks == 1 and not config.optimizer.offload:  # they replace those that are kept
         reduced = 0.0
     micro_batches = train.gradient_accumulation_steps
     sums = gradient_bytes * trained / shards * (1 - 1 / parallel.replicate)

@@ -31,9 +31,9 @@ from shardtune.__main__ import run
 from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.model.build import build_on_meta
 from shardtune.model.quantised import piece_bytes
-from shardtune.planner.extrapolate import cuts, extrapolate, layer_kinds, with_layers
+from shardtune.planner.extrapolate import Simulations, cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, collective_bytes, link_bytes
-from shardtune.planner.plan import make_plan
+from shardtune.planner.plan import _plan_stage, make_plan
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.text import describe
 from shardtune.planner.tracker import Cause, Collective
@@ -409,6 +409,15 @@ def test_each_further_micro_batch_sends_as_much() -> None:
 
     two, three, four = map(sent, (2, 3, 4))
     assert four - three == three - two > 0
+
+
+def test_a_stage_in_the_middle_is_planned_as_the_first_one_there_that_is_alike() -> None:
+    """With the ranks of its own groups."""
+    config = configured("parallel.stages=4", "train.gradient_accumulation_steps=4")
+    plan = make_plan(config, DEEP, MACHINE, reason="-")
+    with fake_world(MACHINE.nodes, MACHINE.ranks_per_node, config, stage=2) as world:
+        own = _plan_stage(world, config, DEEP, MACHINE, Simulations(DEEP), "-", tiles=1)
+    assert plan.traffic[2] == own.traffic[0] != plan.traffic[1]
 
 
 def test_a_directory_without_a_configuration_is_named(
