@@ -82,7 +82,7 @@ def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
     if found := search.fewest_nodes():
         nodes, mesh = found
         yield (
-            f"{trains.capitalize()} as configured: from {nodes} nodes, by arithmetic "
+            f"{trains[0].upper()}{trains[1:]} as configured: from {nodes} nodes, by arithmetic "
             f"(about {gb(mesh.peak_bytes)} GB)"
         )
 
