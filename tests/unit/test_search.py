@@ -174,6 +174,14 @@ def test_states_go_to_host_memory_before_less_is_trained() -> None:
     assert change.plan.storage.states_bytes == pytest.approx(16 * plan.parameters, rel=1e-3)
 
 
+def test_what_fits_by_arithmetic_alone_is_not_offered() -> None:
+    plan = make_plan(configured(), LLAMA, machine(5e9), reason="-")
+    search = Search(plan, LLAMA)
+    assert any(each.peak_bytes <= 5e9 for each in search._estimates({}, ""))
+    changes = search.changes(Simulations(LLAMA))
+    assert changes and all(change.plan.fits and change.price for change in changes)
+
+
 @pytest.mark.parametrize(
     ("given", "back"),
     [

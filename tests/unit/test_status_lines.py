@@ -14,10 +14,10 @@ def test_a_long_part_is_said_again_until_the_next_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status_lines, "_SILENT_S", 0.05)
-    said = ""
+    said, deadline = "", time.monotonic() + 20
     with StatusLines() as lines:
         lines.say("reading")
-        while "still" not in said:
+        while "still" not in said and time.monotonic() < deadline:
             time.sleep(0.01)
             said += capsys.readouterr().err
         lines.say("simulating")
