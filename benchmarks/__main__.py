@@ -17,7 +17,8 @@ from benchmarks import results
 
 # Each is a module with `add_options(parser)`, `main(options)`, and SHORT where it has a short form:
 # the values of its options then.
-SECTIONS = ("card", "checkpoint", "gpu", "kernels", "models", "plans", "rounding", "runs", "sinks")
+SECTIONS = ("card", "checkpoint", "convergence", "gpu", "kernels", "models", "plans", "rounding")
+SECTIONS += ("runs", "sinks")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -100,6 +100,15 @@ def write_png(chart: Chart, path: Path) -> None:
         _figure(chart, "step").savefig(path, dpi=200, facecolor="white")
 
 
+def write_svg(chart: Chart, path: Path) -> None:
+    """Write the chart over the steps, for a page that has none of the report's colours."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": chart.name}):
+        figure = _figure(chart, "step")
+        figure.set_size_inches(7, 4.2)
+        figure.axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4)
+        figure.savefig(path, facecolor="white", bbox_inches="tight", metadata={"Date": None})
+
+
 def _figure(chart: Chart, axis: str) -> Figure:
     figure = Figure(figsize=(4.6, 2.6))
     axes = figure.add_axes((0.13, 0.19, 0.84, 0.71))

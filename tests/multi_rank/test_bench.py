@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ import torch
 from conftest import REPOSITORY, needs_namespaces
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import cable, epoch, gpu, head, results, sides
+from benchmarks import cable, convergence, epoch, gpu, head, results, sides
 from benchmarks.__main__ import main
 from benchmarks.one import rate_lines
 from benchmarks.sides import (
@@ -271,6 +272,24 @@ def test_the_sections_without_peers_are_measured(
         and "waited for data" in text
         and ("RESULTS.png" in text) == draws
     )
+
+
+@pytest.mark.full
+def test_every_way_of_training_is_on_the_page_of_convergence(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(models["llama"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = convergence.ROW
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    places = ["--results", tmp_path / "found.json", "--page", tmp_path / "page.md"]
+    main(list(map(str, ["convergence", "--short", "--model", model, *places])))
+    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == convergence.page(results)
+    assert (tmp_path / "page.svg").stat().st_size > 1000
+    for name, variant in convergence.VARIANTS.items():
+        assert len(results[name]["losses"]) == 2
+        assert not variant.reference or convergence.furthest(results, name) < 1e-5
 
 
 def test_grouped_keys_for_an_older_torch() -> None:

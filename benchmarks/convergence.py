@@ -1,0 +1,205 @@
+"""How a model learns in each way of training.
+
+Fine-tunes SmolLM2 on the demo's chats with all weights, as replicas, in stages, with bfloat16
+weights and 8-bit moments, and with LoRA, and trains a tiny mixture of experts on one rank and with
+its experts divided over two. Writes convergence.json, docs/convergence.md and its picture.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig
+
+from benchmarks.small_model import copy_tokenizer
+from benchmarks.tables import table
+from distTest.workloads.script import REPOSITORY, absolute, environment, train_command
+from distTest.workloads.shapes import shape_of
+from examples.ask import Model, read_chats
+from shardtune.report.charts import Chart, Curve, XAxis
+from shardtune.report.draw import write_svg
+from shardtune.report.read_run import read_run
+
+RESULTS = REPOSITORY / "benchmarks/convergence.json"
+PAGE = REPOSITORY / "docs/convergence.md"
+SHORT = {"steps": 2}
+STEPS = 12
+ROWS, ROW = 2, 256  # rows of a step, and tokens of a row
+_QUESTIONS = REPOSITORY / "examples/chats/short_eval.jsonl"
+_EXPERTS = {"num_key_value_heads": 2, "head_dim": 32, "n_routed_experts": 8}
+_EXPERTS |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
+_EXPERTS |= {"first_k_dense_replace": 1, "tie_word_embeddings": True}
+_HEADER = (
+    "| run | ranks | training loss, last step | held-out perplexity "
+    "| exact match of {} short answers | losses furthest from its reference's |"
+)
+_EXACT = ("exact before", "exact after")
+Results = Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run, in the setting that it shows. `reference` names the run that it must equal."""
+
+    shown: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    reference: str | None = None
+    is_tiny: bool = False
+
+
+_TINY = {"model.init": "random", "optimizer.lr": 5e-3}
+VARIANTS = {
+    "all weights": Variant("float32 weights and moments"),
+    "replicas": Variant("`parallel.replicate=2`", {"parallel.replicate": 2}, 2, "all weights"),
+    "stages": Variant("`parallel.stages=2`", {"parallel.stages": 2}, 2, "all weights"),
+    "bfloat16, 8-bit moments": Variant(
+        "`model.master_dtype=bfloat16 optimizer.name=adamw8bit`",
+        {"model.master_dtype": "bfloat16", "optimizer.name": "adamw8bit"},
+    ),
+    "LoRA": Variant("`lora.rank=16 optimizer.lr=4e-3`", {"lora.rank": 16, "optimizer.lr": 4e-3}),
+    "tiny experts": Variant(
+        "a GLM-4 MoE, `model.init=random optimizer.lr=5e-3`", _TINY, is_tiny=True
+    ),
+    "tiny experts, divided": Variant(
+        "the same, `parallel.expert=2`",
+        _TINY | {"parallel.expert": 2},
+        2,
+        "tiny experts",
+        is_tiny=True,
+    ),
+}
+
+
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", type=absolute, default=REPOSITORY / "models/SmolLM2-135M-Instruct")
+    add("--results", type=absolute, default=RESULTS)
+    add("--page", type=absolute, default=PAGE, help="the picture is written beside it")
+    add("--steps", type=int, default=STEPS)
+
+
+def main(options: Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = tiny_experts(options.model, Path(folder) / "tiny")
+        names = {name: Path(folder) / str(number) for number, name in enumerate(VARIANTS)}
+        alone = [name for name in names if VARIANTS[name].ranks == 1]
+        for group in (alone, *([name] for name in names if name not in alone)):
+            print(f"At the same time: {', '.join(group)}", flush=True)
+            started = [start(VARIANTS[name], names[name], tiny, options) for name in group]
+            if any(codes := [process.wait() for process in started]):
+                sys.exit(f"ERROR: the runs ended with {codes} - see their output above")
+        results = {name: read_results(run_dir) for name, run_dir in names.items()}
+        before = Model(options.model, {}).exact_matches(read_chats(_QUESTIONS))
+    for name, variant in VARIANTS.items():
+        results[name] |= {} if variant.is_tiny else {"exact before": before}
+    options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    options.page.write_text(page(results), encoding="utf-8")
+    write_svg(chart(results), options.page.with_suffix(".svg"))
+
+
+def tiny_experts(model: Path, folder: Path) -> Path:
+    """Write the configuration of a mixture of experts, and the model's tokenizer."""
+    vocabulary = AutoConfig.from_pretrained(model).vocab_size
+    sizes = shape_of(128, 256, 3, 4, _EXPERTS | {"vocab_size": vocabulary})
+    AutoConfig.for_model("glm4_moe", **sizes).save_pretrained(folder)
+    copy_tokenizer(model, folder)
+    return folder
+
+
+def start(
+    variant: Variant, run_dir: Path, tiny: Path, options: Namespace
+) -> subprocess.Popen[bytes]:
+    """Start a run of the demo's configuration with these settings."""
+    data_ranks = variant.ranks // variant.settings.get("parallel.stages", 1)
+    settings = {
+        "model.path": tiny if variant.is_tiny else options.model,
+        "model.compute_dtype": "float32",
+        "data.max_length": ROW,
+        "train.epochs": 99,
+        "train.max_steps": options.steps,
+        "train.gradient_accumulation_steps": ROWS // data_ranks,
+        "export.dtype": "float32",
+        "run.dir": run_dir,
+        **variant.settings,
+    }
+    config = REPOSITORY / "examples/demo.yaml"
+    command = train_command(settings, ranks=variant.ranks, config=config)
+    return subprocess.Popen(command, env=environment(), cwd=REPOSITORY)
+
+
+def read_results(run_dir: Path) -> dict[str, Any]:
+    """Return what a run shows, and its model."""
+    record = read_run(run_dir)
+    return {
+        "losses": [entry["loss"] for entry in record.of_kind("step")],
+        "perplexities": [entry["perplexity"] for entry in record.of_kind("eval")],
+        "exact after": Model(run_dir / "model", {}).exact_matches(read_chats(_QUESTIONS)),
+    }
+
+
+def furthest(results: Results, name: str) -> float:
+    """Return the largest relative difference of a step's loss from that of the reference."""
+    losses, expected = (
+        np.array(results[each]["losses"]) for each in (name, VARIANTS[name].reference)
+    )
+    return float(np.abs(losses / expected - 1).max())
+
+
+def _apart(results: Results, name: str) -> str:
+    difference = furthest(results, name)
+    return f"{difference:.1e}, relative" if difference else "equal to the bit"
+
+
+def chart(results: Results) -> Chart:
+    """Return the training losses. A run that equals another lies on it, dashed or dotted."""
+    equal = [name for name in results if VARIANTS[name].reference]
+    curves = []
+    for colour, name in enumerate([*(name for name in results if name not in equal), *equal]):
+        losses = np.array(results[name]["losses"])
+        steps = {"step": np.arange(1.0, len(losses) + 1)}
+        dash = 1 + equal.index(name) if name in equal else 0
+        curves.append(Curve(name, steps, losses, colour, dash))
+    x_axes = {"step": XAxis("step", 1, len(losses))}
+    return Chart("convergence", "Training loss", "training loss", "", curves, x_axes=x_axes)
+
+
+def page(results: Results) -> str:
+    steps = len(results["all weights"]["losses"])
+    rows = []
+    for name, result in results.items():
+        variant = VARIANTS[name]
+        first, last = result["perplexities"][0], result["perplexities"][-1]
+        cells = [
+            f"{name}: {variant.shown}",
+            f"{variant.ranks}",
+            f"{result['losses'][-1]:.4f}",
+            f"{first:,.2f} to {last:,.2f}",
+            " to ".join(f"{result[key]}" for key in _EXACT if key in result),
+            _apart(results, name) if variant.reference else "",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    text = f"""# Convergence
+
+Written by `python -m benchmarks convergence`, on CPUs; `--steps` makes more steps. Each run takes
+{steps} steps of {ROWS} rows of {ROW} tokens with the chats and settings of `examples/demo.yaml`,
+but with forward and backward in float32, and the settings below. All see the same records in the
+same order. So replicas, stages and divided experts must lose what their reference loses, the same
+model on one rank, up to rounding: they lie on its curve.
+
+![Training loss of each run](convergence.svg)
+
+The exact match counts [the demo's short answers](start.md#the-demo) that were held out. These runs
+are shorter than the demo, so they learn less.
+"""
+    header = _HEADER.format(len(read_chats(_QUESTIONS)))
+    return "\n".join([text, *table(header, rows)])
