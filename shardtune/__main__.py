@@ -5,6 +5,7 @@ Each command imports what it needs: torch takes seconds, and a missing package i
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -139,14 +140,16 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
 
     with StatusLines() as lines:
         lines.say("importing PyTorch and transformers")
-        if len(runs) == 1 and isinstance(runs[0].config, Path):
-            from shardtune.planner.command import plan_run
-
-            plan_run(runs[0], lines.say)
-            return
+        gc.disable()  # a collection goes through all that was imported, and finds little
+        from shardtune.planner.command import plan_run
         from shardtune.planner.team_table import print_team_table
 
-        print_team_table(runs, lines.say)
+        gc.freeze()
+        gc.enable()
+        if len(runs) == 1 and isinstance(runs[0].config, Path):
+            plan_run(runs[0], lines.say)
+        else:
+            print_team_table(runs, lines.say)
 
 
 def _report(parser: Parser, arguments: Sequence[str]) -> None:
