@@ -207,5 +207,5 @@ def test_the_plan_counts_the_piece_that_is_dequantised_at_a_time(
         with Usage() as usage:
             whole = tensor[...]
     piece = quantised.piece_bytes(tmp_path)
-    assert 10e6 < usage.growth - whole.nbytes < piece + 10e6, usage.growth - whole.nbytes
+    assert 10e6 < usage.growth - whole.nbytes < piece + 25e6, usage.growth - whole.nbytes
     assert piece < 110e6 and not quantised.piece_bytes(tmp_path / "none")
