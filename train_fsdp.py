@@ -8,6 +8,10 @@ Every rank runs this script, and every function below is collective: all ranks c
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # importing leaves hardly any garbage, and looking for it takes a second
+
 import sys
 import time
 from pathlib import Path
@@ -36,6 +40,8 @@ from shardtune.training.metrics import StepStats, all_gather_step_stats
 from shardtune.training.observer import StepEnded
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.prefetch import prefetch
+
+gc.enable()
 
 
 def main() -> None:
