@@ -199,12 +199,18 @@ def save(context: TrainContext, step: Step) -> None:
     """Start the checkpoint of this step."""
     context.run.world.progress.enter(Phase.SAVING)
 
-    def committed(seconds: float, stall_seconds: float) -> None:
+    def ended(seconds: float, stall_seconds: float, problem: str | None) -> None:
         context.metrics.write(
-            SaveEntry(kind="save", step=step.number, seconds=seconds, stall_seconds=stall_seconds)
+            SaveEntry(
+                kind="save",
+                step=step.number,
+                seconds=seconds,
+                stall_seconds=stall_seconds,
+                problem=problem,
+            )
         )
 
-    context.saver.save(vars(step.end) | context.run_state, context.metrics.sync, committed)
+    context.saver.save(vars(step.end) | context.run_state, context.metrics.sync, ended)
 
 
 def preempted(context: TrainContext, step: int, stop: StopRequest) -> Preempted:

@@ -141,15 +141,17 @@ class RanksEntry(_Entry):
 
 @_described
 class SaveEntry(_Entry):
-    """A checkpoint that was committed."""
+    """A save that has ended: its checkpoint was committed, or `problem` says why not."""
 
     kind: Literal["save"]
     step: Count
     """The step of the checkpoint; training may be some steps further by then."""
     seconds: Number
-    """The time until it was committed."""
+    """The time until it was committed, or failed."""
     stall_seconds: Number
     """The part of it in which training waited."""
+    problem: str | None
+    """Why there is no checkpoint; null where it was committed."""
 
 
 @_described

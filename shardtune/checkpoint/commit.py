@@ -13,7 +13,6 @@ never through a collective: training continues meanwhile.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import socket
 import time
@@ -29,7 +28,7 @@ import xxhash
 from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.manifest import ASSETS, find_committed, step_of
 from shardtune.distributed.store import delete_value, get_value, set_value, wait_for
-from shardtune.errors import first_few, first_line, gb
+from shardtune.errors import first_few, first_line
 from shardtune.log import node_logger
 
 _DECISION_ARRIVES_S = 60
@@ -67,21 +66,8 @@ class SaveAttempt:
             return str(error)
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         place = f"rank {self.rank} on {socket.gethostname()}"
-        return f"{place}: {kind}{first_line(error)}{self._missing(error)}"
-
-    def _missing(self, error: Exception) -> str:
-        """Say how much room a save lacks on a full disk. Its own part, which will go, counts."""
-        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return ""
-        disk = f"the disk of {self.staging.parent}"
-        needed = f"; a checkpoint takes {gb(self.disk_bytes)} of {disk}"
-        try:
-            room = durable_fs.free_bytes(self.staging.parent) + durable_fs.size(self.staging)
-        except OSError:
-            return needed
-        missing = self.disk_bytes - room  # a quota leaves less than that
-        less = f", {gb(missing)} more than it has free" if missing > 0 else ""
-        return f"{needed}{less}"
+        missing = durable_fs.missing_room(error, "a checkpoint", self.disk_bytes, self.staging)
+        return f"{place}: {kind}{first_line(error)}{missing}"
 
 
 def write_and_commit(

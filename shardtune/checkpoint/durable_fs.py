@@ -6,6 +6,7 @@ Their order decides what survives a crash. Tests replace this module's `os` to r
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterable
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+
+from shardtune.errors import gb
 
 _BLOCK_BYTES = 1 << 25
 
@@ -168,6 +171,22 @@ def size(path: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += 512 * file.lstat().st_blocks
     return total
+
+
+def missing_room(error: Exception, what: str, needed_bytes: float, part: Path) -> str:
+    """Say how much room a write lacks on a full disk, as "; ...". Empty for another error.
+
+    `part` is what it has written: this will go, and counts as free.
+    """
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    needed = f"; {what} takes {gb(needed_bytes)} of the disk of {part.parent}"
+    try:
+        missing = needed_bytes - free_bytes(part.parent) - size(part)
+    except OSError:
+        return needed
+    # A quota leaves less than that.
+    return f"{needed}, {gb(missing)} more than it has free" if missing > 0 else needed
 
 
 def delete(path: Path) -> None:

@@ -1,8 +1,9 @@
-"""The disks on which a run saves: how much is free there, and what a start will clear."""
+"""The disks on which a run writes: how much is free there, and what a start will clear."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from shardtune.checkpoint import durable_fs
@@ -13,11 +14,12 @@ from shardtune.distributed.world import World
 
 
 class Disk(NamedTuple):
-    """One directory of a run, which some ranks share."""
+    """A disk of a run, as its leader sees it. `checkpoints/` may be a link to one of its own."""
 
-    leader: int  # its first rank
+    directory: str
     node: str  # the leader's
-    ranks: int
+    ranks: int  # whose parts of checkpoints lie here
+    has_models: bool
     free_bytes: int  # as it is now
     cleared_bytes: int  # that the start will delete
     checkpoints: int  # of the run so far
@@ -30,18 +32,31 @@ class Disk(NamedTuple):
 
 def find_disks(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> list[Disk]:
     """Return the disks of a run. Collective."""
-    mine = None
-    if run_dir.is_leader(world):
-        free = durable_fs.free_bytes(run_dir.path)
-        cleared = sum(map(durable_fs.size, leftovers(run_dir, resumed)))
-        mine = [world.node_name, free, cleared, _kept(run_dir, resumed)]
-    ranks = Counter(run_dir.leader_of)
-    return [
-        Disk(rank, node, ranks[rank], free, cleared, kept)
-        for rank, found in enumerate(world.all_gather_json(mine))
-        if found
-        for node, free, cleared, kept in [found]
-    ]
+    mine = [*_disks_here(run_dir, resumed, world)] if run_dir.is_leader(world) else []
+    return [Disk(*disk) for found in world.all_gather_json(mine) for disk in found]
+
+
+def _disks_here(run_dir: RunDir, resumed: Checkpoint | None, world: World) -> Iterator[Disk]:
+    saved = run_dir.checkpoints if run_dir.checkpoints.exists() else run_dir.path
+    cleared, ranks = leftovers(run_dir, resumed), run_dir.leader_of.count(world.rank)
+    is_one = _device(saved) == _device(run_dir.path)
+    for path in (run_dir.path,) if is_one else (saved, run_dir.path):
+        parts = ranks if is_one or path == saved else 0
+        has_models = world.is_main and path == run_dir.path
+        if parts or has_models:
+            yield Disk(
+                str(path),
+                world.node_name,
+                parts,
+                has_models,
+                durable_fs.free_bytes(path),
+                sum(durable_fs.size(each) for each in cleared if _device(each) == _device(path)),
+                _kept(run_dir, resumed) if parts else 0,
+            )
+
+
+def _device(path: Path) -> int:
+    return path.stat().st_dev
 
 
 def _kept(run_dir: RunDir, resumed: Checkpoint | None) -> int:

@@ -21,8 +21,8 @@ from shardtune.checkpoint.manifest import (
 from shardtune.checkpoint.run_dir import ADAPTER, BEST, RunDir
 from shardtune.checkpoint.verify import check_files
 from shardtune.distributed.world import World
-from shardtune.errors import UserError
-from shardtune.log import logger
+from shardtune.errors import UserError, first_few, gb
+from shardtune.log import logger, node_logger
 from shardtune.run_files import METRICS
 
 _STAGING = re.compile(r"\.(checkpoint_\d{7,})\.[0-9a-f]{12,}")  # of a SaveAttempt
@@ -180,6 +180,10 @@ def clear_leftovers(run_dir: RunDir, resumed: Checkpoint | None, world: World) -
     is_of_this_run = any(world.all_gather_json(any(map(is_part, entries))))
 
     def clear() -> Iterable[Path]:
+        if unfinished := leftovers(run_dir, resumed):
+            names = first_few([path.name for path in unfinished], 4)
+            size = gb(sum(map(durable_fs.size, unfinished)))
+            node_logger.info(f"Deleted, left by saves that did not finish: {names} ({size})")
         durable_fs.recover_replaced(run_dir.path / BEST)
         for entry in entries:
             if _is_unfinished(entry, resumed):

@@ -52,9 +52,14 @@ class _Work:
     tensors: dict[str, torch.Tensor]
     random: dict[str, torch.Tensor]
     before_write: Callable[[], None]
-    committed: Callable[..., None]
+    ended: Callable[..., None]
     began: float
     stall_s: float | None
+
+    def has_ended(self, problem: str | None) -> None:
+        seconds = time.perf_counter() - self.began
+        stall_s = seconds if self.stall_s is None else self.stall_s
+        self.ended(seconds=seconds, stall_seconds=stall_s, problem=problem)
 
 
 class Saver:
@@ -107,13 +112,13 @@ class Saver:
         self,
         state: dict[str, Any],
         before_write: Callable[[], None] = lambda: None,
-        committed: Callable[..., None] = lambda **_: None,
+        ended: Callable[..., None] = lambda **_: None,
     ) -> None:
         """Start `checkpoint_<state["step"]>` after the previous save; with mode `sync`, finish it.
 
         `before_write` makes the files of this rank durable that must not lag behind the checkpoint.
-        `committed` gets the `seconds` that the save took, and the `stall_seconds` of them in which
-        training waited. A save that fails is logged, and training continues.
+        `ended` gets the `seconds` that the save took, the `stall_seconds` of them in which training
+        waited, and the `problem` of one that failed: it is logged, and training continues.
         """
         began = time.perf_counter()
         self._wait()  # for the save before, over whose copies this one writes
@@ -127,7 +132,7 @@ class Saver:
         if self._staging:
             self._staging.copy(tensors)
             stall_s = time.perf_counter() - began
-        work = _Work(attempt, state, tensors, random, before_write, committed, began, stall_s)
+        work = _Work(attempt, state, tensors, random, before_write, ended, began, stall_s)
         self._outcome = None
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
         self._thread.start()
@@ -162,13 +167,12 @@ class Saver:
             write_and_commit(work.attempt, partial(self._write, work), describe)
             logger.info(f"Saved {name}")
             self.not_saved = ""
-            seconds = time.perf_counter() - work.began
-            stall_s = seconds if work.stall_s is None else work.stall_s
-            work.committed(seconds=seconds, stall_seconds=stall_s)
+            work.has_ended(None)
         except Exception as error:
             problem = work.attempt.describe(error)
             self.not_saved = f"{name} was not saved: {problem}"
             node_logger.info(f"Not saved: {name}: {problem}")
+            work.has_ended(problem)
         self._outcome = [problem]
 
     def _write(self, work: _Work, directory: Path) -> dict[str, Any]:

@@ -36,9 +36,6 @@ _PACKAGES = (
     *("torch", "transformers", "tokenizers", "datasets"),
     *("accelerate", "safetensors", "numpy", "jinja2"),
 )
-_FREE_DISK_BYTES = 10e9
-# Bytes of a checkpoint per byte of bfloat16 weights: float32 weights and two moments.
-_CHECKPOINT_PER_WEIGHT = 6
 _SHM_BYTES = 1 << 29
 _FILES = 1024
 
@@ -57,7 +54,7 @@ def node_facts(environment: Environment) -> Message:
         "tuning": {name: value for name, value in os.environ.items() if _TUNING.match(name)},
         "config": {key: bare(value) for key, value in shared_settings(environment.config).items()},
         **files,
-        **_machine_facts(environment, environment.config, files["model_bytes"]),
+        **_machine_facts(environment, environment.config),
     }
 
 
@@ -78,12 +75,11 @@ def _file_facts(config: Config) -> Message:
     return {
         "data": _digests("the data", data, remarks),
         "model": _digests("the model's files", model, remarks),
-        "model_bytes": sum(file.stat().st_size for file in model.values()),
         "remarks": remarks,
     }
 
 
-def _machine_facts(environment: Environment, config: Config, model_bytes: int) -> Message:
+def _machine_facts(environment: Environment, config: Config) -> Message:
     # In a process of its own: one that has used CUDA cannot fork the ranks that measure.
     gpus: list[Message] = []
     problems: list[str] = []
@@ -104,10 +100,9 @@ def _machine_facts(environment: Environment, config: Config, model_bytes: int) -
         )
     gpus = gpus[: environment.processes]
     rdma_ports = _rdma_ports()
-    free_bytes = shutil.disk_usage(existing_part(Path(config.run.dir))).free
     return {
         "problems": problems,
-        "warnings": [*_warnings(gpus, rdma_ports, config.run.dir, free_bytes, model_bytes)],
+        "warnings": [*_warnings(gpus, rdma_ports)],
         "processes": environment.processes,
         "devices": {
             "the device": " and ".join(dict.fromkeys(gpu["name"] for gpu in gpus)) or "CPU process"
@@ -115,7 +110,7 @@ def _machine_facts(environment: Environment, config: Config, model_bytes: int) -
         "backend": "nccl" if gpus else "gloo",
         "rdma_ports": rdma_ports,
         "run_dir": config.run.dir,
-        "free_disk_bytes": free_bytes,
+        "free_disk_bytes": shutil.disk_usage(existing_part(Path(config.run.dir))).free,
     }
 
 
@@ -143,21 +138,13 @@ def _rdma_ports() -> str:
     return ", ".join(f"{state.parents[2].name}:{state.parent.name}" for state in active)
 
 
-def _warnings(
-    gpus: list[Message], rdma_ports: str, run_dir: str, free_bytes: int, model_bytes: int
-) -> Iterator[str]:
+def _warnings(gpus: list[Message], rdma_ports: str) -> Iterator[str]:
     """Name limits of this node that the run may reach later."""
     for number, gpu in enumerate(gpus):
         free, total = gpu["memory"]
         if free < 0.9 * total:
             gb = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB"
             yield f"GPU {number} has only {gb} free, another process holds the rest (nvidia-smi)"
-    needed_bytes = max(_FREE_DISK_BYTES, _CHECKPOINT_PER_WEIGHT * model_bytes)
-    if free_bytes < needed_bytes:
-        yield (
-            f"run.dir {run_dir} has {free_bytes / 1e9:.1f} GB free, a checkpoint may need up to "
-            f"{needed_bytes / 1e9:.0f} GB"
-        )
     shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     if shm_bytes < _SHM_BYTES:
         yield (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from shardtune.checkpoint import Disk
 from shardtune.config import Config
 from shardtune.errors import UserError, gb
@@ -18,37 +20,53 @@ def saves_left(every_steps: int, first_step: int, total_steps: int) -> int:
 
 
 def require_room(
-    disk: Disk, checkpoint_bytes: float, exported_bytes: float, saves: int, config: Config
+    disk: Disk,
+    checkpoint_bytes: float,
+    exported_bytes: float,
+    saves: int,
+    config: Config,
+    resumed: str | None,
 ) -> None:
     """Log where a disk cannot hold the run's end.
 
-    `checkpoint_bytes`: its part of one. `exported_bytes`: of the models that it gets.
+    `checkpoint_bytes`: its part of one. `exported_bytes`: of the models that it gets. `resumed`:
+    the name of the checkpoint that the run goes on from.
 
     Raises:
         UserError: it cannot hold one checkpoint, and run.ignore_plan does not say to start all the
             same.
     """
     place = f"run.dir={config.run.dir} on {disk.node}"
+    if Path(disk.directory) != Path(config.run.dir):
+        place += f", the disk of {disk.directory}"
     free = f"{gb(disk.room)} are free"
     if disk.cleared_bytes:
         free += f" ({gb(disk.cleared_bytes)} of it once unfinished saves are deleted)"
     if checkpoint_bytes > disk.room:
         problem = f"{place}: a checkpoint takes {gb(checkpoint_bytes)} of this disk, and {free}"
         if not config.run.ignore_plan:
+            elsewhere = "name a run.dir"
+            if resumed:
+                auto = f"{config.run.dir}/checkpoints/{resumed}"
+                directory = auto if config.run.resume == "auto" else config.run.resume
+                elsewhere = f"go on with run.resume={directory} and a run.dir"
             raise UserError(
-                f"{problem} - free {gb(checkpoint_bytes - disk.room)}, or name a run.dir on "
+                f"{problem} - free {gb(checkpoint_bytes - disk.room)}, or {elsewhere} on "
                 "another disk; run.ignore_plan=true starts it all the same"
             )
         logger.info(f"Disk: {problem}; the run starts all the same (run.ignore_plan=true)")
         return
     # The next one is written before the oldest is deleted.
-    most = max(disk.checkpoints, min(config.checkpoint.keep + 1, disk.checkpoints + saves))
-    more = (most - disk.checkpoints) * checkpoint_bytes + exported_bytes
+    keep = config.checkpoint.keep
+    most = max(disk.checkpoints, min(keep + 1, disk.checkpoints + saves))
+    saved_bytes = (most - disk.checkpoints) * checkpoint_bytes
+    more = saved_bytes + exported_bytes
     if more > disk.room:
-        models = f" and {gb(exported_bytes)} of models" if exported_bytes else ""
+        parts = [f"checkpoints (checkpoint.keep={keep}, and the next one)"] * (saved_bytes > 0)
+        parts += [f"{gb(exported_bytes)} of models"] * (exported_bytes > 0)
+        lower = ", or lower checkpoint.keep" if saved_bytes and keep > 1 else ""
         logger.info(
-            f"Disk: {place}: {free}, and the run will add {gb(more)}: checkpoints "
-            f"(checkpoint.keep={config.checkpoint.keep}, and the next one){models}. Make room for "
-            f"{gb(more - disk.room)} meanwhile, or lower checkpoint.keep: a save that fails is "
-            "said, and training goes on"
+            f"Disk: {place}: {free}, and the run will add {gb(more)}: {' and '.join(parts)}. Make "
+            f"room for {gb(more - disk.room)} meanwhile{lower}: a save that fails is said, and "
+            "training goes on"
         )

@@ -139,7 +139,9 @@ class RunPlan:
         disks = find_disks(run.directory, run.resumed, run.world)
         for disk in disks if saves else ():
             part = checkpoint_bytes * disk.ranks / run.world.size
-            require_room(disk, part, exported_bytes * (disk.leader == 0), saves, run.config)
+            models = exported_bytes * disk.has_models
+            resumed = run.resumed.name if run.resumed else None
+            require_room(disk, part, models, saves, run.config, resumed)
 
     @property
     def decided(self) -> Planned:

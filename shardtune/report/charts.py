@@ -242,16 +242,23 @@ def _slowest(runs: Sequence[RunRecord]) -> Chart:
 
 
 def _saves(runs: Sequence[RunRecord]) -> Chart:
-    curves = []
+    curves, note = [], "How long each save took."
     for number, run in enumerate(runs):
-        x = run.positions(run.column("save", "step"))
-        for i, (column, what) in enumerate(
-            {"seconds": "until it was committed", "stall_seconds": "training waited"}.items()
-        ):
-            label = _label(run, runs, what)
+        x, seconds = run.positions(run.column("save", "step")), run.column("save", "seconds")
+        problems = [entry.get("problem") for entry in run.of_kind("save")]
+        has_failed = np.array([problem is not None for problem in problems], bool)
+        parts = {
+            "until it was committed": np.where(has_failed, np.nan, seconds),
+            "training waited": run.column("save", "stall_seconds"),
+            "until it failed": np.where(has_failed, seconds, np.nan),
+        }
+        for i, (what, y) in enumerate(parts.items()):
             colour, dash = (number, i) if len(runs) > 1 else (i, i)
-            curves.append(Curve(label, x, run.column("save", column), colour, dash, False, True))
-    return Chart("saves", "Checkpoints", "seconds", "How long each save took.", curves)
+            curves.append(Curve(_label(run, runs, what), x, y, colour, dash, False, True))
+        if has_failed.any():
+            last = next(filter(None, reversed(problems)))
+            note += f" {_label(run, runs, f'{has_failed.sum()} failed')}, the last one: {last}."
+    return Chart("saves", "Checkpoints", "seconds", note, curves)
 
 
 def _experts(runs: Sequence[RunRecord]) -> Iterator[Chart]:

@@ -140,12 +140,15 @@ def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
             f"rank {entry.get('slowest_rank', '?')} on {entry.get('host', '?')}, "
             f"{_shown(entry, 'ratio', '.2f')} x the median, in {entry.get('phase', '?')}",
         )
-    if saves := run.of_kind("save"):
-        step, seconds = saves[-1]["step"], saves[-1].get("seconds")
+    saves = run.of_kind("save")
+    if committed := [save for save in saves if not save.get("problem")]:
+        step, seconds = committed[-1]["step"], committed[-1].get("seconds")
         took = f", in {spoken(seconds)}" if seconds is not None else ""
         yield "checkpoint", f"checkpoint_{step:07d}{took}, {max(0, run.last_step - step)} steps ago"
     else:
         yield "checkpoint", "(none yet)"
+    if saves and saves[-1].get("problem"):
+        yield "not saved", f"checkpoint_{saves[-1]['step']:07d}: {saves[-1]['problem']}"
 
 
 def _progress(run: RunRecord) -> str:

@@ -264,9 +264,12 @@ def slurm_job(tmp_path: Path, srun: str, cwd: Path, *arguments: str) -> subproce
     stubs = {
         "scontrol": (
             'if [ "$*" = "show hostnames n[7-8]" ]; then printf "n7\\nn8\\n"; fi\n'
-            'if [ "$1" = requeue ]; then echo "$2" >> requeued; fi'
+            'if [ "$1" = requeue ]; then test ! -e never_requeue && echo "$2" >> requeued; fi'
         ),
-        "srun": f'while [ "${{1#--}}" != "$1" ]; do shift; done\n{srun}',
+        "srun": (
+            f'echo "$*" > {tmp_path}/srun_options\n'
+            f'while [ "${{1#--}}" != "$1" ]; do shift; done\n{srun}'
+        ),
     }
     for name, text in stubs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\ncd {cwd}\n{text}\n", encoding="utf-8")
@@ -299,6 +302,9 @@ def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
     assert elsewhere.returncode == 2
     script = (REPOSITORY / "launch_slurm.sbatch").read_text(encoding="utf-8")
     options = re.findall("^#SBATCH (.+)$", script.partition("set -eu")[0], re.MULTILINE)
+    assert "--kill-on-bad-exit=0 " in (tmp_path / "srun_options").read_text("utf-8"), (
+        "the other nodes say why the run ended"
+    )
     expected = {"--ntasks-per-node=1", "--requeue", "--open-mode=append", "--signal=B:USR1@300"}
     assert expected <= {*options}
 
@@ -307,6 +313,7 @@ def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
     ("number", "code", "is_requeued"),
     [
         (signal.SIGUSR1, 75, True),  # the time is nearly up
+        (signal.SIGUSR1, 75, False),  # Slurm may be set up to requeue no job
         (signal.SIGUSR1, 1, False),
         (signal.SIGTERM, 75, False),  # scancel
         (None, 0, False),
@@ -328,21 +335,32 @@ def test_a_slurm_job_that_has_saved_when_its_time_is_up_is_requeued(
     )
     script.chmod(0o755)
     srun = 'SLURM_NODEID=0 SLURM_GPUS_ON_NODE=8 exec "$@"'
+    is_refused = (number, code, is_requeued) == (signal.SIGUSR1, 75, False)
+    if is_refused:
+        (cwd / "never_requeue").touch()
     job = slurm_job(tmp_path, srun, cwd)
     assert job.stdout and job.stdout.readline() == "training\n"
     if number:
         time.sleep(0.2)  # the batch script waits
         job.send_signal(number)
     said, errors = job.communicate(timeout=60)
-    assert (job.returncode, errors) == (code, "")
+    assert job.returncode == code
+    refusal = r"ERROR: .* does not requeue job 123 - submit the same command again\n"
+    assert re.fullmatch(refusal if is_refused else "", errors)
     assert said.startswith("saved\n" if number else "")
+    assert ("Requeued: " in said) == is_requeued
     requeued = cwd / "requeued"
     assert (requeued.read_text("utf-8") == "123\n") if is_requeued else not requeued.exists()
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_pod_waits_for_node_0_and_starts_with_its_rank(node: int, tmp_path: Path) -> None:
-    """The command of examples/kubernetes.yaml, before and after node 0 listens."""
+@pytest.mark.parametrize(("node", "is_stopped"), [(0, False), (1, False), (1, True)])
+def test_a_pod_waits_for_node_0_and_starts_with_its_rank(
+    node: int, is_stopped: bool, tmp_path: Path
+) -> None:
+    """The command of examples/kubernetes.yaml, before and after node 0 listens.
+
+    As the first process of a container it is not ended by a signal that it does not handle.
+    """
     text = (REPOSITORY / "examples/kubernetes.yaml").read_text(encoding="utf-8")
     _, job = yaml.safe_load_all(text)
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -363,6 +381,11 @@ def test_a_pod_waits_for_node_0_and_starts_with_its_rank(node: int, tmp_path: Pa
     if node:
         with pytest.raises(subprocess.TimeoutExpired):
             pod.wait(timeout=0.3)
+    if is_stopped:  # its node is drained, or the job is deleted
+        pod.terminate()
+        assert (*pod.communicate(timeout=60), pod.returncode) == ("", "", 75)
+        return
+    if node:
         with socket.create_server(("localhost", int(port))):
             said, errors = pod.communicate(timeout=60)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -129,12 +130,19 @@ def test_a_kill_leaves_the_old_best_or_the_new_one(kill: str, step: int, folder:
     assert not any(name.startswith(".best") for name in names(folder / "run"))
 
 
-def test_a_best_model_that_cannot_be_written_does_not_end_the_run(folder: Path) -> None:
-    full = Fault("write", "*/.best.writing/model*", fails(errno.ENOSPC), nth=3, times=ALWAYS)
-    arguments = [*KEEP_BEST, "train.max_steps=2", "eval.every_steps=2"]
-    done = on_ranks(2, run_with, [full], arguments, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "Best model of step 2 not kept: [Errno 28] No space left" in done.stdout
+def test_a_model_for_which_the_disk_has_no_room(folder: Path) -> None:
+    """Training goes on without the best one; without the final one the run fails."""
+    faults = [
+        Fault("write", f"*/.{name}.writing/model*", fails(errno.ENOSPC), nth=3, times=ALWAYS)
+        for name in ("best", "model")
+    ]
+    arguments = [*KEEP_BEST, "train.max_steps=2", "eval.every_steps=2", "export.final=true"]
+    done = on_ranks(2, run_with, faults, arguments, cwd=folder)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    room = r"\[Errno 28\] No space left on device; it takes \S+ GB of the disk of \S*run"
+    assert re.search(f"Best model of step 2 not kept: {room} - make room, and", done.stdout)
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("ERROR: rank 0 ")]
+    assert re.fullmatch(rf"ERROR: .*: the final model was not written: {room} - free it; .*", error)
     assert best_steps(folder) == []
     assert not any("best" in name for name in names(folder / "run"))
 

@@ -146,6 +146,8 @@ def test_short_writes_are_continued(folder, undisturbed):
     assert said(done, "Saved") == [1, 2, 3] and said(done, "Not saved") == [4]
     assert "an old checkpoint could not be deleted: rank 0" in done.stdout
     assert hidden(folder) == [".checkpoint_0000001.deleting"] and checkpoints(folder) == [3]
+    problems = {save["step"]: save["problem"] for save in read_metrics(folder / "run", "save")}
+    assert problems.pop(4).startswith("rank 0 on ") and problems == dict.fromkeys((1, 2, 3))
     error = done.stderr.splitlines()[-1]
     assert re.fullmatch(
         r"ERROR: checkpoint_0000004 was not saved: rank 0 on .*No space left.* - make room .*",
@@ -155,6 +157,7 @@ def test_short_writes_are_continued(folder, undisturbed):
     again = run(folder, "train.max_steps=4", "checkpoint.keep=1")
     assert again.returncode == 0, again.stderr
     assert said(again, "Resumed from") == [3]
+    assert "left by saves that did not finish: .checkpoint_0000001.deleting (" in again.stdout
     assert not hidden(folder) and checkpoints(folder) == [4]
     assert steps_of(folder / "run") == undisturbed(4)
 

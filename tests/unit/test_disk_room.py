@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from helpers.ranks import world_of
 from torch import distributed as dist
 
-from shardtune.checkpoint import Disk, durable_fs, find_disks
+from shardtune.checkpoint import Disk, clear_leftovers, durable_fs, find_disks
 from shardtune.checkpoint.commit import SaveAttempt
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config import Config
@@ -31,7 +33,7 @@ def configured(*assignments: str) -> Config:
 @pytest.mark.parametrize(
     ("free", "cleared", "kept", "saves", "said"),
     [
-        (9, 0, 0, 9, "free 1 GB, or name a run.dir"),
+        (9, 0, 0, 9, "free 1 GB, or name a run.dir on another disk; run.ignore_plan=true"),
         (7, 2, 0, 9, "9 GB are free (2 GB of it once unfinished saves are deleted) - free 1 GB"),
         (10, 0, 0, 9, "will add 36 GB"),  # three checkpoints, and the models
         (29, 0, 1, 9, ""),
@@ -45,18 +47,58 @@ def test_a_disk_without_room_is_refused_or_said(
     free: int, cleared: int, kept: int, saves: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging(True, True)
-    disk = Disk(0, "node 0 (a)", 8, free * GB, cleared * GB, kept)
+    disk = Disk("runs/null", "node 0 (a)", 8, True, free * GB, cleared * GB, kept)
     given = disk, 10 * GB, 6 * GB, saves
     if free + cleared < 10:
         with pytest.raises(UserError) as refused:
-            require_room(*given, configured())
+            require_room(*given, configured(), None)
         assert said in str(refused.value)
-        require_room(*given, configured("run.ignore_plan=true"))
+        require_room(*given, configured("run.ignore_plan=true"), None)
         said = "the run starts all the same (run.ignore_plan=true)"
     else:
-        require_room(*given, configured())
+        require_room(*given, configured(), None)
     printed = capsys.readouterr().out
     assert (said in printed) if said else not printed
+
+
+@pytest.mark.parametrize(
+    ("settings", "checkpoint"),
+    [
+        ((), "runs/null/checkpoints/checkpoint_0000004"),
+        (("run.resume=/saved/checkpoint_0000004",), "/saved/checkpoint_0000004"),
+    ],
+)
+def test_a_resumed_run_without_room_is_told_how_it_keeps_its_checkpoint(
+    settings: tuple[str, ...], checkpoint: str
+) -> None:
+    disk = Disk("runs/null", "node 0 (a)", 8, True, 9 * GB, 0, 1)
+    with pytest.raises(UserError) as refused:
+        require_room(disk, 10 * GB, 0, 1, configured(*settings), "checkpoint_0000004")
+    way = f"or go on with run.resume={checkpoint} and a run.dir on another disk; run.ignore_plan"
+    assert way in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "models", "setting", "said"),
+    [
+        (6, 6, "checkpoint.keep=1", "the next one) and 6 GB of models. Make room for 9 GB mean"),
+        (0, 12, "checkpoint.keep=2", "will add 12 GB: 12 GB of models. Make room for 3 GB mean"),
+        (5, 0, "checkpoint.keep=2", "the next one). Make room for 6 GB meanwhile, or lower"),
+    ],
+)
+def test_what_a_disk_lacks_is_said_of_what_it_gets(
+    checkpoint: int, models: int, setting: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`checkpoints/` may be a link to a disk of its own. Fewer than one are not kept."""
+    setup_logging(True, True)
+    disk = Disk("runs/null/checkpoints", "node 0 (a)", 8, True, 9 * GB, 0, 0)
+    require_room(disk, checkpoint * GB, models * GB, 9, configured(setting), None)
+    printed = capsys.readouterr().out
+    assert (
+        "on node 0 (a), the disk of runs/null/checkpoints: 9 GB are free" in printed
+        and said in printed
+    )
+    assert ("lower checkpoint.keep" in printed) == ("lower" in said)
 
 
 def test_saves_that_are_left_are_those_that_are_due() -> None:
@@ -70,7 +112,9 @@ def test_saves_that_are_left_are_those_that_are_due() -> None:
                 assert saves_left(every, first, total) == sum(map(bool, due))
 
 
-def test_what_a_start_deletes_counts_as_free(tmp_path: Path) -> None:
+def test_what_a_start_deletes_counts_as_free_and_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Not what it moves aside."""
     directory = tmp_path / "checkpoints"
     for name, is_whole in {
@@ -84,9 +128,42 @@ def test_what_a_start_deletes_counts_as_free(tmp_path: Path) -> None:
         if is_whole:
             (directory / name / "COMPLETE").touch()
     world = world_of(0, 1, dist.HashStore())
-    (disk,) = find_disks(RunDir(tmp_path, [0], None), None, world)
+    run_dir = RunDir(tmp_path, [0], None)
+    (disk,) = find_disks(run_dir, None, world)
     assert 200_000 <= disk.cleared_bytes < 300_000
     assert disk.room == disk.free_bytes + disk.cleared_bytes and disk.checkpoints == 0
+    setup_logging(True, True)
+    clear_leftovers(run_dir, None, world)
+    line = (
+        r"Deleted, left by saves that did not finish: \.checkpoint_\S+, \.checkpoint_\S+ \(0.000.*"
+    )
+    assert re.match(line, capsys.readouterr().out)
+    clear_leftovers(run_dir, None, world)
+    assert "Deleted" not in capsys.readouterr().out
+
+
+def test_checkpoints_that_are_a_link_to_another_disk_are_saved_there(tmp_path: Path) -> None:
+    """Of what is there, run.dir's own disk counts for the models."""
+    elsewhere = Path("/dev/shm") / tmp_path.parent.name / tmp_path.name
+    if (
+        not os.access("/dev/shm", os.W_OK)
+        or Path("/dev/shm").stat().st_dev == tmp_path.stat().st_dev
+    ):
+        pytest.skip("there is no second disk")
+    staging = elsewhere / ".checkpoint_0000002.0123456789ab"
+    staging.mkdir(parents=True)
+    try:
+        (staging / "part").write_bytes(bytes(100_000))
+        (tmp_path / "checkpoints").symlink_to(elsewhere)
+        world = world_of(0, 1, dist.HashStore())
+        saved, run = find_disks(RunDir(tmp_path, [0], None), None, world)
+        assert (saved.directory, saved.ranks, saved.has_models) == (f"{tmp_path}/checkpoints", 1, 0)
+        assert (run.directory, run.ranks, run.has_models) == (f"{tmp_path}", 0, 1)
+        for disk, path in ((saved, elsewhere), (run, tmp_path)):
+            assert abs(disk.free_bytes - durable_fs.free_bytes(path)) < 0.1 * GB
+        assert saved.cleared_bytes >= 100_000 > run.cleared_bytes == 0
+    finally:
+        shutil.rmtree(elsewhere)
 
 
 @pytest.mark.parametrize(

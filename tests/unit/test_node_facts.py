@@ -144,8 +144,6 @@ def test_differences_between_nodes_that_only_slow_a_run_are_warned_of(
             {"gpus": [GPU | {"memory": (9e9, 80e9)}]},
             "GPU 0 has only 9.0 of 80.0 GB free, another process holds the rest (",
         ),
-        ({"model_bytes": 214e10}, "has 10000.0 GB free, a checkpoint may need up to 12840 GB"),
-        ({"free_bytes": 9e9}, "run.dir runs/config has 9.0 GB free"),
         ({"shm": 64e6}, "/dev/shm has 64 MB"),
         ({"nofile": 256}, "only 256 open files"),
         ({"memlock": 65536}, "only 65536 bytes may be locked"),
@@ -155,7 +153,7 @@ def test_differences_between_nodes_that_only_slow_a_run_are_warned_of(
 def test_low_limits_of_a_node_are_warned_of(
     different: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = {"gpus": [GPU], "model_bytes": 0, "free_bytes": 1e13, "shm": 1e11} | different
+    here = {"gpus": [GPU], "shm": 1e11} | different
     limits = {
         resource.RLIMIT_NOFILE: here.pop("nofile", 1 << 20),
         resource.RLIMIT_MEMLOCK: here.pop("memlock", resource.RLIM_INFINITY),
@@ -163,7 +161,7 @@ def test_low_limits_of_a_node_are_warned_of(
     shm = SimpleNamespace(total=here.pop("shm"))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shm)
-    warnings = node_info._warnings(rdma_ports="mlx5_0:1", run_dir="runs/config", **here)
+    warnings = node_info._warnings(rdma_ports="mlx5_0:1", **here)
     assert [words in warning for warning in warnings] == [True] * bool(words)
 
 

@@ -13,6 +13,7 @@ from shardtune.planner.status_lines import StatusLines
 def test_a_long_part_is_said_again_until_the_next_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert status_lines._SILENT_S <= 10, "documented"
     monkeypatch.setattr(status_lines, "_SILENT_S", 0.05)
     said, deadline = "", time.monotonic() + 20
     with StatusLines() as lines:

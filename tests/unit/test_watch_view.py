@@ -20,6 +20,8 @@ from torch import distributed as dist
 from shardtune.__main__ import run
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.errors import UserError
+from shardtune.report.charts import make_charts
+from shardtune.report.read_run import read_run
 from shardtune.report.watch import Follower, sparkline
 
 
@@ -36,6 +38,23 @@ def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "checkpoint_0000060, in 9 s, 0 steps ago",
     ):
         assert part in " ".join(said.split()), said
+
+
+def test_a_save_that_failed_is_shown_beside_the_last_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    failed = {"kind": "save", "step": 2, "seconds": 3.0, "stall_seconds": 0.5, "problem": "it is"}
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(failed) + "\n")
+    assert run(["watch", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not saved checkpoint_0000002: it is" in said
+    assert "checkpoint checkpoint_0000000, in 9 s, 3 steps ago" in said
+    (chart,) = [each for each in make_charts([read_run(folder)]) if each.name == "saves"]
+    assert chart.note == "How long each save took. 1 failed, the last one: it is."
+    curves = {curve.label: curve.y[np.isfinite(curve.y)].tolist() for curve in chart.curves}
+    assert curves["until it failed"] == [3.0] and curves["until it was committed"] == [9.0]
 
 
 def test_a_run_that_still_loads_is_watched_until_its_first_step_shows(

@@ -138,7 +138,10 @@ class Best:
                 self._export.write_rest(folder, entries, result)
                 durable_fs.replace(self._out)
             except (OSError, RunFailed) as error:
+                size, part = self._export.bytes, durable_fs.unfinished(self._out)
                 problem = str(error)
+                if missing := durable_fs.missing_room(error, "it", size, part):
+                    problem += f"{missing} - make room, and the next one with a lower loss is kept"
                 with contextlib.suppress(OSError):
                     durable_fs.recover_replaced(self._out)
         for name in names:  # each gather needs every rank, also after rank 0 has failed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -35,7 +36,7 @@ from shardtune.checkpoint.verify import check_files
 from shardtune.config import Config, LoraConfig
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.world import World
-from shardtune.errors import RunFailed, UserError
+from shardtune.errors import AGAIN, Aborted, RunFailed, UserError, first_line
 from shardtune.log import logger
 from shardtune.model.files import model_folder
 
@@ -135,6 +136,7 @@ def write_final_model(
     tensors that its disk does not have.
 
     Raises:
+        Aborted: on the rank that finds the disk full.
         OSError, DamagedCheckpoint: on the rank that cannot write or read.
     """
     if not config.export.final:
@@ -161,6 +163,21 @@ def write_final_model(
 def _write(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World) -> None:
     if world.on_rank0(lambda: export.is_in(out, _about(last))):
         return
+    try:
+        _write_new(export, last, out, run_dir, world)
+    except OSError as error:
+        part = durable_fs.unfinished(out)
+        if not (missing := durable_fs.missing_room(error, "it", export.bytes, part)):
+            raise
+        place = f"rank {world.rank} on {socket.gethostname()}"
+        problem = f"{place}: the final {out.name} was not written: {first_line(error)}{missing}"
+        raise Aborted(f"{problem} - free it; {AGAIN}, and writes it", code=1) from error
+    if export.remark:
+        logger.info(export.remark)
+    logger.info(f"Saved the final {out.name} in {out}")
+
+
+def _write_new(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: World) -> None:
     hidden = contextlib.nullcontext(durable_fs.unfinished(out))
     with new_folder(out) if world.is_main else hidden as folder:
         world.all_gather_json("created")
@@ -172,9 +189,6 @@ def _write(export: Export, last: Checkpoint, out: Path, run_dir: RunDir, world: 
         all_entries = dict(ChainMap(*world.all_gather_json(entries)))
         if world.is_main:
             export.write_rest(folder, all_entries, _about(last))
-    if export.remark:
-        logger.info(export.remark)
-    logger.info(f"Saved the final {out.name} in {out}")
 
 
 def _write_on_rank0(
