@@ -155,7 +155,7 @@ def train_step(
         context.run.world,
     )
     optim.require_finite(
-        step.number, stats, context.model, context.owned, context.host, context.run
+        step.number, stats, context.model, context.owned, context.host, context.run, context.metrics
     )
     update_weights(context, stats.grad_norm)
     return stats

@@ -31,16 +31,21 @@ from shardtune.report.read_run import read_run
 
 RESULTS = REPOSITORY / "benchmarks/convergence.json"
 PAGE = REPOSITORY / "docs/convergence.md"
-SHORT = {"steps": 2}
 STEPS = 12
 ROWS, ROW = 2, 256  # rows of a step, and tokens of a row
+_SHORT_FOLDER = REPOSITORY / "runs/convergence-short"
+SHORT = {
+    "steps": 2,
+    "results": _SHORT_FOLDER / RESULTS.name,
+    "page": _SHORT_FOLDER / PAGE.name,
+}
 _QUESTIONS = REPOSITORY / "examples/chats/short_eval.jsonl"
 _EXPERTS = {"num_key_value_heads": 2, "head_dim": 32, "n_routed_experts": 8}
 _EXPERTS |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
 _EXPERTS |= {"first_k_dense_replace": 1, "tie_word_embeddings": True}
 _HEADER = (
     "| run | ranks | training loss, last step | held-out perplexity "
-    "| exact match of {} short answers | losses furthest from its reference's |"
+    "| exact match on {} short answers | losses furthest from its reference's |"
 )
 _EXACT = ("exact before", "exact after")
 Results = Mapping[str, dict[str, Any]]
@@ -82,10 +87,11 @@ VARIANTS = {
 
 def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", type=absolute, default=REPOSITORY / "models/SmolLM2-135M-Instruct")
-    add("--results", type=absolute, default=RESULTS)
-    add("--page", type=absolute, default=PAGE, help="the picture is written beside it")
-    add("--steps", type=int, default=STEPS)
+    model = REPOSITORY / "models/SmolLM2-135M-Instruct"
+    add("--model", type=absolute, default=model, help="the one that all but the tiny experts train")
+    add("--results", type=absolute, default=RESULTS, help="JSON file of every run's numbers")
+    add("--page", type=absolute, default=PAGE, help="Markdown file; its picture is put beside it")
+    add("--steps", type=int, default=STEPS, help="of each run")
 
 
 def main(options: Namespace) -> None:
@@ -102,9 +108,11 @@ def main(options: Namespace) -> None:
         before = Model(options.model, {}).exact_matches(read_chats(_QUESTIONS))
     for name, variant in VARIANTS.items():
         results[name] |= {} if variant.is_tiny else {"exact before": before}
+    for file in (options.results, options.page):
+        file.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     options.page.write_text(page(results), encoding="utf-8")
-    write_svg(chart(results), options.page.with_suffix(".svg"))
+    write_svg(charts(results), options.page.with_suffix(".svg"))
 
 
 def tiny_experts(model: Path, folder: Path) -> Path:
@@ -160,17 +168,24 @@ def _apart(results: Results, name: str) -> str:
     return f"{difference:.1e}, relative" if difference else "equal to the bit"
 
 
-def chart(results: Results) -> Chart:
-    """Return the training losses. A run that equals another lies on it, dashed or dotted."""
-    equal = [name for name in results if VARIANTS[name].reference]
-    curves = []
-    for colour, name in enumerate([*(name for name in results if name not in equal), *equal]):
-        losses = np.array(results[name]["losses"])
-        steps = {"step": np.arange(1.0, len(losses) + 1)}
-        dash = 1 + equal.index(name) if name in equal else 0
-        curves.append(Curve(name, steps, losses, colour, dash))
-    x_axes = {"step": XAxis("step", 1, len(losses))}
-    return Chart("convergence", "Training loss", "training loss", "", curves, x_axes=x_axes)
+def charts(results: Results) -> list[Chart]:
+    """Return the training losses of SmolLM2 and of the experts.
+
+    A run that equals another lies on it, so that each is dashed in its own way.
+    """
+    shown = []
+    for is_tiny, subject in ((False, "SmolLM2"), (True, "tiny experts")):
+        curves = []
+        for colour, name in enumerate(VARIANTS):
+            if VARIANTS[name].is_tiny == is_tiny:
+                losses = np.array(results[name]["losses"])
+                steps = {"step": np.arange(1.0, len(losses) + 1)}
+                curves.append(Curve(name, steps, losses, colour, dash=len(curves)))
+        x_axes = {"step": XAxis("step", 1, len(losses))}
+        shown.append(
+            Chart(subject, subject, f"training loss, {subject}", "", curves, x_axes=x_axes)
+        )
+    return shown
 
 
 def page(results: Results) -> str:
@@ -192,14 +207,16 @@ def page(results: Results) -> str:
 
 Written by `python -m benchmarks convergence`, on CPUs; `--steps` makes more steps. Each run takes
 {steps} steps of {ROWS} rows of {ROW} tokens with the chats and settings of `examples/demo.yaml`,
-but with forward and backward in float32, and the settings below. All see the same records in the
-same order. So replicas, stages and divided experts must lose what their reference loses, the same
-model on one rank, up to rounding: they lie on its curve.
+but with forward and backward in float32, and the settings below. The demo takes 44 steps of rows of
+512 on two ranks. All see the same records in the same order. So replicas, stages and divided
+experts must lose what their reference loses, the same model on one rank, up to rounding: they lie
+on its curve.
 
 ![Training loss of each run](convergence.svg)
 
-The exact match counts [the demo's short answers](start.md#the-demo) that were held out. These runs
-are shorter than the demo, so they learn less.
+The exact match counts [the demo's short answers](start.md#the-demo). Their facts are trained, in
+other words: held out is the wording of the questions. The perplexity is over chats that are held
+out whole.
 """
     header = _HEADER.format(len(read_chats(_QUESTIONS)))
     return "\n".join([text, *table(header, rows)])

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from shardtune.errors import UserError
 from shardtune.report import read_run as report
@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 
 class Records(list[dict[str, Any]]):
-    """A list of dicts, which `to_pandas` makes a DataFrame of."""
+    """A list of dicts, which `to_pandas` makes a DataFrame of. A slice is one, too."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Records: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any] | Records:
+        found = super().__getitem__(index)
+        return Records(found) if isinstance(found, list) else found
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a row for each record. None becomes NaN in a column of numbers.
@@ -36,11 +44,15 @@ class Records(list[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's metrics.jsonl by kind, in the order of the steps. Fields: docs/metrics.md."""
+    """A run's metrics.jsonl by kind, in the order of the steps. Fields: docs/metrics.md.
+
+    `unread`: how many of its lines cannot be read and are left out.
+    """
 
     steps: Records
     evaluations: Records
     plan: Records
+    unread: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         UserError: there is no run.
     """
     run = report.read_run(Path(path))
-    return Run(*(Records(run.of_kind(kind)) for kind in ("step", "eval", "plan")))
+    steps, evaluations, plans = (Records(run.of_kind(kind)) for kind in ("step", "eval", "plan"))
+    return Run(steps, evaluations, plans, run.unread)
 
 
 def plan(

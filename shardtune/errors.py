@@ -98,6 +98,12 @@ def missing_directory(path: str) -> str:
     return missing and f" (the directory {missing} does not exist)"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 step", "2 steps", "2 processes"."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def first_few(names: Sequence[object], limit: int) -> str:
     """Return at most `limit` names and the number of the others: "a, b and 3 more"."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

@@ -155,6 +155,19 @@ class SaveEntry(_Entry):
 
 
 @_described
+class RefusedEntry(_Entry):
+    """A step that was not taken, and ended the run: its loss or gradient norm is not finite."""
+
+    kind: Literal["refused"]
+    step: Count
+    """The number that the step would have had."""
+    loss: Number
+    """Its loss; null where it is not finite."""
+    grad_norm: Number
+    """Its gradient norm; null where it is not finite."""
+
+
+@_described
 class ProfileEntry(_Entry):
     """With `logging.profile_steps`: how the profiled steps of rank 0 divide."""
 
@@ -246,6 +259,7 @@ Entry = (
     | EvalEntry
     | BestEntry
     | SaveEntry
+    | RefusedEntry
     | RanksEntry
     | ExpertsEntry
     | ProfileEntry

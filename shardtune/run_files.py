@@ -1,4 +1,25 @@
 """The names of a run's own files in run.dir, for the run and for the tools that look at it."""
 
+from __future__ import annotations
+
+import fcntl
+import struct
+from pathlib import Path
+
 LOCK = ".lock"  # from the first start on, also after the run has ended
 METRICS = "metrics.jsonl"
+_FLOCK = "hhqqi"  # of Linux: l_type, l_whence, l_start, l_len, l_pid
+
+
+def is_locked(run_dir: Path) -> bool | None:
+    """Return whether a process holds the run's lock, without taking it.
+
+    None: there is no lock file, or its filesystem has no locks. Only other processes count.
+    """
+    try:
+        with (run_dir / LOCK).open("rb") as file:
+            wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
+            held, *_ = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
+            return bool(held != fcntl.F_UNLCK)
+    except OSError:
+        return None

@@ -183,7 +183,9 @@ def _perplexity(runs: Sequence[RunRecord]) -> Chart:
                 Curve(label, run.positions(steps), y, colour, dash, has_markers=len(y) <= 40)
             )
     note = "exp of the mean loss over the evaluation data; step 0 is the baseline."
-    return Chart("perplexity", "Evaluation perplexity", "perplexity", note, curves)
+    shown = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in curves])
+    is_wide = len(shown) > 0 and shown.max() >= 100 * shown.min()
+    return Chart("perplexity", "Evaluation perplexity", "perplexity", note, curves, is_wide)
 
 
 def _memory(runs: Sequence[RunRecord]) -> Chart:

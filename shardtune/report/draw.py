@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ COLOURS = [
     ("#a87400", "#e69f00"),
     ("#5b5b5b", "#bdbdbd"),
 ]
+# More entries of a legend than these would lie on the curves.
+_MOST_INSIDE = 4
+_BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
 _MOST_POINTS = 1600  # of all curves of a chart: what a page can show
 _DASHES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (6, 1, 1, 1, 1, 1))]
 # Stand for the colours of text and grid in the SVG; page.html.jinja gives both themes' values.
@@ -100,18 +105,32 @@ def write_png(chart: Chart, path: Path) -> None:
         _figure(chart, "step").savefig(path, dpi=200, facecolor="white")
 
 
-def write_svg(chart: Chart, path: Path) -> None:
-    """Write the chart over the steps, for a page that has none of the report's colours."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": chart.name}):
-        figure = _figure(chart, "step")
-        figure.set_size_inches(7, 4.2)
-        figure.axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4)
+def write_svg(charts: Sequence[Chart], path: Path) -> None:
+    """Write charts over the steps side by side, for a page without the report's colours."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": charts[0].name}):
+        figure = Figure(figsize=(4.5 * len(charts), 3.6))
+        for axes, chart in zip(
+            figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True
+        ):
+            _draw(axes, chart, "step")
+            axes.legend(**_BELOW)
         figure.savefig(path, facecolor="white", bbox_inches="tight", metadata={"Date": None})
 
 
 def _figure(chart: Chart, axis: str) -> Figure:
-    figure = Figure(figsize=(4.6, 2.6))
-    axes = figure.add_axes((0.13, 0.19, 0.84, 0.71))
+    entries = sum(bool(curve.label) for curve in chart.curves) + len(chart.levels)
+    rows_below = math.ceil(entries / _BELOW["ncols"]) if entries > _MOST_INSIDE else 0
+    legend = 0.2 * rows_below  # inches
+    figure = Figure(figsize=(4.6, 2.6 + legend))
+    bottom, height = 0.5 + legend, 1.85
+    axes = figure.add_axes((0.13, bottom / (2.6 + legend), 0.84, height / (2.6 + legend)))
+    _draw(axes, chart, axis)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(**_BELOW if rows_below else {"loc": "best"})
+    return figure
+
+
+def _draw(axes: Axes, chart: Chart, axis: str) -> None:
     points = _MOST_POINTS // len(chart.curves)
     for curve in chart.curves:
         x, y = thin(curve.x[axis] / chart.x_axes[axis].size, curve.y, points)
@@ -129,7 +148,6 @@ def _figure(chart: Chart, axis: str) -> Figure:
     for label, value in chart.levels.items():
         axes.axhline(value, color=TEXT, linestyle="--", linewidth=1, label=_shown(label))
     _finish(axes, chart, axis)
-    return figure
 
 
 def _shown(label: str) -> str:
@@ -158,5 +176,3 @@ def _finish(axes: Axes, chart: Chart, axis: str) -> None:
         axes.yaxis.set_major_formatter(plain)
     if chart.name == "learning-rate":
         axes.set_ylim(bottom=0)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best")

@@ -17,7 +17,7 @@ import jinja2
 from shardtune.report.charts import AXES, PHASE_NAMES, make_charts
 from shardtune.report.draw import COLOURS, svg, write_png
 from shardtune.report.read_run import Entry, RunRecord
-from shardtune.report.summary import NOT_WRITTEN, card, figures, when
+from shardtune.report.summary import NOT_WRITTEN, card, figures, no_step, when
 from shardtune.run_files import METRICS
 
 # The anchor and the heading of each table that has rows.
@@ -92,10 +92,10 @@ def _row(name: str, values: Sequence[str], differs: bool = False) -> dict[str, A
 
 def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
     for run in runs:
-        if run.unread:
-            yield f"{run.path}: {run.unread} lines of metrics.jsonl cannot be read and are left out"
+        if run.unread_note:
+            yield f"{run.path}: {run.unread_note}"
         if not run.of_kind("step"):
-            yield f"{run.path}: no step has ended yet"
+            yield f"{run.path}: {no_step(run)}"
     if len({run.model for run in runs if run.model}) > 1:
         named = "; ".join(f"{run.name}: {run.model}" for run in runs)
         yield f"The models differ, so losses and perplexities may not be comparable ({named})"

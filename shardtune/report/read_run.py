@@ -13,11 +13,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from shardtune.config_io import bare, read_written
-from shardtune.errors import UserError
+from shardtune.errors import UserError, counted
 from shardtune.metrics_schema import KINDS, Count, fields_of
-from shardtune.run_files import LOCK, METRICS
+from shardtune.run_files import LOCK, METRICS, is_locked
 
 Entry = dict[str, Any]
+LOADS = "the run still loads"
+ENDED_EARLY = "the run ended before its first step"
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -41,7 +43,7 @@ class RunRecord:
     """The objects of `metrics.jsonl` by kind, in the order of their steps, and the configuration.
 
     `settings`: each key as `section.key`, with its value and its origin. `unread`: how many lines
-    are not an object of a run.
+    are not an object of a run. `is_locked`: whether a process of the run lives; None: unknown.
     """
 
     path: Path
@@ -49,6 +51,7 @@ class RunRecord:
     entries: dict[str, list[Entry]] = field(default_factory=dict)
     settings: dict[str, tuple[str, str]] = field(default_factory=dict)
     unread: int = 0
+    is_locked: bool | None = None
     _columns: dict[tuple[str, str], FloatArray] = field(default_factory=dict, repr=False)
 
     def of_kind(self, kind: str) -> list[Entry]:
@@ -66,6 +69,12 @@ class RunRecord:
     @property
     def last_step(self) -> int:
         return max((entry["step"] for entry in self.of_kind("step")), default=0)
+
+    @property
+    def unread_note(self) -> str:
+        """What the reader should know of lines that are left out; empty where there is none."""
+        lines = counted(self.unread, "line")
+        return f"{lines} of {METRICS} cannot be read, and left out" if self.unread else ""
 
     @property
     def model(self) -> str:
@@ -106,7 +115,8 @@ def read_run(path: Path) -> RunRecord:
         lines = file.read_bytes().splitlines()
     except OSError as error:
         if (path / LOCK).exists():
-            raise UserError(f"{path}: the run still loads - wait for its first step") from error
+            is_alive = is_locked(path) is not False
+            raise UserError(f"{path}: {before_first_step(is_alive)}") from error
         raise UserError(
             f"{path}: no run ({file.name}: {error.strerror}) - name the run.dir of a run that has "
             "begun"
@@ -119,11 +129,19 @@ def read_run(path: Path) -> RunRecord:
         else:
             unread += 1
     if not entries:
-        content = f"none of {unread} lines is an object of a run" if lines else "it is empty"
+        content = f"no object of a run in {counted(unread, 'line')}" if lines else "it is empty"
         raise UserError(f"{file}: {content} - wait for the first step, or name another run")
     for of_kind in entries.values():
         of_kind.sort(key=lambda entry: entry["step"])  # a save is written some steps later
-    return RunRecord(path, path.resolve().name, entries, read_settings(path), unread)
+    settings = read_settings(path)
+    return RunRecord(path, path.resolve().name, entries, settings, unread, is_locked(path))
+
+
+def before_first_step(is_alive: bool) -> str:
+    """Return what a run without any number is, and what to do."""
+    if is_alive:
+        return f"{LOADS} - wait for its first step"
+    return f"{ENDED_EARLY} - the last line of its log says why"
 
 
 def read_entry(line: bytes | str) -> Entry | None:

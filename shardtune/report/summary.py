@@ -8,12 +8,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from shardtune.errors import counted
 from shardtune.report.charts import mean_width, network_share, smooth
-from shardtune.report.read_run import Entry, RunRecord
+from shardtune.report.read_run import ENDED_EARLY, LOADS, Entry, RunRecord
 
-_RANKS = {"cuda": "GPUs", "cpu": "CPU processes"}
+_RANKS = {"cuda": "GPU", "cpu": "CPU process"}
 _EVALUATION = {"data.eval": "null", "data.eval_fraction": "0"}  # as they are without any
 NO_MFU = "MFU (the peak of this device is not known)"
+_OF_CONFIG = ("model", "data", "batch")  # figures that config.yaml gives
 NOT_WRITTEN = "(not written by its version)"
 
 
@@ -26,7 +28,7 @@ def card(run: RunRecord) -> str:
 def figures(run: RunRecord) -> dict[str, str]:
     """Return each figure as text; where there is none, the reason in brackets."""
     setting = {key: value for key, (value, _) in run.settings.items()}
-    return {
+    shown = {
         "model": _model(setting),
         "data": _data(setting),
         "batch": _batch(run, setting),
@@ -40,6 +42,15 @@ def figures(run: RunRecord) -> dict[str, str]:
         "on": _machine(run),
         "starts": f"{len(run.of_kind('start'))}" if run.start else NOT_WRITTEN,
     }
+    if run.entries:
+        return shown
+    reason = f"({ENDED_EARLY if run.is_locked is False else LOADS})"
+    return dict.fromkeys(shown, reason) | {name: shown[name] for name in _OF_CONFIG if setting}
+
+
+def no_step(run: RunRecord) -> str:
+    """Return the reason for which a run has no step."""
+    return ENDED_EARLY if run.is_locked is False else "no step has ended yet"
 
 
 def spoken(seconds: float) -> str:
@@ -81,7 +92,8 @@ def _batch(run: RunRecord, setting: Mapping[str, str]) -> str:
     names = ("data_ranks", "micro_batch_size", "gradient_accumulation_steps")
     sizes = [run.start.get(name) for name in names]
     rows = math.prod(size for size in sizes if size) if all(sizes) else None
-    parts = [f"{rows} rows of {setting.get('data.max_length', '?')} tokens"] if rows else []
+    length = setting.get("data.max_length", "?")
+    parts = [f"{counted(rows, 'row')} of {length} tokens"] if rows else []
     keys = {"optimizer.name": "", "optimizer.lr": "lr "}
     parts += [word + setting[key] for key, word in keys.items() if key in setting]
     return ", ".join(parts) or NOT_WRITTEN
@@ -90,7 +102,8 @@ def _batch(run: RunRecord, setting: Mapping[str, str]) -> str:
 def _steps(run: RunRecord) -> str:
     steps, total = run.last_step, run.total_steps
     times = [entry.get("time", "") for of_kind in run.entries.values() for entry in of_kind[-1:]]
-    state = "finished" if steps == total else "last written"
+    stopped = "stopped, " if run.is_locked is False else ""
+    state = "finished" if steps == total else f"{stopped}last written"
     last = when(max(times, default=""))
     return f"{steps} of {total}, {state} {last}" if total else f"{steps}, {state} {last}"
 
@@ -98,29 +111,40 @@ def _steps(run: RunRecord) -> str:
 def _loss(run: RunRecord) -> str:
     losses = run.column("step", "loss")
     if not len(losses):
-        return "(no step has ended yet)"
+        return f"({no_step(run)}{not_taken(run)})"
     first, last = (f"{loss:.4f}" if np.isfinite(loss) else "not finite" for loss in losses[[0, -1]])
     text = f"{first} at first, {last} at last"
     if width := mean_width(len(losses)):
         text += f", {smooth(losses, width)[-1]:.4f} in the mean of the last {width}"
-    return text
+    return text + not_taken(run)
+
+
+def not_taken(run: RunRecord) -> str:
+    """Return which step ended the run because its numbers were not finite, or an empty text."""
+    if not run.of_kind("refused") or (entry := run.of_kind("refused")[-1])["step"] <= run.last_step:
+        return ""
+    what = "gradient norm" if entry.get("loss") is not None else "loss"
+    return f"; step {entry['step']} was not taken: its {what} is not finite"
 
 
 def _perplexity(run: RunRecord, setting: Mapping[str, str]) -> str:
-    of_all_sets = [entry for entry in run.of_kind("eval") if "set" not in entry]
-    evaluations = [entry for entry in of_all_sets if entry.get("perplexity") is not None]
-    if not evaluations:
-        if run.of_kind("eval"):
-            return "(not finite)"
+    of_set: dict[str, list[Entry]] = {}
+    for entry in run.of_kind("eval"):
+        of_set.setdefault(entry.get("set") or "", []).append(entry)
+    if not of_set:
         is_given = any(setting.get(key, unset) != unset for key, unset in _EVALUATION.items())
         return "(no evaluation yet)" if is_given or not setting else "(no evaluation data)"
-    lowest = min(evaluations, key=lambda entry: entry["perplexity"])
-    shown = [_at(evaluations[0])]
-    if len(evaluations) > 1:
-        shown.append(_at(evaluations[-1]))
-    if lowest not in (evaluations[0], evaluations[-1]):
+    evaluations = [e for e in of_set.pop("", []) if e.get("perplexity") is not None]
+    shown = [_at(entry) for entry in evaluations[:: max(1, len(evaluations) - 1)]]
+    lowest = min(evaluations, key=lambda entry: entry["perplexity"], default=None)
+    if lowest and lowest not in (evaluations[0], evaluations[-1]):
         shown.append(f"lowest {_at(lowest)}")
-    return ", ".join(shown)
+    texts = [", ".join(shown) or "(not finite)"]
+    for name, entries in of_set.items():
+        ends = [entry.get("perplexity") for entry in entries[:: max(1, len(entries) - 1)]]
+        said = ["not finite" if end is None else f"{end:.4f}" for end in ends]
+        texts.append(f"{name} {' to '.join(said)}")
+    return "; ".join(texts)
 
 
 def _at(entry: Entry) -> str:
@@ -130,13 +154,13 @@ def _at(entry: Entry) -> str:
 
 def _time(run: RunRecord) -> str:
     seconds = float(np.nansum(run.column("step", "seconds")))
-    return f"{spoken(seconds)} of training" if seconds else "(no step has ended yet)"
+    return f"{spoken(seconds)} of training" if seconds else f"({no_step(run)})"
 
 
 def _speed(run: RunRecord) -> str:
     tokens, seconds = (float(np.nansum(run.column("step", n))) for n in ("tokens", "seconds"))
     if not seconds:
-        return "(no step has ended yet)"
+        return f"({no_step(run)})"
     mfu = run.column("step", "mfu")
     share = f"MFU {np.nanmedian(mfu):.1%}" if np.isfinite(mfu).any() else NO_MFU
     return f"{tokens / seconds:,.0f} tokens/s, {tokens:,.0f} tokens, {share}"
@@ -154,12 +178,12 @@ def _waiting(run: RunRecord) -> str:
 def _memory(run: RunRecord) -> str:
     memory = run.column("step", "memory_bytes")
     if not np.isfinite(memory).any():
-        return NOT_WRITTEN if run.of_kind("step") else "(no step has ended yet)"
+        return NOT_WRITTEN if run.of_kind("step") else f"({no_step(run)})"
     return f"{np.nanmax(memory) / 1e9:.1f} GB of a rank at most"
 
 
 def _machine(run: RunRecord) -> str:
     size, versions = run.start.get("world_size"), run.start.get("versions", {})
-    ranks = [f"{size} {_RANKS.get(run.start.get('device', ''), 'ranks')}"] if size else []
+    ranks = [counted(size, _RANKS.get(run.start.get("device", ""), "rank"))] if size else []
     shown = [*ranks, *(f"{name} {version}" for name, version in versions.items())]
     return ", ".join(shown) or NOT_WRITTEN

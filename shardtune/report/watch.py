@@ -15,6 +15,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,18 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from shardtune.errors import UserError
+from shardtune.errors import UserError, counted
 from shardtune.report.charts import smooth
-from shardtune.report.read_run import Entry, FloatArray, RunRecord, read_entry, read_settings
+from shardtune.report.read_run import (
+    Entry,
+    FloatArray,
+    RunRecord,
+    before_first_step,
+    read_entry,
+    read_settings,
+)
 from shardtune.report.summary import NO_MFU, figures, spoken
-from shardtune.run_files import LOCK, METRICS
+from shardtune.run_files import LOCK, METRICS, is_locked
 
 _EVERY_S = 1.0
 _GPUS_EVERY_S = 5.0
@@ -72,7 +80,7 @@ class Follower:
     """Reads what was added to a run's metrics.jsonl since the last look.
 
     Raises:
-        UserError: no run has begun in this directory.
+        UserError: no run has begun in this directory, or it ended before its first step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,15 +93,18 @@ class Follower:
                 f"{path}: no run (neither {METRICS} nor {LOCK} is there) - name the run.dir of a "
                 "run that has begun"
             )
+        if not self._file.is_file() and is_locked(path) is False:
+            raise UserError(f"{path}: {before_first_step(is_alive=False)}")
 
     def read(self) -> None:
         """Take in the lines that are complete. A file that was written anew is read anew."""
+        self.run = replace(self.run, is_locked=is_locked(self.run.path))
         try:
             with self._file.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._position:
                     settings = read_settings(self.run.path)
-                    self.run = RunRecord(self.run.path, self.run.name, settings=settings)
+                    self.run = replace(self.run, entries={}, settings=settings, unread=0)
                     self._inode, self._position, self._rest = status.st_ino, 0, b""
                 file.seek(self._position)
                 added = file.read()
@@ -102,9 +113,11 @@ class Follower:
         self._position += len(added)
         *lines, self._rest = (self._rest + added).split(b"\n")
         entries = {kind: list(of_kind) for kind, of_kind in self.run.entries.items()}
-        for entry in filter(None, map(read_entry, lines)):
+        known = list(filter(None, map(read_entry, lines)))
+        for entry in known:
             entries.setdefault(entry["kind"], []).append(entry)
-        self.run = RunRecord(self.run.path, self.run.name, entries, self.run.settings)
+        unread = self.run.unread + len(lines) - len(known)
+        self.run = replace(self.run, entries=entries, unread=unread, _columns={})
 
 
 def view(run: RunRecord, gpus: Sequence[str]) -> RenderableType:
@@ -144,22 +157,32 @@ def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
     if committed := [save for save in saves if not save.get("problem")]:
         step, seconds = committed[-1]["step"], committed[-1].get("seconds")
         took = f", in {spoken(seconds)}" if seconds is not None else ""
-        yield "checkpoint", f"checkpoint_{step:07d}{took}, {max(0, run.last_step - step)} steps ago"
-    else:
+        yield "checkpoint", f"checkpoint_{step:07d}{took}, {_ago(run.last_step - step)}"
+    elif run.entries:
         yield "checkpoint", "(none yet)"
     if saves and saves[-1].get("problem"):
         yield "not saved", f"checkpoint_{saves[-1]['step']:07d}: {saves[-1]['problem']}"
+    if run.unread_note:
+        yield "unread", run.unread_note
+
+
+def _ago(steps: int) -> str:
+    return f"{counted(steps, 'step')} ago" if steps > 0 else "of the last step"
 
 
 def _progress(run: RunRecord) -> str:
     step, total = run.last_step, run.total_steps
     if step == total:
         return figures(run)["steps"]
-    seconds = float(np.nanmean(run.column("step", "seconds")[-_STEPS_OF_ETA:]))
+    seconds = run.column("step", "seconds")[-_STEPS_OF_ETA:]
+    seconds = seconds[np.isfinite(seconds)]
     parts = [f"{step} of {total} ({step / total:.0%})" if total else f"{step}"]
-    parts.append(f"{spoken(seconds)} each")
-    if total:
-        parts.append(f"{spoken((total - step) * seconds)} left")
+    if len(seconds):
+        parts.append(f"{spoken(seconds.mean())} each")
+    if run.is_locked is False:
+        parts.append("stopped: no process of the run is left")
+    elif total and len(seconds):
+        parts.append(f"{spoken((total - step) * seconds.mean())} left")
     with contextlib.suppress(ValueError, TypeError):  # a time in another form
         written = datetime.datetime.fromisoformat(run.of_kind("step")[-1].get("time", ""))
         age = (datetime.datetime.now(datetime.UTC) - written).total_seconds()

@@ -17,13 +17,14 @@ from shardtune.distributed.tensors import DTYPES, to_local
 from shardtune.distributed.world import World
 from shardtune.errors import AGAIN, RunFailed, first_line
 from shardtune.log import logger
+from shardtune.metrics_schema import RefusedEntry
 from shardtune.model.experts import is_spread
 from shardtune.training.context import Run
 from shardtune.training.host_adamw import HostAdamW
 from shardtune.training.host_states import HostStates
 from shardtune.training.loss_spikes import inspect_command
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
-from shardtune.training.metrics import StepStats
+from shardtune.training.metrics import Metrics, StepStats
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.sent_gradients import row_norms
 from shardtune.training.states import moment_bytes
@@ -200,6 +201,7 @@ def require_finite(
     owned: OwnedParameters,
     host: HostStates | None,
     run: Run,
+    metrics: Metrics,
 ) -> None:
     """Refuse a step whose loss or gradient norm is not finite, before its update.
 
@@ -210,6 +212,9 @@ def require_finite(
     """
     if math.isfinite(stats.loss) and math.isfinite(stats.grad_norm):
         return
+    metrics.write(
+        RefusedEntry(kind="refused", step=step, loss=stats.loss, grad_norm=stats.grad_norm)
+    )
     found = first_non_finite(model, owned.by_name, host)
     world = run.world
     per_rank = world.all_gather_json(found and (found[0], world.stage, *found[1:]))

@@ -39,6 +39,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardtune.data.order import lay_out_rows
 from shardtune.data.schedule import Cost, assign_rows
+from shardtune.report.read_run import read_run
+from shardtune.report.summary import figures
 
 QUICK = [("llama", 1, True), ("qwen3", 2, False), ("glm", 4, True)]
 
@@ -287,6 +289,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(sharp, tmp_pa
     assert "python -m shardtune inspect-data --config" in error and "--step 2)" in error
     assert "in the gradient of model." in error or "in the gradient of lm_head." in error
     assert steps == [1]
+    (refused,) = read_metrics(tmp_path / "run", "refused")
+    assert refused["step"] == 2 and None in (refused["loss"], refused["grad_norm"])
+    assert "; step 2 was not taken: its " in figures(read_run(tmp_path / "run"))["loss"]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ def test_a_run_is_read_as_records_and_frames(folder: Path, monkeypatch: pytest.M
     assert record.steps[6]["grad_norm"] is None and record.steps[6]["step"] == 7
     assert [entry["step"] for entry in record.evaluations[::3]] == [*range(0, 61, 10)]
     assert record.plan == [{"kind": "plan", "step": 0, "predicted_peak_bytes": 7}]
+    assert record.unread == 0
+    assert record.steps[-3:].to_pandas()["step"].tolist() == [58, 59, 60]
     frame = record.steps.to_pandas()
     assert isinstance(frame, pandas.DataFrame) and frame.shape[0] == 60
     assert frame["grad_norm"].isna().tolist() == [step == 7 for step in range(1, 61)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import PAGE, RESULTS, VARIANTS, chart, furthest, page
-from shardtune.report.draw import write_svg
+from benchmarks.convergence import PAGE, RESULTS, SHORT, VARIANTS, charts, furthest, page
+from shardtune.report.draw import COLOURS, write_svg
 
 FOUND: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
 EQUAL = [name for name, variant in VARIANTS.items() if variant.reference]
@@ -17,7 +18,7 @@ EQUAL = [name for name, variant in VARIANTS.items() if variant.reference]
 def test_the_page_and_its_picture_have_the_runs_that_were_made(tmp_path: Path) -> None:
     assert list(FOUND) == list(VARIANTS)
     assert page(FOUND) == PAGE.read_text(encoding="utf-8")
-    write_svg(chart(FOUND), tmp_path / "again.svg")
+    write_svg(charts(FOUND), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == PAGE.with_suffix(".svg").read_bytes()
 
 
@@ -35,3 +36,25 @@ def test_every_run_learns() -> None:
         first, last = result["perplexities"]
         assert last < 0.6 * first
         assert VARIANTS[name].is_tiny or result["exact after"] > result["exact before"]
+
+
+def test_the_page_names_the_settings_of_each_run() -> None:
+    for variant in VARIANTS.values():
+        is_same = variant.shown.startswith("the same")
+        reference = VARIANTS[variant.reference].settings if is_same else {}
+        named = {
+            key: json.loads(value) if value[0].isdigit() else value
+            for key, value in re.findall(r"([a-z_.]+)=([^\s`]+)", variant.shown)
+        }
+        assert named | reference == variant.settings
+
+
+def test_runs_are_told_apart_by_colour_and_dash() -> None:
+    both = charts(FOUND)
+    assert [len(chart.curves) for chart in both] == [5, 2]
+    curves = [curve for chart in both for curve in chart.curves]
+    assert len({(curve.colour % len(COLOURS), curve.dash) for curve in curves}) == len(VARIANTS)
+
+
+def test_a_short_run_leaves_the_page_as_it_is() -> None:
+    assert {SHORT["results"], SHORT["page"]}.isdisjoint({RESULTS, PAGE})

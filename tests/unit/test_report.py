@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+import shardtune
 from shardtune.__main__ import run
 from shardtune.report.charts import make_charts, network_share, smooth, thin
 from shardtune.report.draw import svg
@@ -52,7 +53,7 @@ def write_run(
                     "seconds": 2.0,
                     "tokens_per_second": 500.0,
                     "mfu": 0.3,
-                    "memory_bytes": 61.2e9,
+                    "memory_bytes": 61.2e9 if step > 1 else 9e9,
                     "data_seconds": 0.01,
                 }
             )
@@ -111,6 +112,12 @@ def test_the_page_needs_no_network_and_names_every_figure(
     assert ">3<" in (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 3 * len(figures)
 
+    # It fits a telephone: a table scrolls in its own box, and no chart is wider than the page.
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert re.search(r"\.wide \{[^}]*overflow-x: auto", page)
+    assert page.count("<table>") == page.count('<div class="wide"><table>') > 2
+    assert "minmax(min(24rem, 100%), 1fr)" in page
+
 
 def test_names_are_drawn_and_linked_as_they_are(tmp_path: Path) -> None:
     a = write_run(tmp_path / "_a $x$ <b> #1")
@@ -143,7 +150,8 @@ def test_the_card_sums_up_a_run_in_a_line_a_figure(tmp_path: Path) -> None:
         "batch: 24 rows of 512 tokens, adamw, lr 0.0004",
         "steps: 60 of 120, last written 2026-11-23 12:00 UTC",
         f"loss: {first:.4f} at first, {last:.4f} at last",
-        "perplexity: 9.0000 before training, 8.0000 at step 60",
+        "perplexity: 9.0000 before training, 8.0000 at step 60; chats 9.0000 to 8.0000; "
+        "code 9.0000 to 8.0000",
         "time: 2 min of training",
         "speed: 501 tokens/s, 60,178 tokens, MFU 30.0%",
         "waiting: 44.5% of a step in collectives: bound by communication",
@@ -165,6 +173,23 @@ def test_the_card_sums_up_a_run_in_a_line_a_figure(tmp_path: Path) -> None:
         (["step"], {}, {"waiting": "(measured every ten steps)", "on": NOT_WRITTEN}),
         (["step"], {}, {"speed": f"5 tokens/s, 10 tokens, {NO_MFU}", "memory": NOT_WRITTEN}),
         (["step"], {}, {"loss": "not finite at first, not finite at last"}),
+        (
+            ["refused"],
+            {},
+            {"loss": "(no step has ended yet; step 2 was not taken: its loss is not finite)"},
+        ),
+        (
+            ["step", "refused"],
+            {},
+            {
+                "loss": "not finite at first, not finite at last"
+                "; step 2 was not taken: its loss is not finite"
+            },
+        ),
+        (["start", "lock"], {}, {"loss": "(the run ended before its first step)"}),
+        (["start", "step", "lock"], {}, {"steps": f"1 of 9, stopped, last written {NOT_WRITTEN}"}),
+        (["start"], {}, {"on": "1 rank", "batch": "1 row of ? tokens"}),
+        (["eval"], {}, {"perplexity": "(not finite); a not finite"}),
     ],
 )
 def test_a_figure_that_is_missing_has_its_reason(
@@ -173,8 +198,14 @@ def test_a_figure_that_is_missing_has_its_reason(
     lines = {
         "start": {"kind": "start", "step": 0, "total_steps": 9, "world_size": 1},
         "step": {"kind": "step", "step": 1, "loss": None, "tokens": 10, "seconds": 2.0},
+        "refused": {"kind": "refused", "step": 2, "loss": None, "grad_norm": None},
+        "eval": {"kind": "eval", "step": 0, "perplexity": None, "set": "a"},
     }
-    text = "".join(json.dumps(lines[kind]) + "\n" for kind in entries)
+    lines["start"] |= dict.fromkeys(("data_ranks", "micro_batch_size"), 1)
+    lines["start"] |= {"gradient_accumulation_steps": 1}
+    text = "".join(json.dumps(lines[kind]) + "\n" for kind in entries if kind in lines)
+    if "lock" in entries:
+        (tmp_path / ".lock").touch()
     (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
     if settings:
         (tmp_path / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
@@ -230,6 +261,7 @@ def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(
     (folder / "config.yaml").unlink()
     assert report(folder) == 0
     assert "11 lines of metrics.jsonl cannot be read" in capsys.readouterr().out
+    assert shardtune.read_run(folder).unread == 11
 
 
 @pytest.mark.parametrize("text", [None, "", "not a run\n"])
@@ -313,13 +345,40 @@ def test_many_steps_are_drawn_with_their_mean_beside_each(
     assert [curve.label for curve in loss.curves] == labels
 
 
+@pytest.mark.parametrize(("perplexities", "is_log"), [([9, 900], True), ([9, 899], False)])
+def test_perplexity_is_drawn_over_decades_where_it_spans_two(
+    perplexities: list[float], is_log: bool, tmp_path: Path
+) -> None:
+    entries = [
+        {"kind": "eval", "step": step, "perplexity": value}
+        for step, value in enumerate(perplexities)
+    ]
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    (chart,) = make_charts([read_run(tmp_path)])
+    assert chart.is_log == is_log
+
+
+def test_a_legend_of_many_entries_stands_below_its_chart(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, steps=20)) for name in "ab"]
+    for one, two in zip(make_charts(runs[:1]), make_charts(runs), strict=True):
+        heights = []
+        for chart in (one, two):
+            picture = svg(chart, "step")
+            heights.append(float(re.findall(r'viewBox="0 0 \S+ (\S+)"', picture)[0]))
+            many = sum(bool(curve.label) for curve in chart.curves) > 4
+            legend = [float(y) for y in re.findall(r'<text[^>]* y="([\d.]+)"', picture)]
+            assert heights[-1] > 190 if many else heights[-1] < 190, chart.name
+            assert max(legend) < heights[-1], "all of it is on the picture"
+
+
 def test_shares_are_drawn_in_percent_and_memory_in_gigabytes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "plan", "step": 0, "predicted_peak_bytes": 70e9}\n')
     charts = {chart.name: chart for chart in make_charts([read_run(folder)])}
     for name, value in {"mfu": 30.0, "waiting": 0.5, "memory": 61.2}.items():
-        assert charts[name].curves[0].y == pytest.approx(value), name
+        assert charts[name].curves[0].y[1:] == pytest.approx(value), name
     phases = {curve.label: curve.y for curve in charts["phases"].curves}
     assert phases["waiting in collectives"] == pytest.approx(100 * 0.89 / 2)
     assert sum(phases.values()) == pytest.approx(100)

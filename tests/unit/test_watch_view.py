@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import multiprocessing
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.ranks import world_of
+from rich.console import Console
 from test_report import write_run
 from torch import distributed as dist
 
@@ -22,7 +27,8 @@ from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.errors import UserError
 from shardtune.report.charts import make_charts
 from shardtune.report.read_run import read_run
-from shardtune.report.watch import Follower, sparkline
+from shardtune.report.summary import figures
+from shardtune.report.watch import Follower, sparkline, view
 
 
 def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +41,7 @@ def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "501 tokens/s, MFU 30.0%, waiting for data 0.5%",
         "61.2 GB of a rank at most",
         "rank 3 on node0, 1.10 x the median, in data",
-        "checkpoint_0000060, in 9 s, 0 steps ago",
+        "checkpoint_0000060, in 9 s, of the last step",
     ):
         assert part in " ".join(said.split()), said
 
@@ -60,17 +66,86 @@ def test_a_save_that_failed_is_shown_beside_the_last_checkpoint(
 def test_a_run_that_still_loads_is_watched_until_its_first_step_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folder = tmp_path / "run"
     with pytest.raises(UserError, match="no run"):
-        Follower(tmp_path / "run")
-    directory = open_run_dir(tmp_path / "run", world_of(0, 1, dist.HashStore()))
-    assert run(["watch", str(directory.path)]) == 0
-    assert "(no step has ended yet)" in capsys.readouterr().out
-    follower = Follower(directory.path)
+        Follower(folder)
+    with loading(folder):
+        assert run(["watch", str(folder)]) == 0
+        said = capsys.readouterr().out
+        assert "(the run still loads)" in said and "version" not in said and "missing" not in said
+        assert run(["report", str(folder)]) == 2
+        assert "the run still loads - wait for its first step" in capsys.readouterr().err
+        follower = Follower(folder)
+        follower.read()
     follower.read()
-    assert follower.run.last_step == 0
-    (directory.path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n', "utf-8")
+    assert figures(follower.run)["steps"] == "(the run ended before its first step)"
+    for command in ("watch", "report"):
+        assert run([command, str(folder)]) == 2
+        assert "the run ended before its first step - the last line" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n', "utf-8")
     follower.read()
     assert follower.run.last_step == 1
+
+
+@contextlib.contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Have another process open a run's directory, until it is killed."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+
+    def load() -> None:
+        directory = open_run_dir(folder, world_of(0, 1, dist.HashStore()))
+        ready.set()
+        time.sleep(60)
+        del directory
+
+    process = context.Process(target=load)
+    process.start()
+    try:
+        assert ready.wait(30)
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize(
+    ("lines", "has_ended", "expected"),
+    [
+        (
+            ['{"kind": "step", "step": 3}'],
+            True,
+            "3 of 9 (33%), stopped: no process of the run is left",
+        ),
+        (['{"kind": "step", "step": 3, "seconds": 2}'], False, "3 of 9 (33%), 2 s each, 12 s left"),
+        (['{"kind": "step", "step": 3}'], False, "3 of 9 (33%)"),
+        (
+            ['{"kind": "step", "step": 1}', "{"],
+            False,
+            "1 line of metrics.jsonl cannot be read, and",
+        ),
+        (['{"kind": "step", "step": 1}', "{", "["], False, "2 lines of metrics.jsonl cannot be"),
+        (
+            ['{"kind": "step", "step": 2}', '{"kind": "save", "step": 1, "seconds": 3}'],
+            False,
+            "in 3 s, 1 step ago",
+        ),
+    ],
+)
+def test_the_view_says_what_there_is(
+    lines: list[str], has_ended: bool, expected: str, tmp_path: Path
+) -> None:
+    start = '{"kind": "start", "step": 0, "total_steps": 9}'
+    (tmp_path / "metrics.jsonl").write_text("\n".join([start, *lines, ""]), encoding="utf-8")
+    if has_ended:
+        (tmp_path / ".lock").touch()
+    follower = Follower(tmp_path)
+    follower.read()
+    said = io.StringIO()
+    Console(width=200, file=said).print(view(follower.run, []))
+    (steps,) = [line for line in said.getvalue().splitlines() if line.startswith("steps ")]
+    assert expected in said.getvalue()
+    assert ("each" in steps, " s left" in steps) == ("each" in expected,) * 2
 
 
 @pytest.mark.parametrize("name", ["", "multinode_training.log"])
