@@ -53,7 +53,7 @@ def main() -> None:
     print(f"\nReference: {reference}\n")
     if short:
         numbers = "{} before, {} after".format(*matches)
-        print(f"Exact match on {len(short)} held-out short answers: {numbers}\n")
+        print(f"Exact match on {len(short)} short answers to reworded questions: {numbers}\n")
     for name, path in (
         ("Fine-tuned model", after),
         ("Checkpoints", arguments.run / "checkpoints"),

@@ -35,7 +35,7 @@ from shardtune.data.paths import KINDS
 from shardtune.data.records import read_fields
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, TokenizedChunk, tokenize_chunks
-from shardtune.errors import UserError, all_of, first_few, first_line
+from shardtune.errors import UserError, all_of, counted, first_few, first_line
 from shardtune.log import logger, node_logger
 
 # One file for each column of a set; tokens and trained flags stand end to end.
@@ -342,8 +342,20 @@ def _nothing_to_train(key: str, spec: str, n_records: int, outcomes: OutcomeCoun
     causes = "; ".join(outcomes.lines(warning="").values())
     longer = " or raise data.max_length" if any(o in TOO_LONG for o, *_ in outcomes) else ""
     return (
-        f"{key}: no token to train in {n_records} records{causes and f' ({causes})'} - "
+        f"{key}: no token to train in {counted(n_records, 'record')}"
+        f"{causes and f' ({causes})'} - "
         f"write records with turns to train in {spec}{longer}"
+    )
+
+
+def _nothing_held_out(data: DataConfig, spec: str, n_train: int, held_out: _SetWriter) -> str:
+    """Return the problem of a fraction that holds out nothing to evaluate."""
+    if held_out.n_records:
+        problem = _nothing_to_train("data.eval", spec, held_out.n_records, held_out.outcomes)
+        return f"{problem}, or raise data.eval_fraction"
+    return (
+        f"data.eval_fraction={data.eval_fraction:g} took none of {counted(n_train, 'record')} for "
+        "evaluation - raise it, or train without evaluation (data.eval_fraction=0)"
     )
 
 
@@ -380,8 +392,8 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
         problems += _source_problems(source, sums[key], data)
     if holds_out and not problems and not (held_out := writers["eval"]).n_sequences:
         spec = sources["train", 0].spec
-        problem = _nothing_to_train("data.eval", spec, held_out.n_records, held_out.outcomes)
-        problems = [f"{problem}, or raise data.eval_fraction"]
+        n_records = sum(each.n_records for each in sums.values())
+        problems = [_nothing_held_out(data, spec, n_records, held_out)]
     if problems:
         raise UserError(*problems)
     digests = " ".join(writer.digest() for writer in writers.values())

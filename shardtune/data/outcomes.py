@@ -25,7 +25,11 @@ class Outcome(Enum):
         "questions too, where messages would train the answers",
         True,
     )
-    RENDERED_MESSAGE = "conversations that hold {} of the chat template in their texts", True
+    RENDERED_MESSAGE = (
+        "conversations that hold {} of the chat template in their texts: right where they speak of "
+        "it, else give the messages as they were before a template rendered them",
+        True,
+    )
     PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
     LEADING_ANSWER = "conversations that begin with the assistant, whose first turn is context"
     LEFT_OUT = "the chat template leaves out the {}"

@@ -30,6 +30,7 @@ COLOURS = [
 ]
 # More entries of a legend than these would lie on the curves.
 _MOST_INSIDE = 4
+_LONGEST_IN_TWO = 20  # characters of a label, for two columns below the chart
 _BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
 _MOST_POINTS = 1600  # of all curves of a chart: what a page can show
 _DASHES: list[Any] = ["-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (6, 1, 1, 1, 1, 1))]
@@ -118,15 +119,16 @@ def write_svg(charts: Sequence[Chart], path: Path) -> None:
 
 
 def _figure(chart: Chart, axis: str) -> Figure:
-    entries = sum(bool(curve.label) for curve in chart.curves) + len(chart.levels)
-    rows_below = math.ceil(entries / _BELOW["ncols"]) if entries > _MOST_INSIDE else 0
+    labels = [*(curve.label for curve in chart.curves if curve.label), *chart.levels]
+    columns = 2 if max(map(len, labels), default=0) <= _LONGEST_IN_TWO else 1
+    rows_below = math.ceil(len(labels) / columns) if len(labels) > _MOST_INSIDE else 0
     legend = 0.2 * rows_below  # inches
     figure = Figure(figsize=(4.6, 2.6 + legend))
     bottom, height = 0.5 + legend, 1.85
     axes = figure.add_axes((0.13, bottom / (2.6 + legend), 0.84, height / (2.6 + legend)))
     _draw(axes, chart, axis)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(**_BELOW if rows_below else {"loc": "best"})
+        axes.legend(**_BELOW | {"ncols": columns} if rows_below else {"loc": "best"})
     return figure
 
 

@@ -38,7 +38,7 @@ def blocks(language: str) -> list[str]:
 
 COMMANDS = blocks("bash")
 EXACT = re.compile(
-    r"^Exact match on (\d+) held-out short answers: (\d+) before, (\d+) after$", re.M
+    r"^Exact match on (\d+) short answers to reworded questions: (\d+) before, (\d+) after$", re.M
 )
 
 

@@ -61,7 +61,7 @@ def test_both_models_answer_the_question(
     assert answers[0] != answers[1]
     assert said.startswith("\nQuestion (held out): which rank ?\n")
     assert f"\nBefore: {answers[0]}\n\nAfter:  {answers[1]}\n\nReference: the reference\n" in said
-    assert "\nExact match on 2 held-out short answers: 0 before, 0 after\n" in said
+    assert "\nExact match on 2 short answers to reworded questions: 0 before, 0 after\n" in said
     assert str(tmp_path / "run/metrics.jsonl") in said
 
 

@@ -74,7 +74,7 @@ def test_nothing_to_train_is_dropped_loudly_or_refused(model: Path, tmp_path: Pa
     assert warning in run.prepared.lines
     (problem,) = problems_of(model, write(tmp_path / "b.jsonl", [silent]))
     cause = "records without a token to train, dropped: 1"
-    assert problem.startswith(f"data.train: no token to train in 1 records ({cause}) - ")
+    assert problem.startswith(f"data.train: no token to train in 1 record ({cause}) - ")
     (problem,) = problems_of(model, tmp_path / "a.jsonl", eval=str(tmp_path / "b.jsonl"))
     assert "data.eval: no token to train" in problem and f"in {tmp_path}/b.jsonl" in problem
 
@@ -383,7 +383,7 @@ def test_evaluation_records_are_chosen_by_content(model: Path, tmp_path: Path) -
     assert {texts[i] for i in other.record} == chosen
     train = write(tmp_path / "c.jsonl", [{"text": "one two"}])
     (problem,) = problems_of(model, train, eval_fraction=1e-9)
-    assert problem.startswith("data.eval: no token to train in 0 records - ")
+    assert problem.startswith("data.eval_fraction=1e-09 took none of ")
 
 
 def test_evaluation_data_of_its_own_leaves_the_train_data_whole(
