@@ -163,7 +163,7 @@ def test_each_evaluation_set_has_a_perplexity(
         ),
         (
             ["data.eval={new: new.jsonl, silent: silent.jsonl}"],
-            ["data.eval.silent: no token to train in 1 records"],
+            ["data.eval.silent: no token to train in 1 record"],
         ),
         (
             ["data.train=[{path: few.jsonl, weight: 0.1}]", "train.epochs=1"],
