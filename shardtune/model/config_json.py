@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from shardtune.config import Config
 from shardtune.distributed.division import mesh_problems, split_stage
-from shardtune.errors import UserError, divisors
+from shardtune.errors import UserError, divisors, missing_directory
 
 # The ways of quantising that are read.
 METHODS = {"fp8": "block FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
@@ -45,9 +45,11 @@ def _read(path: str) -> dict[str, Any]:
     """Return the config.json of a directory or of the hub's cache, or nothing where it has none.
 
     Raises:
-        UserError: a directory's cannot be read.
+        UserError: there is no such directory, or its config.json is none of a model.
     """
-    folder = Path(path)
+    folder, remedy = Path(path), "name a hub id or a directory with a config.json"
+    if folder.is_absolute() and not folder.exists():
+        raise UserError(f"model.path={path} does not exist{missing_directory(path)} - {remedy}")
     try:
         if folder.is_dir():
             file: Any = folder / "config.json"
@@ -59,10 +61,11 @@ def _read(path: str) -> dict[str, Any]:
         if not folder.is_dir():  # not a name that the hub could have, say
             return {}
         raise UserError(
-            f"model.path={path}: its config.json cannot be read ({error}) - name a hub id or a "
-            "directory with a config.json"
+            f"model.path={path}: its config.json cannot be read ({error}) - {remedy}"
         ) from error
-    return given if isinstance(given, dict) else {}
+    if is_here and not (isinstance(given, dict) and "model_type" in given):
+        raise UserError(f"model.path={path}: its config.json has no model_type - {remedy}")
+    return given
 
 
 def _problems(config: Config, given: Mapping[str, Any], ranks: int) -> Iterator[str]:
@@ -81,6 +84,8 @@ def _problems(config: Config, given: Mapping[str, Any], ranks: int) -> Iterator[
             unread_quantisation(text, path),
             beyond_positions(config.data.max_length, number("max_position_embeddings"), path),
             undivided_heads(parallel.context, number("num_attention_heads"), kind),
+            # A name that is not known here may be one of experts.
+            "" if "expert" in str(given) else without_experts(parallel.expert, kind),
             undivided_experts(parallel.expert, number(*_EXPERTS), kind),
             too_few_layers(parallel.stages, number("num_hidden_layers"), ranks, kind),
         ],
@@ -105,6 +110,11 @@ def undivided_heads(degree: int, heads: int, kind: str) -> str:
         f"parallel.context={degree} does not divide the {heads} heads of {kind} - use one of "
         f"{divisors(heads)} that divides world size / parallel.stages too"
     )
+
+
+def without_experts(degree: int, kind: str) -> str:
+    """Return why experts of a model that has none cannot be spread, or an empty text."""
+    return f"parallel.expert={degree}: {kind} has no experts - use parallel.expert=1" * (degree > 1)
 
 
 def undivided_experts(degree: int, experts: int, kind: str) -> str:

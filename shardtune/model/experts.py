@@ -29,7 +29,7 @@ from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.errors import UserError
-from shardtune.model.config_json import undivided_experts
+from shardtune.model.config_json import undivided_experts, without_experts
 from shardtune.model.grouped_experts import (
     TokenPairs,
     are_stacked,
@@ -53,9 +53,11 @@ def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterato
     plan = _plan_of_experts(model)
     stacks = [model.get_parameter(name) for name, style in plan.items() if style == _STACK]
     if _MODULE not in plan.values() or not stacks:
-        has_experts = any("expert" in name for name, _ in model.named_parameters())
-        lack = "has no plan to spread its experts over ranks" if has_experts else "has no experts"
-        yield f"{key}: {kind} {lack} - use parallel.expert=1"
+        if any("expert" in name for name, _ in model.named_parameters()):
+            lack = "has no plan to spread its experts over ranks"
+            yield f"{key}: {kind} {lack} - use parallel.expert=1"
+        else:
+            yield without_experts(degree, kind)
     for number in sorted({stack.shape[0] for stack in stacks}):
         if problem := undivided_experts(degree, number, kind):
             yield problem

@@ -51,7 +51,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no number of nodes - write a whole number from 1 on, or several with "
+            "commas for a table: --nodes 1,2,4"
+        )
+    return [int(part) for part in parts]
 
 
 def read_config(options: argparse.Namespace) -> Config:
@@ -86,12 +92,17 @@ def split_nodes(options: argparse.Namespace) -> list[argparse.Namespace]:
     A word that is no assignment is the model, where no file is given.
 
     Raises:
-        UserError: neither is given.
+        UserError: neither is given, or several models.
     """
     assignments, config = list(options.assignments), options.config
     if config is None:
         models = [word for word in assignments if "=" not in word]
-        if len(models) != 1:
+        if len(models) > 1:
+            raise UserError(
+                f"{len(models)} models are given: {', '.join(models)} - name one, and write "
+                "settings as section.key=value"
+            )
+        if not models:
             raise UserError(
                 "neither a configuration nor one model is given - write --config FILE, or a MODEL: "
                 "a hub id or a folder with a config.json"

@@ -25,6 +25,12 @@ REFUSED = {
     "MODEL data.max_length=8192": "data.max_length=8192 is beyond the 4096 positions of MODEL",
     "MODEL parallel.stages=4 --nodes 4": "parallel.stages=4: own has 2 layers",
     "MODEL --gpu-memory 0": "--gpu-memory 0: no such machine",
+    "MODEL --nodes 1,x": "argument --nodes: 1,x is no number of nodes - write a whole number from",
+    "MODEL --nodes 0": "argument --nodes: 0 is no number of nodes",
+    "MODEL QUANTISED": "2 models are given: MODEL, QUANTISED - name one",
+    "DENSE parallel.expert=2": "parallel.expert=2: dense has no experts - use parallel.expert=1",
+    "/absent/model": "model.path=/absent/model does not exist (the directory /absent does not",
+    "NAMELESS": "model.path=NAMELESS: its config.json has no model_type - name a hub id or a dir",
     "QUANTISED": "its weights are quantised by awq",
     ".": "its config.json cannot be read",
     "": "neither a configuration nor one model is given",
@@ -49,14 +55,19 @@ def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_pat
         "text_config": {"num_experts": 12, "num_attention_heads": 12, "num_hidden_layers": 2},
         "max_position_embeddings": 4096,
     }
-    for name, more in {"MODEL": {}, "QUANTISED": {"quant_method": "awq"}}.items():
+    models = {
+        "MODEL": model,
+        "QUANTISED": model | {"quantization_config": {"quant_method": "awq"}},
+        "DENSE": {"model_type": "dense"},
+        "NAMELESS": {},
+    }
+    for name, given in models.items():
         (tmp_path / name).mkdir()
-        text = json.dumps(model | {"quantization_config": more})
-        (tmp_path / name / "config.json").write_text(text, encoding="utf-8")
+        (tmp_path / name / "config.json").write_text(json.dumps(given), encoding="utf-8")
     lines = [["plan", *line.split()] for line in REFUSED]
-    given = json.dumps([*lines, *([name, "--help"] for name in COMMANDS)])
+    commands = json.dumps([*lines, *([name, "--help"] for name in COMMANDS)])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, given],
+        [sys.executable, "-c", SCRIPT, commands],
         cwd=tmp_path,
         env={"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
