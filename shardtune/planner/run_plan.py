@@ -282,13 +282,16 @@ def _prediction(plan: Plan) -> Prediction:
 def _comparison(prediction: Prediction, held_bytes: int, peak: float, seconds: float) -> str:
     """Return a line that holds the measured peak and time against the planned ones."""
     at_most = "" if prediction["source"] == "simulated step" else "at most "
-    held = f" ({_gb(held_bytes)} before the weights)" if held_bytes else ""
+    # On CPUs the process is measured, which holds more than the plan counts.
+    held = f" ({_gb(held_bytes)} before the weights, the rest tensors)" if held_bytes else ""
+    process = " (the process, with mapped files and freed memory)" if held_bytes else ""
     step = "-"
     if prediction["step_s"]:
         step = f"at least {prediction['step_s']:.3g} s ({prediction['bound_by']}, full rows)"
     return (
         f"Predicted peak memory: {at_most}{_gb(prediction['peak_bytes'] + held_bytes)}{held} | "
-        f"Measured: {_gb(peak)} | Predicted step time: {step} | Measured: {seconds:.3g} s (median)"
+        f"Measured: {_gb(peak)}{process} | "
+        f"Predicted step time: {step} | Measured: {seconds:.3g} s (median)"
     )
 
 

@@ -21,7 +21,11 @@ from shardtune.planner.text import gb, table
 
 _ROWS = 32  # of a step, at least
 _ACCUMULATION = "train.gradient_accumulation_steps"
-_HEAD = ["nodes", "trains", "fits", "peak, GB", "step, s at least", "tokens/s at most", "settings"]
+# As wide as what stands below it: each row is printed as soon as it is found.
+_HEAD = [
+    *("nodes", f"{'trains':<11}", "fits", "peak, GB"),
+    *("step, s at least", "tokens/s at most", "settings"),
+]
 
 
 class _Model(NamedTuple):
@@ -40,6 +44,7 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
     model = _Model(model_config, reason, Simulations(model_config))
     rows: list[list[str]] = []
     lines: list[str] = []
+    print(*table(_HEAD, []), flush=True)
     for options in runs:
         config = read_config(options)
         adapters = {} if config.lora.rank else ADAPTERS
@@ -48,9 +53,9 @@ def print_team_table(runs: Sequence[argparse.Namespace], say: Say) -> None:
             search, other = _search(options, with_values(config, values), model, say)
             change = search.fastest(model.simulations)
             rows.append([f"{options.nodes}", trains, *_cells(change, other)])
+            print([*table(_HEAD, rows[-1:])][1], flush=True)
             if not change and options is runs[-1]:
                 lines += _from_more_nodes(search, trains)
-    print(*table(_HEAD, rows), sep="\n")
     print(*lines, *_assumptions(config, model), sep="\n")
     if all(row[2] == "no" for row in rows):
         raise DoesNotFit(f"nothing of {config.model.path} fits - take more or larger GPUs")

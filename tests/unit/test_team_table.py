@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.commands import REPOSITORY
@@ -14,6 +15,7 @@ from helpers.planned import LLAMA
 from transformers import LlamaConfig
 
 from shardtune.__main__ import COMMANDS, run
+from shardtune.planner import team_table
 
 # Each command line, and what is refused; for none the command's help.
 REFUSED = {
@@ -83,15 +85,27 @@ def test_a_command_line_is_refused_or_explained_before_torch_is_imported(tmp_pat
 
 
 def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a GPU 4 GB are allowed for the device's own; frozen weights fit into the rest."""
+    """Of a GPU 4 GB are allowed for the device's own; frozen weights fit into the rest.
+
+    Each row is printed as soon as it is found.
+    """
+    shown: list[str] = []
+    search = team_table._search
+
+    def searched(*given: Any) -> Any:
+        shown.append(capsys.readouterr().out)
+        return search(*given)
+
+    monkeypatch.setattr(team_table, "_search", searched)
     wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256})
     wide.save_pretrained(tmp_path)
     machine = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
     assert run(["plan", str(tmp_path), *machine, "4.8", "data.max_length=64"]) == 0
     printed = capsys.readouterr()
-    head, whole, adapters, more, *_ = printed.out.splitlines()
+    assert [text.count("\n") for text in shown] == [1, 1]
+    head, whole, adapters, more, *_ = ("".join(shown) + printed.out).splitlines()
     assert head.split()[:3] == ["nodes", "trains", "fits"]
     assert whole.split() == ["1", "all", "weights", "no", *"----"]
     assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 4 < float(adapters.split()[3]) <= 4.8
