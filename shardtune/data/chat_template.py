@@ -146,8 +146,9 @@ class ChatTemplate:
         """
         if self._role_tokens is None:
             return None
+        of_texts = Outcome.RENDERED_TEXT if "text" in record else Outcome.RENDERED_PROMPT
         for outcome, texts in (
-            (Outcome.RENDERED_TEXT, [text for text in record.values() if isinstance(text, str)]),
+            (of_texts, [text for text in record.values() if isinstance(text, str)]),
             (
                 Outcome.RENDERED_MESSAGE,
                 [

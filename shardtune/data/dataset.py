@@ -32,7 +32,6 @@ from shardtune.data.outcomes import (
     OutcomeCounts,
 )
 from shardtune.data.paths import KINDS
-from shardtune.data.records import read_fields
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, TokenizedChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, counted, first_few, first_line
@@ -191,9 +190,8 @@ def find_sources(data: DataConfig) -> dict[str, list[Source]]:
         for source, options in zip(found, data.train_sources.values(), strict=False)
     ]
     evaluated = {source.key.removeprefix("data."): [source] for source in found[len(train) :]}
-    fields = read_fields(data.field_names)
     return {
-        name: [replace(source, fields=fields) for source in sources]
+        name: [replace(source, columns=data.field_names) for source in sources]
         for name, sources in ({"train": train} | evaluated).items()
     }
 
@@ -329,12 +327,16 @@ class _SourceSums:
         is_few = data.on_broken == "drop" and self.broken.count <= _MOST_DROPPED * self.n_read
         return self.broken.end_files or (self.broken.count > 0 and not is_few)
 
-    def dropped_lines(self) -> list[str]:
-        """Return the number of broken records, and the first of each kind."""
-        if not self.broken.count:
-            return []
+    def dropped_lines(self) -> dict[str, int]:
+        """Return a line with the number of broken records, and one for each kind of them.
+
+        With the index of the first record that each is about.
+        """
+        if not (kinds := self.broken.lines()):
+            return {}
         count = f"broken records, dropped: {self.broken.count} of {self.n_read}"
-        return [f"WARNING: {line}" for line in (count, *self.broken.lines())]
+        lines = {count: min(kinds.values())} | kinds
+        return {f"WARNING: {line}": record for line, record in lines.items()}
 
 
 def _nothing_to_train(key: str, spec: str, n_records: int, outcomes: OutcomeCounts) -> str:
@@ -401,8 +403,8 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     unread = (f"the chat template does not read {option}" for option in options)
     warnings = describe_duplicates({name: writer.hashes for name, writer in writers.items()})
     for key, source in sources.items():
-        example = sums[key].broken.first if key[0] == "train" else None
-        warnings |= {f"{source.key}: {line}": example for line in sums[key].dropped_lines()}
+        for line, record in sums[key].dropped_lines().items():
+            warnings[f"{source.key}: {line}"] = record if key[0] == "train" else None
     meta = {
         "sets": names,
         "lines": [
@@ -430,7 +432,10 @@ def _unmatched_columns(data: DataConfig, fields: set[str]) -> list[str]:
 def _source_problems(source: Source, sums: _SourceSums, data: DataConfig) -> list[str]:
     """Return why this source cannot be used."""
     if sums.broken.end_files:
-        return [f"{source.key}: a file whose records cannot be counted - repair it as said above"]
+        return [
+            f"{source.key}: its broken records are not counted, as a file cannot be used to its "
+            "end - do what is said above"
+        ]
     if sums.refuses_broken(data):
         share = f"{sums.broken.count} of {sums.n_read} records broken"
         remedy = "repair or remove them"

@@ -7,6 +7,8 @@ from collections import Counter
 from enum import Enum
 from typing import NamedTuple
 
+from shardtune.data.records import shown_name
+
 NAMED_PROBLEMS = 10
 
 
@@ -24,6 +26,10 @@ class Outcome(Enum):
         "texts that hold {} of the chat template, so rendered already: all of them is trained, the "
         "questions too, where messages would train the answers",
         True,
+    )
+    RENDERED_PROMPT = (
+        "prompts or completions that hold {} of the chat template, so rendered already: the "
+        "completions alone are trained"
     )
     RENDERED_MESSAGE = (
         "conversations that hold {} of the chat template in their texts: right where they speak of "
@@ -82,7 +88,7 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
         for (outcome, detail, effect), count in self.items():
             if count:
                 line = lines.get((outcome, detail), warning if outcome.warns else "")
-                words = f" | {effect}" if effect else outcome.sentence.format(detail)
+                words = f" | {effect}" if effect else outcome.sentence.format(shown_name(detail))
                 lines[outcome, detail] = f"{line}{words}: {count}"
         return lines
 
@@ -100,28 +106,25 @@ class BrokenRecord(NamedTuple):
 
 
 class BrokenRecords:
-    """The broken records of a source, alike ones folded. Problems are alike but for numbers.
-
-    `first`: the index of the first one.
-    """
+    """The broken records of a source, alike ones folded. Problems are alike but for numbers."""
 
     def __init__(self) -> None:
-        self.count, self.first, self.end_files = 0, -1, False
-        self._firsts: dict[str, str] = {}
+        self.count, self.end_files = 0, False
+        self._firsts: dict[str, BrokenRecord] = {}
         self._alike: Counter[str] = Counter()
 
     def add(self, broken: BrokenRecord) -> None:
         self.count += 1
-        self.first = broken.record if self.count == 1 else self.first
         self.end_files |= broken.ends_file
         kind = re.sub(r"\d+", "0", broken.problem)
         if kind in self._firsts or len(self._firsts) < NAMED_PROBLEMS:
-            self._firsts.setdefault(kind, f"{broken.place}: {broken.problem}")
+            self._firsts.setdefault(kind, broken)
             self._alike[kind] += 1
 
-    def lines(self) -> list[str]:
-        """Return the first record of each of the first kinds, with the number of those like it."""
-        return [
-            first + (f" (and {n} more like it)" if (n := self._alike[kind] - 1) else "")
-            for kind, first in self._firsts.items()
-        ]
+    def lines(self) -> dict[str, int]:
+        """Return a line for each of the first kinds, with the index of its first record."""
+        lines = {}
+        for kind, first in self._firsts.items():
+            more = f" (and {n} more like it)" if (n := self._alike[kind] - 1) else ""
+            lines[f"{first.place}: {first.problem}{more}"] = first.record
+        return lines

@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,19 @@ import pyarrow
 import pyarrow.parquet
 
 from shardtune.data.paths import COMPRESSIONS, kind_of
-from shardtune.data.records import FileError, RecordError
+from shardtune.data.records import FileError, RecordError, forms_of, has_turns, read_fields
 from shardtune.errors import UserError, first_line
 
 _RECORDS_PER_CHUNK = 512
 _BYTES_PER_CHUNK = 4 << 20
+_STRINGS = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+_LISTS = (pyarrow.types.is_list, pyarrow.types.is_large_list)
+_COMPRESSED = {b"\x1f\x8b": "gz", b"\x28\xb5": "zst"}  # how such files begin
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_NOT_UTF8 = (
+    "not UTF-8 text - write it as UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW, or with its own "
+    "encoding in place of LATIN1"
+)
 
 Text = tuple[int, bytes | RecordError]  # the number of a record and its JSON
 
@@ -84,10 +91,13 @@ def require_codec(name: str, file: Path) -> None:
         )
 
 
-def file_chunks(file: Path, fields: Set[str]) -> Iterator[RecordChunk]:
-    """Yield the records of a file in order, of a table only these columns. Skips blank lines."""
+def file_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[RecordChunk]:
+    """Yield the records of a file in order; of a table only the columns that are read.
+
+    Skips blank lines. `columns`: `data.columns`.
+    """
     if kind_of(file.name) == ".parquet":
-        yield from _parquet_chunks(file, fields)
+        yield from _parquet_chunks(file, columns)
         return
     following = 0 if kind_of(file.name) == ".json" else 1
     try:
@@ -99,39 +109,78 @@ def file_chunks(file: Path, fields: Set[str]) -> Iterator[RecordChunk]:
         yield RecordChunk(str(file), [following], [_unreadable(error)])
 
 
-def table_chunks(
-    name: str, tables: Iterable[pyarrow.Table], bytes_per_row: float, unread: tuple[str, ...]
+def dataset_chunks(
+    name: str, dataset: datasets.Dataset, n_bytes: int, columns: Mapping[str, str | None]
 ) -> Iterator[RecordChunk]:
-    """Yield a chunk for each of the consecutive tables, whose columns `unread` are left out."""
+    """Yield the records of a dataset of `n_bytes`, of the columns that are read."""
+
+    def tables(names: list[str]) -> Iterator[pyarrow.Table]:
+        return dataset.select_columns(names).with_format("arrow").iter(_RECORDS_PER_CHUNK)
+
+    schema = dataset.features.arrow_schema
+    yield from _table_chunks(name, schema, columns, tables, n_bytes / max(1, len(dataset)))
+
+
+def _table_chunks(
+    name: str,
+    schema: pyarrow.Schema,
+    columns: Mapping[str, str | None],
+    tables: Callable[[list[str]], Iterable[pyarrow.Table]],
+    bytes_per_row: float,
+) -> Iterator[RecordChunk]:
+    """Yield a chunk for each of the consecutive `tables` of the columns that are read.
+
+    Other columns may hold images, which need no decoding. A table without a form of ours is refused
+    by its columns.
+    """
+    fields = read_fields(columns)
+    read = [column for column in schema.names if column in fields]
+    unread = tuple(column for column in schema.names if column not in fields)
+    if problem := _form_problem(schema, columns):
+        yield RecordChunk(name, [0], [problem], unread_columns=unread)
+        return
     start = 0
-    for table in tables:
+    for table in tables(read):
         numbers = range(start, start + len(table))
         start = numbers.stop
         yield RecordChunk(name, numbers, table, round(len(numbers) * bytes_per_row), unread)
 
 
-def split_columns(names: Sequence[str], fields: Set[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Separate the columns that are read. Others may hold images, which need no decoding."""
-    return [n for n in names if n in fields], tuple(n for n in names if n not in fields)
+def _form_problem(schema: pyarrow.Schema, columns: Mapping[str, str | None]) -> FileError | None:
+    """Return why no record of a table with this schema has a form of ours, or None."""
+    ours = {name: field for field, name in columns.items() if name}
+    ignored = {field for field, name in columns.items() if name is None}
+    example = {ours.get(each.name, each.name): _example(each.type) for each in schema}
+    try:
+        forms_of({name: value for name, value in example.items() if name not in ignored})
+    except RecordError as error:
+        return FileError(str(error))
+    return None
 
 
-def dataset_chunks(
-    name: str, dataset: datasets.Dataset, n_bytes: int, fields: Set[str]
-) -> Iterator[RecordChunk]:
-    """Yield the records of a dataset of `n_bytes`, of these columns only."""
-    read, unread = split_columns(dataset.column_names, fields)
-    tables = dataset.select_columns(read).with_format("arrow").iter(_RECORDS_PER_CHUNK)
-    yield from table_chunks(name, tables, n_bytes / max(1, len(dataset)), unread)
+def _example(kind: pyarrow.DataType) -> Any:
+    """Return a value of a column's type, as far as forms are told by it."""
+    if any(is_kind(kind) for is_kind in _STRINGS):
+        return ""
+    if any(is_kind(kind) for is_kind in _LISTS):
+        return [_example(kind.value_type)]
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _example(field.type) for field in kind}
+    return None
 
 
-def _parquet_chunks(file: Path, fields: Set[str]) -> Iterator[RecordChunk]:
+def _parquet_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[RecordChunk]:
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            read, unread = split_columns(parquet.schema_arrow.names, fields)
-            batches = parquet.iter_batches(_RECORDS_PER_CHUNK, columns=read)
-            tables = (pyarrow.Table.from_batches([batch]) for batch in batches)
+
+            def tables(names: list[str]) -> Iterator[pyarrow.Table]:
+                batches = parquet.iter_batches(_RECORDS_PER_CHUNK, columns=names)
+                return (pyarrow.Table.from_batches([batch]) for batch in batches)
+
             bytes_per_row = file.stat().st_size / max(1, parquet.metadata.num_rows)
-            yield from table_chunks(str(file), tables, bytes_per_row, unread)
+            yield from _table_chunks(
+                str(file), parquet.schema_arrow, columns, tables, bytes_per_row
+            )
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         yield RecordChunk(str(file), [0], [_unreadable(error)])
 
@@ -151,8 +200,12 @@ def _texts(
     """Return the texts in `content`, and a function from their read bytes to those of `raw`."""
     kind, size = kind_of(file.name), file.stat().st_size
     begin = content.peek(2)[:2]
-    if begin in _UTF16 or b"\0" in begin:
+    problem = None
+    if begin in _COMPRESSED:
+        problem = FileError(f"a compressed file - name it {file.name}.{_COMPRESSED[begin]}")
+    elif begin in _UTF16 or b"\0" in begin:
         problem = FileError("UTF-16 text - write it as UTF-8: iconv -f UTF-16 -t UTF-8 OLD > NEW")
+    if problem:
         return [(0 if kind == ".json" else 1, problem)], lambda _: size
     if kind == ".json":
         texts = list(_json_values(content.read()))
@@ -204,7 +257,7 @@ def _lines(content: Iterable[bytes]) -> Iterator[Text]:
 def _whole_file_problem(first: bytes) -> FileError | None:
     """Return why no line of a file with this first one is a record; None if lines may be."""
     value = _parse_json(first)
-    if isinstance(value, list):
+    if isinstance(value, list) and not has_turns(value):
         return FileError("one JSON array holds the records - name the file .json")
     is_begun = first.endswith((b"{", b"[", b",")) and "Extra data" not in str(value)
     if isinstance(value, RecordError) and is_begun:
@@ -234,8 +287,8 @@ def _csv_rows(content: io.BufferedReader) -> Iterator[Text]:
                 remedy = "quote values that hold commas or newlines"
                 yield number, RecordError(f"{counts} - {remedy}", ",".join(values))
             number = rows.line_num + 1
-    except UnicodeDecodeError as error:
-        yield number, FileError(f"not UTF-8 ({error.reason}) - save it as CSV in UTF-8")
+    except UnicodeDecodeError:
+        yield number, FileError(_NOT_UTF8)
     except csv.Error as error:
         yield number, FileError(f"invalid CSV ({error}) - repair the quotes from here on")
 
@@ -266,6 +319,8 @@ def _parse_json(text: bytes) -> Any:
         value = json.loads(text.decode("utf-8-sig"))
         if b"\\u" in text:  # half of a surrogate pair is not a character
             json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError:
+        return RecordError(_NOT_UTF8)
     except (ValueError, RecursionError) as error:
         problem = str(error).replace("line 1 column", "column")
         return RecordError(f"invalid JSON ({problem}) - repair it")

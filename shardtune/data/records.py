@@ -103,18 +103,16 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
     """
     if isinstance(value, RecordError):
         raise value
+    if has_turns(value):
+        field = "messages" if "role" in value[0] else "conversations"
+        raise RecordError(f'is a list of messages - write {{"{field}": [...]}} around it')
     _require(isinstance(value, dict), "the record", value, "a JSON object")
     present = {name: field for name, field in value.items() if field is not None}
-    forms = [form for form in _FORMS if present.keys() >= set(form)]
-    names = [" and ".join(form) for form in forms or _FORMS]
-    if not forms:
-        remedy = _columns_for(present) or (
-            f"write {', or '.join(names)}, or name the data's fields in data.columns"
-        )
-        raise RecordError(f"has {first_few(sorted(present), 10) or 'no field'} - {remedy}")
+    forms = forms_of(present)
     if len(forms) > 1:
+        names = " or as ".join(" and ".join(form) for form in forms)
         raise RecordError(
-            f"can be read as {' or as '.join(names)} - say which of these fields not to read, "
+            f"can be read as {names} - say which of these fields not to read, "
             f"such as data.columns={{{forms[-1][-1]}: null}}"
         )
     (form,) = forms
@@ -141,6 +139,25 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
         used.remove("tools")
     unread = [name for name in present if name not in used]
     return record, unread, _JSON_MESSAGES if is_text else _FOREIGN_FORMS.get(form, "")
+
+
+def forms_of(present: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the fields of each form in which a record with these fields can be read.
+
+    Raises:
+        RecordError: there is none.
+    """
+    if forms := [form for form in _FORMS if present.keys() >= set(form)]:
+        return forms
+    names = ", or ".join(" and ".join(form) for form in _FORMS)
+    remedy = _columns_for(present) or f"write {names}, or name the data's fields in data.columns"
+    has = first_few([shown_name(name) for name in sorted(present)], 10) or "no field"
+    raise RecordError(f"has {has} - {remedy}")
+
+
+def shown_name(field: str) -> str:
+    """Return the name of a field as messages show it: in quotes where there is nothing to see."""
+    return field if field.strip() else repr(field)
 
 
 def is_media(field: str) -> bool:
@@ -177,7 +194,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _columns_for(present: Mapping[str, Any]) -> str:
     """Return the remedy for a record without a form of ours: how to read it, or an empty text."""
-    turns = [name for name, value in present.items() if _has_turns(value)]
+    turns = [name for name, value in present.items() if has_turns(value)]
     texts = [name for name, value in present.items() if isinstance(value, str)]
     if "chosen" in present and "rejected" in present:  # pairs of preferences
         is_answer = ("prompt" in texts) == ("chosen" in texts) and "prompt" in present
@@ -192,18 +209,18 @@ def _columns_for(present: Mapping[str, Any]) -> str:
         return ""
     context = {"input": "context"} if "context" in texts else {}
     chat = {"instruction": question, **context, "output": answer}
+    loses_input = context or ("input" in texts and question != "input")
     pair = {"prompt": question, "completion": answer}
     as_chat, as_text = (
         ", ".join(f"{ours}: {name}" for ours, name in each.items() if ours != name)
         for each in (chat, pair)
     )
-    return (
-        f'write "data.columns={{{as_chat}}}" to read them as a chat, or '
-        f'"data.columns={{{as_text}}}" as plain texts'
-    )
+    remedy = f'write "data.columns={{{as_chat}}}" to read them as a chat'
+    return remedy if loses_input else f'{remedy}, or "data.columns={{{as_text}}}" as plain texts'
 
 
-def _has_turns(value: Any) -> bool:
+def has_turns(value: Any) -> bool:
+    """Whether this is a list of messages, ours or ShareGPT's."""
     is_list = isinstance(value, list) and value and isinstance(value[0], dict)
     return bool(is_list) and any(names <= value[0].keys() for names in _TURN_NAMES)
 
@@ -277,7 +294,7 @@ def _require(condition: object, where: str, value: Any, remedy: str) -> None:
 def _check_messages(name: str, messages: Any) -> None:
     remedy = "a list of messages, each with role and content"
     _require(messages and isinstance(messages, list), name, messages, remedy)
-    if _has_turns(messages) and "from" in messages[0] and "role" not in messages[0]:
+    if has_turns(messages) and "from" in messages[0] and "role" not in messages[0]:
         columns = f'"data.columns={{conversations: {name}}}"'
         raise RecordError(f"{name} has turns of from and value - write {columns}")
     for i, message in enumerate(messages):

@@ -6,7 +6,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import datasets
@@ -16,7 +16,6 @@ import xxhash
 from shardtune.data.hub import hub_problem
 from shardtune.data.paths import KINDS, kind_of, split_path
 from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks, require_codec
-from shardtune.data.records import read_fields
 from shardtune.errors import UserError, first_line, missing_directory
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[^:/]+){0,2}")
@@ -29,7 +28,7 @@ class Source:
 
     `files`: sorted by name. `ignored`: names in the directory that do not hold records. `dataset`:
     a dataset of the hub or one that was saved, in these files. `loss_on`: in place of
-    `data.loss_on`. `max_records`: only so many are read. `fields`: only these are read.
+    `data.loss_on`. `max_records`: only so many are read. `columns`: `data.columns`.
     """
 
     key: str
@@ -39,7 +38,7 @@ class Source:
     dataset: datasets.Dataset | None = None
     loss_on: str | None = None
     max_records: int | None = None
-    fields: frozenset[str] = read_fields({})
+    columns: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -77,10 +76,10 @@ class Source:
 
     def _chunks(self) -> Iterator[RecordChunk]:
         if self.dataset is not None:
-            yield from dataset_chunks(self.spec, self.dataset, self.n_bytes, self.fields)
+            yield from dataset_chunks(self.spec, self.dataset, self.n_bytes, self.columns)
             return
         for file in self.files:
-            yield from file_chunks(file, self.fields)
+            yield from file_chunks(file, self.columns)
 
 
 def find_source(key: str, spec: str) -> Source:
@@ -120,15 +119,17 @@ def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
     try:
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+        is_saved = any((folder / marker).is_file() for marker in _SAVED)
+        remedy = "name a file, a directory of files, or what save_to_disk wrote"
         raise UserError(
             f"{key}={spec}: {folder} holds no dataset of save_to_disk that can be read "
-            f"({first_line(error)}) - name a file, a directory of files, or what save_to_disk wrote"
+            f"({first_line(error)}) - {'copy all of it again' if is_saved else remedy}"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise UserError(
-                f"{key}={spec}: a DatasetDict of the splits {', '.join(loaded)} - name one of "
-                f"them, such as {folder}:{next(iter(loaded))}"
+                f"{key}={spec}: a DatasetDict of splits ({', '.join(loaded)}) - name one, such as "
+                f"{folder}:{next(iter(loaded))}"
             )
         loaded = loaded[split]
     elif split:

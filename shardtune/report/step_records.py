@@ -119,7 +119,8 @@ def _division_of(config: Config, number: int) -> Division:
         UserError: the run's directory cannot be read, or the step is none of its.
     """
     directory, train = Path(config.run.dir), config.train
-    starts = read_run(directory).of_kind("start") if (directory / METRICS).exists() else []
+    run = read_run(directory) if (directory / METRICS).exists() else None
+    starts = run.of_kind("start") if run else []
     if starts and number <= starts[0]["step"]:
         raise UserError(
             f"{directory} begins behind step {starts[0]['step']}, so that it has no step {number} "
@@ -145,8 +146,11 @@ def _division_of(config: Config, number: int) -> Division:
             f"{directory} ends with step {start['total_steps']}, so that it has no step {number} - "
             "name one of its steps"
         )
+    took = f"took it from its start at step {start['step']}"
+    if run and number > run.last_step:
+        took = f"would take it: the last step in its metrics is {run.last_step}"
     return Division(
-        f"as {directory} took it from its start at step {start['step']}",
+        f"as {directory} {took}",
         start["data_ranks"],
         start["micro_batch_size"],
         start["gradient_accumulation_steps"],

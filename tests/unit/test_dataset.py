@@ -144,7 +144,7 @@ def test_a_file_that_ends_early_is_never_dropped(model: Path, tmp_path: Path) ->
     lines = "".join(json.dumps(chat(f"q{i}")) + "\n" for i in range(5000)).encode()
     (tmp_path / "a.jsonl.gz").write_bytes(pa.compress(lines, "gzip", asbytes=True)[:-20])
     problem, count = problems_of(model, tmp_path / "a.jsonl.gz", on_broken="drop")
-    assert "cannot be read (" in problem and "cannot be counted" in count
+    assert "cannot be read (" in problem and "records are not counted" in count
 
 
 OVERFLOWING = [
@@ -330,13 +330,14 @@ def test_what_is_not_trained_as_it_seems_is_said_once(model: Path, tmp_path: Pat
     assert [line for line in lines if "WARNING" in line] == [
         f"data.train: WARNING: {outcome.sentence.format(detail)}: {count}"
         for outcome, detail, count in [
-            (Outcome.RENDERED_TEXT, "<|im_start|>", 2),
+            (Outcome.RENDERED_TEXT, "<|im_start|>", 1),
             (Outcome.RENDERED_MESSAGE, "<|im_start|>", 1),
             (Outcome.MEDIA_TAG, "<image>", 1),
             (Outcome.UNREAD_MEDIA, "image", 1),
             (Outcome.UNREAD_MEDIA, "videos", 1),
         ]
     ]
+    assert f"data.train: {Outcome.RENDERED_PROMPT.sentence.format('<|im_start|>')}: 1" in lines
     pq.write_table(pa.Table.from_pylist([chat("how", image=b"")]), tmp_path / "a.parquet")
     (line,) = (x for x in Run(model, tmp_path / "a.parquet").prepared.lines if "WARNING" in x)
     assert Outcome.UNREAD_MEDIA.sentence.format("image") in line
@@ -349,7 +350,7 @@ def test_a_file_that_holds_no_records_is_named_once(model: Path, tmp_path: Path)
     (tmp_path / "a.jsonl").write_text(json.dumps([chat("q")] * 9, indent=1))
     problem, count = problems_of(model, tmp_path / "a.jsonl")
     assert "one JSON array over many lines" in problem
-    assert count.startswith("data.train: a file whose records cannot be counted - ")
+    assert count.startswith("data.train: its broken records are not counted, as a file cannot ")
 
 
 def test_tool_calls_for_a_template_that_knows_none_are_refused_once(tmp_path: Path) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from datasets import Dataset
 from helpers.data_run import calling, chat
 from helpers.documented import QUOTES, is_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.config import RECORD_FIELDS
+from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks
 from shardtune.data.records import (
+    FileError,
     RecordError,
     check_record,
     is_media,
@@ -112,6 +119,9 @@ BROKEN = [
     ({"prompt": "a", "completion": 4}, "completion is 4"),
     ({"text": [None, True]}, "text is [null, true]"),
     ({"text": {"a": 1}}, "text is {'a': 1}"),
+    (chat("q")["messages"], 'is a list of messages - write {"messages": [...]} around it'),
+    (sharegpt()["conversations"], 'is a list of messages - write {"conversations": [...]} around'),
+    ({"": 1, "a": 2}, "has '', a - write"),
     ({"messages": "hello"}, "messages is 'hello'"),
     ({"messages": []}, "messages is []"),
     ({"messages": ["hello"]}, "messages[0] is 'hello'"),
@@ -159,7 +169,7 @@ NAMED_OTHERWISE = [
     ({"input": "q", "output": "a"}, ["instruction: input", "prompt: input"], CHAT),
     (
         {"instruction": "q", "context": "c", "response": "a"},
-        ["input: context", "completion: response"],
+        ["input: context, output: response"],
         chat("q\nc", "a")["messages"],
     ),
     ({"prompt": "q", "chosen": CHAT, "rejected": CHAT[:1]}, ["messages: chosen"], CHAT),
@@ -167,22 +177,42 @@ NAMED_OTHERWISE = [
     ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, ["completion: chosen"], CHAT),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, ["completion: chosen"], "a"),
     ({"chosen": "qa", "rejected": "qb"}, ["text: chosen"], "qa"),
+    (
+        {"instruction": "q", "input": "c", "response": "a"},
+        ["output: response"],
+        chat("q\nc", "a")["messages"],
+    ),
     ({"dialog": CHAT, "id": 1}, ["messages: dialog"], CHAT),
     ({"dialog": sharegpt()["conversations"]}, ["conversations: dialog"], message(role="user")),
 ]
 
 
+def tables_of(
+    record: dict[str, Any], folder: Path, columns: dict[str, str | None]
+) -> Iterator[RecordChunk]:
+    """The chunks of a file and of a dataset with this record alone."""
+    pq.write_table(pa.Table.from_pylist([record]), folder / "a.parquet")
+    yield from file_chunks(folder / "a.parquet", columns)
+    yield from dataset_chunks("name", Dataset.from_list([record]), 1, columns)
+
+
 @pytest.mark.parametrize(("record", "columns", "read"), NAMED_OTHERWISE)
 def test_fields_of_other_names_are_refused_with_the_columns_that_read_them(
-    record: dict[str, Any], columns: list[str], read: Any
+    record: dict[str, Any], columns: list[str], read: Any, tmp_path: Path
 ) -> None:
+    """Also where they are columns of a table, of which only our fields are read."""
     with pytest.raises(RecordError) as error:
         check_record(record)
     remedies = re.findall(r'"data\.columns=(\{.*?\})"', str(error.value))
     assert len(remedies) == len(columns)
+    for chunk in tables_of(record, tmp_path, {}):
+        (problem,) = chunk.parse()
+        assert isinstance(problem, FileError) and str(problem) == str(error.value)
     for remedy, part in zip(remedies, columns, strict=True):
         assert part in remedy
         renamed, *_ = check_record(rename_fields(record, yaml.safe_load(remedy)))
+        for chunk in tables_of(record, tmp_path, yaml.safe_load(remedy)):  # which is read whole
+            assert check_record(rename_fields(*chunk.parse(), yaml.safe_load(remedy)))[0] == renamed
         is_chat = isinstance(read, list) and "messages" in renamed
         assert renamed["messages"] == read if is_chat else not {"messages"} & renamed.keys() or read
 

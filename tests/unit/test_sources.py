@@ -113,9 +113,11 @@ NDJSON = '{"text": "a"}\n'
         ("a.csv", b"prompt;completion\na;b\n", ":1: ';' between the columns - "),
         ("a.csv", b"prompt\tcompletion\n", r":1: '\\t' between the columns - "),
         ("a.csv", b"text,a,text\n1,2,3\n", ":1: two columns have the name text - "),
-        ("a.csv", b"text,a\nb,caf\xe9\n", ":2: not UTF-8 .* - save it as CSV in UTF-8"),
+        ("a.csv", b"text,a\nb,caf\xe9\n", ":2: not UTF-8 text - .*: iconv -f LATIN1 "),
         ("a.csv", b'text\nb\n"c\nd\n', ":3: invalid CSV .* - repair the quotes"),
         ("a.jsonl.gz", NDJSON.encode(), ":1: cannot be read .* - write the file again"),
+        ("a.jsonl", pa.compress(b"{}", "gzip", asbytes=True), ":1: .* - name it a.jsonl.gz"),
+        ("a.csv", pa.compress(b"{}", "zstd", asbytes=True), ":1: .* - name it a.csv.zst"),
         ("a.json.zst", NDJSON.encode(), r"\[0\]: cannot be read .* - write the file again"),
         (
             "a.jsonl.zst",
@@ -191,7 +193,6 @@ def test_only_newlines_end_a_line_of_json(tmp_path: Path) -> None:
     ("raw", "what"),
     [
         (b"{oops", "column 2"),
-        (b'{"text": "\xff"}', "position 10"),
         (b'{"text": "\\ud83d"}', "surrogates not allowed"),
         (b"[" * 100_000, "recursion"),
         (b'{"text": ' + b"1" * 5000 + b"}", "digits"),
@@ -203,6 +204,16 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, raw: bytes, what: s
     (problem,) = problems(file)
     assert problem.startswith(f"{file}:2: invalid JSON (")
     assert what in problem and " - " in problem
+
+
+def test_text_in_another_encoding_has_one_problem(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": each}, ensure_ascii=False) for each in ("café", "là", "ok")]
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin1"))
+    (tmp_path / "a.json").write_bytes(f"[{','.join(lines)}]".encode("latin1"))
+    for name, n in (("a.jsonl", 2), ("a.json", 1)):
+        found = [problem.partition(": ")[2] for problem in problems(tmp_path / name)]
+        assert len(found) == n and len(set(found)) == 1  # so that they are folded
+        assert found[0].startswith("not UTF-8 text - write it as UTF-8: iconv -f LATIN1 ")
 
 
 @pytest.mark.parametrize(
@@ -291,8 +302,8 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/state.json").write_text("{")
     for spec, what in {
-        "dict": f"a DatasetDict of the splits train, test - name one of them, such as {tmp_path}/",
-        "dict:valid": "a DatasetDict of the splits train, test - name one",
+        "dict": f"a DatasetDict of splits (train, test) - name one, such as {tmp_path}/",
+        "dict:valid": "a DatasetDict of splits (train, test) - name one",
         "one:train": f"a Dataset without splits - name {tmp_path}/one alone",
         "plain:train": f"{tmp_path}/plain holds no dataset of save_to_disk that can be read (",
         "broken": f"{tmp_path}/broken holds no dataset of save_to_disk that can be read (",
@@ -302,6 +313,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
         ) as refused:
             find_source("data.train", f"{tmp_path}/{spec}")
         assert what in str(refused.value)
+        assert ("copy all of it again" in str(refused.value)) == (spec == "broken")
 
 
 def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path: Path) -> None:

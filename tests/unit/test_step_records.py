@@ -18,6 +18,7 @@ from shardtune.log import logger
 COST = Cost(3, 5, 2)
 N_RECORDS = 23
 RESUMED_AT = 3
+LAST_STEP = 5
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         start_of(data, Position(), data_ranks=2, accumulation=2, micro_batch=1),
         start_of(data, at_resume, data_ranks=3, accumulation=1, micro_batch=2),
     ]
-    write(folder / "run/metrics.jsonl", starts)
+    took = [{"kind": "step", "step": number} for number in range(1, LAST_STEP + 1)]
+    write(folder / "run/metrics.jsonl", [*starts, *took])
     write_config(load_config(folder / "run.yaml", [], {}), folder / "run/config.yaml")
     write(folder / "old/metrics.jsonl", [{"kind": "start", "step": 0, "total_steps": 9}])
     write(folder / "later/metrics.jsonl", starts[1:])
@@ -99,6 +101,9 @@ def test_each_rank_is_shown_with_what_it_trained(
                     row for row in rows if (row["data_rank"], row["micro_batch"]) == (rank, number)
                 ]
                 assert [row["record"] for row in here] == expected  # a record is a sequence here
+        assert (" would take it: the last step in its metrics is 5: " in title) == (
+            step.number > LAST_STEP
+        )
         assert f"| Tokens: {step.tokens} | Trained tokens: {step.trained_tokens}" in title
         assert f"x {ranks} (data ranks) | Rows: {len(step.rows)} |" in title
         assert sum(len(row["input_ids"]) for row in rows) == step.tokens
