@@ -226,7 +226,7 @@ class StartEntry(_Entry):
     """The settings that differ from the checkpoint's."""
     data: list[str]
     """The lines of the log about the data: how many records were cut, joined, dropped or are there
-    twice."""
+    twice, and which files of a directory were ignored."""
 
 
 @_described

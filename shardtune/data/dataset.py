@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import re
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from shardtune.data.outcomes import (
     Outcome,
     OutcomeCounts,
 )
-from shardtune.data.paths import KINDS
 from shardtune.data.sources import Source, find_source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, TokenizedChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, counted, first_few, first_line
@@ -50,6 +49,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
 _DIGESTED = ("tokens", "trained", "lengths")
 _MOST_DROPPED = 0.01  # of the records of a source: more is a form that was not recognised
 _LOG_EVERY_S = 10.0
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])")
 
 
 class TokenDataset:
@@ -208,10 +208,6 @@ def prepare_data(data: DataConfig, encoder: ChatEncoder) -> Path:
     """
     started = time.monotonic()
     sets = find_sources(data)
-    for source in chain.from_iterable(sets.values()):
-        if source.ignored:
-            names = first_few(source.ignored, 10)
-            logger.info(f"{source.name}: ignored (not {', '.join(KINDS)}): {names}")
     entry = cache_root() / cache_key(sets, data, encoder)
     if entry.exists():
         if not (damaged := damaged_files(entry)):
@@ -311,9 +307,11 @@ class _SourceSums:
     n_sequences: int = 0
     outcomes: OutcomeCounts = field(default_factory=OutcomeCounts)
     fields: set[str] = field(default_factory=set)
+    files: set[str] = field(default_factory=set)  # that have a record
 
     def add(self, chunk: TokenizedChunk) -> None:
         own = chunk.sets[chunk.set_name]
+        self.files.add(chunk.file)
         self.n_read += chunk.n_records
         for broken in chunk.broken:
             self.broken.add(broken)
@@ -337,6 +335,25 @@ class _SourceSums:
         count = f"broken records, dropped: {self.broken.count} of {self.n_read}"
         lines = {count: min(kinds.values())} | kinds
         return {f"WARNING: {line}": record for line, record in lines.items()}
+
+
+def _file_lines(source: Source, sums: _SourceSums) -> list[str]:
+    """Return what was read of a directory: nothing is left out or joined silently."""
+    if not source.is_joined:
+        return []
+    files, n_files = list(source.files), len(source.files)
+    if sums.n_read == source.max_records:
+        while str(files[-1]) not in sums.files:
+            files.pop()
+    of_all = "" if len(files) == n_files else f" of {n_files}"
+    empty = [file.name for file in files if str(file) not in sums.files]
+    line = f"{source.key}: read {len(files)}{of_all} file{'s' * (n_files > 1)}"
+    for what, names in (("no record in", empty), ("ignored", source.ignored)):
+        line += f"; {what}: {first_few(names, 10)}" if names else ""
+    splits = sorted({found[0] for file in files if (found := _SPLIT.match(file.name))})
+    warning = f"{source.key}: WARNING: files of several splits are read as one: {', '.join(splits)}"
+    remedy = "move each split into a directory of its own, and name those"
+    return [line, f"{warning} - {remedy}"] if len(splits) > 1 else [line]
 
 
 def _nothing_to_train(key: str, spec: str, n_records: int, outcomes: OutcomeCounts) -> str:
@@ -410,6 +427,7 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
         "lines": [
             *(f"data.template_options: WARNING: {line}" for line in unread),
             *(line for writer in writers.values() for line in writer.lines()),
+            *(line for key, source in sources.items() for line in _file_lines(source, sums[key])),
             *warnings,
         ],
         "examples": writers["train"].examples()

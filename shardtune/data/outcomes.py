@@ -52,8 +52,8 @@ class Outcome(Enum):
     CUT_BEHIND_A_TURN = "records longer than data.max_length={}, cut behind the last turn that fits"
     TRUNCATED = "records longer than data.max_length={}, truncated"
     SPLIT = "records longer than data.max_length={}, split into rows"
-    PARTLY_DROPPED = "records longer than data.max_length={}, partly dropped"
-    DROPPED = "records longer than data.max_length={}, dropped"
+    PARTLY_DROPPED = "records longer than data.max_length={}, partly dropped", True
+    DROPPED = "records longer than data.max_length={}, dropped", True
 
     def __init__(self, sentence: str, warns: bool = False) -> None:
         self.sentence, self.warns = sentence, warns

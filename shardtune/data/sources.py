@@ -26,7 +26,8 @@ _SAVED = ("dataset_dict.json", "state.json")  # of a DatasetDict, and of a Datas
 class Source:
     """The files that `spec`, the value of `key`, names: here, or in the cache of the hub.
 
-    `files`: sorted by name. `ignored`: names in the directory that do not hold records. `dataset`:
+    `files`: sorted by name. `ignored`: the other names in the directory; of hidden ones those that
+    look like files of records. `dataset`:
     a dataset of the hub or one that was saved, in these files. `loss_on`: in place of
     `data.loss_on`. `max_records`: only so many are read. `columns`: `data.columns`.
     """
@@ -45,6 +46,11 @@ class Source:
         return f"{self.key}={self.spec}"
 
     @property
+    def is_joined(self) -> bool:
+        """Whether several entries of a directory were looked at: the log names them."""
+        return self.dataset is None and len(self.files) + len(self.ignored) > 1
+
+    @property
     def n_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
@@ -55,7 +61,9 @@ class Source:
             UserError: a file cannot be read.
         """
         split = f"{self.dataset.split} {len(self.dataset)}" if self.dataset is not None else ""
-        total = xxhash.xxh3_128(f"{split} {self.loss_on} {self.max_records}".encode())
+        names = [file.name for file in self.files] if self.is_joined else []
+        options = f"{split} {self.loss_on} {self.max_records} {names} {self.ignored}"
+        total = xxhash.xxh3_128(options.encode())
         for file in self.files:
             try:
                 with file.open("rb") as stream:
@@ -99,19 +107,28 @@ def find_source(key: str, spec: str) -> Source:
         require_codec(name, path)
         return Source(key, spec, files=(path,))
     if path.is_dir():
-        entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-        files = tuple(entry for entry in entries if kind_of(entry.name) and entry.is_file())
+        files = _record_files(path)
         if not files:
-            raise UserError(f"{name}: no {kinds} file in this directory - put the records there")
+            within = (str(each) for each in sorted(path.glob("*/")) if _record_files(each))
+            raise UserError(
+                f"{name}: no {kinds} file in this directory - "
+                f"{next((f'name {each}, which has some' for each in within), 'put records there')}"
+            )
         for file in files:
             require_codec(name, file)
-        ignored = tuple(entry.name for entry in entries if entry not in files)
-        return Source(key, spec, files, ignored)
+        others = (entry.name for entry in sorted(path.iterdir()) if entry not in files)
+        ignored = (other for other in others if not other.startswith(".") or kind_of(other))
+        return Source(key, spec, files, tuple(ignored))
     if kind_of(path.name) or not _HUB_NAME.fullmatch(spec):
         raise UserError(
             f"{name}: no such file or directory{missing_directory(spec)} - correct the path"
         )
     return _hub_source(key, spec)
+
+
+def _record_files(folder: Path) -> tuple[Path, ...]:
+    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    return tuple(entry for entry in entries if kind_of(entry.name) and entry.is_file())
 
 
 def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:

@@ -79,6 +79,7 @@ class TokenizedChunk:
 
     set_name: str
     source: int
+    file: str
     n_records: int
     n_bytes: int
     sets: dict[str, SetChunk] = field(default_factory=dict)
@@ -95,7 +96,9 @@ class ChunkTokenizer:
 
     def tokenize(self, chunk: RecordChunk) -> TokenizedChunk:
         """Tokenize a chunk; with `data.eval_fraction`, some records of `train` go to `eval`."""
-        result = TokenizedChunk(chunk.set_name, chunk.source, len(chunk.numbers), chunk.n_bytes)
+        result = TokenizedChunk(
+            chunk.set_name, chunk.source, chunk.file, len(chunk.numbers), chunk.n_bytes
+        )
         result.sets[chunk.set_name] = SetChunk()
         encoder = self.encoder.with_loss_on(chunk.loss_on or self.data.loss_on)
         columns = self.data.field_names

@@ -35,7 +35,7 @@ from shardtune.data.overflow import encode_to_fit, fit_to_length
 from shardtune.data.packing import best_fit
 from shardtune.data.record_files import RecordChunk
 from shardtune.data.records import RecordError, check_record, rename_fields
-from shardtune.data.sources import read_records
+from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk
 from shardtune.errors import UserError
 from shardtune.log import quiet_libraries
@@ -67,9 +67,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One record as the page shows it. `kinds`: the filters that it passes."""
+    """One record as the page shows it. `kinds`: the filters that it passes.
 
-    record: int
+    `record`: its index in data.train; of another set, behind the name of the set.
+    """
+
+    record: str
     place: str
     title: str
     notes: list[str]
@@ -98,7 +101,11 @@ def write_data_page(
     examples = {line: record for line, record in prepared.examples.items() if _WARNING in line}
     for record in examples.values():
         chosen.setdefault(record, {"all"})
-    conversations = list(_conversations(config, encoder, prepared, chosen))
+    conversations: list[Conversation] = []
+    for name, sources in find_sources(config.data).items():
+        shown = _conversations(config, encoder, prepared, sources, name, chosen)
+        conversations += shown
+        chosen = {}  # of evaluation data the dropped records alone
     template = files(__package__).joinpath("data_page.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True)
     html = environment.from_string(template).render(
@@ -133,16 +140,21 @@ def _choose(train: TokenDataset, n_first: int) -> dict[int, set[str]]:
 
 
 def _conversations(
-    config: Config, encoder: ChatEncoder, prepared: PreparedData, chosen: dict[int, set[str]]
+    config: Config,
+    encoder: ChatEncoder,
+    prepared: PreparedData,
+    sources: list[Source],
+    set_name: str,
+    chosen: dict[int, set[str]],
 ) -> Iterator[Conversation]:
-    """Yield the chosen records, and the first dropped ones wherever they stand, in their order."""
+    """Yield the chosen records of a set, and its first dropped ones wherever they stand."""
     data, last = config.data, max(chosen, default=-1)
     tokenizer = ChunkTokenizer(encoder, data)
-    sets = [prepared.train]
+    sets = [prepared.sets[set_name]]
     if data.eval is None and data.eval_fraction:
         sets.append(prepared.sets["eval"])  # numbered as the records of data.train
     n_dropped = _EXTREMES  # still to find
-    for chunk in read_records({"train": find_sources(data)["train"]}):
+    for chunk in read_records({set_name: sources}):
         if chunk.first_record > last and n_dropped <= 0:
             return
         indexes = range(chunk.first_record, chunk.first_record + len(chunk.numbers))
@@ -162,9 +174,12 @@ def _conversations(
                 title, spans = f"Record {index}: broken", [[Span(_written(chunk, i), "dropped")]]
                 kinds = kinds | {"dropped"}
                 conversation = Conversation(
-                    index, chunk.place(i), title, [str(error)], spans, kinds
+                    str(index), chunk.place(i), title, [str(error)], spans, kinds
                 )
             n_dropped -= "dropped" in conversation.kinds
+            if set_name != "train":
+                title = f"data.{set_name}: {conversation.title}"
+                conversation = replace(conversation, record=f"{set_name}-{index}", title=title)
             yield conversation
 
 
@@ -217,7 +232,7 @@ def _conversation(
     i = index - chunk.first_record
     if not sequences:  # without a turn to train nothing is rendered
         sequences = [[Span(_written(chunk, i), _HELD_OUT if is_held_out else "dropped")]]
-    return Conversation(index, chunk.place(i), title, notes, sequences, kinds)
+    return Conversation(str(index), chunk.place(i), title, notes, sequences, kinds)
 
 
 def _title(index: int, counted: SetChunk) -> str:

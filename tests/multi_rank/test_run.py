@@ -134,6 +134,8 @@ def test_the_lines_say_what_the_metrics_say(inputs: Path, whole: Completed) -> N
     (start,), saves = read_metrics(run_dir, "start"), read_metrics(run_dir, "save")
     assert (start["step"], start["world_size"], start["total_steps"]) == (0, 2, total)
     assert start["changes"] == [] and "data.train: 37 records in" in start["data"][0]
+    logged = [line for line in whole.stdout.splitlines() if line.startswith("data.")]
+    assert len(logged) > 1 and start["data"][: len(logged)] == logged
     assert [save["step"] for save in saves] == sorted({*range(3, total + 1, 3), total})
     assert all(save["seconds"] == save["stall_seconds"] > 0 for save in saves), "mode sync"
     fields = {"kind", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "trained_tokens"}

@@ -76,7 +76,7 @@ def articles(page: str) -> list[tuple[set[str], list[tuple[str, str]]]]:
             ],
         )
         for kinds, body in re.findall(
-            r'<article id="record-\d+" class="(.*?)">(.*?)</article>', page, re.DOTALL
+            r'<article id="record-[\w.-]+" class="(.*?)">(.*?)</article>', page, re.DOTALL
         )
     ]
 
@@ -136,25 +136,26 @@ def test_broken_and_untrained_records_stand_on_the_page_with_their_text(
     silent = {"messages": [{"role": "user", "content": "nobody answers <me>"}]}
     broken = {"messages": [{"role": "human", "content": "a broken one"}]}
     good = [chat(f"q{i}") for i in range(600)]
-    train = write(folder / "broken.jsonl", [*good[:300], silent, broken, *good[300:], broken])
+    others = [{"messages": []}, good[0], chat("<image>")]  # broken, repeated, trained as text
+    records = [*good[:300], silent, broken, *good[300:], broken, *others]
+    train = write(folder / "broken.jsonl", records)
     if kind == "parquet":
         records = [json.loads(line) for line in train.read_text().splitlines()]
         pq.write_table(pa.Table.from_pylist(records), train := train.with_suffix(".parquet"))
     arguments = (f"data.train={train}", "data.on_broken=drop")
     page = page_of(folder, *arguments, "--records", "3")
     dropped = [spans for kinds, spans in articles(page) if "dropped" in kinds]
-    assert [[reason for reason, _ in spans] for spans in dropped] == [["dropped"]] * 3
+    assert [[reason for reason, _ in spans] for spans in dropped] == [["dropped"]] * 4
     texts = [spans[0][1] for spans in dropped]
-    assert "nobody answers <me>" in texts[0] and all("a broken one" in text for text in texts[1:])
+    assert "nobody answers <me>" in texts[0] and all("a broken one" in text for text in texts[1:3])
     assert "messages[0].role is &#39;human&#39; - write user" in page
     warnings = re.findall(r'<p class="warning">(.*?)</p>', page)
-    assert [re.sub("<.*?>", "", line) for line in warnings] == [
-        line
-        for line in capsys.readouterr().out.replace("'", "&#39;").splitlines()
-        if "WARN" in line
+    assert [html.unescape(re.sub("<.*?>", "", line)) for line in warnings] == [
+        line for line in capsys.readouterr().out.splitlines() if "WARN" in line
     ]
     links = [re.findall('href="#(.*?)"', line) for line in warnings]
-    assert links == [["record-300"], ["record-301"], ["record-301"]]
+    numbers = (300, 605, 604, 301, 301, 603)  # silent, image, repeated, broken and its two kinds
+    assert links == [[f"record-{number}"] for number in numbers]
     assert all(f'<article id="{link}"' in page for (link,) in links)
 
 
@@ -163,6 +164,15 @@ def test_a_row_with_too_many_values_stands_on_the_page(folder: Path) -> None:
     (folder / "rows.csv").write_text(f"prompt,completion\n{rows}one,two,three\n")
     page = page_of(folder, f"data.train={folder}/rows.csv", "data.on_broken=drop")
     assert [("dropped", "one,two,three")] in [spans for _, spans in articles(page)]
+
+
+def test_dropped_evaluation_records_stand_on_the_page_with_their_text(folder: Path) -> None:
+    write(folder / "eval.jsonl", [chat("kept"), chat("q " * 80, "fine")])
+    arguments = (f"data.eval={{held: {folder}/eval.jsonl}}", "data.max_length=60")
+    *_, (kinds, spans) = articles(page := page_of(folder, *arguments))
+    assert kinds == {"all", "dropped"} and "q q q" in "".join(text for _, text in spans)
+    assert "<h2>data.eval.held: Record 1: " in page and "kept" not in page
+    assert '<p class="warning">data.eval.held: WARNING: records longer than data.max' in page
 
 
 @pytest.mark.parametrize("overflow", ["turns", "truncate"])

@@ -176,7 +176,7 @@ LONG = "records longer than data.max_length=5,"
                 "4 records in 3 sequences, 14 tokens, 11 of them trained",
                 f"{LONG} truncated: 2 | answers trained without their end: 1 | tokens lost: 13 | "
                 "trained tokens lost: 13",
-                f"{LONG} dropped: 1 | trained turns lost: 1 | tokens lost: 12 | "
+                f"WARNING: {LONG} dropped: 1 | trained turns lost: 1 | tokens lost: 12 | "
                 "trained tokens lost: 2",
             ],
         ),
@@ -185,7 +185,7 @@ LONG = "records longer than data.max_length=5,"
             ["abc<|im_end|>"],
             [
                 "4 records in 1 sequences, 4 tokens, 3 of them trained",
-                f"{LONG} dropped: 3 | trained turns lost: 2 | tokens lost: 35 | "
+                f"WARNING: {LONG} dropped: 3 | trained turns lost: 2 | tokens lost: 35 | "
                 "trained tokens lost: 23",
             ],
         ),
@@ -212,7 +212,7 @@ LONG = "records longer than data.max_length=5,"
             [
                 "4 records in 4 sequences, 17 tokens, 13 of them trained",
                 f"{LONG} split into rows: 1 | tokens repeated as context: 2",
-                f"{LONG} dropped: 2 | trained turns lost: 2 | tokens lost: 24 | "
+                f"WARNING: {LONG} dropped: 2 | trained turns lost: 2 | tokens lost: 24 | "
                 "trained tokens lost: 13",
             ],
         ),
@@ -242,8 +242,8 @@ def test_a_prompt_with_its_completion_is_kept_up_to_the_last_token_of_a_row(
         assert kept.prepared.train.lengths.tolist() == [n_tokens, 2]
         assert not any("longer than" in line for line in kept.prepared.lines)
         assert lost.prepared.train.record.tolist() == [1]
-        long = f"data.train: records longer than data.max_length={n_tokens - 1}, dropped: 1 | "
-        assert any(line.startswith(long) for line in lost.prepared.lines)
+        dropped = f"records longer than data.max_length={n_tokens - 1}, dropped: 1 | "
+        assert any(dropped in line for line in lost.prepared.lines)
 
 
 def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(
@@ -259,12 +259,12 @@ def test_a_long_conversation_is_cut_behind_its_last_turn_that_fits(
     assert trained == "0<|im_end|>1<|im_end|>"
     tokens = len(run.encoder.tokenizer(one_round.format("23456"))["input_ids"])
     both = len(run.encoder.tokenizer(2 * one_round.format("0"))["input_ids"])
-    long = "data.train: records longer than data.max_length=30"
-    assert [line for line in run.prepared.lines if line.startswith(long)] == [
-        f"{long}, cut behind the last turn that fits: 1 | trained turns lost: 1 | "
+    long = "records longer than data.max_length=30"
+    assert [line for line in run.prepared.lines if long in line] == [
+        f"data.train: {long}, cut behind the last turn that fits: 1 | trained turns lost: 1 | "
         f"tokens lost: {tokens} | trained tokens lost: 6",
-        f"{long}, dropped: 1 | trained turns lost: 2 | tokens lost: {both + tokens} | "
-        "trained tokens lost: 8",
+        f"data.train: WARNING: {long}, dropped: 1 | trained turns lost: 2 | "
+        f"tokens lost: {both + tokens} | trained tokens lost: 8",
     ]
 
 
@@ -312,7 +312,18 @@ def test_unread_fields_and_files_are_named_once(model: Path, tmp_path: Path) -> 
         f"data.train: records with the field {name}, which nothing reads: {count}"
         for name, count in fields.items()
     }
-    assert len([line for line in run.lines if "README.md" in line]) == 1
+    (tmp_path / "d/empty.csv").write_text("text\n")
+    write(tmp_path / "d/test-0.jsonl", [chat("r")])
+    write(tmp_path / "d/train-0.jsonl", [chat("s")])
+    few = [{"path": str(tmp_path / "d"), "max_records": 3, "name": "few"}]
+    said = [line for line in Run(model, tmp_path / "d").prepared.lines if " file" in line]
+    assert said == [
+        "data.train: read 4 files; no record in: empty.csv; ignored: README.md",
+        "data.train: WARNING: files of several splits are read as one: test, train - move each "
+        "split into a directory of its own, and name those",
+    ]
+    assert "data.train.few: read 1 of 4 files; ignored: README.md" in Run(model, few).prepared.lines
+    assert "data.train: read 1 file; ignored: README.md" in run.prepared.lines
 
 
 def test_what_is_not_trained_as_it_seems_is_said_once(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_repetitions_and_evaluation_records_in_train_are_counted(
         "data.eval exact": "1 of 4",
         "data.eval recor": "2 of 4",
     }
+    named = counts(Run(model, train, eval={"a": str(evaluation), "b": str(train)}))
+    assert named["data.eval.a recor"] == "2 of 4" and named["data.eval.b recor"] == "6 of 6"
     examples = {
         line[:11]: record for line, record in run.prepared.examples.items() if "exact" in line
     }
@@ -79,6 +82,7 @@ def test_the_documented_command_drops_duplicates(model: Path, tmp_path: Path) ->
     command = section.partition("```bash\n")[2].partition("```")[0]
     records = [chat("q", id=1), chat("r"), chat("q", id=2), {"text": "t"}, {"text": "u"}, chat("e")]
     train = write(tmp_path / "train.jsonl", records)
+    train.write_text("\n" + train.read_text() + json.dumps(chat("r", id=7)))  # not ended
     evaluation = write(tmp_path / "eval.jsonl", [chat("e", id=9), {"text": "u"}])
     assert len(counts(Run(model, train, eval=str(evaluation)))) == 2
     subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True, timeout=60)

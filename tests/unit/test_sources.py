@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,7 +242,9 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     texts = [record["text"] for record in read(tmp_path / "d")]
     assert texts == ["first", "second", "third", "fourth"]
     source = find_source("data.train", str(tmp_path / "d"))
-    assert source.ignored == ("README.md",)
+    assert source.ignored == (".hidden.jsonl", "README.md")
+    with pytest.raises(UserError, match=f"in this directory - name {tmp_path}/d, which has some"):
+        find_source("data.train", str(tmp_path))
     assert [chunk.first_record for chunk in read_records({"train": [source]})] == [0, 1, 3]
 
 
@@ -282,7 +285,8 @@ def test_a_hub_dataset_is_read_like_a_file(tmp_path: Path) -> None:
     assert chunks[1].place(1) == "org/name[513]"
     assert list(chunks[1].parse())[1] == {"text": "number 513"}
     assert chunks[0].unread_columns == ("id",)
-    assert source.digest() == again.digest()
+    fewer = replace(again, dataset=hub.select(range(9)))  # of the same files
+    assert source.digest() == again.digest() != fewer.digest()
 
 
 def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
@@ -321,6 +325,11 @@ def test_a_digest_is_of_the_records_and_not_of_their_path(tmp_path: Path) -> Non
     files.append(write(tmp_path / "d.jsonl", [chat("r")]))
     digests = [find_source("data.train", str(file)).digest() for file in files]
     assert digests[0] == digests[1] != digests[2]
+    files = [write(tmp_path / "d" / name, [chat("q")]) for name in ("a.jsonl", "b.jsonl")]
+    of_directory = [find_source("data.train", f"{tmp_path}/d").digest()]
+    files[1].rename(tmp_path / "d/c.jsonl")
+    of_directory.append(find_source("data.train", f"{tmp_path}/d").digest())
+    assert len(set(of_directory)) == 2  # the lines about a directory have the names of its files
 
 
 def test_the_first_directory_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.data_run import Run, chat, save_model, write
+from helpers.data_run import TEMPLATE, Run, chat, save_model, write
 
 from shardtune.__main__ import run
 from shardtune.config_io import load_config, write_config
@@ -18,7 +18,7 @@ from shardtune.log import logger
 COST = Cost(3, 5, 2)
 N_RECORDS = 23
 RESUMED_AT = 3
-LAST_STEP = 5
+LAST_STEP = 4
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four rows a step on two ranks, that goes on behind step 3 with six rows on three."""
     folder = tmp_path_factory.mktemp("steps")
-    model = save_model(folder / "model")
+    model = save_model(folder / "model", "{{ strftime_now('%j') }}" + TEMPLATE)
     train = write(folder / "train.jsonl", [chat("hello " * i, f"a{i}") for i in range(N_RECORDS)])
     (folder / "run.yaml").write_text(
         f"run: {{dir: {folder}/run}}\nmodel: {{path: {model}}}\n"
@@ -101,7 +101,7 @@ def test_each_rank_is_shown_with_what_it_trained(
                     row for row in rows if (row["data_rank"], row["micro_batch"]) == (rank, number)
                 ]
                 assert [row["record"] for row in here] == expected  # a record is a sequence here
-        assert (" would take it: the last step in its metrics is 5: " in title) == (
+        assert (" would take it: the last step in its metrics is 4: " in title) == (
             step.number > LAST_STEP
         )
         assert f"| Tokens: {step.tokens} | Trained tokens: {step.trained_tokens}" in title
