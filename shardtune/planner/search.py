@@ -132,7 +132,7 @@ class Search:
         """
         plan = self._plan
         # For other meshes the arithmetic is about as far off as for this one.
-        own_off = 0.0 if plan.reason else plan.needed_bytes - self._own.peak_bytes
+        own_off = 1.0 if plan.reason else plan.needed_bytes / self._own.peak_bytes
         groups = _settings(self._same_training(), _less_training(plan.config))
         if plan.fits:
             slowest_s = _FASTER * plan.floor_s
@@ -154,8 +154,7 @@ class Search:
             [_together(pair) for pair in product(anywhere, group)]
             for group in _settings(others, [setting for (setting,) in rounding])
         )
-        margin = (1 - _MARGIN) * self._plan.machine.memory_bytes
-        return next(iter(self._try(groups, margin, simulations, wanted=1)), None)
+        return next(iter(self._try(groups, 1 / _MARGIN, simulations, wanted=1)), None)
 
     def fewest_nodes(self) -> tuple[int, Estimate] | None:
         """Return how many nodes of this kind hold the run, in another mesh, and that mesh.
@@ -189,7 +188,7 @@ class Search:
     ) -> list[Change]:
         """Return what fits of the first group of which a part does, the fastest first.
 
-        `own_off`: the bytes by which the arithmetic may be too low. `wanted`: how many at most.
+        `own_off`: by what the peaks of the arithmetic are multiplied. `wanted`: how many at most.
         """
         plan, simulations = self._plan, simulations.without_evaluation()
         left, memory_bytes = _MOST_SIMULATED, plan.machine.memory_bytes
@@ -197,31 +196,36 @@ class Search:
         off: dict[tuple[int, int], float] = {}  # by numbers of stages, and of ranks that share rows
 
         def fits(each: Estimate) -> bool:
-            of_tokens = own_off * plan.config.parallel.context / each.context
-            peak_bytes = each.peak_bytes + off.get((each.stages, each.context), of_tokens)
-            return peak_bytes <= memory_bytes
+            return each.peak_bytes * off.get((each.stages, each.context), own_off) <= memory_bytes
 
         for settings in groups:
             estimates: list[Estimate] = []
+            leanest: list[Estimate] = []
             for values, price in settings:
                 if all(map(self._may_change, values)):
                     found = [each for each in self._estimates(values, price) if fits(each)]
                     estimates += found[: 1 if values else None]  # with a price one is enough
+                    leanest += sorted(found, key=lambda each: each.peak_bytes)[:1]
+            leanest.sort(key=lambda each: each.peak_bytes)
             changes: list[Change] = []
-            for each in sorted(estimates, key=Estimate.rank):
+            for fastest in sorted(estimates, key=Estimate.rank):
+                # The last one is that which is surest to fit: faster ones did not.
+                is_last = left == 1 and not changes
+                each = leanest[0] if is_last else fastest
                 is_enough = len(changes) == wanted or (changes and not each.price)
                 if not left or each.floor_s >= slowest_s or is_enough:
                     break
                 if any(each.price == change.price for change in changes):
                     continue  # another degree fits, and is faster
-                if not fits(each) or not self._can_be_cut(each):
+                is_risky = is_last and each.peak_bytes > memory_bytes
+                if is_risky or not fits(each) or not self._can_be_cut(each):
                     continue
                 change = self._simulate(each, simulations)
                 left -= 1
                 if change and change.plan.fits:
                     changes.append(change)
                 elif change:
-                    by = change.plan.needed_bytes - each.peak_bytes
+                    by = change.plan.needed_bytes / each.peak_bytes
                     key = each.stages, each.context
                     off[key] = max(by, off.get(key, own_off))
             if changes or not left:

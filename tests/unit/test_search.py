@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import REPOSITORY
 from transformers import (
+    AutoConfig,
     Glm4MoeConfig,
     GPT2Config,
     GPTNeoConfig,
@@ -18,13 +20,15 @@ from transformers import (
 
 from shardtune.config import Config
 from shardtune.config_io import load_config
+from shardtune.planner.command import nodes_needed
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
-from shardtune.planner.search import Change, Search, launch_command
+from shardtune.planner.search import Change, Estimate, Search, launch_command
 from shardtune.planner.text import describe, describe_room
 from shardtune.planner.verdict import lacking
 
+CONFIGS = REPOSITORY / "tests/data/configs"
 WIDE = {
     "vocab_size": 1000,
     "hidden_size": 1024,
@@ -182,6 +186,43 @@ def test_what_fits_by_arithmetic_alone_is_not_offered() -> None:
     assert changes and all(change.plan.fits and change.price for change in changes)
 
 
+class Unlucky(Search):
+    """Of whose simulations none shows a run that fits."""
+
+    def _simulate(self, estimate: Estimate, simulations: Simulations) -> None:
+        tried.append(estimate)
+
+
+tried: list[Estimate] = []
+
+
+def test_the_last_simulation_goes_to_the_surest() -> None:
+    config = configured("model.activation_checkpointing=none", "data.max_length=2048")
+    plan = make_plan(config, LLAMA, machine(5e9), reason="-")
+    assert Unlucky(plan, LLAMA).changes(Simulations(LLAMA)) == []
+    first, second, last = tried
+    assert last.peak_bytes < min(first.peak_bytes, second.peak_bytes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("memory_gb", "row", "ranks", "helps"),
+    [
+        (80, 131072, 8, {"model.activation_checkpointing": "full", "parallel.context": 2}),
+        (24, 4096, 8, {"model.activation_checkpointing": "full", "optimizer.offload": True}),
+    ],
+)
+def test_a_node_that_holds_llama_with_other_settings_is_told_them(
+    memory_gb: int, row: int, ranks: int, helps: dict[str, Any]
+) -> None:
+    model_config = AutoConfig.from_pretrained(CONFIGS / "llama-3.1-8b")
+    config = configured("model.activation_checkpointing=none", f"data.max_length={row}")
+    one = Machine(1, ranks, memory_gb * 1e9, 1e10, 4e11, 1e15)
+    plan, (change, *_), _ = searched(config, model_config, one)
+    assert not plan.fits and change.plan.fits
+    assert helps.items() <= change.values.items()
+
+
 @pytest.mark.parametrize(
     ("given", "back"),
     [
@@ -236,6 +277,18 @@ def test_the_fewest_nodes_that_hold_a_large_model_are_said() -> None:
     assert never.split() == ["adapters", "-", "-", "-"]
     too_small = replace(plan, machine=machine(4e9))  # the device takes that itself
     assert Search(too_small, deep).fewest_nodes() is None
+
+
+def test_nodes_are_counted_for_layers_that_keep_their_inputs_alone() -> None:
+    """With all activations of these rows it fits on no number of them."""
+    config = configured("model.activation_checkpointing=none", "data.max_length=4096")
+    deep = LlamaConfig(**WIDE | {"num_hidden_layers": 24}, intermediate_size=4096)
+    plan = make_plan(config, deep, machine(6e9), reason="-")
+    assert Search(plan, deep).fewest_nodes() is None
+    room = nodes_needed(plan, deep)
+    full = "model.activation_checkpointing=full"
+    assert list(room) == [f"all weights, {full}", f"adapters, lora.rank=16 {full}"]
+    assert all(room.values())
 
 
 def test_where_another_mesh_fits_no_setting_changes() -> None:
