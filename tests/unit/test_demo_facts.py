@@ -1,0 +1,89 @@
+"""The demo's short answers: trained in other words, asked nowhere twice, and true."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections import Counter
+
+import pytest
+from conftest import REPOSITORY
+from helpers.configs import DEFAULTS
+
+from shardtune.__main__ import COMMANDS
+from shardtune.cluster import environment
+from shardtune.errors import DoesNotFit, Preempted, UserError
+from shardtune.run_files import METRICS
+
+CHATS = REPOSITORY / "examples/chats"
+# What a question with a name in it asks for.
+DEFAULT = re.compile(
+    r"What is (\S+)(?: in the launch scripts)?, unless I set it\?|What is the default of (\S+)\?"
+    r"|Which number does (\S+) have if I set none\?"
+)
+TRUE = {
+    "Which signal is behind exit code 137?": signal.Signals(137 - 128).name,
+    "Which signal has the number 11?": signal.Signals(11).name,
+    "What is the exit code of a run that a signal stopped and that saved a checkpoint?": str(
+        Preempted.code
+    ),
+    "What is the exit code of a run that was refused before it read a weight?": str(UserError.code),
+    "What is the exit code of a plan that does not fit?": str(DoesNotFit.code),
+    "Which file of a run has the loss of each step?": METRICS,
+    "Which size do I give to ping to test whether packets of 9000 bytes pass?": str(9000 - 28),
+}
+
+
+def questions(name: str) -> list[tuple[str, str]]:
+    """Return each question of a file with its answer."""
+    chats = [json.loads(line)["messages"] for line in (CHATS / name).read_text().splitlines()]
+    turns = [[message for message in chat if message["role"] != "system"] for chat in chats]
+    return [
+        (asked["content"], answer["content"])
+        for chat in turns
+        for asked, answer in zip(chat[::2], chat[1::2], strict=True)
+    ]
+
+
+SHORT = questions("short_eval.jsonl")
+
+
+def test_each_fact_is_trained_in_three_other_wordings() -> None:
+    trained, asked = questions("short_train.jsonl"), len(SHORT)
+    assert asked == 40
+    assert Counter(answer for _, answer in trained) == Counter([a for _, a in SHORT] * 3)
+
+
+def test_no_question_is_asked_twice() -> None:
+    files = ("train.jsonl", "eval.jsonl", "short_train.jsonl", "short_eval.jsonl")
+    asked = {name: {question.casefold() for question, _ in questions(name)} for name in files}
+    for held_out in ("eval.jsonl", "short_eval.jsonl"):
+        others = set().union(*(asked[name] for name in files if name != held_out))
+        assert asked[held_out].isdisjoint(others)
+    assert len(asked["short_eval.jsonl"]) == len(SHORT)
+
+
+def test_answers_that_name_a_default_are_the_default() -> None:
+    asked = 0
+    for question, answer in [*SHORT, *questions("short_train.jsonl")]:
+        if match := DEFAULT.fullmatch(question):
+            key = next(filter(None, match.groups()))
+            section, _, name = key.partition(".")
+            default = DEFAULTS[section][name] if name else environment.DEFAULTS[key]
+            assert float(answer) == float(default), question
+            asked += 1
+    assert asked >= 2 * 14
+
+
+@pytest.mark.parametrize(("question", "answer"), TRUE.items())
+def test_answers_about_the_product_are_true(question: str, answer: str) -> None:
+    assert dict(SHORT)[question] == answer
+
+
+def test_answers_that_name_a_file_or_a_command_name_one() -> None:
+    for question, answer in SHORT:
+        if question.startswith("Which command of shardtune "):
+            assert answer in COMMANDS, question
+        if question.startswith("Which launch script "):
+            assert f"NODE_RANK:-{question[-2]}" in (REPOSITORY / answer).read_text(), question
