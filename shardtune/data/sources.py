@@ -145,8 +145,8 @@ def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise UserError(
-                f"{key}={spec}: a DatasetDict of splits ({', '.join(loaded)}) - name one, such as "
-                f"{folder}:{next(iter(loaded))}"
+                f"{key}={spec}: a DatasetDict of the split{'s' * (len(loaded) > 1)} "
+                f"{', '.join(loaded)} - name one, such as {folder}:{next(iter(loaded))}"
             )
         loaded = loaded[split]
     elif split:

@@ -157,6 +157,7 @@ def test_broken_and_untrained_records_stand_on_the_page_with_their_text(
     numbers = (300, 605, 604, 301, 301, 603)  # silent, image, repeated, broken and its two kinds
     assert links == [[f"record-{number}"] for number in numbers]
     assert all(f'<article id="{link}"' in page for (link,) in links)
+    assert "article:target { display: block !important; }" in page  # whatever the filter hides
 
 
 def test_a_row_with_too_many_values_stands_on_the_page(folder: Path) -> None:

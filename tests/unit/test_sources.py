@@ -296,6 +296,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
     datasets.DatasetDict(train=saved, test=saved.select([4, 1])).save_to_disk(tmp_path / "dict")
     assert read(tmp_path / "one") == read(f"{tmp_path}/dict:train") == records
     assert read(f"{tmp_path}/dict:test") == [records[4], records[1]]
+    datasets.DatasetDict(train=saved).save_to_disk(tmp_path / "alone")
     shutil.copytree(tmp_path / "dict", tmp_path / "moved")
     digests = [
         find_source("data.train", f"{tmp_path}/{name}").digest()
@@ -306,8 +307,9 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/state.json").write_text("{")
     for spec, what in {
-        "dict": f"a DatasetDict of splits (train, test) - name one, such as {tmp_path}/",
-        "dict:valid": "a DatasetDict of splits (train, test) - name one",
+        "dict": f"a DatasetDict of the splits train, test - name one, such as {tmp_path}/",
+        "dict:valid": "a DatasetDict of the splits train, test - name one",
+        "alone": f"a DatasetDict of the split train - name one, such as {tmp_path}/alone:train",
         "one:train": f"a Dataset without splits - name {tmp_path}/one alone",
         "plain:train": f"{tmp_path}/plain holds no dataset of save_to_disk that can be read (",
         "broken": f"{tmp_path}/broken holds no dataset of save_to_disk that can be read (",
