@@ -24,7 +24,6 @@ from pathlib import Path
 
 from distTest.rehearse import namespaces
 from distTest.rehearse.node_processes import CheckFailed, NodeProcesses, kill, launched
-from distTest.rehearse.tiny_model import ROW_TOKENS, make_model, write_chats
 from shardtune.__main__ import exit_code
 from shardtune.cluster.environment import DEFAULTS, REPOSITORY
 from shardtune.cluster.network import free_port
@@ -90,6 +89,8 @@ def _rehearse(options: Namespace, folder: Path) -> None:
 
 def _write_inputs(options: Namespace, folder: Path) -> list[str]:
     """Write model and data; return the launch scripts' arguments behind `--config`."""
+    from distTest.rehearse.tiny_model import ROW_TOKENS, make_model, write_chats  # PyTorch: seconds
+
     config = load_config(options.config, options.assignments, {})
     print(f"Model: {make_model(config.model.path, options.ranks, folder / 'model')}")
     data_ranks = options.ranks // config.parallel.stages
