@@ -148,7 +148,7 @@ def _division_of(config: Config, number: int) -> Division:
         )
     took = f"took it from its start at step {start['step']}"
     if run and number > run.last_step:
-        took = f"would take it: the last step in its metrics is {run.last_step}"
+        took = f"would take it (the last step in its metrics is {run.last_step})"
     return Division(
         f"as {directory} {took}",
         start["data_ranks"],

@@ -101,7 +101,7 @@ def test_each_rank_is_shown_with_what_it_trained(
                     row for row in rows if (row["data_rank"], row["micro_batch"]) == (rank, number)
                 ]
                 assert [row["record"] for row in here] == expected  # a record is a sequence here
-        assert (" would take it: the last step in its metrics is 4: " in title) == (
+        assert (" would take it (the last step in its metrics is 4): " in title) == (
             step.number > LAST_STEP
         )
         assert f"| Tokens: {step.tokens} | Trained tokens: {step.trained_tokens}" in title
