@@ -71,6 +71,13 @@ def _write_probe(path: Path) -> str:
             f"run.dir={path} cannot be written: {error.strerror} ({error.filename}) "
             "- name a writable directory"
         ) from error
+    saved = path / "checkpoints"
+    if saved.is_symlink() and not saved.exists():
+        probe.unlink()
+        raise UserError(
+            f"{saved} is a link to {saved.readlink()}, which is not there - mount its disk, or "
+            "remove the link to begin anew"
+        )
     return probe.name
 
 

@@ -32,8 +32,8 @@ _LISTS = (pyarrow.types.is_list, pyarrow.types.is_large_list)
 _COMPRESSED = {b"\x1f\x8b": "gz", b"\x28\xb5": "zst"}  # how such files begin
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _NOT_UTF8 = (
-    "not UTF-8 text - write it as UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW, or with its own "
-    "encoding in place of LATIN1"
+    "not UTF-8 text - if the whole file is in another encoding, write it as UTF-8: iconv -f LATIN1 "
+    "-t UTF-8 OLD > NEW, with its own in place of LATIN1; else repair it here"
 )
 
 Text = tuple[int, bytes | RecordError]  # the number of a record and its JSON

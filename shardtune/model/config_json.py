@@ -48,7 +48,7 @@ def _read(path: str) -> dict[str, Any]:
         UserError: there is no such directory, or its config.json is none of a model.
     """
     folder, remedy = Path(path), "name a hub id or a directory with a config.json"
-    if folder.is_absolute() and not folder.exists():
+    if (folder.is_absolute() or path.startswith((".", "~"))) and not folder.exists():
         raise UserError(f"model.path={path} does not exist{missing_directory(path)} - {remedy}")
     try:
         if folder.is_dir():

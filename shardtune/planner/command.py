@@ -60,7 +60,7 @@ def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
         print(line)
     if plan.states.total > plan.machine.memory_bytes:
         say("counting the nodes that hold the states")
-        print(*describe_room(plan, nodes_needed(plan, model_config)), sep="\n")
+        print(*describe_room(plan, _nodes_needed(plan, model_config)), sep="\n")
     if plan.fits:
         print(verdict(plan))
     else:
@@ -68,25 +68,19 @@ def plan_run(options: argparse.Namespace, say: Say = silent) -> None:
         raise DoesNotFit(f"{verdict(plan)} - take {remedy}")
 
 
-def nodes_needed(
+def _nodes_needed(
     plan: Plan, model_config: PreTrainedConfig
 ) -> dict[str, tuple[int, Estimate] | None]:
-    """Return on how many nodes the run fits, and where it trains all weights, adapters instead.
-
-    Layers keep their inputs alone: with all activations long rows fit on no number of nodes.
-    """
-    keeps_inputs_alone = plan.config.model.keeps_inputs_alone
-    kept = {} if keeps_inputs_alone else {"model.activation_checkpointing": "full"}
-    trained = {"adapters": kept}
-    if not plan.config.lora.rank:
-        trained = {"all weights": kept, "adapters": ADAPTERS | kept}
-    room = {}
-    for trains, values in trained.items():
-        config = with_values(plan.config, values)
-        there = make_plan(config, model_config, plan.machine, reason=plan.reason or "-")
-        settings = " ".join(as_arguments(values)) or "as configured"
-        room[f"{trains}, {settings}"] = Search(there, model_config).fewest_nodes()
-    return room
+    """Return on how many nodes the run fits, and where it trains all weights, adapters instead."""
+    if plan.config.lora.rank:
+        return {"adapters": Search(plan, model_config).fewest_nodes()}
+    config = with_values(plan.config, ADAPTERS)
+    adapters = make_plan(config, model_config, plan.machine, reason=plan.reason or "-")
+    settings = " ".join(as_arguments(ADAPTERS))
+    return {
+        "all weights": Search(plan, model_config).fewest_nodes(),
+        f"adapters, {settings}": Search(adapters, model_config).fewest_nodes(),
+    }
 
 
 class ConfigPlan(NamedTuple):

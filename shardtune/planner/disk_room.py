@@ -64,9 +64,10 @@ def require_room(
     if more > disk.room:
         parts = [f"checkpoints (checkpoint.keep={keep}, and the next one)"] * (saved_bytes > 0)
         parts += [f"{gb(exported_bytes)} of models"] * (exported_bytes > 0)
+        failures = ["a save that fails is said, and training goes on"] * (saved_bytes > 0)
+        failures += ["a final model that fails ends the run with 1"] * (exported_bytes > 0)
         lower = ", or lower checkpoint.keep" if saved_bytes and keep > 1 else ""
         logger.info(
             f"Disk: {place}: {free}, and the run will add {gb(more)}: {' and '.join(parts)}. Make "
-            f"room for {gb(more - disk.room)} meanwhile{lower}: a save that fails is said, and "
-            "training goes on"
+            f"room for {gb(more - disk.room)} meanwhile{lower}: {' and '.join(failures)}"
         )

@@ -159,7 +159,8 @@ class Search:
     def fewest_nodes(self) -> tuple[int, Estimate] | None:
         """Return how many nodes of this kind hold the run, in another mesh, and that mesh.
 
-        That is arithmetic: no step is simulated.
+        That is arithmetic: no step is simulated. Layers keep their inputs alone: with all
+        activations long rows fit on no number of nodes.
         """
         nodes, most = self._plan.machine.nodes, _MOST_RANKS // self._plan.machine.ranks_per_node
         while nodes <= most:
@@ -174,7 +175,9 @@ class Search:
         """Return the fastest mesh on so many nodes that fits by arithmetic, with a margin."""
         plan = replace(self._plan, machine=replace(self._plan.machine, nodes=nodes))
         limit = _MARGIN * plan.machine.memory_bytes
-        there = Search(plan, self._model_config, self._may_change)._estimates({}, "")
+        is_lean = plan.config.model.keeps_inputs_alone
+        kept = {} if is_lean else {"model.activation_checkpointing": "full"}
+        there = Search(plan, self._model_config, self._may_change)._estimates(kept, "")
         fitting = (each for each in there if each.peak_bytes <= limit)
         return next(filter(self._can_be_cut, fitting), None)
 

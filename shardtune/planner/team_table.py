@@ -87,8 +87,8 @@ def _from_more_nodes(search: Search, trains: str) -> Iterator[str]:
     if found := search.fewest_nodes():
         nodes, mesh = found
         yield (
-            f"{trains[0].upper()}{trains[1:]} as configured: from {nodes} nodes, by arithmetic "
-            f"(about {gb(mesh.peak_bytes)} GB)"
+            f"{trains[0].upper()}{trains[1:]}: from {nodes} nodes, by arithmetic (about "
+            f"{gb(mesh.peak_bytes)} GB with {' '.join(as_arguments(mesh.values))})"
         )
 
 

@@ -107,12 +107,11 @@ def write_png(chart: Chart, path: Path) -> None:
 
 
 def write_svg(charts: Sequence[Chart], path: Path) -> None:
-    """Write charts over the steps side by side, for a page without the report's colours."""
+    """Write charts over the steps below one another, for a page without the report's colours."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": charts[0].name}):
-        figure = Figure(figsize=(4.5 * len(charts), 3.6))
-        for axes, chart in zip(
-            figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True
-        ):
+        figure = Figure(figsize=(4.5, 3.6 * len(charts)), layout="constrained")
+        panels = figure.subplots(len(charts), squeeze=False)[:, 0]
+        for axes, chart in zip(panels, charts, strict=True):
             _draw(axes, chart, "step")
             axes.legend(**_BELOW)
         figure.savefig(path, facecolor="white", bbox_inches="tight", metadata={"Date": None})

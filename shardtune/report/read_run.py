@@ -130,7 +130,9 @@ def read_run(path: Path) -> RunRecord:
             unread += 1
     if not entries:
         content = f"no object of a run in {counted(unread, 'line')}" if lines else "it is empty"
-        raise UserError(f"{file}: {content} - wait for the first step, or name another run")
+        ended = is_locked(path) is False
+        remedy = "name another run" if ended else "wait for the first step, or name another run"
+        raise UserError(f"{file}: {content} - {remedy}")
     for of_kind in entries.values():
         of_kind.sort(key=lambda entry: entry["step"])  # a save is written some steps later
     settings = read_settings(path)
@@ -141,7 +143,7 @@ def before_first_step(is_alive: bool) -> str:
     """Return what a run without any number is, and what to do."""
     if is_alive:
         return f"{LOADS} - wait for its first step"
-    return f"{ENDED_EARLY} - the last line of its log says why"
+    return f"{ENDED_EARLY} - the ERROR: line of its log says why"
 
 
 def read_entry(line: bytes | str) -> Entry | None:

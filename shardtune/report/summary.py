@@ -105,6 +105,9 @@ def _steps(run: RunRecord) -> str:
     stopped = "stopped, " if run.is_locked is False else ""
     state = "finished" if steps == total else f"{stopped}last written"
     last = when(max(times, default=""))
+    saves = run.of_kind("save")
+    if saves and saves[-1].get("problem"):
+        last += f"; checkpoint_{saves[-1]['step']:07d} was not saved: {saves[-1]['problem']}"
     return f"{steps} of {total}, {state} {last}" if total else f"{steps}, {state} {last}"
 
 

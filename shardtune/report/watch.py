@@ -186,7 +186,7 @@ def _progress(run: RunRecord) -> str:
     with contextlib.suppress(ValueError, TypeError):  # a time in another form
         written = datetime.datetime.fromisoformat(run.of_kind("step")[-1].get("time", ""))
         age = (datetime.datetime.now(datetime.UTC) - written).total_seconds()
-        parts.append(f"the last one ended {spoken(age)} ago")
+        parts.append(f"its last step ended {spoken(age)} ago")
     return ", ".join(parts)
 
 

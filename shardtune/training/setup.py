@@ -30,7 +30,7 @@ from shardtune.distributed.join import describe
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
-from shardtune.errors import UserError, all_of
+from shardtune.errors import UserError, all_of, counted
 from shardtune.log import logger, node_logger, quiet_libraries, setup_logging
 from shardtune.metrics_schema import Change, StartEntry
 from shardtune.model.attention_check import require_documents_apart
@@ -202,9 +202,10 @@ def make_schedule(run: Run, data: PreparedData) -> Schedule:
     )
     if schedule.rows_per_epoch < world.data_ranks:
         raise UserError(
-            f"an epoch has {schedule.rows_per_epoch} rows and the run {world.data_ranks} data "
-            "ranks - add data or weight, lower data.max_length, set data.packing=false, use fewer "
-            "ranks, or let more of them share each row (parallel.context)"
+            f"an epoch has {counted(schedule.rows_per_epoch, 'row')} and the run "
+            f"{counted(world.data_ranks, 'data rank')} - add data or weight, lower "
+            "data.max_length, set data.packing=false, use fewer ranks, or let more of them share "
+            "each row (parallel.context)"
         )
     for line in (*data.lines, *_describe_schedule(config, data, schedule, world)):
         logger.info(line)

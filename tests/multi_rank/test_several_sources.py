@@ -167,7 +167,7 @@ def test_each_evaluation_set_has_a_perplexity(
         ),
         (
             ["data.train=[{path: few.jsonl, weight: 0.1}]", "train.epochs=1"],
-            ["an epoch has 0 rows and the run 1 data ranks - add data or weight"],
+            ["an epoch has 0 rows and the run 1 data rank - add data or weight"],
         ),
     ],
 )

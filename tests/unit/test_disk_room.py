@@ -15,7 +15,8 @@ from torch import distributed as dist
 
 from shardtune.checkpoint import Disk, clear_leftovers, durable_fs, find_disks
 from shardtune.checkpoint.commit import SaveAttempt
-from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.free_space import _disks_here
+from shardtune.checkpoint.run_dir import RunDir, open_run_dir
 from shardtune.config import Config
 from shardtune.config_io import load_config
 from shardtune.errors import UserError
@@ -164,6 +165,21 @@ def test_checkpoints_that_are_a_link_to_another_disk_are_saved_there(tmp_path: P
         assert saved.cleared_bytes >= 100_000 > run.cleared_bytes == 0
     finally:
         shutil.rmtree(elsewhere)
+
+
+def test_a_disk_of_checkpoints_that_is_not_mounted_is_no_new_run(tmp_path: Path) -> None:
+    world = world_of(0, 1, dist.HashStore())
+    (tmp_path / "checkpoints").symlink_to("/absent/disk")
+    with pytest.raises(UserError, match="is a link to /absent/disk, which is not there - mount"):
+        open_run_dir(tmp_path, world)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_node_0_alone_gets_the_models(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        world = world_of(rank, 2, dist.HashStore())
+        (disk,) = _disks_here(RunDir(tmp_path, [0, 1], None), None, world)
+        assert disk.has_models == (rank == 0)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_the_view_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     for part in (
         "model a/model, all weights",
-        "60 of 120 (50%), 2 s each, 2 min left, the last one ended ",
+        "60 of 120 (50%), 2 s each, 2 min left, its last step ended ",
         "9.0000 before training, 8.0000 at step 60",
         "501 tokens/s, MFU 30.0%, waiting for data 0.5%",
         "61.2 GB of a rank at most",
@@ -57,6 +57,7 @@ def test_a_save_that_failed_is_shown_beside_the_last_checkpoint(
     said = " ".join(capsys.readouterr().out.split())
     assert "not saved checkpoint_0000002: it is" in said
     assert "checkpoint checkpoint_0000000, in 9 s, 3 steps ago" in said
+    assert figures(read_run(folder))["steps"].endswith("; checkpoint_0000002 was not saved: it is")
     (chart,) = [each for each in make_charts([read_run(folder)]) if each.name == "saves"]
     assert chart.note == "How long each save took. 1 failed, the last one: it is."
     curves = {curve.label: curve.y[np.isfinite(curve.y)].tolist() for curve in chart.curves}
@@ -81,7 +82,7 @@ def test_a_run_that_still_loads_is_watched_until_its_first_step_shows(
     assert figures(follower.run)["steps"] == "(the run ended before its first step)"
     for command in ("watch", "report"):
         assert run([command, str(folder)]) == 2
-        assert "the run ended before its first step - the last line" in capsys.readouterr().err
+        assert "the run ended before its first step - the ERROR: line" in capsys.readouterr().err
     (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n', "utf-8")
     follower.read()
     assert follower.run.last_step == 1
