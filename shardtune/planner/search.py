@@ -1,7 +1,7 @@
 """The fastest mesh that fits; where none does, other settings with which one would.
 
-All meshes at the same effective batch are compared by arithmetic on shapes. At most three steps are
-simulated, those of the most promising ones.
+All meshes at the same effective batch are compared by arithmetic on shapes. At most four steps are
+simulated: those of the three most promising ones, and where none fits, of the surest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from shardtune.planner.plan import Plan, floors_s, make_plan
 from shardtune.planner.shapes import Shapes, host_inputs_bytes, least_traffic, rough_memory
 from shardtune.planner.status_lines import Say, silent
 
-_MOST_SIMULATED = 3
+_MOST_SIMULATED = 4
+_MOST_WANTED = 3
 _SLOW = 1.5  # times the step of the fastest mesh: then a run says so
 _FASTER = 0.95  # times a step: a smaller gain is not worth a change
 _MARGIN = 0.95  # of the memory, where no step is simulated
@@ -187,7 +188,7 @@ class Search:
         own_off: float,
         simulations: Simulations,
         slowest_s: float = math.inf,
-        wanted: int = _MOST_SIMULATED,
+        wanted: int = _MOST_WANTED,
     ) -> list[Change]:
         """Return what fits of the first group of which a part does, the fastest first.
 

@@ -234,7 +234,7 @@ def test_every_broken_record_and_set_is_named_with_what_to_do(folder: Path) -> N
 def test_data_needs_a_row_per_rank(folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", chats(1, longest_answer=3))
     (problem,) = refusal(folder, ranks=2)
-    assert "1 rows" in problem and "2 data ranks" in problem
+    assert "1 row and" in problem and "2 data ranks" in problem
 
 
 def test_run_dir_must_be_writable(folder: Path) -> None:

@@ -186,6 +186,7 @@ def test_the_card_sums_up_a_run_in_a_line_a_figure(tmp_path: Path) -> None:
                 "; step 2 was not taken: its loss is not finite"
             },
         ),
+        (["step", "refused", "later"], {}, {"loss": "not finite at first, 1.0000 at last"}),
         (["start", "lock"], {}, {"loss": "(the run ended before its first step)"}),
         (["start", "step", "lock"], {}, {"steps": f"1 of 9, stopped, last written {NOT_WRITTEN}"}),
         (["start"], {}, {"on": "1 rank", "batch": "1 row of ? tokens"}),
@@ -198,6 +199,7 @@ def test_a_figure_that_is_missing_has_its_reason(
     lines = {
         "start": {"kind": "start", "step": 0, "total_steps": 9, "world_size": 1},
         "step": {"kind": "step", "step": 1, "loss": None, "tokens": 10, "seconds": 2.0},
+        "later": {"kind": "step", "step": 2, "loss": 1.0, "tokens": 10, "seconds": 2.0},
         "refused": {"kind": "refused", "step": 2, "loss": None, "grad_norm": None},
         "eval": {"kind": "eval", "step": 0, "perplexity": None, "set": "a"},
     }
