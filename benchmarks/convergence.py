@@ -31,8 +31,8 @@ from shardtune.report.read_run import read_run
 
 RESULTS = REPOSITORY / "benchmarks/convergence.json"
 PAGE = REPOSITORY / "docs/convergence.md"
-STEPS = 12
-ROWS, ROW = 2, 256  # rows of a step, and tokens of a row
+STEPS = 44  # so many as the demo takes on two ranks
+ROWS = 2  # of a step, as there
 _SHORT_FOLDER = REPOSITORY / "runs/convergence-short"
 SHORT = {
     "steps": 2,
@@ -131,8 +131,6 @@ def start(
     data_ranks = variant.ranks // variant.settings.get("parallel.stages", 1)
     settings = {
         "model.path": tiny if variant.is_tiny else options.model,
-        "model.compute_dtype": "float32",
-        "data.max_length": ROW,
         "train.epochs": 99,
         "train.max_steps": options.steps,
         "train.gradient_accumulation_steps": ROWS // data_ranks,
@@ -205,18 +203,17 @@ def page(results: Results) -> str:
         rows.append(f"| {' | '.join(cells)} |")
     text = f"""# Convergence
 
-Written by `python -m benchmarks convergence`, on CPUs; `--steps` makes more steps. Each run takes
-{steps} steps of {ROWS} rows of {ROW} tokens with the chats and settings of `examples/demo.yaml`,
-but with forward and backward in float32, and the settings below. The demo takes 44 steps of rows of
-512 on two ranks. All see the same records in the same order. So replicas, stages and divided
-experts must lose what their reference loses, the same model on one rank, up to rounding: they lie
-on its curve.
+Written by `python -m benchmarks convergence`, on CPUs. Each run takes {steps} steps of {ROWS} rows
+with the chats and settings of `examples/demo.yaml`, as the demo does on two ranks, and the settings
+below. Forward and backward are in bfloat16 where the CPU computes it natively. All see the same
+records in the same order. So replicas, stages and divided experts must lose what their reference
+loses, the same model on one rank, up to rounding, that of bfloat16 here: they lie on its curve.
 
 ![Training loss of each run](convergence.svg)
 
 The exact match counts [the demo's short answers](start.md#the-demo). Their facts are trained, in
-other words: held out is the wording of the questions. The perplexity is over chats that are held
-out whole.
+different words: held out is the wording of the questions. The perplexity is over chats that are
+held out whole.
 """
     header = _HEADER.format(len(read_chats(_QUESTIONS)))
     return "\n".join([text, *table(header, rows)])
