@@ -6,8 +6,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Modules are compiled when they are first imported: most of them never are.
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Tests and benchmarks are of CPU ranks, on a machine with GPUs too.
 WITHOUT_GPUS := CUDA_VISIBLE_DEVICES=
 PYTEST := $(WITHOUT_GPUS) $(BIN)/pytest
