@@ -154,7 +154,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
     with forward_only(model):
         stage.forward(batch)
     run = SimpleNamespace(config=config, world=world)
-    unwritten: Any = SimpleNamespace()  # metrics, which two steps without a report do not touch
+    unwritten: Any = SimpleNamespace()  # metrics, which two finite steps do not touch
     balance = ExpertBalance(model, model, unwritten, world)
     context: Any = SimpleNamespace(
         run=run,
@@ -165,6 +165,7 @@ def lonely_rank(options: argparse.Namespace, enter: Callable[[str], None]) -> Lo
         host=host,
         optimizer=optimizer,
         expert_balance=balance,
+        metrics=unwritten,
     )
     enter_phases(train_fsdp, stage_module, enter)
     train_fsdp.optim.require_finite = lambda *_: None  # no number means anything
