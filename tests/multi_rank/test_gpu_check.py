@@ -140,6 +140,7 @@ def test_a_card_stands_beside_the_committed_one_of_its_device(tmp_path: Path) ->
     assert yaml.safe_load((tmp_path / "card.yaml").read_text(encoding="utf-8")) == card
 
 
+@pytest.mark.full
 @needs_compiler
 def test_the_ceiling_is_measured_on_a_pretended_gpu(tmp_path: Path) -> None:
     rows = check_pretended(tmp_path, ["ceiling"])

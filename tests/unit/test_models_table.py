@@ -26,12 +26,10 @@ QUICK += ["inkling2_text", "moss_transcribe_diarize"]
 # model's own.
 QUICK_RUNS = {
     "qwen3_5_moe": ["packed, 2 stages", "unpacked, 1 rank"],
-    "nemotron_h": ["packed, 1 rank", "unpacked, 2 ranks"],
-    "gpt_oss": ["packed, 2 ranks", "packed, rows shared"],
-    "gemma3": ["packed, 1 rank", "packed, 2 stages"],
+    "nemotron_h": ["unpacked, 2 ranks"],
+    "gpt_oss": ["packed, rows shared"],
     "deepseek_v4": ["packed, 2 ranks"],
     "step3p7": ["packed, experts spread"],
-    "gptj": ["packed, 2 ranks", "unpacked, 1 rank"],
 }
 FOUND: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
 TRIED = {kind: row for kind, row in FOUND.items() if "rows" in row}
