@@ -45,7 +45,7 @@ _EXPERTS |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_
 _EXPERTS |= {"first_k_dense_replace": 1, "tie_word_embeddings": True}
 _HEADER = (
     "| run | ranks | training loss, last step | held-out perplexity "
-    "| exact match on {} short answers | losses furthest from its reference's |"
+    "| exact match on {} short answers | losses furthest from its reference's, first step and all |"
 )
 _EXACT = ("exact before", "exact after")
 Results = Mapping[str, dict[str, Any]]
@@ -153,17 +153,18 @@ def read_results(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def furthest(results: Results, name: str) -> float:
-    """Return the largest relative difference of a step's loss from that of the reference."""
+def furthest(results: Results, name: str, steps: int | None = None) -> float:
+    """Return the largest relative difference of a loss of the first steps from the reference's."""
     losses, expected = (
-        np.array(results[each]["losses"]) for each in (name, VARIANTS[name].reference)
+        np.array(results[each]["losses"][:steps]) for each in (name, VARIANTS[name].reference)
     )
     return float(np.abs(losses / expected - 1).max())
 
 
 def _apart(results: Results, name: str) -> str:
-    difference = furthest(results, name)
-    return f"{difference:.1e}, relative" if difference else "equal to the bit"
+    if not furthest(results, name):
+        return "equal to the bit"
+    return f"{furthest(results, name, steps=1):.2g} and {furthest(results, name):.2g}, relative"
 
 
 def charts(results: Results) -> list[Chart]:
@@ -207,7 +208,8 @@ Written by `python -m benchmarks convergence`, on CPUs. Each run takes {steps} s
 with the chats and settings of `examples/demo.yaml`, as the demo does on two ranks, and the settings
 below. Forward and backward are in bfloat16 where the CPU computes it natively. All see the same
 records in the same order. So replicas, stages and divided experts must lose what their reference
-loses, the same model on one rank, up to rounding, that of bfloat16 here: they lie on its curve.
+loses, the same model on one rank. They do so within 1e-5 at the first step; later the rounding of
+bfloat16 grows with the steps. The tests compare them in float32, where they stay within 1e-6.
 
 ![Training loss of each run](convergence.svg)
 

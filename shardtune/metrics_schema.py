@@ -151,7 +151,7 @@ class SaveEntry(_Entry):
     stall_seconds: Number
     """The part of it in which training waited."""
     problem: str | None
-    """Why there is no checkpoint; null where it was committed."""
+    """The error of a save that failed; null where its checkpoint was committed."""
 
 
 @_described

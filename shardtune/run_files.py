@@ -14,7 +14,7 @@ _FLOCK = "hhqqi"  # of Linux: l_type, l_whence, l_start, l_len, l_pid
 def is_locked(run_dir: Path) -> bool | None:
     """Return whether a process holds the run's lock, without taking it.
 
-    None: there is no lock file, or its filesystem has no locks. Only other processes count.
+    None: the lock file does not exist, or its filesystem lacks locks. Only other processes count.
     """
     try:
         with (run_dir / LOCK).open("rb") as file:

@@ -62,6 +62,12 @@ def open_run_dir(path: Path, world: World) -> RunDir:
 
 
 def _write_probe(path: Path) -> str:
+    saved = path / "checkpoints"
+    if saved.is_symlink() and not saved.exists():
+        raise UserError(
+            f"{saved} is a link to {saved.readlink()}, and that does not exist - mount its disk, "
+            "or remove the link to begin anew"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".seen.{secrets.token_hex(8)}"
@@ -71,13 +77,6 @@ def _write_probe(path: Path) -> str:
             f"run.dir={path} cannot be written: {error.strerror} ({error.filename}) "
             "- name a writable directory"
         ) from error
-    saved = path / "checkpoints"
-    if saved.is_symlink() and not saved.exists():
-        probe.unlink()
-        raise UserError(
-            f"{saved} is a link to {saved.readlink()}, which is not there - mount its disk, or "
-            "remove the link to begin anew"
-        )
     return probe.name
 
 

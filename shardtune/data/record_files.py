@@ -159,7 +159,7 @@ def _form_problem(schema: pyarrow.Schema, columns: Mapping[str, str | None]) -> 
 
 
 def _example(kind: pyarrow.DataType) -> Any:
-    """Return a value of a column's type, as far as forms are told by it."""
+    """Return a value of a column's type. It has only the parts by which forms differ."""
     if any(is_kind(kind) for is_kind in _STRINGS):
         return ""
     if any(is_kind(kind) for is_kind in _LISTS):

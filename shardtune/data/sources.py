@@ -109,11 +109,10 @@ def find_source(key: str, spec: str) -> Source:
     if path.is_dir():
         files = _record_files(path)
         if not files:
-            within = (str(each) for each in sorted(path.glob("*/")) if _record_files(each))
-            raise UserError(
-                f"{name}: no {kinds} file in this directory - "
-                f"{next((f'name {each}, which has some' for each in within), 'put records there')}"
-            )
+            with_files = (each for each in sorted(path.glob("*/")) if _record_files(each))
+            inner = next(with_files, None)
+            remedy = f"name {inner}, which has such files" if inner else "put records into it"
+            raise UserError(f"{name}: no {kinds} file in this directory - {remedy}")
         for file in files:
             require_codec(name, file)
         others = (entry.name for entry in sorted(path.iterdir()) if entry not in files)

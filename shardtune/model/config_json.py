@@ -45,7 +45,7 @@ def _read(path: str) -> dict[str, Any]:
     """Return the config.json of a directory or of the hub's cache, or nothing where it has none.
 
     Raises:
-        UserError: there is no such directory, or its config.json is none of a model.
+        UserError: the directory does not exist, or its config.json does not describe a model.
     """
     folder, remedy = Path(path), "name a hub id or a directory with a config.json"
     if (folder.is_absolute() or path.startswith((".", "~"))) and not folder.exists():

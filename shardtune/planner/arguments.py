@@ -54,7 +54,7 @@ def _numbers(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(
-            f"{text} is no number of nodes - write a whole number from 1 on, or several with "
+            f"{text} is not a number of nodes - write a whole number from 1 on, or several with "
             "commas for a table: --nodes 1,2,4"
         )
     return [int(part) for part in parts]

@@ -213,7 +213,7 @@ class Search:
             leanest.sort(key=lambda each: each.peak_bytes)
             changes: list[Change] = []
             for fastest in sorted(estimates, key=Estimate.rank):
-                # The last one is that which is surest to fit: faster ones did not.
+                # The last simulation goes to the leanest mesh: the faster ones did not fit.
                 is_last = left == 1 and not changes
                 each = leanest[0] if is_last else fastest
                 is_enough = len(changes) == wanted or (changes and not each.price)

@@ -25,7 +25,8 @@ def test_the_page_and_its_picture_have_the_runs_that_were_made(tmp_path: Path) -
 def test_runs_that_divide_the_work_lose_what_one_rank_loses() -> None:
     assert EQUAL == ["replicas", "stages", "tiny experts, divided"]
     for name in EQUAL:
-        assert furthest(FOUND, name) < 0.02
+        assert furthest(FOUND, name, steps=1) < 1e-5
+        assert furthest(FOUND, name) < 0.02, "bfloat16 rounds more with each step"
         changed = deepcopy(FOUND)
         changed[name]["losses"][3] *= 1.5
         assert 0.4 < furthest(changed, name) < 0.6

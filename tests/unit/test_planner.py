@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
 from dataclasses import replace
@@ -171,6 +172,7 @@ def test_the_command_needs_config_json_alone(
     assert f"States: {16 * per_rank:.1f} GB = " in said
     assert re.search(r"^A step takes at least: .*; about \S+ s by the bytes", said, re.MULTILINE)
     assert "The run fits" in said
+    assert gc.isenabled(), "it is off while PyTorch is imported, and no longer"
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert texts == ["first", "second", "third", "fourth"]
     source = find_source("data.train", str(tmp_path / "d"))
     assert source.ignored == (".hidden.jsonl", "README.md")
-    with pytest.raises(UserError, match=f"in this directory - name {tmp_path}/d, which has some"):
+    with pytest.raises(UserError, match=f"in this directory - name {tmp_path}/d, which has such"):
         find_source("data.train", str(tmp_path))
     assert [chunk.first_record for chunk in read_records({"train": [source]})] == [0, 1, 3]
 
