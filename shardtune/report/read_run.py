@@ -72,9 +72,9 @@ class RunRecord:
 
     @property
     def unread_note(self) -> str:
-        """What the reader should know of lines that are left out; empty where there is none."""
+        """Return how many lines are left out and why, or an empty text."""
         lines = counted(self.unread, "line")
-        return f"{lines} of {METRICS} cannot be read, and left out" if self.unread else ""
+        return f"left out {lines} of {METRICS} that cannot be read" if self.unread else ""
 
     @property
     def model(self) -> str:

@@ -262,7 +262,7 @@ def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(
         file.write(b'{"kind": "step", "step": ' + b"9" * 400 + b"}\n" + b"[" * 5000 + b"\n")
     (folder / "config.yaml").unlink()
     assert report(folder) == 0
-    assert "11 lines of metrics.jsonl cannot be read" in capsys.readouterr().out
+    assert "left out 11 lines of metrics.jsonl that cannot be read" in capsys.readouterr().out
     assert shardtune.read_run(folder).unread == 11
 
 

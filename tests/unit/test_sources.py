@@ -260,6 +260,9 @@ def test_parquet_gives_the_same_records_as_json(tmp_path: Path) -> None:
     assert read(tmp_path / "a.parquet") == records
     (chunk,) = find_source("data.train", str(tmp_path / "a.parquet")).chunks()
     assert chunk.unread_columns == ("id",)
+    source = find_source("data.train", str(tmp_path / "a.parquet"))
+    (refused,) = replace(source, columns={"messages": None}).chunks()
+    assert isinstance(refused.rows[0], FileError), "no column is left that gives a form"
 
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     assert "c.parquet[0]: cannot be read" in problems(tmp_path / "c.parquet")[0]

@@ -123,9 +123,9 @@ def loading(folder: Path) -> Iterator[None]:
         (
             ['{"kind": "step", "step": 1}', "{"],
             False,
-            "1 line of metrics.jsonl cannot be read, and",
+            "left out 1 line of metrics.jsonl that cannot",
         ),
-        (['{"kind": "step", "step": 1}', "{", "["], False, "2 lines of metrics.jsonl cannot be"),
+        (['{"kind": "step", "step": 1}', "{", "["], False, "left out 2 lines of"),
         (
             ['{"kind": "step", "step": 2}', '{"kind": "save", "step": 1, "seconds": 3}'],
             False,
