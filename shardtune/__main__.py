@@ -5,13 +5,14 @@ Each command imports what it needs: torch takes seconds, and a missing package i
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
 import sys
 import traceback
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,20 @@ def _run_command(arguments: Sequence[str]) -> None:
     command(Parser(prog=f"shardtune {name}", description=help_), arguments[1:])
 
 
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Import without looking for garbage: imports leave hardly any, and looking takes a second.
+
+    What was imported is not looked through later either, nor when the process ends.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
     from shardtune.data.arguments import add_arguments
 
@@ -86,16 +101,19 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
     if options.html and options.json:
         parser.error("--html and --json are two forms of the same")
     if options.step is not None:
-        from shardtune.report.step_records import show_step
+        with _without_collecting():
+            from shardtune.report.step_records import show_step
 
         show_step(options.config, options.assignments, options.step, options.records, options.json)
         return
     if not options.html:
-        from shardtune.data.inspect_data import inspect_data
+        with _without_collecting():
+            from shardtune.data.inspect_data import inspect_data
 
         inspect_data(options.config, options.assignments, options.records, options.json)
         return
-    from shardtune.report.data_page import write_data_page
+    with _without_collecting():
+        from shardtune.report.data_page import write_data_page
 
     for line in write_data_page(options.config, options.assignments, options.records, options.html):
         print(line)
@@ -105,7 +123,8 @@ def _inspect_data(parser: Parser, arguments: Sequence[str]) -> None:
 def _verify(parser: Parser, arguments: Sequence[str]) -> None:
     _add_directories(parser, "exported models, and all parts of one checkpoint")
     options = parser.parse_args(arguments)
-    from shardtune.checkpoint.verify import verify
+    with _without_collecting():
+        from shardtune.checkpoint.verify import verify
 
     if problems := verify(options.directories):
         raise RunFailed(*problems)
@@ -118,8 +137,9 @@ def _export(parser: Parser, arguments: Sequence[str]) -> None:
     dtypes = ("source", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default="source")
     options = parser.parse_args(arguments)
-    from shardtune.checkpoint.export.write import export_checkpoint
-    from shardtune.log import quiet_libraries
+    with _without_collecting():
+        from shardtune.checkpoint.export.write import export_checkpoint
+        from shardtune.log import quiet_libraries
 
     quiet_libraries(is_main=True)
     export_checkpoint(options.directories, options.out, options.dtype)
@@ -140,12 +160,9 @@ def _plan(parser: Parser, arguments: Sequence[str]) -> None:
 
     with StatusLines() as lines:
         lines.say("importing PyTorch and transformers")
-        gc.disable()  # a collection goes through all that was imported, and finds little
-        from shardtune.planner.command import plan_run
-        from shardtune.planner.team_table import print_team_table
-
-        gc.freeze()
-        gc.enable()
+        with _without_collecting():
+            from shardtune.planner.command import plan_run
+            from shardtune.planner.team_table import print_team_table
         if len(runs) == 1 and isinstance(runs[0].config, Path):
             plan_run(runs[0], lines.say)
         else:
