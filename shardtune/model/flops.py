@@ -321,7 +321,7 @@ def published_peak(device_name: str, dtype: torch.dtype) -> float | None:
     return next((1e12 * peak for peak, name in peaks if words.issuperset(name.split())), None)
 
 
-def measure_matmul_rate(dtype: torch.dtype, seconds: float = 0.3) -> float:
+def measure_matmul_rate(dtype: torch.dtype, seconds: float = 0.1) -> float:
     """Return the FLOP/s of square matrix products, on the threads of this process.
 
     Matrices are 1024 wide; they are multiplied for at least `seconds`.
