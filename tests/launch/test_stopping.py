@@ -145,7 +145,9 @@ def test_nodes_with_different_configurations_are_refused(
         f"model.path={models['llama']}",
         "train.max_steps=1",
     ]
-    done = on_nodes([(folder, 1) for folder in folders], run_script, arguments)
+    nodes = [(folder, 1) for folder in folders]
+    # Each node has an agent of its own, which lets its rank speak.
+    done = on_nodes(nodes, run_script, arguments, grace_s=20)
     assert done.returncode == 2, done.stderr
     host = socket.gethostname()
     for key, first, second in (("run.seed", "1234", "7"), ("optimizer.lr", "1e-05", "0.001")):
