@@ -225,16 +225,19 @@ def test_documented_ways_start_the_nodes(tmp_path: Path) -> None:
 
 
 def demo(settings: str, timeout_s: float = 400) -> str:
-    """The target as it stands, on the real weights."""
+    """The target as it stands."""
     return run(f"make demo {settings}", REPOSITORY, timeout_s)
 
 
-def test_make_demo_trains_asks_and_reports(tmp_path: Path) -> None:
+def test_make_demo_trains_asks_and_reports(tmp_path: Path, models: dict[str, Path]) -> None:
+    """With a tiny model; a long test has the real weights."""
     run_dir = tmp_path / "demo"
     two = (REPOSITORY / "examples/chats/short_eval.jsonl").read_text("utf-8").splitlines()[:2]
     (tmp_path / "two.jsonl").write_text("\n".join(two), encoding="utf-8")
-    arguments = "train.max_steps=2 data.max_length=256 eval.baseline=false"
-    said = demo(f"RUN={run_dir} SHORT={tmp_path / 'two.jsonl'} DEMO_ARGS='{arguments}'")
+    tiny = models["llama"]
+    arguments = f"model.path={tiny} train.max_steps=2 data.max_length=256 eval.baseline=false"
+    settings = f"MODEL={tiny} RUN={run_dir} SHORT={tmp_path / 'two.jsonl'}"
+    said = demo(f"{settings} DEMO_ARGS='{arguments}'")
     assert "\r" not in said
     expected = ("Step 2/2 | Loss:", "Question (held out):", "Before:", "After:", f"{run_dir}/model")
     assert [text for text in expected if text not in said] == []

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.commands import launch, read_metrics
+from helpers.ranks import on_ranks, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardtune.__main__ import run as run_command
@@ -44,7 +45,13 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
 
 
 def train(folder: Path, *arguments: str, **env: str) -> str:
-    done = launch(2, "--config", "config.yaml", *ARGUMENTS, *arguments, cwd=folder, env=env)
+    given = ["--config", "config.yaml", *ARGUMENTS, *arguments]
+    # Forked ranks have the environment that the first of them had.
+    done = (
+        launch(2, *given, cwd=folder, env=env)
+        if env
+        else on_ranks(2, run_script, given, cwd=folder)
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
