@@ -69,10 +69,10 @@ def test_a_cut_model_ends_as_the_whole_one_does(
     ("model_config", "assignments"),
     [
         (GLM, ["parallel.expert=4", "parallel.replicate=2"]),
-        (THREE_DENSE, ["parallel.expert=4"]),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                (THREE_DENSE, ["parallel.expert=4"]),
                 (GLM, ["model.activation_checkpointing=none"]),
                 (GLM, ["train.gradient_accumulation_steps=4"]),
                 (GLM, ["lora.rank=8", "model.activation_checkpointing=selective"]),
