@@ -91,10 +91,11 @@ def train_over_cable(nodes: list[Node], runs: dict[str, list[str]]) -> None:
 @pytest.mark.parametrize(
     ("family", "meshes"),
     [
-        ("glm", [[1], [2, "parallel.expert=2"]]),
+        ("glm", [[1]]),
         pytest.param(
             "glm",
             [
+                [2, "parallel.expert=2"],
                 [1, "parallel.replicate=2", "parallel.expert=2"],
                 [1, "parallel.replicate=4"],
                 [1, "parallel.expert=2", "lora.rank=4"],

@@ -61,7 +61,7 @@ def on_loopback(command: str) -> str:
     "commands",
     [
         (ONE_NODE,),
-        on_both(on_loopback(TWO_TERMINALS)),
+        pytest.param(on_both(on_loopback(TWO_TERMINALS)), marks=pytest.mark.full),
         pytest.param(on_both(on_loopback(TWO_NODES)), marks=pytest.mark.full),
     ],
     ids=["one node", "two terminals", "two nodes"],

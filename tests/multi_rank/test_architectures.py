@@ -57,7 +57,11 @@ def refused(done: CompletedProcess[str]) -> str:
 @pytest.mark.parametrize(
     ("leaking", "attention"),
     [
-        (lambda: BloomForCausalLM(BloomConfig(**SMALL, n_head=4)), "eager"),
+        pytest.param(
+            lambda: BloomForCausalLM(BloomConfig(**SMALL, n_head=4)),
+            "eager",
+            marks=pytest.mark.full,
+        ),
         (lambda: small_opt(**SMALL, dropout=0.0), "sdpa"),
     ],
     ids=["bloom", "opt"],

@@ -116,7 +116,14 @@ def test_the_best_model_is_the_export_of_its_step(folder: Path, tmp_path: Path) 
     assert read_listing(best)["step"] == 6
 
 
-@pytest.mark.parametrize(("kill", "step"), [("before", 1), ("between", 1), ("after", 2)])
+@pytest.mark.parametrize(
+    ("kill", "step"),
+    [
+        pytest.param("before", 1, marks=pytest.mark.full),
+        ("between", 1),
+        pytest.param("after", 2, marks=pytest.mark.full),
+    ],
+)
 def test_a_kill_leaves_the_old_best_or_the_new_one(kill: str, step: int, folder: Path) -> None:
     arguments = [*KEEP_BEST, "train.max_steps=2"]
     losses = {0: 9.0, 1: 3.0, 2: 2.0}

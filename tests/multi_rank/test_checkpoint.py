@@ -310,7 +310,7 @@ def watch_retention(arguments: list[str], failing_step: int, dies_when_deleting:
     run_script(arguments)
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("keep", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_as_many_checkpoints_are_kept_as_were_asked_for(
     keep: int, tmp_path: Path, models: dict[str, Path]
 ) -> None:

@@ -118,7 +118,7 @@ def check(run_dir: Path, expected: Trained) -> None:
     [
         ("glm", 2, True),
         ("llama", 2, False),
-        ("llama", 4, True),
+        pytest.param("llama", 4, True, marks=pytest.mark.full),
         pytest.param("glm", 1, True, marks=pytest.mark.full),
         pytest.param("glm", 1, False, marks=pytest.mark.full),
     ],
@@ -174,7 +174,9 @@ def run_and_count_copies(
     run_script(arguments)
 
 
-@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "compute_dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"]
+)
 def test_a_world_of_one_copies_its_weights_once_a_step(
     compute_dtype: str, sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
 ) -> None:
@@ -244,7 +246,7 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(
     require_error_line(refused.stderr.splitlines()[-1])
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.full), "selective"])
 def test_layers_computed_again_change_no_number(
     how: str, sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
 ) -> None:

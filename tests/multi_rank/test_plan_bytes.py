@@ -42,7 +42,7 @@ REPLICAS = ["parallel.replicate=2", "train.gradient_accumulation_steps=3"]
 FULL, SELECTIVE = (f"model.activation_checkpointing={how}" for how in ("full", "selective"))
 CASES = [
     (1, "llama", ["model.master_dtype=bfloat16", "optimizer.name=adamw8bit"], 8e9),
-    (2, "glm4_moe", ["parallel.expert=2", FULL], 8e9),
+    pytest.param(2, "glm4_moe", ["parallel.expert=2", FULL], 8e9, marks=pytest.mark.full),
     (4, "llama", ["lora.rank=4", "train.gradient_accumulation_steps=3"], 8e9),
     # Some groups stay gathered.
     (4, "deepseek_v3", ["parallel.expert=2", "train.gradient_accumulation_steps=3"], 1.107e8),

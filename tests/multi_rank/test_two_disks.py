@@ -210,7 +210,9 @@ def test_a_node_whose_part_is_gone_is_named(
     )
 
 
-@pytest.mark.parametrize("renamed", ["a", pytest.param("b", marks=pytest.mark.full), "none"])
+@pytest.mark.parametrize(
+    "renamed", ["a", *(pytest.param(each, marks=pytest.mark.full) for each in ("b", "none"))]
+)
 def test_a_crash_between_the_phases_rolls_forward(
     renamed: str, a: Path, b: Path, whole: Path
 ) -> None:
