@@ -29,7 +29,7 @@ GPU_CHECK_ARGS ?=
 PEERS ?= .venv/peers
 # An engine that reads the exported demo, for one test.
 ENGINE := .venv/engine
-# Tests that run at the same time. Most of them wait for imports, disks and silent nodes.
+# Tests that run at the same time: three keep two cores busy.
 TEST_PROCESSES ?= 3
 # What a module of tests prepares is made once, and the longest modules, launches and ranks, come first.
 IN_PARALLEL = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
@@ -90,8 +90,8 @@ $(ENGINE)/.installed: tests/data/engine/requirements.txt
 	$(ENGINE)/bin/python $(PIP_INSTALL) -r tests/data/engine/requirements.txt
 	touch $@
 
-# After the model, whose script needs the package that is installed again here.
-.venv/.wandb: $(MODEL)/config.json
+# After what imports the package, which is installed again here.
+.venv/.wandb: .venv/.installed | lint $(MODEL)/config.json
 	$(BIN)/python $(PIP_INSTALL) -e .[wandb]
 	touch $@
 

@@ -41,7 +41,7 @@ from shardtune.training.observer import StepEnded
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.prefetch import prefetch
 
-gc.freeze()  # nor is what was imported looked through later
+gc.freeze()  # collections leave out what was imported, until training has ended
 gc.enable()
 
 

@@ -169,4 +169,4 @@ def peak_flops(dtype: str) -> float | None:
     if torch.cuda.is_available():
         return published_peak(torch.cuda.get_device_name(), getattr(torch, dtype))
     torch.set_num_threads(1)  # what the runs have
-    return measure_matmul_rate(getattr(torch, dtype))
+    return measure_matmul_rate(getattr(torch, dtype), seconds=0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,11 @@ def test_a_wrong_command_line_is_refused(
     assert run(arguments) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(f"ERROR: {line}") and errors.count("\n") == 1
+
+
+def test_garbage_is_collected_once_a_command_has_imported(tmp_path: Path) -> None:
+    assert run(["verify", str(tmp_path / "nothing")]) != 0
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(
