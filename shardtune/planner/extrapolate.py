@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,6 +18,7 @@ from shardtune.distributed.world import World
 from shardtune.model.small_copy import with_layers
 from shardtune.model.stages import layers_of_stages
 from shardtune.model.support import decoder_layers
+from shardtune.planner.at_once import at_once
 from shardtune.planner.simulate import EXPERT_IMBALANCE, Measured, simulate
 from shardtune.planner.tracker import Peak
 from shardtune.training.reshard import ReshardPolicy
@@ -59,16 +61,18 @@ class Simulations:
         """Return the measures of a step of this rank's stage, from those of two shorter ones."""
         own = layers_of_stages(whole, world.stages)[world.stage]
         kinds = layer_kinds(whole)[own.start : own.stop]
-        lengths = cuts(kinds)
-        if lengths is None:
-            return self._step(own, config, policy, world, is_gpu, tiles)
-        short, long = (
-            self._step(range(own.start, own.start + length), config, policy, world, is_gpu, tiles)
-            for length in lengths
-        )
-        return extrapolate(short, long, len(kinds))
+        parts = [range(own.start, own.start + n) for n in cuts(kinds) or [len(kinds)]]
+        keys = [_key(part, config, policy, world, is_gpu, tiles) for part in parts]
+        new = {
+            key: partial(self._simulate, part, config, policy, world, is_gpu, tiles)
+            for key, part in zip(keys, parts, strict=True)
+            if key not in self._measured
+        }
+        self._measured.update(zip(new, at_once(list(new.values())), strict=True))
+        short, long = self._measured[keys[0]], self._measured[keys[-1]]
+        return short if short is long else extrapolate(short, long, len(kinds))
 
-    def _step(
+    def _simulate(
         self,
         own: range,
         config: Config,
@@ -77,10 +81,21 @@ class Simulations:
         is_gpu: bool,
         tiles: int,
     ) -> Measured:
-        data, train = config.data, config.train
-        # Other settings, such as the optimizer's name, do not change forward and backward.
-        sections = [config.model, config.parallel, config.lora]
-        settings = [
+        cut = with_layers(self._model_config, own.stop)
+        return simulate(
+            config, cut, policy, world, self._imbalance, self._evaluates, own, is_gpu, tiles
+        )
+
+
+def _key(
+    own: range, config: Config, policy: ReshardPolicy, world: World, is_gpu: bool, tiles: int
+) -> str:
+    """Return what makes a step, as text."""
+    data, train = config.data, config.train
+    # Other settings, such as the optimizer's name, do not change forward and backward.
+    sections = [config.model, config.parallel, config.lora]
+    return json.dumps(
+        [
             [own.start, own.stop],
             *(section.model_dump(mode="json") for section in sections),
             [data.max_length, data.packing],
@@ -88,13 +103,7 @@ class Simulations:
             list(vars(policy).values()),
             [world.size, world.local_size, world.stage, is_gpu, tiles],
         ]
-        key = json.dumps(settings)
-        if key not in self._measured:
-            cut = with_layers(self._model_config, own.stop)
-            self._measured[key] = simulate(
-                config, cut, policy, world, self._imbalance, self._evaluates, own, is_gpu, tiles
-            )
-        return self._measured[key]
+    )
 
 
 def layer_kinds(model: PreTrainedModel) -> list[Hashable]:

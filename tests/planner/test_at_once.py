@@ -1,0 +1,52 @@
+"""Several results at the same time: each in a process of its own but the last."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from shardtune.planner.at_once import at_once
+
+HERE = os.getpid()
+
+
+def test_results_come_in_the_order_of_the_functions() -> None:
+    first, second, last = at_once([lambda: ("a", os.getpid()), lambda: ("b", 0), os.getpid])
+    assert first[0] == "a" and first[1] != HERE  # type: ignore[index]
+    assert second == ("b", 0) and last == HERE
+    assert at_once([]) == []
+
+
+def test_what_fails_in_a_fork_fails_or_works_here(capfd: pytest.CaptureFixture[str]) -> None:
+    """A traceback of the fork would be the second one."""
+
+    def refuse() -> None:
+        raise KeyError("no such layer")
+
+    def work_here_alone() -> str:
+        if os.getpid() != HERE:
+            os._exit(3)
+        return "done"
+
+    with pytest.raises(KeyError, match="no such layer"):
+        at_once([refuse, os.getpid])
+    assert at_once([work_here_alone, str]) == ["done", ""]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_does_not_wait_for_threads_that_it_lacks() -> None:
+    rows = torch.ones(1 << 20)
+    torch.set_num_threads(2)
+    try:
+        rows.exp().sum()  # starts them
+        assert at_once([partial(_sum, rows), int])[0] == rows.numel()
+    finally:
+        torch.set_num_threads(1)
+
+
+def _sum(rows: torch.Tensor) -> int:
+    return int((rows + 0).sum().item())
