@@ -26,7 +26,13 @@ from shardtune.planner.host_link import HostLink, host_link, pieces_bytes
 from shardtune.planner.machine import Machine, link_bytes
 from shardtune.planner.peaks import bounded_memory, step_memory
 from shardtune.planner.roofline import gpu_of, seconds
-from shardtune.planner.shapes import Keeps, Shapes, least_traffic
+from shardtune.planner.shapes import (
+    Keeps,
+    Shapes,
+    host_inputs_bytes,
+    layer_inputs_bytes,
+    least_traffic,
+)
 from shardtune.planner.simulate import Measured, fake_world
 from shardtune.planner.storage import Storage, join_storage, plan_storage
 from shardtune.planner.tracker import Collective, Peak
@@ -215,13 +221,26 @@ def make_plan(
     """
     config = config.moving_states(machine.is_gpu)
     simulations = simulations or Simulations(model_config)
-    plan = _plan_stages(config, model_config, machine, simulations, reason, tiles=1)
+    stages = _plan_stages(config, model_config, machine, simulations, reason, tiles=1)
+    plan = _join(stages)
     tokens = config.data.max_length * config.train.micro_batch_size // config.parallel.context
     tiles = tokens // TILE_TOKENS
-    if plan.fits or plan.reason or tiles < 2:
+    may_fit = all(_may_fit_in_tiles(each, number) for number, each in enumerate(stages))
+    if plan.fits or plan.reason or tiles < 2 or not may_fit:
         return plan
-    tiled = _plan_stages(config, model_config, machine, simulations, reason, tiles)
+    tiled = _join(_plan_stages(config, model_config, machine, simulations, reason, tiles))
     return tiled if tiled.fits else plan
+
+
+def _may_fit_in_tiles(plan: Plan, stage: int) -> bool:
+    """Whether the memory holds what tiles leave as it is: states, and the inputs of layers."""
+    train, stages = plan.config.train, plan.config.parallel.stages
+    inputs = layer_inputs_bytes(plan.shapes, stage, plan.config)
+    inputs -= host_inputs_bytes(plan.shapes, stage, plan.config)
+    states = plan.states.total
+    if train.gradient_accumulation_steps <= stages - stage:  # all are in flight before the first
+        states -= plan.states.gradients
+    return states + inputs + plan.machine.allowance_bytes <= plan.machine.memory_bytes
 
 
 def _plan_stages(
@@ -231,7 +250,8 @@ def _plan_stages(
     simulations: Simulations,
     reason: str,
     tiles: int,
-) -> Plan:
+) -> list[Plan]:
+    """Return the plan of each stage; in tiles, up to the first that does not fit."""
     parts: list[Plan] = []
     alike: dict[tuple[Hashable, ...], int] = {}  # the first of the stages in the middle
     for stage in range(config.parallel.stages):
@@ -248,7 +268,9 @@ def _plan_stages(
                     continue
             given = config, model_config, machine, simulations, reason, tiles
             parts.append(_plan_stage(world, *given))
-    return _join(parts)
+            if tiles > 1 and not parts[-1].fits:
+                break
+    return parts
 
 
 def _moved(plan: Plan, by: int) -> Plan:

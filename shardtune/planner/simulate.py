@@ -158,8 +158,9 @@ def simulate(
     """
     tracker, device = Tracker(is_gpu), world.device
     model = build_on_meta(config, model_config, world, own)
-    _prepare_layers(model, config, is_gpu, tiles)
-    exchanged = partial(_exchanged, model=model, config=config, tiles=tiles, imbalance=imbalance)
+    if is_gpu and config.model.activation_checkpointing == "offload":
+        keep_inputs_on_host(model, _OtherMemory())
+    exchanged = partial(_exchanged, model=model, config=config, imbalance=imbalance)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         model.tie_weights()
@@ -167,16 +168,18 @@ def simulate(
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
-            tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS))
+            tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
             attention = decide_attention(model, config, config.data.max_length, device)
             require_shared(attention, config)
-            tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS)
+            tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
             if world.is_last_stage:
                 use_loss_head(model, device, "cuda" if is_gpu else "cpu")
+            if tiles > 1:
+                tile_layers(model, tiles)
             batch = full_batch(config, attention.is_flat, device)
             policy.keep_gathered(model)
             _watch_layers(model, tracker)
-            tracker.read_by_host = exchanged(batch.input_ids.numel())
+            tracker.read_by_host = exchanged(batch.input_ids.numel(), tiles)
             tracker.traffic, tracker.kernels = Counter(), Counter()
             stage = Stage(model, owned, config, world)
             sends = is_gpu and config.optimizer.offload
@@ -194,14 +197,6 @@ def simulate(
     return Measured(
         len(decoder_layers(model)), tracker.peaks, tracker.pools, traffic, kernels, attention.text
     )
-
-
-def _prepare_layers(model: PreTrainedModel, config: Config, is_gpu: bool, tiles: int) -> None:
-    """Let layers take the memory that they take in the run."""
-    if is_gpu and config.model.activation_checkpointing == "offload":
-        keep_inputs_on_host(model, _OtherMemory())
-    if tiles > 1:
-        tile_layers(model, tiles)
 
 
 class _OtherMemory:
@@ -286,7 +281,7 @@ def full_batch(config: Config, is_flat: bool, device: torch.device) -> Batch:
 
 
 def _exchanged(
-    tokens: int, model: PreTrainedModel, config: Config, tiles: int, imbalance: float
+    tokens: int, tiles: int, model: PreTrainedModel, config: Config, imbalance: float
 ) -> Iterator[int]:
     """Yield how many (token, expert) pairs this rank sends to each rank of its experts' group, and
     then how many it receives from each, for every exchange."""
