@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -33,14 +34,21 @@ def build() -> Path:
     if lacks_compiler():
         raise RuntimeError("no C++ compiler (g++) - install one to pretend GPUs")
     library.parent.mkdir(parents=True, exist_ok=True)
+    with (library.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes begin at once
+        if not library.is_file():
+            _compile(library)
+    return library
+
+
+def _compile(library: Path) -> None:
     include = [f"-I{_TORCH / 'include'}", f"-I{_TORCH / 'include/torch/csrc/api/include'}"]
     libraries = [f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name  # several processes may build at once
+        made = Path(folder) / library.name
         flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-w"]
         command = ["g++", *flags, *include, str(_SOURCES / "device.cpp"), "-o", str(made)]
         done = subprocess.run([*command, *libraries], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"g++ cannot build the pretended GPU:\n{done.stderr[-3000:]}")
         made.replace(library)
-    return library
