@@ -29,9 +29,11 @@ from transformers import (
 )
 
 from shardtune.__main__ import run
+from shardtune.config_io import load_config
 from shardtune.distributed.measured import read_measured, write_measured
 from shardtune.model.build import build_on_meta
 from shardtune.model.quantised import piece_bytes
+from shardtune.planner.duration import RunLength, run_length
 from shardtune.planner.extrapolate import Simulations, cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, collective_bytes, link_bytes
 from shardtune.planner.plan import _may_fit_in_tiles, _plan_stage, make_plan
@@ -264,28 +266,34 @@ def test_the_run_takes_as_many_hours_as_its_steps(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_jsonl(tmp_path / "train.jsonl", chats(40))
-    given = ["--config", str(CONFIG), f"model.path={models['llama']}", "data.max_length=64"]
+    given = [f"model.path={models['llama']}", "data.max_length=64"]
     given += ["data.packing=false", "data.eval=null", "train.epochs=3", "train.max_steps=null"]
     given += ["train.micro_batch_size=1", "train.gradient_accumulation_steps=2"]
     machine = ["--nodes", "1", "--gpus-per-node", "2"]
-    assert run(["plan", *given, *machine, f"data.train={data}"]) == 0
-    # 40 rows in steps of 1 (micro-batch) x 2 (accumulation) x 2 (ranks).
+    # As a pair of ranks shares rows, a step has half of them: 40 rows in steps of 1 (micro-batch) x
+    # 2 (accumulation) x 1 (pair).
+    arguments = [*given, *machine, f"data.train={data}", "parallel.context=2"]
+    assert run(["plan", "--config", str(CONFIG), *arguments]) == 0
     assert re.search(
-        r"The run takes at least \S+ h: 30 steps, [\d,]+ tokens", capsys.readouterr().out
+        r"The run takes at least \S+ h: 60 steps, [\d,]+ tokens", capsys.readouterr().out
     )
-    # As a pair of ranks shares rows, a step has half of them.
-    more = ["train.max_steps=50", "parallel.context=2"]
-    assert run(["plan", *given, *machine, f"data.train={data}", *more]) == 0
-    assert re.search(r"h: 50 steps, [\d,]+ tokens", capsys.readouterr().out)
-    assert run(["plan", *given, *machine, f"data.train={tmp_path / 'none.jsonl'}"]) == 0
-    assert "1e9 tokens take at least" in capsys.readouterr().out
+
+    def length(file: Path, *more: str) -> RunLength | str:
+        config = load_config(CONFIG, [*given, f"data.train={file}", *more], {})
+        return run_length(config, data_ranks=2)
+
+    counted = length(data)
+    assert isinstance(counted, RunLength) and counted.steps == 30
+    at_most = length(data, "train.max_steps=7")
+    assert isinstance(at_most, RunLength) and at_most.steps == 7
+    plan = make_plan(configured(), LLAMA, MACHINE, reason="-")
+    missing = length(tmp_path / "none.jsonl")
+    assert "1e9 tokens take at least" in "\n".join(describe(plan, missing))
     data.with_name("empty.jsonl").touch()
-    assert run(["plan", *given, *machine, f"data.train={data.with_name('empty.jsonl')}"]) == 0
-    assert "empty.jsonl has nothing to train" in capsys.readouterr().out
+    assert "empty.jsonl has nothing to train" in str(length(data.with_name("empty.jsonl")))
     with data.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
-    assert run(["plan", *given, *machine, f"data.train={data}"]) == 0
-    said = capsys.readouterr().out
+    said = "\n".join(describe(plan, length(data)))
     assert "hours for the run are not known, since" in said
     assert "train.jsonl:41: invalid JSON" in said
 
