@@ -125,8 +125,10 @@ def test_a_rehearsal_that_fails_names_its_logs(tmp_path: Path, here: dict[str, s
 
 @pytest.mark.parametrize(
     "options",
-    [["--loopback"], pytest.param([], marks=needs_namespaces)],
-    ids=["loopback", "spaces"],
+    [
+        pytest.param(["--loopback"], marks=pytest.mark.full, id="loopback"),
+        pytest.param([], marks=needs_namespaces, id="spaces"),
+    ],
 )
 def test_ctrl_c_ends_all_that_it_started(
     options: list[str], tmp_path: Path, here: dict[str, str]

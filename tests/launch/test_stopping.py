@@ -128,6 +128,7 @@ def one_node(
     )
 
 
+@pytest.mark.full
 def test_nodes_with_different_configurations_are_refused(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:

@@ -312,6 +312,7 @@ def test_grouped_keys_for_an_older_torch() -> None:
     torch.testing.assert_close(results, expected.transpose(0, 1))
 
 
+@pytest.mark.full
 def test_all_ways_of_a_wrapped_run_measure_it_and_leave_no_checkpoint(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:

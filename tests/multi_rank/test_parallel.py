@@ -117,7 +117,7 @@ def check(run_dir: Path, expected: Trained) -> None:
     ("family", "replicate", "room"),
     [
         ("glm", 2, True),
-        ("llama", 2, False),
+        pytest.param("llama", 2, False, marks=pytest.mark.full),
         pytest.param("llama", 4, True, marks=pytest.mark.full),
         pytest.param("glm", 1, True, marks=pytest.mark.full),
         pytest.param("glm", 1, False, marks=pytest.mark.full),

@@ -89,7 +89,11 @@ def loss_of(model: Any, tokens: int = 17) -> torch.Tensor:
     ("name", "graphs"),
     # Before and behind the call of attention: in the layer and in its module. GLM's first layer is
     # dense.
-    [("llama-3-8b", 4), ("qwen3-30b-a3b", 4), ("glm-4.5-air", 5)],
+    [
+        ("llama-3-8b", 4),
+        pytest.param("qwen3-30b-a3b", 4, marks=pytest.mark.full),
+        ("glm-4.5-air", 5),
+    ],
 )
 def test_a_layer_is_a_few_graphs_for_all_lengths_that_break_at_attention_alone(
     name: str, graphs: int, monkeypatch: pytest.MonkeyPatch
