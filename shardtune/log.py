@@ -34,14 +34,13 @@ def quiet_libraries(is_main: bool) -> None:
 
     A model or tokenizer that needs its own code is refused without a question.
     """
-    import datasets
     import huggingface_hub.utils
     import transformers
 
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     if not (is_main and sys.stderr.isatty()):
         transformers.utils.logging.disable_progress_bar()
-        datasets.disable_progress_bars()
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # it is imported where it is needed
         huggingface_hub.utils.disable_progress_bars()
     if not is_main:
         transformers.utils.logging.set_verbosity_error()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import datasets
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
@@ -25,6 +24,8 @@ def hub_problem() -> str:
     try:
         get_session().head(constants.ENDPOINT, timeout=_TIMEOUT_S)
     except Exception as error:  # the HTTP client's and any proxy's
+        import datasets
+
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         return first_line(error)
     return ""

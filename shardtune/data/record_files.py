@@ -15,15 +15,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 
 from shardtune.data.paths import COMPRESSIONS, kind_of
 from shardtune.data.records import FileError, RecordError, forms_of, has_turns, read_fields
 from shardtune.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    import datasets
 
 _RECORDS_PER_CHUNK = 512
 _BYTES_PER_CHUNK = 4 << 20
@@ -73,6 +75,8 @@ class RecordChunk:
     def parse(self) -> Iterator[Any]:
         """Yield every row as a Python value; a RecordError for a row that cannot be parsed."""
         if isinstance(self.rows, pyarrow.Table):
+            import datasets  # see `sources.py`
+
             features = datasets.Features.from_arrow_schema(self.rows.schema)
             for row in self.rows.to_pylist():
                 yield _without_nulls(features.decode_example(row))

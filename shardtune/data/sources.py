@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import pyarrow
 import xxhash
 
@@ -17,6 +17,9 @@ from shardtune.data.hub import hub_problem
 from shardtune.data.paths import KINDS, kind_of, split_path
 from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks, require_codec
 from shardtune.errors import UserError, first_line, missing_directory
+
+if TYPE_CHECKING:
+    import datasets
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[^:/]+){0,2}")
 _SAVED = ("dataset_dict.json", "state.json")  # of a DatasetDict, and of a Dataset
@@ -132,6 +135,8 @@ def _record_files(folder: Path) -> tuple[Path, ...]:
 
 def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
     """Return what `save_to_disk` wrote: a Dataset, or the split of a DatasetDict."""
+    import datasets  # a third of a second, for which runs of files need not wait
+
     try:
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
@@ -157,6 +162,8 @@ def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
 def _hub_source(key: str, spec: str) -> Source:
     dataset_name, config, split = (*spec.split(":"), "", "")[:3]
     unreachable = hub_problem()
+    import datasets
+
     try:
         dataset = datasets.load_dataset(dataset_name, config or None, split=split or "train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError, RuntimeError) as error:
