@@ -284,7 +284,6 @@ FAULTS = [
         interface_down,
         "did not come to node 0",
         "NCCL_SOCKET_IFNAME is 'enp26s0np0', and that interface is down",
-        is_quick=True,
     ),
     Fault(
         "port blocked",

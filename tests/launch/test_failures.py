@@ -63,7 +63,7 @@ def require_end(nodes: Nodes, code: int, pattern: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "effect", "how"),
     [
-        (3, f"threading.Timer(1, lambda: {KILL}).start()", "by SIGKILL"),
+        pytest.param(3, f"threading.Timer(1, lambda: {KILL}).start()", "by SIGKILL", marks=FULL),
         pytest.param(0, KILL, "by SIGKILL", marks=FULL),
         pytest.param(2, "os._exit(7)", "with code 7", marks=FULL),
         pytest.param(2, "os._exit(0)", "with code 0", marks=FULL),

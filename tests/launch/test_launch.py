@@ -52,6 +52,7 @@ def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_one_node_trains(folder: Path) -> None:
     """Through a symbolic link, from another directory; nothing stays in the folder of temporary
     files."""

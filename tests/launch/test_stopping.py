@@ -99,6 +99,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(
     )
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_does_not_end_the_run(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:

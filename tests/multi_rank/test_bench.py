@@ -142,6 +142,7 @@ def test_ranks_with_another_loss_fail_their_section(
     assert f"Failed: {text}." in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_a_section_is_measured_and_the_others_are_kept(
     run_benchmark: Callable[..., str],
     tmp_path: Path,

@@ -57,7 +57,7 @@ def gpt_oss() -> GptOssForCausalLM:
 @pytest.mark.parametrize(
     ("family", "ranks", "replicate", "checkpointing"),
     [
-        ("glm", 5, 1, "none"),
+        pytest.param("glm", 5, 1, "none", marks=pytest.mark.full),
         pytest.param("gpt_oss", 8, 1, "selective", marks=pytest.mark.full),
         pytest.param("gpt_oss", 8, 2, "none", marks=pytest.mark.full),
         pytest.param("glm", 10, 2, "selective", marks=pytest.mark.full),

@@ -86,6 +86,7 @@ def run_in_less_than_the_weights(arguments: list[str]) -> None:
     run_script(arguments)
 
 
+@pytest.mark.full
 def test_weights_that_do_not_fit_the_memory_are_not_told_to_try_again(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

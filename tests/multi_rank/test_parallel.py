@@ -142,6 +142,7 @@ def test_replicas_and_reductions_equal_plain_pytorch(
     check(run_dir, expected[family])
 
 
+@pytest.mark.full
 def test_a_checkpoint_resumes_on_another_number_of_replicas(
     sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
 ) -> None:

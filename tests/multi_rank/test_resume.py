@@ -168,6 +168,7 @@ def run_and_signal(nth: int, arguments: list[str]) -> None:
     run_script(["--config", "config.yaml", *arguments])
 
 
+@pytest.mark.full
 def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:

@@ -145,6 +145,7 @@ def command_line(pid: str) -> bytes:
         return b""
 
 
+@pytest.mark.full
 def test_no_worker_outlives_a_killed_run(model: Path, long_data: Path) -> None:
     process = start(model, 0, long_data)
     try:

@@ -125,7 +125,7 @@ def test_ranks_may_find_their_parts_on_another_disk(
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"b": 1, "a": 1},
+        pytest.param({"b": 1, "a": 1}, marks=pytest.mark.full),
         pytest.param({"a": 3, "b": 1}, marks=pytest.mark.full),
         pytest.param({"a": 1, "c": 1, "b": 2}, marks=pytest.mark.full),
     ],
