@@ -79,10 +79,15 @@ lint: .venv/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-fast: lint .venv/.templates $(MODEL)/config.json
+# The GPUs of host memory that tests pretend, where g++ is.
+.venv/.pretended: .venv/.installed tests/pretend_gpu/device.cpp $(wildcard tests/pretend_gpu/*.h)
+	$(BIN)/python -c 'from tests.pretend_gpu import build, lacks_compiler; lacks_compiler() or build()'
+	touch $@
+
+test-fast: lint .venv/.templates $(MODEL)/config.json .venv/.pretended
 	$(PYTEST) $(IN_PARALLEL) tests/unit
 
-test: lint .venv/.templates $(MODEL)/config.json
+test: lint .venv/.templates $(MODEL)/config.json .venv/.pretended
 	$(PYTEST) $(IN_PARALLEL)
 
 $(ENGINE)/.installed: tests/data/engine/requirements.txt
@@ -96,7 +101,7 @@ $(ENGINE)/.installed: tests/data/engine/requirements.txt
 	touch $@
 
 # Everything, the long cases too.
-test-full: lint .venv/.templates .venv/.wandb $(MODEL)/config.json $(ENGINE)/.installed
+test-full: lint .venv/.templates .venv/.wandb $(MODEL)/config.json .venv/.pretended $(ENGINE)/.installed
 	$(PYTEST) $(IN_PARALLEL) -m ''
 
 # Wrong edits that a test must notice; MUTANTS_ARGS="--only checkpoint" tries a part of them.
