@@ -42,7 +42,7 @@ from shardtune.log import logger
 @pytest.mark.parametrize(
     ("name", "ranks", "seed"),
     [
-        ("llama", 2, 1),
+        pytest.param("llama", 2, 1, marks=pytest.mark.full),
         pytest.param("glm", 2, 2, marks=pytest.mark.full),
         pytest.param("qwen3", 2, 3, marks=pytest.mark.full),
         *(

@@ -78,6 +78,7 @@ def go_together(*processes: subprocess.Popen[str]) -> None:
         process.stdin.flush()
 
 
+@pytest.mark.full
 def test_runs_that_race_share_the_cache_entry_that_one_of_them_writes(
     model: Path, tmp_path: Path, cache: Path
 ) -> None:

@@ -92,7 +92,9 @@ def update_where(rank_that_cannot: int | None, config: Config) -> None:
     ("rank", "line"),
     [
         (None, "Compile: nothing is compiled for this GPU ("),
-        (1, "Compile: the weights' update runs eager (rank 1: "),
+        pytest.param(
+            *(1, "Compile: the weights' update runs eager (rank 1: "), marks=pytest.mark.full
+        ),
     ],
 )
 def test_where_a_rank_cannot_compile_the_update_all_run_it_eagerly_and_say_it_once(
