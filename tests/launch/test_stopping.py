@@ -198,13 +198,14 @@ def test_a_pipe_that_ends_first_does_not_stop_the_save(
     assert (tmp_path / f"run/checkpoints/checkpoint_{step:07d}/COMPLETE").is_file()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kinds", "is_slow"),
     [
         # Of different kinds, because the system may make one of several of a kind.
         ((signal.SIGINT, signal.SIGHUP), False),
-        pytest.param((signal.SIGTERM, signal.SIGUSR1), False, marks=pytest.mark.full),
-        pytest.param((signal.SIGTERM,) * 2, True, marks=pytest.mark.full),
+        ((signal.SIGTERM, signal.SIGUSR1), False),
+        ((signal.SIGTERM,) * 2, True),
     ],
 )
 def test_a_scheduler_that_signals_every_process_asks_once(

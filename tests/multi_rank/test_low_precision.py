@@ -171,16 +171,13 @@ def test_micro_batches_are_added_up_in_float32(
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        pytest.param(2, (BFLOAT16,), marks=pytest.mark.full),
+        (2, (BFLOAT16,)),
         (2, (BFLOAT16, EIGHT_BITS)),
-        pytest.param(
-            4,
-            (BFLOAT16, EIGHT_BITS, "parallel.replicate=2", "parallel.expert=2"),
-            marks=pytest.mark.full,
-        ),
+        (4, (BFLOAT16, EIGHT_BITS, "parallel.replicate=2", "parallel.expert=2")),
     ],
 )
 def test_a_killed_run_resumes_to_the_bit(

@@ -254,6 +254,7 @@ def test_the_seconds_of_a_step_hold_no_evaluation(tmp_path: Path, models: dict[s
     assert min(with_evaluations) < 3 * max(without)
 
 
+@pytest.mark.full
 def test_a_large_seed_and_a_name_that_the_terminal_cannot_show(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:

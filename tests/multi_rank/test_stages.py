@@ -204,6 +204,7 @@ def test_any_mesh_resumes_stages_and_stages_resume_any_mesh(
         }
 
 
+@pytest.mark.full
 def test_the_best_model_and_the_balance_of_experts_are_of_all_stages(
     sharp: dict[str, Path], tmp_path: Path
 ) -> None:
