@@ -60,13 +60,14 @@ def require_end(nodes: Nodes, code: int, pattern: str) -> None:
         require_error_line(last)
 
 
+@FULL
 @pytest.mark.parametrize(
     ("rank", "effect", "how"),
     [
-        pytest.param(3, f"threading.Timer(1, lambda: {KILL}).start()", "by SIGKILL", marks=FULL),
-        pytest.param(0, KILL, "by SIGKILL", marks=FULL),
-        pytest.param(2, "os._exit(7)", "with code 7", marks=FULL),
-        pytest.param(2, "os._exit(0)", "with code 0", marks=FULL),
+        (3, f"threading.Timer(1, lambda: {KILL}).start()", "by SIGKILL"),
+        (0, KILL, "by SIGKILL"),
+        (2, "os._exit(7)", "with code 7"),
+        (2, "os._exit(0)", "with code 0"),
     ],
 )
 def test_a_rank_that_ends_while_it_imports_is_named(

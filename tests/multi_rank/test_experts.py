@@ -54,13 +54,14 @@ def gpt_oss() -> GptOssForCausalLM:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "ranks", "replicate", "checkpointing"),
     [
-        pytest.param("glm", 5, 1, "none", marks=pytest.mark.full),
-        pytest.param("gpt_oss", 8, 1, "selective", marks=pytest.mark.full),
-        pytest.param("gpt_oss", 8, 2, "none", marks=pytest.mark.full),
-        pytest.param("glm", 10, 2, "selective", marks=pytest.mark.full),
+        ("glm", 5, 1, "none"),
+        ("gpt_oss", 8, 1, "selective"),
+        ("gpt_oss", 8, 2, "none"),
+        ("glm", 10, 2, "selective"),
     ],
 )
 def test_ranks_without_experts_train_save_and_resume(

@@ -39,14 +39,15 @@ from shardtune.__main__ import run as run_command
 from shardtune.log import logger
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "ranks", "seed"),
     [
-        pytest.param("llama", 2, 1, marks=pytest.mark.full),
-        pytest.param("glm", 2, 2, marks=pytest.mark.full),
-        pytest.param("qwen3", 2, 3, marks=pytest.mark.full),
+        ("llama", 2, 1),
+        ("glm", 2, 2),
+        ("qwen3", 2, 3),
         *(
-            pytest.param(name, ranks, seed, marks=pytest.mark.full)
+            (name, ranks, seed)
             for name in ("llama", "qwen3", "glm")
             for ranks in (1, 2, 3)
             for seed in (4, 5)

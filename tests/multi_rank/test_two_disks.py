@@ -122,14 +122,8 @@ def test_ranks_may_find_their_parts_on_another_disk(
     ).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param({"b": 1, "a": 1}, marks=pytest.mark.full),
-        pytest.param({"a": 3, "b": 1}, marks=pytest.mark.full),
-        pytest.param({"a": 1, "c": 1, "b": 2}, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"b": 1, "a": 1}, {"a": 3, "b": 1}, {"a": 1, "c": 1, "b": 2}])
 def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(
     sizes: dict[str, int], tmp_path: Path, models: dict[str, Path]
 ) -> None:
