@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from functools import partial
 
@@ -35,6 +36,28 @@ def test_what_fails_in_a_fork_fails_or_works_here(capfd: pytest.CaptureFixture[s
         at_once([refuse, os.getpid])
     assert at_once([work_here_alone, str]) == ["done", ""]
     assert capfd.readouterr().err == ""
+
+
+def test_without_a_fork_everything_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of a pool, which may have no children, or without memory for one."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        first, second = pool.apply(_two_ids)
+    assert first == second != HERE
+
+    def refuse() -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    assert at_once([os.getpid, os.getpid, os.getpid]) == [HERE] * 3
+
+
+def _two_ids() -> list[int]:
+    return at_once([os.getpid, os.getpid])
+
+
+def test_libraries_say_what_they_say_once(capfd: pytest.CaptureFixture[str]) -> None:
+    at_once([partial(os.write, 2, b"a warning\n")] * 2)
+    assert capfd.readouterr().err == "a warning\n"
 
 
 @pytest.mark.timeout(60)
