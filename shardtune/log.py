@@ -40,7 +40,6 @@ def quiet_libraries(is_main: bool) -> None:
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     if not (is_main and sys.stderr.isatty()):
         transformers.utils.logging.disable_progress_bar()
-        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # it is imported where it is needed
         huggingface_hub.utils.disable_progress_bars()
     if not is_main:
         transformers.utils.logging.set_verbosity_error()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 from huggingface_hub import constants
-from huggingface_hub.utils import get_session
+from huggingface_hub.utils import are_progress_bars_disabled, get_session
 
 from shardtune.errors import first_line
 
@@ -24,8 +25,18 @@ def hub_problem() -> str:
     try:
         get_session().head(constants.ENDPOINT, timeout=_TIMEOUT_S)
     except Exception as error:  # the HTTP client's and any proxy's
-        import datasets
-
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = datasets_library().config.HF_HUB_OFFLINE = True
         return first_line(error)
     return ""
+
+
+def datasets_library() -> ModuleType:
+    """Return `datasets`, with progress bars where the hub's own are shown.
+
+    Its import takes a third of a second, for which runs of JSON need not wait.
+    """
+    import datasets
+
+    if are_progress_bars_disabled():
+        datasets.disable_progress_bars()
+    return datasets

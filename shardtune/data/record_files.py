@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 import pyarrow.parquet
 
+from shardtune.data.hub import datasets_library
 from shardtune.data.paths import COMPRESSIONS, kind_of
 from shardtune.data.records import FileError, RecordError, forms_of, has_turns, read_fields
 from shardtune.errors import UserError, first_line
@@ -75,9 +76,7 @@ class RecordChunk:
     def parse(self) -> Iterator[Any]:
         """Yield every row as a Python value; a RecordError for a row that cannot be parsed."""
         if isinstance(self.rows, pyarrow.Table):
-            import datasets  # see `sources.py`
-
-            features = datasets.Features.from_arrow_schema(self.rows.schema)
+            features = datasets_library().Features.from_arrow_schema(self.rows.schema)
             for row in self.rows.to_pylist():
                 yield _without_nulls(features.decode_example(row))
         else:

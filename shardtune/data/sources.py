@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pyarrow
 import xxhash
 
-from shardtune.data.hub import hub_problem
+from shardtune.data.hub import datasets_library, hub_problem
 from shardtune.data.paths import KINDS, kind_of, split_path
 from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks, require_codec
 from shardtune.errors import UserError, first_line, missing_directory
@@ -135,10 +135,9 @@ def _record_files(folder: Path) -> tuple[Path, ...]:
 
 def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
     """Return what `save_to_disk` wrote: a Dataset, or the split of a DatasetDict."""
-    import datasets  # a third of a second, for which runs of files need not wait
-
+    library = datasets_library()
     try:
-        loaded = datasets.load_from_disk(folder)
+        loaded = library.load_from_disk(folder)
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         is_saved = any((folder / marker).is_file() for marker in _SAVED)
         remedy = "name a file, a directory of files, or what save_to_disk wrote"
@@ -146,7 +145,7 @@ def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
             f"{key}={spec}: {folder} holds no dataset of save_to_disk that can be read "
             f"({first_line(error)}) - {'copy all of it again' if is_saved else remedy}"
         ) from error
-    if isinstance(loaded, datasets.DatasetDict):
+    if isinstance(loaded, library.DatasetDict):
         if split not in loaded:
             raise UserError(
                 f"{key}={spec}: a DatasetDict of the split{'s' * (len(loaded) > 1)} "
@@ -162,11 +161,10 @@ def _saved_source(key: str, spec: str, folder: Path, split: str) -> Source:
 def _hub_source(key: str, spec: str) -> Source:
     dataset_name, config, split = (*spec.split(":"), "", "")[:3]
     unreachable = hub_problem()
-    import datasets
-
+    library = datasets_library()
     try:
-        dataset = datasets.load_dataset(dataset_name, config or None, split=split or "train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError, RuntimeError) as error:
+        dataset = library.load_dataset(dataset_name, config or None, split=split or "train")
+    except (OSError, ValueError, library.exceptions.DatasetsError, RuntimeError) as error:
         reason = f"the hub cannot be reached: {unreachable}" if unreachable else first_line(error)
         raise UserError(
             f"{key}={spec}: neither a file or directory here nor a dataset of the hub that can be "
