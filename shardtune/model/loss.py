@@ -171,7 +171,9 @@ def _planned_add_loss(
     wants_gradients: bool,
     converted: torch.Tensor,
 ) -> None:
-    """Move the bytes that `_add_loss_at_once` moves once compiled, in a plan, without contents."""
+    """Move the bytes that `_add_loss_at_once` moves when it is compiled: for a plan, whose tensors
+    have no contents.
+    """
     chunk_logits.amax(1)
     chunk_logits.sum(1)  # of the exponentials
     if wants_gradients:

@@ -225,8 +225,9 @@ def make_plan(
     plan = _join(stages)
     tokens = config.data.max_length * config.train.micro_batch_size // config.parallel.context
     tiles = tokens // TILE_TOKENS
-    may_fit = all(_may_fit_in_tiles(each, number) for number, each in enumerate(stages))
-    if plan.fits or plan.reason or tiles < 2 or not may_fit:
+    if plan.fits or plan.reason or tiles < 2:
+        return plan
+    if not all(_may_fit_in_tiles(each, number) for number, each in enumerate(stages)):
         return plan
     tiled = _join(_plan_stages(config, model_config, machine, simulations, reason, tiles))
     return tiled if tiled.fits else plan
@@ -234,11 +235,13 @@ def make_plan(
 
 def _may_fit_in_tiles(plan: Plan, stage: int) -> bool:
     """Whether the memory holds what tiles leave as it is: states, and the inputs of layers."""
-    train, stages = plan.config.train, plan.config.parallel.stages
-    inputs = layer_inputs_bytes(plan.shapes, stage, plan.config)
-    inputs -= host_inputs_bytes(plan.shapes, stage, plan.config)
+    config, in_flight = plan.config, plan.config.parallel.stages - stage
+    inputs = layer_inputs_bytes(plan.shapes, stage, config)
+    inputs -= host_inputs_bytes(plan.shapes, stage, config)
     states = plan.states.total
-    if train.gradient_accumulation_steps <= stages - stage:  # all are in flight before the first
+    # With the inputs of all micro-batches in flight there are gradients of earlier ones alone, and
+    # in host memory.
+    if config.train.gradient_accumulation_steps <= in_flight or config.optimizer.offload:
         states -= plan.states.gradients
     return states + inputs + plan.machine.allowance_bytes <= plan.machine.memory_bytes
 

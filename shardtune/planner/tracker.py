@@ -147,7 +147,7 @@ class Tracker(TorchDispatchMode):
             with _disable_current_modes():
                 return output_shape(*arguments)
 
-        # Labels for a profiler are operators, too: a tenth of all.
+        # Labels for a profiler are a tenth of the operators of a step.
         cast(Any, record_function).__enter__ = lambda self: self
         cast(Any, record_function).__exit__ = lambda *_: None
         propagator = cast(Any, ShardingPropagator)
