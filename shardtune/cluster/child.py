@@ -76,7 +76,8 @@ def _run(child: Child, parent: int, pipe: Pipe, work: Callable[..., None], argum
     # A Ctrl-C reaches this process too; the parent says what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(number, signal.SIG_DFL)
     child.pipe.close()
     try:
         work(pipe, *arguments)

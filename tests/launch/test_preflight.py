@@ -28,7 +28,7 @@ from helpers.preflight_faults import CHOOSING, FAULTS, Fault, Machine, both
 
 from distTest.rehearse.namespaces import joined_nodes
 from shardtune.cluster import microbenchmark
-from shardtune.cluster.child import Child
+from shardtune.cluster.child import Child, Pipe
 from shardtune.cluster.control import Control, NodeHello
 from shardtune.cluster.rendezvous import NotFound, say_hello
 
@@ -229,6 +229,24 @@ def test_a_child_dies_with_its_parent() -> None:
     assert child.exists()
     parent.kill()
     parent.communicate(timeout=10)  # which ends when nobody holds its output any more
+
+
+def test_a_child_ignores_a_hangup_that_nohup_ignores() -> None:
+    def wait_and_send(pipe: Pipe) -> None:
+        pipe.send({})
+        time.sleep(0.5)
+        pipe.send({"done": True})
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        child = Child("a child", wait_and_send)
+        assert child.result() == {}
+        assert child._process.pid is not None
+        os.kill(child._process.pid, signal.SIGHUP)
+        assert child.result() == {"done": True}
+        child.end()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_child_that_ends_without_a_message_is_a_problem_of_its_node() -> None:
