@@ -105,7 +105,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         converted = hidden.new_empty(0 if is_float32 else at_once, vocabulary).float()
         loss = hidden.new_zeros((), dtype=torch.float32)
         gradients = _Gradients(hidden, weight, bias, rows) if wants_gradients else None
-        add_loss = _add_loss
+        add_loss: Callable[..., None] = _add_loss
         if device_type == "cuda":
             add_loss = _compiled_add_loss(hidden.device) if hidden.is_cuda else _planned_add_loss
         for start in range(0, len(hidden), rows):
@@ -165,15 +165,9 @@ def _compiled_add_loss(device: torch.device) -> Callable[..., None]:
 
 
 def _planned_add_loss(
-    loss: torch.Tensor,
-    chunk_logits: torch.Tensor,
-    chunk_targets: torch.Tensor,
-    wants_gradients: bool,
-    converted: torch.Tensor,
+    _: Any, chunk_logits: torch.Tensor, __: Any, wants_gradients: bool, ___: Any
 ) -> None:
-    """Move the bytes that `_add_loss_at_once` moves when it is compiled: for a plan, whose tensors
-    have no contents.
-    """
+    """Launch and move what `_add_loss_at_once` does once compiled, on tensors without contents."""
     chunk_logits.amax(1)
     chunk_logits.sum(1)  # of the exponentials
     if wants_gradients:
@@ -187,7 +181,9 @@ def _add_loss_at_once(
     wants_gradients: bool,
     _: torch.Tensor,
 ) -> None:
-    """Do as `_add_loss` does, in a form that compiles into one kernel without float32 in memory."""
+    """Do as `_add_loss` does, in a form that compiles into few kernels, without float32 in
+    memory.
+    """
     logits = chunk_logits.float()
     target_logits, largest = logits.gather(1, chunk_targets), logits.amax(1, keepdim=True)
     log_total = (logits - largest).exp().sum(1, keepdim=True).log()
