@@ -239,8 +239,8 @@ def _may_fit_in_tiles(plan: Plan, stage: int) -> bool:
     inputs = layer_inputs_bytes(plan.shapes, stage, config)
     inputs -= host_inputs_bytes(plan.shapes, stage, config)
     states = plan.states.total
-    # With the inputs of all micro-batches in flight there are gradients of earlier ones alone, and
-    # in host memory.
+    # While the inputs of all micro-batches in flight are there, the gradients are those of earlier
+    # micro-batches, if any; with `optimizer.offload` host memory has them.
     if config.train.gradient_accumulation_steps <= in_flight or config.optimizer.offload:
         states -= plan.states.gradients
     return states + inputs + plan.machine.allowance_bytes <= plan.machine.memory_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,12 @@ from shardtune.distributed.tensors import to_local
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.model.attention import documents
-from shardtune.model.attention_check import TRIAL_LENGTHS, decide_attention, require_shared
+from shardtune.model.attention_check import (
+    TRIAL_LENGTHS,
+    Attention,
+    decide_attention,
+    require_shared,
+)
 from shardtune.model.build import build_on_meta, forward_only
 from shardtune.model.context import heads_between
 from shardtune.model.host_inputs import keep_inputs_on_host
@@ -168,12 +173,7 @@ def simulate(
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
-            tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
-            attention = decide_attention(model, config, config.data.max_length, device)
-            require_shared(attention, config)
-            tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
-            if world.is_last_stage:
-                use_loss_head(model, device, "cuda" if is_gpu else "cpu")
+            attention = _decide(model, config, world, tracker, exchanged)
             if tiles > 1:
                 tile_layers(model, tiles)
             batch = full_batch(config, attention.is_flat, device)
@@ -197,6 +197,23 @@ def simulate(
     return Measured(
         len(decoder_layers(model)), tracker.peaks, tracker.pools, traffic, kernels, attention.text
     )
+
+
+def _decide(
+    model: PreTrainedModel,
+    config: Config,
+    world: World,
+    tracker: Tracker,
+    exchanged: Callable[[int, int], Iterator[int]],
+) -> Attention:
+    """Let the model attend and make its loss as in the run, after the same trials."""
+    tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
+    attention = decide_attention(model, config, config.data.max_length, world.device)
+    require_shared(attention, config)
+    tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
+    if world.is_last_stage:
+        use_loss_head(model, world.device, "cuda" if tracker.is_gpu else "cpu")
+    return attention
 
 
 class _OtherMemory:

@@ -96,7 +96,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, is_gpu: bool = False) -> None:
         super().__init__()
-        self._is_gpu = is_gpu
+        self.is_gpu = is_gpu
         self.read_by_host: Iterator[int] = iter(())  # the numbers in fake tensors
         self.peaks: dict[tuple[str, int], Peak] = {}
         self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
@@ -147,7 +147,7 @@ class Tracker(TorchDispatchMode):
             with _disable_current_modes():
                 return output_shape(*arguments)
 
-        # Labels for a profiler are a tenth of the operators of a step.
+        # Labels for a profiler are a tenth of a step's operators, and count for nothing.
         cast(Any, record_function).__enter__ = lambda self: self
         cast(Any, record_function).__exit__ = lambda *_: None
         propagator = cast(Any, ShardingPropagator)
@@ -173,7 +173,7 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten.equal.default:
             return True  # a mask is taken for the one that is expected
         workspace = None
-        if self._is_gpu and func is torch.ops.torch_attn._varlen_attn_backward.default:
+        if self.is_gpu and func is torch.ops.torch_attn._varlen_attn_backward.default:
             _, query, key, _, _, _, boundaries, *_ = args
             workspace = query.new_empty(varlen_workspace(query, key, boundaries), dtype=torch.uint8)
             self._count(workspace.untyped_storage(), Cause.BACKWARD)
