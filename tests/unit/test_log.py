@@ -45,3 +45,16 @@ print("alive", file=sys.stderr)
     process.stdin.write(b"\n")
     process.stdin.close()
     assert (process.stderr.read(), process.wait()) == (b"alive\n", 0)
+
+
+def test_no_library_shows_progress_in_a_log() -> None:
+    """datasets is imported later, where it is needed."""
+    program = """
+from shardtune.data.hub import datasets_library
+from shardtune.log import quiet_libraries
+quiet_libraries(is_main=True)
+print(datasets_library().are_progress_bars_disabled())
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
