@@ -33,7 +33,7 @@ __all__ = [
     "write_jsonl",
 ]
 
-# What is imported stays: looking through it for garbage takes a sixth of the tests' time.
+# What is imported stays: looking through it for garbage takes a seventh of the tests' time.
 gc.disable()
 
 # A suite that runs in the background ignores Ctrl-C, and its processes would inherit that.
