@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from shardtune.model.stages import require_composable
 from shardtune.model.text_model import describe_type
 from shardtune.model.weight_files import weight_problems
 from shardtune.planner.arguments import RATES, read_config
+from shardtune.planner.at_once import at_once
 from shardtune.planner.duration import run_length
 from shardtune.planner.extrapolate import Simulations
 from shardtune.planner.machine import Machine
@@ -121,8 +123,8 @@ def read_model(config: Config, say: Say) -> tuple[PreTrainedConfig, str]:
     without_weights = config.model.model_copy(update={"init": "random"})
     model_config = read_model_config(without_weights, config.data.max_length)
     say(f"trying a small copy of {model_config.model_type}")
-    require_documents_apart(config, model_config)
-    require_composable(config, model_config)
+    checks = require_composable, require_documents_apart
+    at_once([partial(check, config, model_config) for check in checks])
     if config.model.init == "pretrained":
         _require_fitting_files(config.model.path)
     return model_config, ""
