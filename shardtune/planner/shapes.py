@@ -294,12 +294,8 @@ def rough_memory(
 
 def host_inputs_bytes(shapes: Shapes, stage: int, config: Config) -> int:
     """Return the host memory that the inputs of a stage's layers take of a rank, of full rows."""
-    is_offload = config.model.activation_checkpointing == "offload"
-    return layer_inputs_bytes(shapes, stage, config) if is_offload else 0
-
-
-def layer_inputs_bytes(shapes: Shapes, stage: int, config: Config) -> int:
-    """Return the bytes of the inputs of a stage's layers, of all micro-batches in flight."""
+    if config.model.activation_checkpointing != "offload":
+        return 0
     parallel, train = config.parallel, config.train
     tokens = -(-train.micro_batch_size * config.data.max_length // parallel.context)
     in_flight = min(parallel.stages - stage, train.gradient_accumulation_steps)

@@ -37,9 +37,9 @@ from shardtune.model.context import heads_between
 from shardtune.model.host_inputs import keep_inputs_on_host
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
-from shardtune.model.tiles import tile_layers
+from shardtune.model.tiles import tile_layers, tileable
 from shardtune.planner.kernels import Kernel
-from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
+from shardtune.planner.tracker import Cause, Collective, Peak, Place, Tracker
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.sent_gradients import SentGradients
@@ -55,15 +55,15 @@ T = TypeVar("T")
 class Measured:
     """What one rank holds and sends in a step of `layers` layers.
 
-    `peaks` has a peak for each phase and place. A layer's place is its number, counted from the end
-    in the second half. `pools` has the peak bytes of each phase, place and stream. `traffic` and
-    `kernels` begin with the evaluation's forward and go on with each micro-batch; the last one's
-    holds the new weights', too. `attention` is in words.
+    `peaks` has a peak for each phase and place. The layers of the second half are counted from the
+    end. `pools` has the peak bytes of each phase, place and stream. `traffic` and `kernels` begin
+    with the evaluation's forward and go on with each micro-batch; the last one's holds the new
+    weights', too. `attention` is in words.
     """
 
     layers: int
-    peaks: dict[tuple[str, int], Peak]
-    pools: dict[tuple[str, int, int], int]
+    peaks: dict[tuple[str, Place], Peak]
+    pools: dict[tuple[str, Place, int], int]
     traffic: list[Counter[Collective]]
     kernels: list[Counter[Kernel]]
     attention: str
@@ -96,6 +96,12 @@ class Measured:
             (phase, place, stream): size + n_bytes * (phase in of_passes and stream == 0)
             for (phase, place, stream), size in self.pools.items()
         }
+        return replace(self, peaks=peaks, pools=pools)
+
+    def beside_tiles(self) -> Measured:
+        """Return the memory at the places that tiles leave as they are."""
+        peaks = {key: peak for key, peak in self.peaks.items() if not key[1].in_tiles}
+        pools = {key: size for key, size in self.pools.items() if not key[1].in_tiles}
         return replace(self, peaks=peaks, pools=pools)
 
 
@@ -179,8 +185,9 @@ def simulate(
             batch = full_batch(config, attention.is_flat, device)
             policy.keep_gathered(model)
             _watch_layers(model, tracker)
+            _watch_tiles(model, tracker)
             tracker.read_by_host = exchanged(batch.input_ids.numel(), tiles)
-            tracker.traffic, tracker.kernels = Counter(), Counter()
+            tracker.restart()
             stage = Stage(model, owned, config, world)
             sends = is_gpu and config.optimizer.offload
             sent = SentGradients(owned, _OtherMemory()) if sends else None
@@ -194,9 +201,8 @@ def simulate(
                 sent.finish()
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
-    return Measured(
-        len(decoder_layers(model)), tracker.peaks, tracker.pools, traffic, kernels, attention.text
-    )
+    layers = len(decoder_layers(model))
+    return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention.text)
 
 
 def _decide(
@@ -318,15 +324,37 @@ def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:
     """Name the places of a step, so that those of models of several depths can be compared."""
     layers = decoder_layers(model)
 
-    def enter(place: int, *_: Any) -> None:
-        tracker.enter(place)
+    def enter(number: int, *_: Any) -> None:
+        tracker.enter(number)
 
-    def leave(place: int, module: nn.Module, arguments: Any, output: Any) -> None:
+    def leave(number: int, module: nn.Module, arguments: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(partial(enter, place))
+            hidden.register_hook(partial(enter, number))
 
     for i, layer in enumerate(layers):
-        place = i if i < len(layers) // 2 else i - len(layers)
-        layer.register_forward_pre_hook(partial(enter, place), prepend=True)
-        layer.register_forward_hook(partial(leave, place))
+        number = i if i < len(layers) // 2 else i - len(layers)
+        layer.register_forward_pre_hook(partial(enter, number), prepend=True)
+        layer.register_forward_hook(partial(leave, number))
+
+
+def _watch_tiles(model: PreTrainedModel, tracker: Tracker) -> None:
+    """Tell the places of what tiles would cut from those that they leave as they are."""
+
+    def enter(number: int, _: Any, arguments: tuple[Any, ...]) -> None:
+        tracker.enter_tiles(number)
+        hidden = next((x for x in arguments if isinstance(x, torch.Tensor)), None)
+        if hidden is not None and hidden.requires_grad:
+            # Its gradient is there when the module's backward has ended.
+            hidden.register_hook(partial(leave, number))
+
+    def leave(number: int, *_: Any) -> None:
+        tracker.leave_tiles(number)
+
+    def end_forward(number: int, *_: Any) -> None:
+        if not tracker.is_backward:  # in which a layer that keeps its inputs alone runs again
+            tracker.leave_tiles(number)
+
+    for number, module in enumerate(tileable(model)):
+        module.register_forward_pre_hook(partial(enter, number))
+        module.register_forward_hook(partial(end_forward, number))

@@ -47,6 +47,16 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class Place(NamedTuple):
+    """A part of a phase: a layer, and whether experts or MLPs, which tiles cut, are at work.
+
+    They are from their forward, where a backward follows at once, to the end of that.
+    """
+
+    layer: int
+    in_tiles: bool = False
+
+
 class Peak(NamedTuple):
     """The most bytes at once in some part of a step, by cause."""
 
@@ -76,7 +86,7 @@ class NotSimulated(Exception):
     """A fake tensor cannot answer the model; the message says why."""
 
 
-# The place of a phase before its first layer. A backward begins at the head, where a deep model
+# The layer of a phase before its first. A backward begins at the head, where a deep model
 # has its peak (all activations are there), and ends at layer 0, where a shallow one has it (the
 # gradient of the embedding is there). Under one place the two would be extrapolated as one.
 _BEGINNING = sys.maxsize
@@ -98,8 +108,8 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.is_gpu = is_gpu
         self.read_by_host: Iterator[int] = iter(())  # the numbers in fake tensors
-        self.peaks: dict[tuple[str, int], Peak] = {}
-        self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
+        self.peaks: dict[tuple[str, Place], Peak] = {}
+        self.pools: dict[tuple[str, Place, int], int] = {}  # by phase, place and stream
         self.traffic: Counter[Collective] = Counter()  # of what runs from now on
         self.kernels: Counter[Kernel] = Counter()  # likewise
         self.cause = Cause.ACTIVATIONS  # of what operators make from now on
@@ -107,17 +117,37 @@ class Tracker(TorchDispatchMode):
         self._of_stream: Counter[int] = Counter()
         self._streams = [torch.cpu.current_stream()]
         self._known: dict[int, tuple[Cause, int, int]] = {}  # by id: cause, bytes and stream
-        self._phase, self._place = "", 0
+        self._phase, self._layer = "", 0
+        self._at_work: set[int] = set()  # experts and MLPs
+
+    def restart(self) -> None:
+        """Forget what ran so far, but not what is held."""
+        self.peaks, self.pools = {}, {}
+        self.traffic, self.kernels = Counter(), Counter()
 
     def begin(self, phase: str, cause: Cause = Cause.ACTIVATIONS) -> None:
         """From now on peaks count for this phase, and new tensors under this cause."""
-        self._phase, self._place, self.cause = phase, _BEGINNING, cause
+        self._phase, self._layer, self.cause = phase, _BEGINNING, cause
+        self._at_work.clear()
         self._update_peak()
 
-    def enter(self, place: int) -> None:
-        """From now on peaks count for this place of the phase."""
-        self._place = place
+    def enter(self, layer: int) -> None:
+        """From now on peaks count for this layer of the phase."""
+        self._layer = layer
         self._update_peak()
+
+    def enter_tiles(self, module: int) -> None:
+        """From now on peaks count for what tiles cut, until this module, a number, is left."""
+        self._at_work.add(module)
+        self._update_peak()
+
+    def leave_tiles(self, module: int) -> None:
+        self._at_work.discard(module)
+        self._update_peak()
+
+    @property
+    def is_backward(self) -> bool:
+        return self._phase == "backward"
 
     def hold(self, tensor: torch.Tensor, cause: Cause) -> None:
         """Count the tensor's storage under this cause, whether it was counted before or not."""
@@ -264,12 +294,13 @@ class Tracker(TorchDispatchMode):
 
     def _update_peak(self) -> None:
         total = self._live.total()
-        key = self._phase, self._place
+        here = Place(self._layer, bool(self._at_work))
+        key = self._phase, here
         if key not in self.peaks or total > self.peaks[key].n_bytes:
             self.peaks[key] = Peak(total, self._live.copy())
         for stream, size in self._of_stream.items():
             # The streams of collectives are as full at any layer, a little sooner or later.
-            place = self._place if stream == 0 else 0
+            place = here if stream == 0 else Place(0)
             if size > self.pools.get((self._phase, place, stream), 0):
                 self.pools[self._phase, place, stream] = size
 

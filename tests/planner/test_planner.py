@@ -36,7 +36,7 @@ from shardtune.model.quantised import piece_bytes
 from shardtune.planner.duration import RunLength, run_length
 from shardtune.planner.extrapolate import Simulations, cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, collective_bytes, link_bytes
-from shardtune.planner.plan import _may_fit_in_tiles, _plan_stage, make_plan
+from shardtune.planner.plan import _plan_stage, make_plan
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.text import describe
 from shardtune.planner.tracker import Cause, Collective
@@ -428,26 +428,6 @@ def test_a_stage_in_the_middle_is_planned_as_the_first_one_there_that_is_alike()
     with fake_world(MACHINE.nodes, MACHINE.ranks_per_node, config, stage=2) as world:
         own = _plan_stage(world, config, DEEP, MACHINE, Simulations(DEEP), "-", tiles=1)
     assert plan.traffic[2] == own.traffic[0] != plan.traffic[1]
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_tiles_are_tried_unless_they_cannot_help(accumulation: int) -> None:
-    """What tiles leave as it is, states and the inputs of layers, is a part of every peak."""
-    deep = copy.deepcopy(LLAMA)
-    deep.num_hidden_layers = 80
-    config = configured(
-        "model.activation_checkpointing=full",
-        f"train.gradient_accumulation_steps={accumulation}",
-        "data.max_length=8192",
-    )
-    gpus = replace(MACHINE, memory_bytes=4.1e9)  # in which nothing stays gathered
-    plan = make_plan(config, deep, gpus)
-
-    def may_fit(share: float) -> bool:
-        n_bytes = share * plan.allocated_bytes + gpus.allowance_bytes
-        return _may_fit_in_tiles(replace(plan, machine=replace(gpus, memory_bytes=n_bytes)), 0)
-
-    assert may_fit(1) and not may_fit(0.6)
 
 
 def test_a_directory_without_a_configuration_is_named(

@@ -17,7 +17,7 @@ from shardtune.config_io import load_config
 from shardtune.model.build import build_on_meta
 from shardtune.model.loss import summed_loss, use_loss_head
 from shardtune.planner.simulate import fake_world, full_batch, simulate
-from shardtune.planner.tracker import Cause, Tracker
+from shardtune.planner.tracker import Cause, Place, Tracker
 from shardtune.training.reshard import ReshardPolicy
 
 
@@ -68,4 +68,4 @@ def test_an_operator_that_dtensor_has_not_met_counts_its_shard_alone() -> None:
         sharded = DTensor.from_local(shard, world.meshes.mesh, [Shard(0)], run_check=False)
         tracker.begin("backward", Cause.BACKWARD)
         sharded.exp()
-    assert tracker.peaks["backward", sys.maxsize].by_cause[Cause.BACKWARD] == 1009 * 3 * 4
+    assert tracker.peaks["backward", Place(sys.maxsize)].by_cause[Cause.BACKWARD] == 1009 * 3 * 4
