@@ -39,6 +39,8 @@ class Simulations:
         self._model_config, self._imbalance = model_config, imbalance
         self._evaluates = evaluates
         self._measured: dict[str, Measured] = {}
+        # (kind of layer, longest document, ranks that share it): layers that attend by document.
+        self._apart: set[tuple[Hashable, int, int]] = set()
 
     def without_evaluation(self) -> Simulations:
         """Return a copy that shares results and skips evaluations from now on.
@@ -46,7 +48,7 @@ class Simulations:
         An evaluation takes a tenth of a simulation's time and is never the peak.
         """
         others = Simulations(self._model_config, self._imbalance, evaluates=False)
-        others._measured = self._measured
+        others._measured, others._apart = self._measured, self._apart
         return others
 
     def measure(
@@ -63,13 +65,18 @@ class Simulations:
         kinds = layer_kinds(whole)[own.start : own.stop]
         parts = [range(own.start, own.start + n) for n in cuts(kinds) or [len(kinds)]]
         keys = [_key(part, config, policy, world, is_gpu, tiles) for part in parts]
+        like = config.data.max_length, config.parallel.context
+        tried = {(kind, *like) for kind in kinds}
+        is_apart = tried <= self._apart
         new = {
-            key: partial(self._simulate, part, config, policy, world, is_gpu, tiles)
+            key: partial(self._simulate, part, config, policy, world, is_gpu, tiles, is_apart)
             for key, part in zip(keys, parts, strict=True)
             if key not in self._measured
         }
         self._measured.update(zip(new, at_once(list(new.values())), strict=True))
         short, long = self._measured[keys[0]], self._measured[keys[-1]]
+        if long.attention.by_document and not long.attention.by_layer:
+            self._apart |= tried
         return short if short is long else extrapolate(short, long, len(kinds))
 
     def _simulate(
@@ -80,11 +87,11 @@ class Simulations:
         world: World,
         is_gpu: bool,
         tiles: int,
+        is_apart: bool,
     ) -> Measured:
         cut = with_layers(self._model_config, own.stop)
-        return simulate(
-            config, cut, policy, world, self._imbalance, self._evaluates, own, is_gpu, tiles
-        )
+        given = self._imbalance, self._evaluates, own, is_gpu, tiles, is_apart
+        return simulate(config, cut, policy, world, *given)
 
 
 def _key(

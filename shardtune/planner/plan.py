@@ -351,7 +351,7 @@ def _plan_stage(
         beside_tiles_bytes=beside_tiles,
         peaks=peaks,
         pools=pools,
-        attention=measured.attention if measured else "",
+        attention=measured.attention.text if measured else "",
         reason=reason,
         traffic=(traffic,),
         step_tokens=rows * config.data.max_length,

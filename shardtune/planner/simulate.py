@@ -58,7 +58,7 @@ class Measured:
     `peaks` has a peak for each phase and place. The layers of the second half are counted from the
     end. `pools` has the peak bytes of each phase, place and stream. `traffic` and `kernels` begin
     with the evaluation's forward and go on with each micro-batch; the last one's holds the new
-    weights', too. `attention` is in words.
+    weights', too.
     """
 
     layers: int
@@ -66,7 +66,7 @@ class Measured:
     pools: dict[tuple[str, Place, int], int]
     traffic: list[Counter[Collective]]
     kernels: list[Counter[Kernel]]
-    attention: str
+    attention: Attention
 
     def step_traffic(self, micro_batches: int) -> Counter[Collective]:
         """Return the traffic of a step with this number of micro-batches."""
@@ -155,6 +155,7 @@ def simulate(
     own: range | None = None,
     is_gpu: bool = False,
     tiles: int = 1,
+    is_apart: bool = False,
 ) -> Measured:
     """Evaluate where `evaluates`, and take a step of a few micro-batches of full rows.
 
@@ -162,7 +163,7 @@ def simulate(
     reduces gradients that were kept; any in between is like the second. With stages one more is
     taken than are in flight. This rank's experts get `imbalance` times the tokens that a rank's
     experts get on average. `own`: the layers of this stage. `is_gpu`: the step is that of a GPU.
-    `tiles`: see `tile_layers`.
+    `tiles`: see `tile_layers`. `is_apart`: it is known to attend by document.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.
@@ -179,7 +180,7 @@ def simulate(
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
-            attention = _decide(model, config, world, tracker, exchanged)
+            attention = _decide(model, config, world, tracker, exchanged, is_apart)
             if tiles > 1:
                 tile_layers(model, tiles)
             batch = full_batch(config, attention.is_flat, device)
@@ -202,7 +203,7 @@ def simulate(
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
     layers = len(decoder_layers(model))
-    return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention.text)
+    return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention)
 
 
 def _decide(
@@ -211,10 +212,12 @@ def _decide(
     world: World,
     tracker: Tracker,
     exchanged: Callable[[int, int], Iterator[int]],
+    is_apart: bool,
 ) -> Attention:
     """Let the model attend and make its loss as in the run, after the same trials."""
     tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
-    attention = decide_attention(model, config, config.data.max_length, world.device)
+    longest = config.data.max_length
+    attention = decide_attention(model, config, longest, world.device, is_apart=is_apart)
     require_shared(attention, config)
     tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
     if world.is_last_stage:

@@ -1,4 +1,4 @@
-"""A simulated step: what tiles leave as it is."""
+"""A simulated step: what tiles leave as it is, and what need not be tried again."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.planned import GLM, MACHINE, configured
+from helpers.planned import GLM, LLAMA, MACHINE, configured
 from transformers import Olmo2Config
 
+from shardtune.model.build import whole_on_meta
 from shardtune.planner.extrapolate import Simulations, with_layers
 from shardtune.planner.plan import make_plan
-from shardtune.planner.simulate import fake_world, simulate
+from shardtune.planner.simulate import Measured, fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
 
 POLICY = ReshardPolicy(0, False)
+SHALLOW = with_layers(LLAMA, 2)
 OLMO = Olmo2Config(
     vocab_size=1000,
     hidden_size=64,
@@ -67,3 +69,46 @@ def test_tiles_are_tried_where_the_memory_beside_them_fits(experts: Any) -> None
     assert tiles_in(plan.beside_tiles_bytes - 1) == 1
     assert len(simulations._measured) == 1
     assert tiles_in(plan.beside_tiles_bytes) == 2
+
+
+def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document() -> None:
+    config = configured()
+    with fake_world(1, 4, config) as world:
+        tried, known = (
+            simulate(config, SHALLOW, POLICY, world, is_apart=is_apart)
+            for is_apart in (False, True)
+        )
+    assert tried == known
+
+
+def test_layers_are_known_for_the_length_and_the_ranks_they_were_tried_with() -> None:
+    """Some see windows of longer documents, and some no slices."""
+    config, known = configured(), []
+    with fake_world(1, 4, config) as world:
+        measured = simulate(config, SHALLOW, POLICY, world)
+
+    class Simulated(Simulations):
+        def _simulate(self, *arguments: Any) -> Measured:
+            known.append(arguments[-1])
+            return measured
+
+    simulations = Simulated(SHALLOW)
+    for assignment, is_known in (
+        ("parallel.replicate=1", False),
+        ("parallel.replicate=2", True),
+        ("data.max_length=512", False),
+        ("parallel.context=2", False),
+        ("lora.rank=4", False),
+    ):
+        config = configured(assignment)
+        with fake_world(1, 4, config) as world:
+            whole = whole_on_meta(config, SHALLOW, world)
+            simulations.measure(whole, config, POLICY, world, is_gpu=False)
+        assert known.pop() is is_known, assignment
+    by_layer = replace(measured, attention=measured.attention._replace(by_layer=True))
+    measured, simulations = by_layer, Simulated(SHALLOW)
+    with fake_world(1, 4, config) as world:
+        for _ in range(2):
+            simulations._measured.clear()
+            simulations.measure(whole, config, POLICY, world, is_gpu=False)
+    assert known == [False, False]
