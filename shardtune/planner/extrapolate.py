@@ -20,7 +20,7 @@ from shardtune.model.stages import layers_of_stages
 from shardtune.model.support import decoder_layers
 from shardtune.planner.at_once import at_once
 from shardtune.planner.simulate import EXPERT_IMBALANCE, Measured, simulate
-from shardtune.planner.tracker import Peak
+from shardtune.planner.tracker import Cause, Peak
 from shardtune.training.reshard import ReshardPolicy
 
 # A cut model has at least so many layers: neighbours in the middle of a large one prefetch alike.
@@ -166,7 +166,9 @@ def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:
     peaks = {}
     for key, peak in long.peaks.items():
         if key in short.peaks:
-            by_cause = grow(short.peaks[key].by_cause, peak.by_cause)
+            # Of different moments a cause may be in one peak alone: there it falls, below 0 even.
+            of_all = {cause: peak.by_cause[cause] for cause in Cause}
+            by_cause = grow(short.peaks[key].by_cause, of_all)
             peaks[key] = Peak(by_cause.total(), by_cause)
     pools = {key: n for key, n in grow(short.pools, long.pools).items() if key in short.pools}
     traffic = [grow(*both) for both in zip(short.traffic, long.traffic, strict=True)]
