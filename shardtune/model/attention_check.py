@@ -251,13 +251,13 @@ def decide_attention(
     longest_document: int,
     device: torch.device,
     trial: LogitsTrial | None = None,
-    is_apart: bool = False,
+    is_by_document: bool = False,
 ) -> Attention:
     """Let the model attend document by document if that is exact, else under a mask.
 
     Windows and chunks count only if they are narrower than the longest document, in tokens. Fake
-    tensors have no logits to compare, so that `trial` is left out. `is_apart`: an earlier call has
-    found it exact, so that nothing is tried.
+    tensors have no logits to compare, so that `trial` is left out. `is_by_document`: an earlier
+    call has found it exact, so that nothing is tried.
     """
     usual, packing = model.config._attn_implementation, config.data.packing
     mixers = state_mixers(model)
@@ -268,9 +268,9 @@ def decide_attention(
     if is_auto:
         documents.longest_of_run = longest_document
         dense = dense_attention(model, longest_document)
-        if is_apart and not keeps_states_only(model):
+        if is_by_document and not keeps_states_only(model):
             set_attention(model, DOCUMENT_ATTENTION)
-        reason = "" if is_apart else _try_document_attention(model, device, trial)
+        reason = "" if is_by_document else _try_document_attention(model, device, trial)
         if not reason:
             states_only = "none, as all layers keep a state"
             attends = "within each document, without a mask"

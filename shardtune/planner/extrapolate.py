@@ -20,7 +20,7 @@ from shardtune.model.stages import layers_of_stages
 from shardtune.model.support import decoder_layers
 from shardtune.planner.at_once import at_once
 from shardtune.planner.simulate import EXPERT_IMBALANCE, Measured, simulate
-from shardtune.planner.tracker import Cause, Peak
+from shardtune.planner.tracker import Peak
 from shardtune.training.reshard import ReshardPolicy
 
 # A cut model has at least so many layers: neighbours in the middle of a large one prefetch alike.
@@ -40,7 +40,7 @@ class Simulations:
         self._evaluates = evaluates
         self._measured: dict[str, Measured] = {}
         # (kind of layer, longest document, ranks that share it): layers that attend by document.
-        self._apart: set[tuple[Hashable, int, int]] = set()
+        self._by_document: set[tuple[Hashable, int, int]] = set()
 
     def without_evaluation(self) -> Simulations:
         """Return a copy that shares results and skips evaluations from now on.
@@ -48,7 +48,7 @@ class Simulations:
         An evaluation takes a tenth of a simulation's time and is never the peak.
         """
         others = Simulations(self._model_config, self._imbalance, evaluates=False)
-        others._measured, others._apart = self._measured, self._apart
+        others._measured, others._by_document = self._measured, self._by_document
         return others
 
     def measure(
@@ -67,16 +67,16 @@ class Simulations:
         keys = [_key(part, config, policy, world, is_gpu, tiles) for part in parts]
         like = config.data.max_length, config.parallel.context
         tried = {(kind, *like) for kind in kinds}
-        is_apart = tried <= self._apart
+        is_by_document = tried <= self._by_document
         new = {
-            key: partial(self._simulate, part, config, policy, world, is_gpu, tiles, is_apart)
+            key: partial(self._simulate, part, config, policy, world, is_gpu, tiles, is_by_document)
             for key, part in zip(keys, parts, strict=True)
             if key not in self._measured
         }
         self._measured.update(zip(new, at_once(list(new.values())), strict=True))
         short, long = self._measured[keys[0]], self._measured[keys[-1]]
         if long.attention.by_document and not long.attention.by_layer:
-            self._apart |= tried
+            self._by_document |= tried
         return short if short is long else extrapolate(short, long, len(kinds))
 
     def _simulate(
@@ -87,10 +87,10 @@ class Simulations:
         world: World,
         is_gpu: bool,
         tiles: int,
-        is_apart: bool,
+        is_by_document: bool,
     ) -> Measured:
         cut = with_layers(self._model_config, own.stop)
-        given = self._imbalance, self._evaluates, own, is_gpu, tiles, is_apart
+        given = self._imbalance, self._evaluates, own, is_gpu, tiles, is_by_document
         return simulate(config, cut, policy, world, *given)
 
 
@@ -166,11 +166,15 @@ def extrapolate(short: Measured, long: Measured, layers: int) -> Measured:
     peaks = {}
     for key, peak in long.peaks.items():
         if key in short.peaks:
-            # Of different moments a cause may be in one peak alone: there it falls, below 0 even.
-            of_all = {cause: peak.by_cause[cause] for cause in Cause}
-            by_cause = grow(short.peaks[key].by_cause, of_all)
+            by_cause = grow(short.peaks[key].by_cause, peak.by_cause)
             peaks[key] = Peak(by_cause.total(), by_cause)
-    pools = {key: n for key, n in grow(short.pools, long.pools).items() if key in short.pools}
+    pools, beside = (
+        {key: n for key, n in grow(small, large).items() if key in small}
+        for small, large in (
+            (short.pools, long.pools),
+            (short.pools_beside_tiles, long.pools_beside_tiles),
+        )
+    )
     traffic = [grow(*both) for both in zip(short.traffic, long.traffic, strict=True)]
     kernels = [grow(*both) for both in zip(short.kernels, long.kernels, strict=True)]
-    return Measured(layers, peaks, pools, traffic, kernels, long.attention)
+    return Measured(layers, peaks, pools, beside, traffic, kernels, long.attention)

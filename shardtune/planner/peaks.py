@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -25,8 +26,20 @@ def step_memory(
 ) -> tuple[dict[str, Peak], list[int]]:
     """Return the peak of each phase, and a GPU's pools. `pieces`: bytes of an update's."""
     peaks = _peaks(measured, states, _update_bytes(optimizer) + pieces)
-    pools = _pools(measured, states) + [pieces] * bool(pieces)
+    pools = _pools(measured.pools, states) + [pieces] * bool(pieces)
     return peaks, pools if is_gpu else []
+
+
+def bytes_beside_tiles(measured: Measured, states: StateBytes, config: Config) -> int:
+    """Return a GPU's pools, without what tiles cut: a step has no less in any number of them.
+
+    Where layers keep more than their inputs, tiles cut all that a forward and a backward hold.
+    """
+    is_cut = () if config.model.keeps_inputs_alone else ("forward", "backward")
+    beside = {
+        key: size for key, size in measured.pools_beside_tiles.items() if key[0] not in is_cut
+    }
+    return sum(_pools(beside, states))
 
 
 def _update_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -58,13 +71,16 @@ def _peaks(measured: Measured, states: StateBytes, update_bytes: int) -> dict[st
     return {phase: Peak(causes.total(), causes) for phase, causes in by_cause.items()}
 
 
-def _pools(measured: Measured, states: StateBytes) -> list[int]:
-    """Return the most bytes of each stream; the default one holds the optimizer's state, too."""
-    pools: Counter[int] = Counter()
-    for (_, _, stream), size in measured.pools.items():
-        pools[stream] = max(pools[stream], size)
-    pools[0] += states.optimizer
-    return list(pools.values())
+def _pools(pools: Mapping[tuple[str, int, int], int], states: StateBytes) -> list[int]:
+    """Return the most bytes of each stream; the default one holds the optimizer's state, too.
+
+    `pools`: those of each phase, place and stream.
+    """
+    highest: Counter[int] = Counter()
+    for (_, _, stream), size in pools.items():
+        highest[stream] = max(highest[stream], size)
+    highest[0] += states.optimizer
+    return list(highest.values())
 
 
 def bounded_memory(

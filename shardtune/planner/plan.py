@@ -24,7 +24,7 @@ from shardtune.model.stages import layers_of_stages
 from shardtune.planner.extrapolate import Simulations, layer_kinds
 from shardtune.planner.host_link import HostLink, host_link, pieces_bytes
 from shardtune.planner.machine import Machine, link_bytes
-from shardtune.planner.peaks import bounded_memory, step_memory
+from shardtune.planner.peaks import bounded_memory, bytes_beside_tiles, step_memory
 from shardtune.planner.roofline import gpu_of, seconds
 from shardtune.planner.shapes import Keeps, Shapes, least_traffic
 from shardtune.planner.simulate import Measured, fake_world
@@ -60,7 +60,7 @@ class Plan:
     policy: ReshardPolicy
     tiles: int  # in which experts and MLPs run, see `tile_layers`
     needed_bytes: int  # without groups that stay gathered although others have no room
-    beside_tiles_bytes: int  # likewise, at the places that tiles leave as they are; 0: not known
+    least_bytes: int  # in any number of tiles; 0 of a CPU and where `reason` is not empty
     peaks: dict[str, Peak]  # by phase, the states included and the allowance not
     # Peak bytes of each stream, which a GPU's allocator keeps for it; none of a CPU.
     pools: list[int]
@@ -222,7 +222,7 @@ def make_plan(
     tiles = tokens // TILE_TOKENS
     if plan.fits or plan.reason or tiles < 2:
         return plan
-    if plan.beside_tiles_bytes > machine.memory_bytes:
+    if plan.least_bytes > machine.memory_bytes:
         return plan
     tiled = _join(_plan_stages(config, model_config, machine, simulations, reason, tiles))
     return tiled if tiled.fits else plan
@@ -291,7 +291,7 @@ def _join(stages: Sequence[Plan]) -> Plan:
         states=states,
         kept_groups=tuple(stage.policy.kept_groups for stage in stages),
         needed_bytes=max(stage.needed_bytes for stage in stages),
-        beside_tiles_bytes=max(stage.beside_tiles_bytes for stage in stages),
+        least_bytes=max(stage.least_bytes for stage in stages),
         traffic=tuple(stage.traffic[0] for stage in stages),
         storage=join_storage([stage.storage for stage in stages]),
         host_link=max((stage.host_link for stage in stages), key=lambda each: each.update),
@@ -324,14 +324,12 @@ def _plan_stage(
     pieces = pieces_bytes(max(updated), shapes.compute_bytes, config)
     given = whole, config, policy, world, machine.is_gpu, tiles
     measured, reason = (None, reason) if reason else _measure(simulations, *given)
-    beside_tiles = 0
+    least_bytes = 0
     if measured:
         traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
-        beside = states, optimizer, pieces, machine.is_gpu
-        peaks, pools = step_memory(measured, *beside)
-        if config.model.keeps_inputs_alone:  # else activations of all layers stay, which tiles cut
-            least = step_memory(measured.beside_tiles(), *beside)
-            beside_tiles = _peak_bytes(*least, machine)
+        peaks, pools = step_memory(measured, states, optimizer, pieces, machine.is_gpu)
+        if machine.is_gpu:
+            least_bytes = bytes_beside_tiles(measured, states, config) + machine.allowance_bytes
     else:
         keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
         traffic = least_traffic(shapes, world.stage, keeps, config, world.size)
@@ -348,7 +346,7 @@ def _plan_stage(
         policy=policy,
         tiles=tiles,
         needed_bytes=_peak_bytes(peaks, pools, machine),
-        beside_tiles_bytes=beside_tiles,
+        least_bytes=least_bytes,
         peaks=peaks,
         pools=pools,
         attention=measured.attention.text if measured else "",

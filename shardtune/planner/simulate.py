@@ -39,7 +39,7 @@ from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
 from shardtune.model.tiles import tile_layers, tileable
 from shardtune.planner.kernels import Kernel
-from shardtune.planner.tracker import Cause, Collective, Peak, Place, Tracker
+from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.sent_gradients import SentGradients
@@ -55,15 +55,17 @@ T = TypeVar("T")
 class Measured:
     """What one rank holds and sends in a step of `layers` layers.
 
-    `peaks` has a peak for each phase and place. The layers of the second half are counted from the
-    end. `pools` has the peak bytes of each phase, place and stream. `traffic` and `kernels` begin
-    with the evaluation's forward and go on with each micro-batch; the last one's holds the new
-    weights', too.
+    `peaks` has a peak for each phase and place. A layer's place is its number, counted from the end
+    in the second half. `pools` has the peak bytes of each phase, place and stream, and
+    `pools_beside_tiles` those that tiles leave as they are. `traffic` and `kernels` begin with the
+    evaluation's forward and go on with each micro-batch; the last one's holds the new weights',
+    too.
     """
 
     layers: int
-    peaks: dict[tuple[str, Place], Peak]
-    pools: dict[tuple[str, Place, int], int]
+    peaks: dict[tuple[str, int], Peak]
+    pools: dict[tuple[str, int, int], int]
+    pools_beside_tiles: dict[tuple[str, int, int], int]
     traffic: list[Counter[Collective]]
     kernels: list[Counter[Kernel]]
     attention: Attention
@@ -96,12 +98,6 @@ class Measured:
             (phase, place, stream): size + n_bytes * (phase in of_passes and stream == 0)
             for (phase, place, stream), size in self.pools.items()
         }
-        return replace(self, peaks=peaks, pools=pools)
-
-    def beside_tiles(self) -> Measured:
-        """Return the memory at the places that tiles leave as they are."""
-        peaks = {key: peak for key, peak in self.peaks.items() if not key[1].in_tiles}
-        pools = {key: size for key, size in self.pools.items() if not key[1].in_tiles}
         return replace(self, peaks=peaks, pools=pools)
 
 
@@ -155,7 +151,7 @@ def simulate(
     own: range | None = None,
     is_gpu: bool = False,
     tiles: int = 1,
-    is_apart: bool = False,
+    is_by_document: bool = False,
 ) -> Measured:
     """Evaluate where `evaluates`, and take a step of a few micro-batches of full rows.
 
@@ -163,7 +159,7 @@ def simulate(
     reduces gradients that were kept; any in between is like the second. With stages one more is
     taken than are in flight. This rank's experts get `imbalance` times the tokens that a rank's
     experts get on average. `own`: the layers of this stage. `is_gpu`: the step is that of a GPU.
-    `tiles`: see `tile_layers`. `is_apart`: it is known to attend by document.
+    `tiles`: see `tile_layers`. `is_by_document`: it is known to attend by document.
 
     Raises:
         Exception: the model needs the contents of a tensor; each model raises its own class.
@@ -180,7 +176,7 @@ def simulate(
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.hold(to_local(tensor), Cause.PARAMETERS)
         with tracker.following():
-            attention = _decide(model, config, world, tracker, exchanged, is_apart)
+            attention = _decide(model, config, world, tracker, exchanged, is_by_document)
             if tiles > 1:
                 tile_layers(model, tiles)
             batch = full_batch(config, attention.is_flat, device)
@@ -202,8 +198,8 @@ def simulate(
                 sent.finish()
             tracker.begin("optimizer", Cause.UPDATE)
             owned.gather()
-    layers = len(decoder_layers(model))
-    return Measured(layers, tracker.peaks, tracker.pools, traffic, kernels, attention)
+    memory = tracker.peaks, tracker.pools, tracker.pools_beside_tiles
+    return Measured(len(decoder_layers(model)), *memory, traffic, kernels, attention)
 
 
 def _decide(
@@ -212,12 +208,14 @@ def _decide(
     world: World,
     tracker: Tracker,
     exchanged: Callable[[int, int], Iterator[int]],
-    is_apart: bool,
+    is_by_document: bool,
 ) -> Attention:
     """Let the model attend and make its loss as in the run, after the same trials."""
     tracker.read_by_host = exchanged(sum(TRIAL_LENGTHS), 1)
     longest = config.data.max_length
-    attention = decide_attention(model, config, longest, world.device, is_apart=is_apart)
+    attention = decide_attention(
+        model, config, longest, world.device, is_by_document=is_by_document
+    )
     require_shared(attention, config)
     tracker.read_by_host = exchanged(HEAD_TRIAL_TOKENS, 1)
     if world.is_last_stage:
@@ -327,22 +325,22 @@ def _watch_layers(model: PreTrainedModel, tracker: Tracker) -> None:
     """Name the places of a step, so that those of models of several depths can be compared."""
     layers = decoder_layers(model)
 
-    def enter(number: int, *_: Any) -> None:
-        tracker.enter(number)
+    def enter(place: int, *_: Any) -> None:
+        tracker.enter(place)
 
-    def leave(number: int, module: nn.Module, arguments: Any, output: Any) -> None:
+    def leave(place: int, module: nn.Module, arguments: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(partial(enter, number))
+            hidden.register_hook(partial(enter, place))
 
     for i, layer in enumerate(layers):
-        number = i if i < len(layers) // 2 else i - len(layers)
-        layer.register_forward_pre_hook(partial(enter, number), prepend=True)
-        layer.register_forward_hook(partial(leave, number))
+        place = i if i < len(layers) // 2 else i - len(layers)
+        layer.register_forward_pre_hook(partial(enter, place), prepend=True)
+        layer.register_forward_hook(partial(leave, place))
 
 
 def _watch_tiles(model: PreTrainedModel, tracker: Tracker) -> None:
-    """Tell the places of what tiles would cut from those that they leave as they are."""
+    """Tell what experts and MLPs hold, which tiles would cut, from what lies beside them."""
 
     def enter(number: int, _: Any, arguments: tuple[Any, ...]) -> None:
         tracker.enter_tiles(number)

@@ -47,16 +47,6 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Place(NamedTuple):
-    """A part of a phase: a layer, and whether experts or MLPs, which tiles cut, are at work.
-
-    They are from their forward, where a backward follows at once, to the end of that.
-    """
-
-    layer: int
-    in_tiles: bool = False
-
-
 class Peak(NamedTuple):
     """The most bytes at once in some part of a step, by cause."""
 
@@ -86,7 +76,7 @@ class NotSimulated(Exception):
     """A fake tensor cannot answer the model; the message says why."""
 
 
-# The layer of a phase before its first. A backward begins at the head, where a deep model
+# The place of a phase before its first layer. A backward begins at the head, where a deep model
 # has its peak (all activations are there), and ends at layer 0, where a shallow one has it (the
 # gradient of the embedding is there). Under one place the two would be extrapolated as one.
 _BEGINNING = sys.maxsize
@@ -97,7 +87,9 @@ class Tracker(TorchDispatchMode):
 
     `pools` has the peak bytes of each stream, by phase and place: a GPU's allocator keeps memory
     that is freed for the stream that allocated it. FSDP2 runs the same streams on a CPU, where they
-    do nothing. With `is_gpu` operators take the memory in which a GPU's kernels work, too.
+    do nothing. `pools_beside_tiles` has the same of the moments when neither experts nor MLPs,
+    which tiles cut, hold anything. With `is_gpu` operators take the memory in which a GPU's kernels
+    work, too.
 
     `traffic` has the bytes of each collective's unsharded side: the output of an all-gather, the
     input of a reduction, and the smaller side of an all-to-all. `kernels` has those that the
@@ -108,8 +100,9 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.is_gpu = is_gpu
         self.read_by_host: Iterator[int] = iter(())  # the numbers in fake tensors
-        self.peaks: dict[tuple[str, Place], Peak] = {}
-        self.pools: dict[tuple[str, Place, int], int] = {}  # by phase, place and stream
+        self.peaks: dict[tuple[str, int], Peak] = {}
+        self.pools: dict[tuple[str, int, int], int] = {}  # by phase, place and stream
+        self.pools_beside_tiles: dict[tuple[str, int, int], int] = {}
         self.traffic: Counter[Collective] = Counter()  # of what runs from now on
         self.kernels: Counter[Kernel] = Counter()  # likewise
         self.cause = Cause.ACTIVATIONS  # of what operators make from now on
@@ -117,32 +110,32 @@ class Tracker(TorchDispatchMode):
         self._of_stream: Counter[int] = Counter()
         self._streams = [torch.cpu.current_stream()]
         self._known: dict[int, tuple[Cause, int, int]] = {}  # by id: cause, bytes and stream
-        self._phase, self._layer = "", 0
-        self._at_work: set[int] = set()  # experts and MLPs
+        self._phase, self._place = "", 0
+        self._calls: Counter[int] = Counter()  # of each module that tiles cut
 
     def restart(self) -> None:
         """Forget what ran so far, but not what is held."""
-        self.peaks, self.pools = {}, {}
+        self.peaks, self.pools, self.pools_beside_tiles = {}, {}, {}
         self.traffic, self.kernels = Counter(), Counter()
 
     def begin(self, phase: str, cause: Cause = Cause.ACTIVATIONS) -> None:
         """From now on peaks count for this phase, and new tensors under this cause."""
-        self._phase, self._layer, self.cause = phase, _BEGINNING, cause
-        self._at_work.clear()
+        self._phase, self._place, self.cause = phase, _BEGINNING, cause
+        self._calls.clear()
         self._update_peak()
 
-    def enter(self, layer: int) -> None:
-        """From now on peaks count for this layer of the phase."""
-        self._layer = layer
+    def enter(self, place: int) -> None:
+        """From now on peaks count for this place of the phase."""
+        self._place = place
         self._update_peak()
 
     def enter_tiles(self, module: int) -> None:
-        """From now on peaks count for what tiles cut, until this module, a number, is left."""
-        self._at_work.add(module)
-        self._update_peak()
+        """From now on memory is what tiles cut, until this call of a module, a number, is left."""
+        self._calls[module] += 1
 
     def leave_tiles(self, module: int) -> None:
-        self._at_work.discard(module)
+        # A layer that runs again stops at what it has saved last, maybe before a module.
+        self._calls[module] = max(0, self._calls[module] - 1)
         self._update_peak()
 
     @property
@@ -294,15 +287,16 @@ class Tracker(TorchDispatchMode):
 
     def _update_peak(self) -> None:
         total = self._live.total()
-        here = Place(self._layer, bool(self._at_work))
-        key = self._phase, here
+        key = self._phase, self._place
         if key not in self.peaks or total > self.peaks[key].n_bytes:
             self.peaks[key] = Peak(total, self._live.copy())
         for stream, size in self._of_stream.items():
             # The streams of collectives are as full at any layer, a little sooner or later.
-            place = here if stream == 0 else Place(0)
-            if size > self.pools.get((self._phase, place, stream), 0):
-                self.pools[self._phase, place, stream] = size
+            place = self._phase, self._place if stream == 0 else 0, stream
+            self.pools[place] = max(size, self.pools.get(place, 0))
+            if stream or not self._calls.total():  # tiles leave collectives as they are
+                beside = self.pools_beside_tiles
+                beside[place] = max(size, beside.get(place, 0))
 
 
 def varlen_workspace(query: torch.Tensor, key: torch.Tensor, boundaries: torch.Tensor) -> int:

@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,16 +31,15 @@ from transformers import (
 from shardtune.__main__ import run
 from shardtune.config_io import load_config
 from shardtune.distributed.measured import read_measured, write_measured
-from shardtune.model.attention_check import Attention
 from shardtune.model.build import build_on_meta
 from shardtune.model.quantised import piece_bytes
 from shardtune.planner.duration import RunLength, run_length
 from shardtune.planner.extrapolate import Simulations, cuts, extrapolate, layer_kinds, with_layers
 from shardtune.planner.machine import Machine, collective_bytes, link_bytes
 from shardtune.planner.plan import _plan_stage, make_plan
-from shardtune.planner.simulate import Measured, fake_world, simulate
+from shardtune.planner.simulate import fake_world, simulate
 from shardtune.planner.text import describe
-from shardtune.planner.tracker import Cause, Collective, Peak, Place
+from shardtune.planner.tracker import Cause, Collective
 from shardtune.planner.verdict import verdict
 from shardtune.training.reshard import ReshardPolicy
 
@@ -106,20 +104,11 @@ def test_two_cut_models_show_the_peaks_and_the_traffic_of_the_whole_one(
             for measured in (extrapolated, whole)
         ]
         assert highest[0] == highest[1], phase
-
-
-def test_peaks_of_different_moments_grow_by_their_difference() -> None:
-    """A moment of the longer model was no higher in the shorter one, so that is no more than its
-    own growth."""
-    key = "backward", Place(0)
-    attention = Attention(True, True, "by document")
-
-    def measured(layers: int, **by_cause: int) -> Measured:
-        causes = Counter({Cause[name]: size for name, size in by_cause.items()})
-        return Measured(layers, {key: Peak(causes.total(), causes)}, {}, [], [], attention)
-
-    short, long = measured(4, GATHERED=10, REDUCED=70), measured(5, GATHERED=90)
-    assert extrapolate(short, long, 15).peaks[key].n_bytes == 90 + 10 * (90 - 80)
+        beside_tiles = [
+            max(n for (name, *_), n in measured.pools_beside_tiles.items() if name == phase)
+            for measured in (extrapolated, whole)
+        ]
+        assert beside_tiles[0] == beside_tiles[1], phase
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])

@@ -51,8 +51,7 @@ def test_tiles_leave_the_memory_beside_what_they_cut_as_it_is(
         plain, tiled = (
             simulate(config, model_config, POLICY, world, tiles=tiles, **given) for tiles in (1, 4)
         )
-    assert plain.beside_tiles().peaks == tiled.beside_tiles().peaks
-    assert plain.beside_tiles().pools == tiled.beside_tiles().pools
+    assert plain.pools_beside_tiles == tiled.pools_beside_tiles
     highest = [max(peak.n_bytes for peak in each.peaks.values()) for each in (plain, tiled)]
     assert highest[1] < highest[0]
 
@@ -61,22 +60,30 @@ def test_tiles_are_tried_where_the_memory_beside_them_fits(experts: Any) -> None
     config, simulations = configured(*LONG_ROWS), Simulations(experts)
     plan = make_plan(config, experts, MACHINE, simulations)
     assert plan.tiles == 1 and plan.fits
-    assert plan.beside_tiles_bytes < plan.needed_bytes
+    assert plan.least_bytes < plan.needed_bytes
 
     def tiles_in(n_bytes: int) -> int:
         return make_plan(config, experts, replace(MACHINE, memory_bytes=n_bytes), simulations).tiles
 
-    assert tiles_in(plan.beside_tiles_bytes - 1) == 1
+    assert tiles_in(plan.least_bytes - 1) == 1
     assert len(simulations._measured) == 1
-    assert tiles_in(plan.beside_tiles_bytes) == 2
+    assert tiles_in(plan.least_bytes) == 2
+
+
+def test_kept_activations_are_what_tiles_cut(experts: Any) -> None:
+    """What is left is what states and an evaluation take."""
+    kept = "model.activation_checkpointing=none"
+    plan = make_plan(configured(*LONG_ROWS, kept), experts, MACHINE)
+    lean = make_plan(configured(*LONG_ROWS), experts, MACHINE)
+    assert plan.states.total + MACHINE.allowance_bytes <= plan.least_bytes < lean.least_bytes
 
 
 def test_a_step_is_the_same_where_layers_are_known_to_attend_by_document() -> None:
     config = configured()
     with fake_world(1, 4, config) as world:
         tried, known = (
-            simulate(config, SHALLOW, POLICY, world, is_apart=is_apart)
-            for is_apart in (False, True)
+            simulate(config, SHALLOW, POLICY, world, is_by_document=is_by_document)
+            for is_by_document in (False, True)
         )
     assert tried == known
 
