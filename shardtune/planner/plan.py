@@ -324,12 +324,9 @@ def _plan_stage(
     pieces = pieces_bytes(max(updated), shapes.compute_bytes, config)
     given = whole, config, policy, world, machine.is_gpu, tiles
     measured, reason = (None, reason) if reason else _measure(simulations, *given)
-    least_bytes = 0
     if measured:
         traffic = measured.step_traffic(config.train.gradient_accumulation_steps)
         peaks, pools = step_memory(measured, states, optimizer, pieces, machine.is_gpu)
-        if machine.is_gpu:
-            least_bytes = bytes_beside_tiles(measured, states, config) + machine.allowance_bytes
     else:
         keeps = Keeps(policy, math.inf if policy.kept_groups else 0)
         traffic = least_traffic(shapes, world.stage, keeps, config, world.size)
@@ -346,7 +343,7 @@ def _plan_stage(
         policy=policy,
         tiles=tiles,
         needed_bytes=_peak_bytes(peaks, pools, machine),
-        least_bytes=least_bytes,
+        least_bytes=_least_bytes(measured, states, config, machine),
         peaks=peaks,
         pools=pools,
         attention=measured.attention.text if measured else "",
@@ -386,6 +383,15 @@ def _measure(
     except Exception as error:  # any architecture may ask for something else
         kind = whole.config.model_type
         return None, f"no step of {kind} can be simulated: {first_line(error)}"
+
+
+def _least_bytes(
+    measured: Measured | None, states: StateBytes, config: Config, machine: Machine
+) -> int:
+    """Return what a GPU must have in any number of tiles, or 0."""
+    if measured is None or not machine.is_gpu:
+        return 0
+    return bytes_beside_tiles(measured, states, config) + machine.allowance_bytes
 
 
 def _keep_groups(
