@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ _VOCABULARY = 512
 _MOST_PARAMETERS = 25 * 10**7  # 1 GB
 _FEWER_LAYERS = 12  # among which each kind is, where all layers are too many
 _INNER = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|_lora_rank)$")
+_DELTA_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
 _HIDDEN = re.compile(r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embedding_size|proj_dim)$")
 
 
@@ -111,6 +113,12 @@ def _narrow(model_config: PreTrainedConfig) -> PreTrainedConfig:
     text.num_attention_heads = fewer
     if key_heads:
         text.num_key_value_heads = fewer_key_heads
+    # Those of delta rules, whose numbers divide each other.
+    delta_heads = [getattr(text, name, None) or 0 for name in _DELTA_HEADS]
+    times = max(1, math.gcd(*delta_heads) // 2)
+    for name, number in zip(_DELTA_HEADS, delta_heads, strict=True):
+        if number:
+            setattr(text, name, number // times)
     return narrow
 
 

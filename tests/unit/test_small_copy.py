@@ -41,6 +41,21 @@ def test_a_copy_of_a_large_model_is_small_and_keeps_the_parts_that_tell_document
 
 
 @pytest.mark.parametrize(
+    ("architecture", "heads"),
+    [
+        ("kimi_linear", {"linear_num_heads": 2}),
+        ("qwen3_5_moe", {"linear_num_key_heads": 2, "linear_num_value_heads": 4}),
+    ],
+)
+def test_a_copy_has_few_heads_of_delta_rules(architecture: str, heads: dict[str, int]) -> None:
+    """With all of them a trial of Kimi Linear took minutes. Key heads serve as many values."""
+    copy = small_copy(AutoConfig.for_model(architecture), "auto")
+    assert copy
+    text = copy.config.get_text_config()
+    assert {name: getattr(text, name) for name in heads} == heads
+
+
+@pytest.mark.parametrize(
     ("model_config", "attention"),
     [(build("gpt_oss").config, "eager"), (small_opt().config, "sdpa")],
     ids=["gpt_oss", "opt"],
