@@ -36,9 +36,11 @@ from shardtune.model.build import build_on_meta, forward_only
 from shardtune.model.context import heads_between
 from shardtune.model.host_inputs import keep_inputs_on_host
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
+from shardtune.model.state_layers import state_mixers
 from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
 from shardtune.model.tiles import tile_layers, tileable
 from shardtune.planner.kernels import Kernel
+from shardtune.planner.short_rows import shorten_rows
 from shardtune.planner.tracker import Cause, Collective, Peak, Tracker
 from shardtune.training.replica_shards import OwnedParameters
 from shardtune.training.reshard import ReshardPolicy
@@ -180,6 +182,7 @@ def simulate(
             if tiles > 1:
                 tile_layers(model, tiles)
             batch = full_batch(config, attention.is_flat, device)
+            shorten_rows(state_mixers(model))
             policy.keep_gathered(model)
             _watch_layers(model, tracker)
             _watch_tiles(model, tracker)

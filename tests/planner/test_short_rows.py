@@ -1,0 +1,55 @@
+"""Delta rules of a simulated step: what long rows take shows in short ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from helpers import packing_families
+from helpers.planned import configured
+
+from shardtune.planner import short_rows
+from shardtune.planner.simulate import Measured, fake_world, simulate
+from shardtune.training.reshard import ReshardPolicy
+
+_ROW = 1024
+
+
+@pytest.fixture(scope="module")
+def delta_rule() -> Any:
+    """Heads as wide as a chunk is long, so that states weigh what they do in large models."""
+    config = copy.deepcopy(packing_families.build("qwen3_next").config)
+    config.max_position_embeddings = 2 * _ROW
+    config.linear_key_head_dim = config.linear_value_head_dim = 64
+    return config
+
+
+def step(model_config: Any, *assignments: str) -> Measured:
+    config = configured("parallel.expert=1", *assignments)
+    with fake_world(1, 4, config) as world:
+        return simulate(config, model_config, ReshardPolicy(0, False), world, is_gpu=True)
+
+
+def n_kernels(measured: Measured) -> int:
+    return sum(each.total() for each in measured.kernels)
+
+
+@pytest.mark.parametrize("rows", ["", "data.packing=false"])
+def test_delta_rules_keep_as_much_of_short_rows(
+    delta_rule: Any, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = f"data.max_length={_ROW}", "train.micro_batch_size=2", *filter(None, [rows])
+    short = step(delta_rule, *given)
+    monkeypatch.setattr(short_rows, "_SHORT_ROW", 2 * _ROW)
+    whole = step(delta_rule, *given)
+    assert short.peaks.keys() == whole.peaks.keys()
+    for key, peak in whole.peaks.items():
+        assert short.peaks[key].n_bytes == pytest.approx(peak.n_bytes, rel=0.03), key
+    assert short.traffic == whole.traffic
+    assert n_kernels(short) < n_kernels(whole)
+
+
+def test_a_step_has_as_many_kernels_of_rows_twice_as_long(delta_rule: Any) -> None:
+    short, long = (step(delta_rule, f"data.max_length={n}") for n in (_ROW, 2 * _ROW))
+    assert n_kernels(short) == n_kernels(long)
