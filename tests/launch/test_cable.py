@@ -87,14 +87,15 @@ def train_over_cable(nodes: list[Node], runs: dict[str, list[str]]) -> None:
             Path(f"{name}.json").write_text(json.dumps(received), encoding="utf-8")
 
 
+@pytest.mark.full
 @needs_namespaces
 @pytest.mark.parametrize(
     ("family", "meshes"),
     [
-        ("glm", [[1]]),
-        pytest.param(
+        (
             "glm",
             [
+                [1],
                 [2, "parallel.expert=2"],
                 [1, "parallel.replicate=2", "parallel.expert=2"],
                 [1, "parallel.replicate=4"],
@@ -102,10 +103,9 @@ def train_over_cable(nodes: list[Node], runs: dict[str, list[str]]) -> None:
                 [2, "model.activation_checkpointing=full"],
                 [4],
             ],
-            marks=pytest.mark.full,
         ),
-        pytest.param("tied llama", [[2], [4]], marks=pytest.mark.full),
-        pytest.param("llama", [[1, "parallel.replicate=2"], [1], [2]], marks=pytest.mark.full),
+        ("tied llama", [[2], [4]]),
+        ("llama", [[1, "parallel.replicate=2"], [1], [2]]),
     ],
 )
 def test_a_cable_carries_the_planned_bytes(

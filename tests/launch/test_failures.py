@@ -176,11 +176,12 @@ def test_a_rank_that_does_not_arrive_is_named(
         assert "time.sleep(3600)" in its_log.partition(f"{name} is here:")[2], its_log
 
 
+@FULL
 @pytest.mark.parametrize(
     ("effect", "code"),
     [
         ("time.sleep(3600)", 1),
-        pytest.param("exec('for _ in range(2 * 10**8): pass')", 0, marks=FULL),
+        ("exec('for _ in range(2 * 10**8): pass')", 0),
     ],
 )
 def test_a_rank_may_take_long_outside_of_steps_while_it_works(
@@ -200,9 +201,10 @@ def test_a_rank_may_take_long_outside_of_steps_while_it_works(
         require_error_line(last)
 
 
+@FULL
 @pytest.mark.parametrize(
     ("node", "is_training"),
-    [(0, True), *(pytest.param(*case, marks=FULL) for case in ((1, True), (0, False), (1, False)))],
+    [(0, True), (1, True), (0, False), (1, False)],
 )
 def test_an_agent_that_is_killed_ends_its_ranks_and_the_other_node(
     node: int, is_training: bool, folder: Path
@@ -288,7 +290,8 @@ def test_a_rank_that_ends_while_node_0_cannot_be_reached_is_named_on_its_node(fo
     require_error_line(last1)
 
 
-@pytest.mark.parametrize("ranks_per_node", ["1", pytest.param("2", marks=FULL)])
+@FULL
+@pytest.mark.parametrize("ranks_per_node", ["1", "2"])
 def test_the_agents_start_the_ranks_again(ranks_per_node: str, folder: Path) -> None:
     """On both nodes at once, and they resume; said each time."""
     once = f"os.path.exists('{folder}/fell') or open('{folder}/fell', 'w') and {KILL}"

@@ -110,6 +110,7 @@ def test_three_nodes_rehearse_a_configuration_of_ones_own(
     assert "others ended with [1, 1], " in done.stdout
 
 
+@pytest.mark.full
 def test_a_rehearsal_that_fails_names_its_logs(tmp_path: Path, here: dict[str, str]) -> None:
     """Its logs are kept and named."""
     there = here | {"VIRTUAL_ENV": str(tmp_path / "nothing")}

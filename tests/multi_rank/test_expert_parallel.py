@@ -143,11 +143,12 @@ def test_each_architecture_trains_on_one_mesh_and_resumes_on_another(
     check(cases, models, tokenizer, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "stored",
     [
         ("model.master_dtype=bfloat16", "optimizer.name=adamw8bit"),
-        pytest.param(("model.master_dtype=float32",), marks=pytest.mark.full),
+        ("model.master_dtype=float32",),
     ],
 )
 def test_a_resume_on_the_same_mesh_repeats_every_bit_and_random_weights_know_no_mesh(

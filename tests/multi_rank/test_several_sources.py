@@ -56,6 +56,7 @@ def run(ranks: int, settings: list[str], *more: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_weights_are_exact_on_any_ranks_and_over_a_kill(
     settings: list[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

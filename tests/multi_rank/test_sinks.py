@@ -105,6 +105,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(folder: Path) -> 
     assert len(read_metrics(folder / "runs/config", "step")) == 4
 
 
+@pytest.mark.full
 def test_a_tracker_that_is_not_installed_is_refused_by_name(folder: Path) -> None:
     (folder / "without/tensorboard").mkdir(parents=True)
     (folder / "without/sitecustomize.py").write_text(

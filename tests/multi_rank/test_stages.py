@@ -77,7 +77,7 @@ FULL = pytest.mark.full
     ("family", "ranks", "stages", "more"),
     [
         # The embedding of the first stage is the head of the last one.
-        ("llama", 4, 2, ["model.activation_checkpointing=full"]),
+        pytest.param("llama", 4, 2, ["model.activation_checkpointing=full"], marks=FULL),
         ("glm", 4, 2, ["parallel.expert=2"]),
         pytest.param("qwen3", 2, 2, [], marks=FULL),
         pytest.param("llama", 2, 2, ["model.activation_checkpointing=selective"], marks=FULL),

@@ -223,6 +223,7 @@ def test_a_crash_between_the_phases_rolls_forward(
         ]
 
 
+@pytest.mark.full
 def test_an_uncommitted_part_is_moved_aside_with_the_damaged_other(a: Path, b: Path) -> None:
     """One disk had committed, so it is a checkpoint, which restoring the damaged part mends."""
     checkpoint(b / "run", 4).rename(b / "run/checkpoints" / STAGING)
@@ -401,6 +402,7 @@ def damage_before_the_load(arguments: list[str], damage: str) -> None:
     run_script(arguments)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -429,6 +431,7 @@ def test_damage_between_check_and_load_ends_all_ranks(
 KEEP_2 = (*SAVES[:-1], "checkpoint.keep=2", "export.final=false")
 
 
+@pytest.mark.full
 def test_a_disk_that_comes_to_the_run_later_costs_no_checkpoint(
     a: Path, b: Path, tmp_path: Path
 ) -> None:

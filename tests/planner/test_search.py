@@ -81,6 +81,7 @@ def searched(
     return plan, Search(plan, model_config).changes(simulations), simulations.plans
 
 
+@pytest.mark.full
 def test_on_a_narrow_link_the_fastest_mesh_is_one_of_stages() -> None:
     config = configured("train.gradient_accumulation_steps=4", "parallel.expert=4")
     plan, (change,), simulated = searched(config, GLM, machine(40e9))

@@ -134,6 +134,7 @@ def count_kernels(out: Path) -> None:
     out.write_text(json.dumps(counted), encoding="utf-8")
 
 
+@pytest.mark.full
 def test_a_compiled_update_is_few_kernels_that_move_little_more_than_they_must(
     tmp_path: Path,
 ) -> None:

@@ -215,6 +215,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 def test_compiled_dense_layers_keep_what_selective_checkpointing_keeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

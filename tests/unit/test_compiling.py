@@ -30,6 +30,7 @@ def square(x: torch.Tensor) -> None:
     x.mul_(x).add_(3)
 
 
+@pytest.mark.full
 def test_a_function_is_compiled_once_for_all_lengths() -> None:
     compilations = torch._dynamo.utils.counters["stats"]
     compiled = compiled_or_eager(square, "the square", CPU)

@@ -35,10 +35,9 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Jud
     return judge
 
 
-SEVERAL = [pytest.param(2, disks, marks=pytest.mark.full) for disks in (1, 2)]
-
-
-@pytest.mark.parametrize(("ranks", "disks"), [(1, 1), (2, 1), SEVERAL[1]])
+@pytest.mark.parametrize(
+    ("ranks", "disks"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.full)]
+)
 def test_no_crash_breaks_a_promise(
     ranks: int, disks: int, judges: Callable[[int, int], Judge]
 ) -> None:
@@ -50,7 +49,8 @@ def test_no_crash_breaks_a_promise(
     assert {verdict.resumed for verdict in judge.verdicts.values()} == {0, *SAVES}
 
 
-@pytest.mark.parametrize(("ranks", "disks"), [(1, 1), *SEVERAL])
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "disks"), [(1, 1), (2, 1), (2, 2)])
 def test_every_sync_and_every_rename_is_needed(
     ranks: int, disks: int, judges: Callable[[int, int], Judge]
 ) -> None:

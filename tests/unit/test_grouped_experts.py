@@ -148,7 +148,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
+@pytest.mark.parametrize("family", [pytest.param("mixtral", marks=pytest.mark.full), "nemotron_h"])
 def test_one_compiled_function_serves_all_layers_and_equals_the_eager_one(
     family: str, graphs: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ def test_gradients_of_bfloat16_are_clipped_in_float32_and_not_rewritten():
     assert all(torch.equal(weight.grad, old) for weight, old in zip(weights, before, strict=True))
 
 
+@pytest.mark.full
 def test_a_compile_that_was_asked_for_and_fails_names_the_optimizer(tmp_path):
     _, optimizer = weights_and_optimizer(True, torch.float32)
     alone: Any = SimpleNamespace(device=torch.device("cpu"), all_gather_json=lambda value: [value])
