@@ -158,6 +158,7 @@ def test_nodes_with_different_configurations_are_refused(
     assert done.stderr.count("ERROR: ") == 4 and "Parameters:" not in done.stdout
 
 
+@pytest.mark.full
 def test_a_signal_before_the_first_step_ends_the_run_with_a_line(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -249,6 +250,7 @@ def ask_again_and_again() -> None:
         assert ended.value.code == 1
 
 
+@pytest.mark.full
 def test_only_a_later_signal_is_another_request(tmp_path: Path) -> None:
     done = on_ranks(1, ask_again_and_again, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -77,6 +77,7 @@ def model_files(directory: Path) -> dict[str, str]:
     return {name: d for name, d in digests(directory).items() if name != "export.json"}
 
 
+@pytest.mark.full
 def test_the_best_model_is_the_export_of_its_step(folder: Path, tmp_path: Path) -> None:
     """Over a resume, too. The baseline does not count, nor does a loss that is not a number."""
     losses = {0: 0.5, 1: 3.0, 2: 2.0, 3: math.nan, 4: 2.5, 5: 1.5, 6: 1.5}

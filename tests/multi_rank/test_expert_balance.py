@@ -67,6 +67,7 @@ def routed(path: Path, records: list[Any]) -> dict[str, list[int]]:
     return counts
 
 
+@pytest.mark.full
 def test_counts_are_those_of_plain_routing_with_and_without_spread_experts(
     models: dict[str, Path], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

@@ -323,6 +323,7 @@ def export_and_measure(source: str, out: str) -> None:
     sys.exit(code)
 
 
+@pytest.mark.full
 def test_export_needs_memory_for_one_tensor(tmp_path: Path, models: dict[str, Path]) -> None:
     """Of 24 layers of seven tensors of at most half a MiB, in halves on two ranks."""
     shape = {

@@ -59,15 +59,13 @@ print(json.dumps({kind: distances_of(kind, names) for kind, names in given.items
 _TOGETHER = 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "given",
     [
         QUICK_RUNS,
         *(
-            pytest.param(
-                {kind: runs_of(TRIED[kind]) for kind in list(TRIED)[first : first + _TOGETHER]},
-                marks=pytest.mark.full,
-            )
+            {kind: runs_of(TRIED[kind]) for kind in list(TRIED)[first : first + _TOGETHER]}
             for first in range(0, len(TRIED), _TOGETHER)
         ),
     ],

@@ -203,6 +203,7 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_after_the_resume(
     assert (tmp_path / "run/model/model.safetensors").is_file()
 
 
+@pytest.mark.full
 def test_a_resume_with_other_micro_batches_sees_the_same_records(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:

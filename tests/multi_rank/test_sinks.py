@@ -56,6 +56,7 @@ def train(folder: Path, *arguments: str, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_tensorboard_has_what_the_metrics_have_and_the_profile_its_files(folder: Path) -> None:
     said = train(folder, "logging.tensorboard=true", "logging.profile_steps=[3, 9]")
     run = folder / "runs/config"

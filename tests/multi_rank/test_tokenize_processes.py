@@ -158,6 +158,7 @@ def test_no_worker_outlives_a_killed_run(model: Path, long_data: Path) -> None:
     assert not any(command_line(pid) for pid in workers)
 
 
+@pytest.mark.full
 def test_an_interrupted_tokenization_leaves_nothing_and_says_one_line(
     model: Path, long_data: Path, cache: Path
 ) -> None:
