@@ -239,6 +239,7 @@ def run_and_count_bytes(arguments: list[str]) -> None:
     run_script(arguments)
 
 
+@pytest.mark.full
 def test_frozen_weights_take_the_compute_dtype_and_factors_float32(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from helpers.commands import REPOSITORY
 
 PEAK = """
@@ -20,6 +21,7 @@ print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 """
 
 
+@pytest.mark.full
 def test_head_and_loss_take_a_fraction_of_the_memory_of_plain_logits() -> None:
     """The plain way holds at least the logits and their gradient, in float32."""
     tokens, width, vocabulary = 2048, 32, 151_552

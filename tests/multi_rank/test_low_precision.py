@@ -145,7 +145,7 @@ def run_without_room(arguments: list[str]) -> None:
     run_script(arguments)
 
 
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_micro_batches_are_added_up_in_float32(
     room: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:

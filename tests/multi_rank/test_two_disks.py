@@ -154,6 +154,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_of_disks(
     assert all((model[key] - expected[key]).abs().max().item() < 1e-4 for key in expected)
 
 
+@pytest.mark.full
 def test_each_disk_has_the_layers_of_its_own_stage(tmp_path: Path, models: dict[str, Path]) -> None:
     a, b = (write_inputs(tmp_path / name, models["llama"]) for name in ("a", "b"))
     settings = (*SAVES, "parallel.stages=2", "train.gradient_accumulation_steps=2")
@@ -173,6 +174,7 @@ def test_each_disk_has_the_layers_of_its_own_stage(tmp_path: Path, models: dict[
     assert exported.read_bytes() == written.read_bytes()
 
 
+@pytest.mark.full
 def test_a_node_whose_part_is_gone_is_named(
     a: Path, b: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -237,7 +239,8 @@ def test_an_uncommitted_part_is_moved_aside_with_the_damaged_other(a: Path, b: P
     assert digests(b / "run/checkpoints/checkpoint_0000004.aside1") == parts
 
 
-@pytest.mark.parametrize("lacks", ["COMPLETE", pytest.param("everything", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("lacks", ["COMPLETE", "everything"])
 def test_a_checkpoint_that_is_not_prepared_everywhere_gives_way(
     lacks: str, a: Path, b: Path, whole: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_every_shape_has_a_source() -> None:
     assert all(f"| `{name}` |" in lines for name in SHAPES)
 
 
+@pytest.mark.full
 def test_a_type_of_its_own_is_planned_as_its_class_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

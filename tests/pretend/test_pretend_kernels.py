@@ -55,11 +55,12 @@ LLAMA_COMPILED = {
 }
 CASES = [
     ("glm4_moe", ["parallel.expert=8", "model.compile=false"], GLM),
-    pytest.param("glm4_moe", ["parallel.expert=8", *BIT_8], GLM_COMPILED, marks=pytest.mark.full),
-    pytest.param("llama", [], LLAMA_COMPILED, marks=pytest.mark.full),
+    ("glm4_moe", ["parallel.expert=8", *BIT_8], GLM_COMPILED),
+    ("llama", [], LLAMA_COMPILED),
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "assignments", "most"), CASES)
 def test_small_shapes_launch_move_and_wait_no_more_than_recorded(
     family: str, assignments: list[str], most: dict[str, tuple[float, ...]], tmp_path: Path
