@@ -197,7 +197,9 @@ def read_within(path: Path, piece_bytes: int) -> None:
         (tensor,) = opened.values()
         with Usage() as usage:
             whole = tensor[...]
-    assert 10e6 < usage.growth - whole.nbytes < piece_bytes + 10e6, usage.growth - whole.nbytes
+    # The allocator may keep a part of a piece that ended while threads read the next. In one piece
+    # the tensor would take four.
+    assert 10e6 < usage.growth - whole.nbytes < 1.5 * piece_bytes, usage.growth - whole.nbytes
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
