@@ -114,11 +114,11 @@ def _narrow(model_config: PreTrainedConfig) -> PreTrainedConfig:
     if key_heads:
         text.num_key_value_heads = fewer_key_heads
     # Those of delta rules, whose numbers divide each other.
-    delta_heads = [getattr(text, name, None) or 0 for name in _DELTA_HEADS]
-    times = max(1, math.gcd(*delta_heads) // 2)
-    for name, number in zip(_DELTA_HEADS, delta_heads, strict=True):
-        if number:
-            setattr(text, name, number // times)
+    numbers = {name: getattr(text, name, None) for name in _DELTA_HEADS}
+    delta_heads = {name: n for name, n in numbers.items() if type(n) is int}
+    times = max(1, math.gcd(*delta_heads.values()) // 2)
+    for name, number in delta_heads.items():
+        setattr(text, name, number // times)
     return narrow
 
 

@@ -95,11 +95,19 @@ def _at_once(forward: Callable[..., Any], *arguments: Any, **options: Any) -> An
 def delta_state_size(mixer: nn.Module) -> int:
     """Return the elements of the state of a delta rule, of all heads, or 0."""
     m: Any = mixer
-    if hasattr(m, "head_k_dim"):
+    if decays_by_head(m):
         return int(m.num_v_heads * m.head_k_dim * m.head_v_dim)
     if hasattr(m, "ssm_state_size") or not hasattr(m, "conv1d") or not hasattr(m, "head_dim"):
         return 0
     return int(m.num_heads * m.head_dim * m.head_dim)
+
+
+def decays_by_head(mixer: nn.Module) -> bool:
+    """Return whether a mixer is a gated delta rule with one decay for each head and token.
+
+    Others have one for each channel (Kimi Linear, arXiv 2510.26692).
+    """
+    return hasattr(mixer, "head_k_dim")
 
 
 def recurrence_flops(mixer: nn.Module) -> float:

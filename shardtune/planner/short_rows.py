@@ -1,8 +1,8 @@
-"""Let delta rules take a long row as short ones, in a simulated step.
+"""Let gated delta rules take a long row as short ones, in a simulated step.
 
 Transformers' reference code goes along a row in chunks of 64 tokens, a dozen operators each, so
 that rows of 131,072 tokens would take minutes. It keeps as many bytes of short rows: a state for
-each chunk.
+each chunk. Where each channel has a decay of its own it would keep fewer, so that those rows stay.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardtune.model.one_by_one import call_one_by_one, restore
-from shardtune.model.state_layers import delta_state_size
+from shardtune.model.state_layers import decays_by_head
 
 _SHORT_ROW = 256  # tokens, in whole chunks
 
 
 def shorten_rows(mixers: list[nn.Module]) -> None:
-    """Let delta rules take each document of a row as many short ones, from now on."""
-    for mixer in filter(delta_state_size, mixers):
+    """Let gated delta rules take each document of a row as many short ones, from now on."""
+    for mixer in filter(decays_by_head, mixers):
         is_called_per_document = "forward" in vars(mixer)
         restore(mixer)
         mixer.forward = partial(_in_short_rows, mixer.forward)

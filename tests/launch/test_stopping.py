@@ -178,7 +178,6 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_line(
     require_error_line(last)
 
 
-@pytest.mark.full
 def test_a_pipe_that_ends_first_does_not_stop_the_save(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:

@@ -196,7 +196,6 @@ def test_a_killed_run_resumes_to_the_bit(
     assert digests(checkpoint(killed, 4), "rank_*") == digests(checkpoint(whole, 4), "rank_*")
 
 
-@pytest.mark.full
 def test_a_checkpoint_resumes_on_another_mesh(models: dict[str, Path], tmp_path: Path) -> None:
     """The codes and scales are cut anew: from 2 ranks to 3, with the losses of one that stayed."""
     given = (*SETTINGS, *CONSTANT, BFLOAT16, EIGHT_BITS, "train.gradient_accumulation_steps=6")

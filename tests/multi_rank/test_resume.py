@@ -224,8 +224,7 @@ def test_a_resume_with_other_micro_batches_sees_the_same_records(
     assert steps_of(tmp_path / "run") == close_to(steps_of(tmp_path / "whole"))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["llama", "glm"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("glm", marks=pytest.mark.full)])
 def test_saving_does_not_change_training(
     name: str, tmp_path: Path, models: dict[str, Path]
 ) -> None:

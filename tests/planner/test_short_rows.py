@@ -1,4 +1,4 @@
-"""Delta rules of a simulated step: what long rows take shows in short ones."""
+"""Gated delta rules of a simulated step: what long rows take shows in short ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from helpers import packing_families
 from helpers.planned import configured
 
+from shardtune.model.state_layers import state_mixers
 from shardtune.planner import short_rows
+from shardtune.planner.short_rows import shorten_rows
 from shardtune.planner.simulate import Measured, fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
 
@@ -18,10 +20,10 @@ _ROW = 1024
 
 @pytest.fixture(scope="module")
 def delta_rule() -> Any:
-    """Heads as wide as a chunk is long, so that states weigh what they do in large models."""
+    """Its heads are as wide as those of large models."""
     config = copy.deepcopy(packing_families.build("qwen3_next").config)
     config.max_position_embeddings = 2 * _ROW
-    config.linear_key_head_dim = config.linear_value_head_dim = 64
+    config.linear_key_head_dim = config.linear_value_head_dim = 128
     return config
 
 
@@ -36,7 +38,7 @@ def n_kernels(measured: Measured) -> int:
 
 
 @pytest.mark.parametrize("rows", ["", "data.packing=false"])
-def test_delta_rules_keep_as_much_of_short_rows(
+def test_gated_delta_rules_keep_as_much_of_short_rows(
     delta_rule: Any, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = f"data.max_length={_ROW}", "train.micro_batch_size=2", *filter(None, [rows])
@@ -44,8 +46,11 @@ def test_delta_rules_keep_as_much_of_short_rows(
     monkeypatch.setattr(short_rows, "_SHORT_ROW", 2 * _ROW)
     whole = step(delta_rule, *given)
     assert short.peaks.keys() == whole.peaks.keys()
+    highest = [max(peak.n_bytes for peak in each.peaks.values()) for each in (short, whole)]
+    assert highest[0] == pytest.approx(highest[1], rel=0.001)
     for key, peak in whole.peaks.items():
-        assert short.peaks[key].n_bytes == pytest.approx(peak.n_bytes, rel=0.03), key
+        # More than one chunk is computed at a time.
+        assert 0.99 * peak.n_bytes < short.peaks[key].n_bytes < 1.15 * peak.n_bytes, key
     assert short.traffic == whole.traffic
     assert n_kernels(short) < n_kernels(whole)
 
@@ -53,3 +58,13 @@ def test_delta_rules_keep_as_much_of_short_rows(
 def test_a_step_has_as_many_kernels_of_rows_twice_as_long(delta_rule: Any) -> None:
     short, long = (step(delta_rule, f"data.max_length={n}") for n in (_ROW, 2 * _ROW))
     assert n_kernels(short) == n_kernels(long)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "are_cut"), [("qwen3_next", True), ("kimi_linear", False)]
+)
+def test_rows_stay_where_each_channel_has_a_decay(architecture: str, are_cut: bool) -> None:
+    """Of short ones Kimi Linear would hold up to 4% less."""
+    mixers = state_mixers(packing_families.build(architecture))
+    shorten_rows(mixers)
+    assert mixers and {"forward" in vars(mixer) for mixer in mixers} == {are_cut}
