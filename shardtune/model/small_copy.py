@@ -16,6 +16,7 @@ from shardtune.model.text_model import build_text_model
 
 _WIDTH = 16  # of MLPs, of experts and of low-rank projections
 _VOCABULARY = 512
+_MANY_PARAMETERS = 5 * 10**7  # a trial of more takes seconds
 _MOST_PARAMETERS = 25 * 10**7  # 1 GB
 _FEWER_LAYERS = 12  # among which each kind is, where all layers are too many
 _INNER = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|_lora_rank)$")
@@ -39,10 +40,12 @@ def small_copy(model_config: PreTrainedConfig, attention: str) -> PreTrainedMode
         torch.manual_seed(0)
         try:
             narrow = _narrow(model_config)
-            if _parameters(narrow) > _MOST_PARAMETERS:
+            # The last layers of Gemma 3n have no keys of their own: there all are kept.
+            shares_keys = getattr(narrow.get_text_config(), "num_kv_shared_layers", None)
+            if _parameters(narrow) > _MANY_PARAMETERS and not shares_keys:
                 narrow = with_layers(narrow, _FEWER_LAYERS)
-                if _parameters(narrow) > _MOST_PARAMETERS:
-                    return None
+            if _parameters(narrow) > _MOST_PARAMETERS:
+                return None
             model = build_text_model(
                 narrow, attn_implementation=implementation, dtype=torch.float32
             )
