@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 from pathlib import Path
@@ -191,15 +192,20 @@ def test_quantisation_in_a_section_is_taken() -> None:
     assert whole.dtype == whole.text_config.dtype == torch.bfloat16
 
 
+def _return_freed_memory() -> None:
+    """Let glibc give large blocks back at once: else what it keeps hangs on the threads' timing."""
+    m_mmap_threshold = -3  # see mallopt(3)
+    assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16) == 1
+
+
 def read_within(path: Path, piece_bytes: int) -> None:
     """Read a tensor in a process of its own, whose memory nothing else changes."""
+    _return_freed_memory()
     with load.open_tensors([path], torch.bfloat16) as opened:
         (tensor,) = opened.values()
         with Usage() as usage:
             whole = tensor[...]
-    # The allocator may keep a part of a piece that ended while threads read the next. In one piece
-    # the tensor would take four.
-    assert 10e6 < usage.growth - whole.nbytes < 1.5 * piece_bytes, usage.growth - whole.nbytes
+    assert 10e6 < usage.growth - whole.nbytes < piece_bytes + 10e6, usage.growth - whole.nbytes
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])

@@ -34,6 +34,7 @@ def test_a_copy_of_a_large_model_is_small_and_keeps_the_parts_that_tell_document
     copy = small_copy(whole, "auto")
     assert copy and torch.equal(torch.get_rng_state(), before)
     assert copy.num_parameters() < 5e7 and copy.dtype == torch.float32
+    assert copy.config.num_hidden_layers == 12
     for name in ("head_dim", "n_routed_experts", "first_k_dense_replace"):
         assert getattr(copy.config, name) == getattr(whole, name), name
     assert copy.config.rope_parameters == whole.rope_parameters
