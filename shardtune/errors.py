@@ -124,7 +124,7 @@ def print_errors(*problems: str) -> None:
 
 def require_packages() -> None:
     """End with code 2 and one line if this Python lacks a package that a run imports."""
-    names = ("torch", "transformers", "datasets", "accelerate", "psutil", "pydantic", "yaml")
+    names = ("torch", "transformers", "pyarrow", "accelerate", "psutil", "pydantic", "yaml")
     if missing := [name for name in names if not find_spec(name)]:
         print_errors(
             f"{sys.executable} has no {', '.join(missing)} - activate the environment that has "

@@ -14,7 +14,7 @@ from typing import Any
 
 from distTest.gpu_check.checks import CHECKS, Failed, Skipped
 
-# The oldest versions for which the project has substitutes (workloads/wrapped.py).
+# The oldest versions for which the project has substitutes (shardtune/distributed/older_torch.py).
 OLDEST = {"Python": "3.11", "torch": "2.11", "transformers": "5.0"}
 
 
@@ -53,7 +53,7 @@ def require_gpu() -> None:
 
 
 def require_project() -> None:
-    """Import the project, with substitutes of what an older PyTorch lacks.
+    """Import the project.
 
     Raises:
         Skipped: the environment is too old for it, or lacks a package.
@@ -63,9 +63,6 @@ def require_project() -> None:
         found["Python"] = platform.python_version()
         if old := [n for n, oldest in OLDEST.items() if release(found[n]) < release(oldest)]:
             raise Skipped(", ".join(f"needs {n} {OLDEST[n]}, and this is {found[n]}" for n in old))
-        from distTest.workloads.wrapped import adapt_older_torch
-
-        adapt_older_torch()
         import_module("train_fsdp")
     except ImportError as error:
         raise Skipped(f"lacks a package: {error}") from error

@@ -3,12 +3,11 @@
 python -m distTest.workloads.wrapped WAY,WAY=VALUE,... [arguments of train_fsdp.py]
 
 Each way is a function of WAYS, entered before the script runs and left behind it, the last one
-first. PyTorch 2.11 will do: it gets what the project uses of a newer one.
+first.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -21,9 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.nn.attention import varlen
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,10 +27,6 @@ from torch.utils._pytree import tree_leaves
 # Lines of output with figures in JSON behind them.
 PROFILE_LABEL = "Seconds of a step by operation: "
 CPU_LABEL = "CPU seconds of the process until the end of each step: "
-_OLDER_NAMES = {
-    "all_gather_single": "all_gather_into_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-}
 _KINDS = {
     "matrix products": ("mm", "addmm", "addmm_", "bmm", "_grouped_mm"),
     "attention": (
@@ -52,42 +44,6 @@ _OTHERS = "normalisation, activations and other element-wise operations"
 _HOST = "Python and dispatch"
 _ATTENTION_OF_CPU = "shardtune::causal_documents"  # made of other operators
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.default)
-
-
-def with_grouped_keys(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Give the `varlen_attn` of 2.11 the option `enable_gqa` of 2.12, by repeating the heads of
-    keys and values.
-
-    Tensors are (tokens, heads, width).
-    """
-
-    def attend_in_groups(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *rest: Any,
-        enable_gqa: bool,
-        **options: Any,
-    ) -> Any:
-        groups = query.shape[1] // key.shape[1] if enable_gqa else 1
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        return attend(query, key, value, *rest, **options)
-
-    return attend_in_groups
-
-
-def adapt_older_torch() -> None:
-    """Give PyTorch 2.11 what this project uses of 2.13, before the project is imported."""
-    for name, older in _OLDER_NAMES.items():
-        if not hasattr(dist, name):
-            setattr(dist, name, getattr(dist, older))
-    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
-        varlen.varlen_attn = with_grouped_keys(varlen.varlen_attn)
-    state: Any = FSDPState
-    if not hasattr(FSDPState(), "_fsdp_param_groups"):  # one group then, or none
-        state._fsdp_param_groups = property(
-            lambda self: [self._fsdp_param_group] if self._fsdp_param_group else []
-        )
 
 
 class _Finished(BaseException):
@@ -263,7 +219,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    adapt_older_torch()
     from shardtune.distributed.exit_code import run
 
     run(main)

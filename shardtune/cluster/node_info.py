@@ -44,10 +44,10 @@ def node_facts(environment: Environment) -> Message:
     """Collect what `compare` compares, and this node's own `problems`, `warnings` and `remarks`."""
     assert environment.config is not None
     files = _file_facts(environment.config)
-    packages = importlib.metadata.distributions()
-    nccl = [package.name for package in packages if package.name.startswith("nvidia-nccl")]
+    versions = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    nccl = [name for name in versions if name.startswith("nvidia-nccl")]
     return {
-        "versions": {name: importlib.metadata.version(name) for name in (*_PACKAGES, *nccl)}
+        "versions": {name: versions.get(name, "missing") for name in (*_PACKAGES, *nccl)}
         | {"Python": ".".join(platform.python_version_tuple()[:2])},
         "code": _code(),
         "environment": {name: os.environ.get(name, "not set") for name in _RANKS_VARIABLES},

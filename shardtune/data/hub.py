@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 from types import ModuleType
 
 from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled, get_session
 
-from shardtune.errors import first_line
+from shardtune.errors import UserError, first_line
 
 _TIMEOUT_S = 5
 
@@ -25,7 +26,9 @@ def hub_problem() -> str:
     try:
         get_session().head(constants.ENDPOINT, timeout=_TIMEOUT_S)
     except Exception as error:  # the HTTP client's and any proxy's
-        constants.HF_HUB_OFFLINE = datasets_library().config.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True
+        if "datasets" in sys.modules:  # which reads the constant when it is imported
+            datasets_library().config.HF_HUB_OFFLINE = True
         return first_line(error)
     return ""
 
@@ -34,8 +37,17 @@ def datasets_library() -> ModuleType:
     """Return `datasets`, with progress bars where the hub's own are shown.
 
     Its import takes a third of a second, for which runs of JSON need not wait.
+
+    Raises:
+        UserError: it is not installed.
     """
-    import datasets
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{sys.executable} has no datasets, which reads parquet, save_to_disk and the hub - "
+            "pip install datasets, or name files of JSON lines or CSV"
+        ) from error
 
     if are_progress_bars_disabled():
         datasets.disable_progress_bars()

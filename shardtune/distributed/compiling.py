@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+import shardtune.distributed.older_torch  # noqa: F401, gives older ones what is used here
 from shardtune.errors import first_line
 from shardtune.log import logger, node_logger
 

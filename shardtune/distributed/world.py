@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import shardtune.distributed.older_torch  # noqa: F401, gives older ones what is used here
 from shardtune.distributed.meshes import Meshes
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.store import delete_value, get_value, set_value, wait_for

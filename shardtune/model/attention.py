@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.nn.attention.varlen import AuxRequest
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from shardtune.distributed.older_torch import varlen_attn
 from shardtune.errors import first_line
 from shardtune.model.context import HeadExchange
 from shardtune.model.cpu_attention import causal_documents

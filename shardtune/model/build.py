@@ -215,7 +215,9 @@ def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
             options["context_fn"] = partial(
                 create_selective_checkpoint_contexts, kept_operators(model)
             )
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        # transformers before 5.23 has the older name alone.
+        older: Any = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", older)(options)
     # A cache would keep all keys, and with one no mask keeps documents apart.
     model.config.use_cache = model.config.get_text_config().use_cache = False
     # RWKV divides weights in place for evaluations, and an export behind one would have those.

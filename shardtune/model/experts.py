@@ -18,12 +18,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel
-from transformers.distributed.expert_parallel import (
-    EPImplementation,
-    EPImplementationInterface,
-    apply_expert_parallelism,
-)
+from transformers import PreTrainedModel, __version__
+
+try:
+    from transformers.distributed.expert_parallel import (
+        EPImplementation,
+        EPImplementationInterface,
+        apply_expert_parallelism,
+    )
+except ImportError:  # transformers before 5.23
+    EPImplementation = object  # type: ignore[misc, assignment]
+    EPImplementationInterface = None  # type: ignore[misc, assignment]
 
 from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.progress import Progress
@@ -50,6 +55,10 @@ def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterato
     if degree == 1:
         return
     kind, key = model.config.model_type, f"parallel.expert={degree}"
+    if EPImplementationInterface is None:
+        lack = f"transformers {__version__} cannot spread experts"
+        yield f"{key}: {lack} - install transformers 5.23 or newer, or use parallel.expert=1"
+        return
     plan = _plan_of_experts(model)
     stacks = [model.get_parameter(name) for name, style in plan.items() if style == _STACK]
     if _MODULE not in plan.values() or not stacks:
@@ -110,7 +119,9 @@ def _plan_of_experts(model: PreTrainedModel) -> dict[str, str]:
 
 def spread_stacks(model: PreTrainedModel) -> set[str]:
     """Return the names of the stacks, and of their adapters, that `parallel.expert` spreads."""
-    plan = _plan_of_experts(model) if model.ep_plan else {}
+    plan = (
+        _plan_of_experts(model) if EPImplementationInterface is not None and model.ep_plan else {}
+    )
     return {name for name, style in plan.items() if style == _STACK or is_factor(name)}
 
 

@@ -314,7 +314,7 @@ def _sharded_class(
 
         @classmethod
         def prepare_distribute_model(
-            cls, distributed_config: Any, device_map: Any = None
+            cls, distributed_config: Any, device_map: Any = None, **_: Any
         ) -> tuple[Any, Any, None]:
             return distributed_config, device, None
 

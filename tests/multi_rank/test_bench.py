@@ -33,7 +33,7 @@ from benchmarks.sides import (
 )
 from distTest.workloads.chats import MIXES, TEMPLATE_TOKENS, TOKENS_PER_WORD, write_chats
 from distTest.workloads.shapes import SHAPES, slice_of
-from distTest.workloads.wrapped import PROFILE_LABEL, with_grouped_keys
+from distTest.workloads.wrapped import PROFILE_LABEL
 
 PEER = Side(
     losses=[3.0, 2.5],
@@ -291,26 +291,6 @@ def test_every_way_of_training_is_on_the_page_of_convergence(
     for name, variant in convergence.VARIANTS.items():
         assert len(results[name]["losses"]) == 2
         assert not variant.reference or convergence.furthest(results, name, steps=1) < 1e-5
-
-
-def test_grouped_keys_for_an_older_torch() -> None:
-    """Its kernel wants as many heads of keys as of queries; here it is PyTorch's own attention."""
-    query, key, value = torch.randn(7, 6, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
-
-    def document_attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
-    ) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale
-        ).transpose(0, 1)
-
-    results = with_grouped_keys(document_attention)(query, key, value, scale=0.3, enable_gqa=True)
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=0.3, enable_gqa=True
-    )
-    torch.testing.assert_close(results, expected.transpose(0, 1))
 
 
 @pytest.mark.full

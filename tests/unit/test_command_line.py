@@ -111,6 +111,6 @@ def test_missing_packages_are_named(module: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    packages = "torch, transformers, datasets, accelerate, psutil, pydantic, yaml"
+    packages = "torch, transformers, pyarrow, accelerate, psutil, pydantic, yaml"
     assert done.stderr.startswith(f"ERROR: {sys.executable} has no {packages} - activate ")
     assert done.stderr.count("\n") == 1

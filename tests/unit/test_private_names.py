@@ -27,7 +27,7 @@ FILES = [
     ),
 ]
 # Names of their classes stay theirs where a class of ours overrides them.
-OF_AN_OLDER_TORCH = {"_fsdp_param_group"}  # which the checks on a GPU adapt
+OF_AN_OLDER_TORCH = {"_fsdp_param_group"}  # which distributed/older_torch.py adapts
 OVERRIDDEN = {*dir(PreTrainedModel), *dir(LocalElasticAgent)}
 
 

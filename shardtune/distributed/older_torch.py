@@ -1,0 +1,68 @@
+"""What this project uses of PyTorch 2.13, for PyTorch 2.11 and 2.12.
+
+Importing this module gives it to them. A module that uses one of these names imports this one, so
+that every process has it: ranks, a run's plan, `shardtune` and spawned workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.nn.attention import varlen
+
+_OLDER_NAMES = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+
+
+def _adapt() -> None:
+    """Add what is missing. Pre-releases, which containers have, lack some of it alone."""
+    for name, older in _OLDER_NAMES.items():
+        if not hasattr(dist, name):
+            setattr(dist, name, getattr(dist, older))
+    # 2.11 has no check of heads, and its kernels take fewer heads of keys and values.
+    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
+        varlen.varlen_attn = _without("enable_gqa", varlen.varlen_attn)
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        torch.compile = _without("recompile_limit", torch.compile, _raise_limit)
+    state: Any = FSDPState
+    if not hasattr(FSDPState(), "_fsdp_param_groups"):  # one group then, or none
+        state._fsdp_param_groups = property(
+            lambda self: [self._fsdp_param_group] if self._fsdp_param_group else []
+        )
+    # Guards of a backward that autograd traces in a GPU's own thread have no frame of a user.
+    guards: Any = import_module("torch._guards")
+    format_frame = guards.format_frame
+    guards.format_frame = lambda frame, **options: (frame and format_frame(frame, **options)) or ""
+
+
+def _without(
+    option: str, function: Callable[..., Any], instead: Callable[[Any], None] = lambda _: None
+) -> Any:
+    """Return the function with an option that is not handed on, but given to `instead`."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if option in options:
+            instead(options.pop(option))
+        return function(*arguments, **options)
+
+    return call
+
+
+def _raise_limit(graphs: int) -> None:
+    config: Any = import_module("torch._dynamo.config")
+    config.recompile_limit = max(config.recompile_limit, graphs)
+
+
+if torch.__version__ < "2.13":
+    _adapt()
+varlen_attn = varlen.varlen_attn
