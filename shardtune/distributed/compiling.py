@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 import shardtune.distributed.older_torch  # noqa: F401, gives older ones what is used here
@@ -16,7 +18,15 @@ from shardtune.log import logger, node_logger
 
 # What a compilation raises, and a function that is compiled never.
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+_MOST_WORKERS = 32  # of a process: PyTorch's own limit
 _COMPILED = "cuda"  # the type of the devices of `compiled_on_gpus`
+
+
+def share_cores(local_ranks: int) -> None:
+    """Let the ranks of a node have together as many compile workers as it has cores."""
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        inductor_config.compile_threads = max(1, min(_MOST_WORKERS, cores // local_ranks))
 
 
 @functools.cache
@@ -81,8 +91,8 @@ def compiled_or_eager(
 def compiled_on_gpus(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile the decorated function for the GPU of its tensors; `name` says what it is.
 
-    On CPUs it runs as it is, and so it does on the fake tensors of a plan. Autograd sees nothing of
-    it.
+    On CPUs it runs as it is, and so it does on the fake tensors of a plan. A compiled layer takes
+    it into its own graph. Autograd sees nothing of it.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,6 +102,8 @@ def compiled_on_gpus(name: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
+            if torch.compiler.is_compiling():  # a part of a layer
+                return function(*arguments)
             # `data`, because torch.compile compiles again for another base of a view.
             given = [x.data if isinstance(x, torch.Tensor) else x for x in arguments]
             tensor = next(x for x in given if isinstance(x, torch.Tensor))

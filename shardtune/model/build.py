@@ -37,6 +37,7 @@ from shardtune.model.experts import (
     spread_experts,
     spread_problems,
 )
+from shardtune.model.grouped_experts import gather_both_ways
 from shardtune.model.host_inputs import PinnedCopies, keep_inputs_on_host
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
@@ -138,6 +139,8 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
     if config.lora.rank is not None:
         draw_factors(model, config.run.seed)
     model = _for_training(model, config)
+    if world.device.type == "cuda":
+        gather_both_ways(model)
     if config.model.activation_checkpointing == "offload" and world.device.type == "cuda":
         keep_inputs_on_host(model, PinnedCopies(world.device))
     return model

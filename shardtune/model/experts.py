@@ -40,6 +40,7 @@ from shardtune.model.grouped_experts import (
     are_stacked,
     expert_outputs,
     inverse,
+    take_rows,
 )
 from shardtune.model.lora import is_factor
 
@@ -233,7 +234,7 @@ class ExpertExchange(EPImplementation):
         shifts = begins.flatten() - (by_sender.cumsum(0) - by_sender)
         places = torch.arange(len(rows), device=rows.device)
         places += shifts.repeat_interleave(by_sender, output_size=len(rows))
-        put, take = partial(_take, inverse(places, len(places))), partial(_take, places)
+        put, take = partial(take_rows, inverse(places, len(places))), partial(take_rows, places)
         rows, weights = linear_map(put, take, rows), linear_map(put, take, weights)
         expert_ids = torch.arange(self._local_experts, device=rows.device)
         expert_ids = expert_ids.repeat_interleave(of_experts, output_size=len(rows))
@@ -300,10 +301,6 @@ def count_tokens(counts: torch.Tensor, top_k_index: torch.Tensor) -> None:
 def _add_counts(counts: torch.Tensor, expert_of_pair: torch.Tensor) -> None:
     expert_of_pair = expert_of_pair.clamp(max=len(counts) - 1)
     counts.scatter_add_(0, expert_of_pair, torch.ones_like(expert_of_pair))
-
-
-def _take(places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return rows[places]
 
 
 SCALE_BLOCK = 256  # elements of the last dimension that share a scale, with adamw8bit

@@ -2,6 +2,9 @@
 
 As transformers' `grouped_mm_experts_forward`, without its sorting: rows that come from other ranks
 are brought into order once. Each row's output has its weight already.
+
+On GPUs `gathering_forward` stands for transformers' own, in which the gradient of a token's copies
+is a sum in any order: compiled, by atomic additions in bfloat16, so that no step repeats.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.integrations.moe import _grouped_linear
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 from shardtune.distributed.compiling import compiled_on_gpus
+from shardtune.distributed.exchange import linear_map
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -28,6 +33,37 @@ def are_stacked(experts: type[nn.Module]) -> bool:
 def trait(experts: nn.Module, name: str) -> bool:
     """Return a trait of experts. Those that do not say it (Step 3.7) have a gate alone."""
     return bool(getattr(experts, name, name == "has_gate"))
+
+
+def gather_both_ways(model: PreTrainedModel) -> None:
+    """Let all stacked experts run `gathering_forward`, where nothing else stands for it."""
+    ALL_EXPERTS_FUNCTIONS.register("shardtune", gathering_forward)
+    model.set_experts_implementation("shardtune")
+
+
+def gathering_forward(
+    experts: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return the weighted sum of each token's experts: (tokens, width).
+
+    `hidden_states`: (tokens, width). `top_k_index`, `top_k_weights`: (tokens, k).
+    """
+    number = cast(Any, experts).down_proj.shape[0]
+    # Choices beyond the experts, which some routers have for tokens that need none, add nothing.
+    top_k_weights = top_k_weights.masked_fill(top_k_index >= number, 0)
+    expert_ids, order = top_k_index.clamp(max=number - 1).flatten().sort()
+    pairs = TokenPairs(order, top_k_index.shape)
+    # Of each expert, the end of its (token, expert) pairs.
+    each = torch.arange(number, device=expert_ids.device)
+    ends = torch.searchsorted(expert_ids, each, right=True).to(torch.int32)
+    rows = linear_map(pairs.of_tokens, pairs.sum_by_token, hidden_states)
+    put_back = partial(take_rows, pairs.pairs_of_token.flatten())
+    weights = linear_map(partial(take_rows, order), put_back, top_k_weights.reshape(-1, 1))
+    outputs = expert_outputs(experts, rows, weights, expert_ids, ends)
+    return linear_map(pairs.sum_by_token, pairs.of_tokens, outputs)
 
 
 def expert_outputs(
@@ -64,8 +100,18 @@ def stack_product(
 ) -> torch.Tensor:
     """Multiply rows (rows, in) by one stack: (rows, out)."""
     this: Any = experts
-    bias = getattr(this, f"{name}_bias")[expert_ids] if trait(this, "has_bias") else None
+    bias = None
+    if trait(this, "has_bias"):
+        bias = getattr(this, f"{name}_bias")
+        choose = partial(take_rows, expert_ids)
+        sum_rows = partial(_sum_by_expert, expert_ids, len(bias))
+        bias = linear_map(choose, sum_rows, bias) if rows.is_cuda else choose(bias)
     return _grouped_linear(rows, getattr(this, name), ends, bias, trait(this, "is_transposed"))
+
+
+def _sum_by_expert(expert_ids: torch.Tensor, number: int, rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each expert's rows, as a product: in one order, and in float32."""
+    return F.one_hot(expert_ids, number).t().to(rows.dtype) @ rows
 
 
 def _weighted_activation(
@@ -119,7 +165,7 @@ class TokenPairs:
         shape: [tokens, k].
         """
         self._token_of_pair = order // shape[1]
-        self._pairs_of_token = inverse(order, shape.numel()).view(shape)
+        self.pairs_of_token = inverse(order, shape.numel()).view(shape)
 
     def of_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the token of each pair."""
@@ -127,14 +173,18 @@ class TokenPairs:
 
     def sum_by_token(self, pairs: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's pairs."""
-        if len(pairs) < self._pairs_of_token.numel():
+        if len(pairs) < self.pairs_of_token.numel():
             pairs = F.pad(pairs, (0, 0, 0, 1))  # what those of no expert add
-        return cast(torch.Tensor, _sum_rows(pairs, self._pairs_of_token))
+        return cast(torch.Tensor, _sum_rows(pairs, self.pairs_of_token))
 
 
 @compiled_on_gpus("the sum over the experts of a token")
 def _sum_rows(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return rows[indices].sum(dim=1)
+
+
+def take_rows(places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return rows[places]
 
 
 def inverse(order: torch.Tensor, length: int) -> torch.Tensor:

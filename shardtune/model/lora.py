@@ -26,13 +26,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import _grouped_linear
 
 from shardtune.config import LoraConfig
-from shardtune.distributed.exchange import linear_map
 from shardtune.distributed.tensors import copy_slice, dtype_name
 from shardtune.errors import UserError
 from shardtune.model.grouped_experts import (
-    TokenPairs,
     are_stacked,
-    expert_outputs,
+    gathering_forward,
     stack_product,
     trait,
 )
@@ -61,28 +59,13 @@ class LoraExperts(nn.Module):
     """Stacked experts of transformers, with factors for each stack: mixed into the stacks' class.
 
     A stack `down_proj` has `down_proj_lora_A` (experts, rank, in) and `down_proj_lora_B`
-    (experts, out, rank). The forward is transformers' `grouped_mm_experts_forward` with them.
+    (experts, out, rank).
     """
 
     lora_dropout: float
     lora_scaling: float
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the weighted sum of each token's experts: (tokens, width).
-
-        `hidden_states`: (tokens, width). `top_k_index`, `top_k_weights`: (tokens, k).
-        """
-        expert_ids, order = top_k_index.flatten().sort()
-        pairs = TokenPairs(order, top_k_index.shape)
-        # Of each expert, the end of its (token, expert) pairs.
-        experts = torch.arange(cast(Any, self).down_proj.shape[0], device=expert_ids.device)
-        ends = torch.searchsorted(expert_ids, experts, right=True).to(torch.int32)
-        rows = linear_map(pairs.of_tokens, pairs.sum_by_token, hidden_states)
-        weights = top_k_weights.flatten()[order].unsqueeze(-1)
-        outputs = expert_outputs(self, rows, weights, expert_ids, ends)
-        return linear_map(pairs.sum_by_token, pairs.of_tokens, outputs)
+    forward = gathering_forward
 
     def product(
         self, name: str, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor

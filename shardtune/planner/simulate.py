@@ -34,6 +34,7 @@ from shardtune.model.attention_check import (
 )
 from shardtune.model.build import build_on_meta, forward_only
 from shardtune.model.context import heads_between
+from shardtune.model.grouped_experts import gather_both_ways
 from shardtune.model.host_inputs import keep_inputs_on_host
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.state_layers import state_mixers
@@ -168,6 +169,8 @@ def simulate(
     """
     tracker, device = Tracker(is_gpu), world.device
     model = build_on_meta(config, model_config, world, own)
+    if is_gpu:
+        gather_both_ways(model)
     if is_gpu and config.model.activation_checkpointing == "offload":
         keep_inputs_on_host(model, _OtherMemory())
     exchanged = partial(_exchanged, model=model, config=config, imbalance=imbalance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.moe_families import build
+from helpers.pretended import needs_compiler, on_gpus
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +23,7 @@ from shardtune.config_io import load_config
 from shardtune.distributed import compiling
 from shardtune.distributed.exchange import linear_map
 from shardtune.model import grouped_experts
-from shardtune.model.grouped_experts import TokenPairs, expert_outputs
+from shardtune.model.grouped_experts import TokenPairs, expert_outputs, gathering_forward
 from shardtune.planner.simulate import fake_world, simulate
 from shardtune.training.reshard import ReshardPolicy
 
@@ -85,6 +87,40 @@ def test_outputs_and_gradients_are_those_of_each_expert_alone(family: str) -> No
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     output = expert_outputs(experts.bfloat16(), rows.bfloat16(), weights, ids, ends)
     assert output.dtype == torch.bfloat16  # though routers have weights of float32
+
+
+def assert_gathers_equal_the_loop(device: str) -> None:
+    """Hold outputs and gradients against transformers' loop over the experts.
+
+    Choices beyond the experts add nothing and get no gradient; two of the loops know none.
+    """
+    for family in (*FAMILIES, "muse_spark"):
+        experts, beyond = experts_of(family)[0], family in ("mixtral", "muse_spark")
+        rows, *_ = routed(experts)
+        choices = torch.stack([torch.randperm(len(SIZES) + beyond)[:2] for _ in rows]).to(device)
+        experts, gradient = experts.to(device), torch.randn_like(rows).to(device)
+        rows, weights = (
+            x.detach().to(device).requires_grad_() for x in (rows, torch.rand(len(rows), 2))
+        )
+        inputs = [rows, weights, *experts.parameters()]
+        experts.config._experts_implementation = "eager"
+        results = [
+            [output, *torch.autograd.grad(output, inputs, gradient)]
+            for forward in (partial(gathering_forward, experts), experts.forward)
+            for output in [forward(rows, choices, weights)]
+        ]
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-6, atol=2e-6)
+
+
+def test_gathers_have_the_outputs_and_gradients_of_transformers_loop() -> None:
+    assert_gathers_equal_the_loop("cpu")
+
+
+@needs_compiler
+def test_gathers_have_them_on_a_gpu(tmp_path: Path) -> None:
+    done = on_gpus(1, assert_gathers_equal_the_loop, "cuda", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 class Products(TorchDispatchMode):
