@@ -1,4 +1,4 @@
-"""GPUs made of host memory, for the CPU build of PyTorch.
+"""GPUs made of host memory, for PyTorch without a GPU: builds for CPUs and for CUDA.
 
 After `install(gpus=2)` tensors on `cuda:0` and `cuda:1` are real tensors of that device, and each
 operator without a kernel here runs on the CPU over the same memory. NCCL is gloo. FlashAttention

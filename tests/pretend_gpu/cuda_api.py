@@ -204,6 +204,9 @@ def patch() -> None:
     if dynamo := sys.modules.get("torch._dynamo.device_interface"):  # keeps what it has found
         for name in vars(dynamo.CudaInterface).keys() & _TORCH_CUDA.keys():
             setattr(dynamo.CudaInterface, name, staticmethod(_TORCH_CUDA[name]))
+    if torch.version.cuda:  # it would ask the driver which of these the GPU runs
+        for name in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
     torch.version.cuda = "13.0"
     torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)
     profiler: Any = torch.autograd.profiler.profile

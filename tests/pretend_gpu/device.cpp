@@ -1,4 +1,4 @@
-// A CUDA device for the CPU build of PyTorch: tensors are on cuda:N, and their memory is the host's.
+// A CUDA device without a GPU: tensors are on cuda:N, and their memory is the host's.
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_local_scalar_dense.h>
@@ -82,6 +82,27 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   return at::_local_scalar_dense(host);
 }
 
+struct Quiet final : c10::WarningHandler {  // PyTorch warns that a kernel is replaced
+  void process(const c10::Warning&) override {}
+};
+
+// A build for CUDA has kernels of its own, which would come before the fallback. Of two kernels the
+// later one counts: those below are registered behind these.
+struct TakeKernels {
+  std::vector<c10::RegistrationHandleRAII> handles;
+  TakeKernels() {
+    Quiet quiet;
+    c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const auto& name : dispatcher.getAllOpNames()) {
+      const auto op = dispatcher.findSchema(name);
+      if (name.name.rfind("aten::", 0) != 0 || !op || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+      handles.push_back(dispatcher.registerImpl(
+          name, c10::DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>(), {}, nullptr, "pretended"));
+    }
+  }
+} take_kernels;
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
@@ -156,14 +177,10 @@ TORCH_LIBRARY(pretend, m) {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
-struct Quiet final : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
 // PyTorch's own kernels of the collectives, under which gloo is called.
 torch::Library& take_collectives() {
   static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  Quiet quiet;  // it warns that a kernel is replaced
+  Quiet quiet;
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {

@@ -98,6 +98,9 @@ inline at::Generator& generator(DeviceIndex device) {
 struct Hooks final : at::CUDAHooksInterface {
   void init() const override {}
   bool hasCUDA() const override { return true; }
+  // A build for CUDA asks for cuDNN before it finds that no fused attention may run.
+  long versionCuDNN() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 0; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
