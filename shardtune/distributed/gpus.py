@@ -88,3 +88,9 @@ def use_gpu(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def bytes_beside_torch(device: torch.device) -> int:
+    """Return what a GPU has in use that PyTorch's allocator has not taken, of all processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

@@ -205,7 +205,7 @@ def _sharding(
         if world.stages > 1:
             layers = own or layers_of_stages(model, world.stages)[world.stage]
             keep_stage(model, layers, world.stage == 0, world.is_last_stage, compute)
-        shard(model, world, policy)
+        shard(model, config, world, policy)
 
     return skeleton, adapt_and_shard
 
@@ -252,19 +252,27 @@ def _on_meta(model_config: PreTrainedConfig, attention: str, dtype: torch.dtype)
         ) from error
 
 
-def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) -> None:
+def shard(
+    model: PreTrainedModel, config: Config, world: World, policy: MixedPrecisionPolicy
+) -> None:
     """Apply FSDP2: one group per decoder layer, and the root's group for all other parameters.
 
     Layers that share weights with others (Zamba) are in the root's group. With parallel.expert
-    above 1, the experts of each layer are spread, a group of their own.
+    above 1, the experts of each layer are spread, a group of their own. What needs no copy is left
+    as it is, in no group.
     """
     if world.expert_mesh:
         _shard_experts(model, world.expert_mesh, world, policy)
     # FSDP2 works within a replica. What replicas exchange is OwnedParameters' work.
     mesh = world.mesh["shard"]
     shards = mesh.size()
-    placement = partial(shard_placement, shards=shards)
-    fully = partial(fully_shard, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+    fully = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        shard_placement_fn=partial(shard_placement, shards=shards),
+        ignored_params={p for p in model.parameters() if _needs_no_copy(p, config, world, policy)},
+    )
     layers = decoder_layers(model)
     uses = Counter(parameter for layer in layers for parameter in layer.parameters())
     layers = [layer for layer in layers if all(uses[p] == 1 for p in layer.parameters())]
@@ -276,6 +284,20 @@ def shard(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy) ->
     reduce_beside_gathers(model, world.meshes.for_reductions)
     for module in (*layers, model) if world.replicas > 1 else ():
         _average_over_stage(module, shards, world)
+
+
+def _needs_no_copy(
+    parameter: nn.Parameter, config: Config, world: World, policy: MixedPrecisionPolicy
+) -> bool:
+    """Return whether a rank computes with a weight as it stores it.
+
+    FSDP2 would copy it all the same, and hold it twice. The gradient of a trained one then is
+    autograd's alone, which sums micro-batches in the weight's dtype and sends nothing.
+    """
+    if world.mesh["shard"].size() > 1 or parameter.dtype != policy.param_dtype:
+        return False
+    is_autograds = world.stage_ranks == 1 and parameter.dtype == policy.reduce_dtype
+    return not parameter.requires_grad or (is_autograds and not config.optimizer.offload)
 
 
 def _shard_experts(

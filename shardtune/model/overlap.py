@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardtune.model.experts import is_spread
 
@@ -36,13 +37,14 @@ def gathered_groups(model: Any) -> dict[Any, list[nn.Parameter]]:
     """Return FSDP2's groups and their parameters, in the order in which they may stay gathered.
 
     First comes what stands around the layers, then the layers, then their spread experts, which
-    travel between fewer ranks.
+    travel between fewer ranks. A parameter that FSDP2 leaves alone is in none.
     """
     groups = [model, *(each for each in model.modules() if _is_group(each) and each is not model)]
     parameters: dict[Any, list[nn.Parameter]] = {}
     of_inner_groups: set[nn.Parameter] = set()
     for group in reversed(groups):
-        parameters[group] = [p for p in group.parameters() if p not in of_inner_groups]
+        sharded = [p for p in group.parameters() if isinstance(cast(Any, p), DTensor)]
+        parameters[group] = [p for p in sharded if p not in of_inner_groups]
         of_inner_groups.update(parameters[group])
     groups.sort(key=lambda group: any(map(is_spread, parameters[group])))
     return {group: parameters[group] for group in groups}

@@ -259,7 +259,16 @@ def rough_memory(
     else:
         states += (gradient_bytes + moment_bytes) * trained / stage_ranks
 
-    gathered = compute_bytes * (whole.dense + whole.experts / expert)
+    copies_frozen = shards > 1
+    copies_trained = stage_ranks > 1 or config.optimizer.offload
+    copies_trained |= not stored_bytes == compute_bytes == reduce_bytes
+
+    def gathered_numel(each: Sizes) -> float:
+        of_trained = each.trained_dense + each.trained_experts / expert
+        of_frozen = each.dense + each.experts / expert - of_trained
+        return of_frozen * copies_frozen + of_trained * copies_trained
+
+    gathered = compute_bytes * gathered_numel(whole)
     reduced = reduce_bytes * (whole.trained_dense + whole.trained_experts / expert)
     if stage_ranks == 1 and not config.optimizer.offload:  # they replace those that are kept
         reduced = 0.0
@@ -268,8 +277,7 @@ def rough_memory(
     kept_bytes = KeptBytes([round(gathered)], round(reduced), round(sums))
     policy, _, room = decide(kept_bytes, free - states, micro_batches)
     if not policy.kept_groups:  # that of one layer, of the one before, and a copy
-        layer = largest.dense + largest.experts / expert
-        gathered = compute_bytes * (sizes.around.dense + 3 * layer)
+        gathered = compute_bytes * (gathered_numel(sizes.around) + 3 * gathered_numel(largest))
     if not policy.keep_gradients or micro_batches == 1:
         layer = largest.trained_dense + largest.trained_experts / expert
         reduced = min(reduced, reduce_bytes * 2 * layer)

@@ -26,6 +26,7 @@ from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Cost, Position, Schedule, source_weights
+from shardtune.distributed.gpus import bytes_beside_torch
 from shardtune.distributed.join import describe
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.tensors import dtype_name
@@ -56,10 +57,18 @@ _ENOUGH_MICRO_BATCHES = 4
 
 
 def start_logging(config: Config, world: World) -> None:
-    """Log the `Training Configuration:` block, and every setting that has no effect."""
+    """Log the `Training Configuration:` block, what GPUs have in use before the run has allocated
+    anything, and every setting that has no effect."""
     setup_logging(world.is_main, world.is_node_main)
     quiet_libraries(world.is_main)
     node_logger.info(describe(world))
+    if world.device.type == "cuda":
+        beside = max(world.all_gather_json(bytes_beside_torch(world.device)))
+        ranks = f", the most of {world.size} ranks" if world.size > 1 else ""
+        logger.info(
+            f"GPU memory: {beside / 1e9:.2f} GB in use beside PyTorch's (CUDA's context, NCCL, "
+            f"other processes{ranks})"
+        )
     for remark in remarks(config):
         logger.info(remark)
     if config.optimizer.offload and world.device.type == "cpu":

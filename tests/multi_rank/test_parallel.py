@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from helpers.plain_training import (
     with_weights,
 )
 from helpers.ranks import on_ranks, run_script, train
+from helpers.small_runs import checkpoint, digests
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import PreTrainedTokenizerFast
 
+from shardtune.model import build
 from shardtune.training import reshard
 
 RATES = (3e-3,) * 4
+BFLOAT16 = "model.compute_dtype=bfloat16"
 FREE = 6.12e5  # bytes of memory, with room for two groups of the tiny GLM
 
 
@@ -159,12 +163,14 @@ def test_a_checkpoint_resumes_on_another_number_of_replicas(
 
 
 def run_and_count_copies(
-    arguments: list[str], share: float = 0.5, free: float | None = None
+    arguments: list[str], share: float = 0.5, free: float | None = None, copies_all: bool = False
 ) -> None:
     """On a rank: print a line whenever a group's weights are copied for forward or backward."""
     reshard._SHARE = share
     if free is not None:
         vars(reshard)["_free_bytes"] = lambda world: free
+    if copies_all:
+        vars(build)["_needs_no_copy"] = lambda *_: False
     to_unsharded = FSDPParamGroup._to_unsharded
 
     def counting(group: FSDPParamGroup) -> None:
@@ -175,38 +181,74 @@ def run_and_count_copies(
     run_script(arguments)
 
 
-@pytest.mark.parametrize(
-    "compute_dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"]
-)
+def on_one_rank(
+    model: Path, folder: Path, run: str, *more: str, **options: Any
+) -> tuple[str, list[int], list[tuple[float, float]]]:
+    """Return what four steps said, the copies of each, and their losses and norms."""
+    data = write_jsonl(folder / "train.jsonl", uneven_chats())
+    (folder / "config.yaml").touch()
+    eight = "train.gradient_accumulation_steps=8"
+    given = settings(model, data, folder / run, "train.epochs=4", eight, *more)
+    work = partial(run_and_count_copies, **options)
+    said = finish(on_ranks(1, work, ["--config", "config.yaml", *given], cwd=folder))
+    assert "Gradients:" not in said
+    _, *of_steps = said.split("\nStep ")  # copies behind a step's line are the next one's
+    steps = [(line["loss"], line["grad_norm"]) for line in read_metrics(folder / run, "step")]
+    return said, [part.count("A copy") for part in of_steps[:-1]], steps
+
+
 def test_a_world_of_one_copies_its_weights_once_a_step(
-    compute_dtype: str, sharp: dict[str, Path], expected: dict[str, Trained], tmp_path: Path
+    sharp: dict[str, Path], tmp_path: Path
 ) -> None:
     """Without room, in each forward and backward, with the same numbers to the last bit."""
-    data, steps, copies = write_jsonl(tmp_path / "train.jsonl", uneven_chats()), {}, {}
-    (tmp_path / "config.yaml").touch()
-    for share in (0.5, 0.0):
-        given = settings(
-            sharp["llama"],
-            data,
-            tmp_path / f"run{share}",
-            "train.epochs=4",
-            "train.gradient_accumulation_steps=8",
-            f"model.compute_dtype={compute_dtype}",
-        )
-        arguments = ["--config", "config.yaml", *given]
-        said = finish(on_ranks(1, run_and_count_copies, arguments, share, cwd=tmp_path))
-        assert "Gradients:" not in said
-        _, *of_steps = said.split("\nStep ")  # copies behind a step's line are the next one's
-        copies[share] = [part.count("A copy") for part in of_steps]
-        lines = read_metrics(tmp_path / f"run{share}", "step")
-        steps[share] = [(line["loss"], line["grad_norm"]) for line in lines]
-    assert steps[0.5] == steps[0.0]
+    given = sharp["llama"], tmp_path
+    _, once, expected = on_one_rank(*given, "once", BFLOAT16)
+    _, often, steps = on_one_rank(*given, "often", BFLOAT16, share=0.0)
+    assert steps == expected
     groups, micro_batches = 3, 8  # two layers and the root
-    assert set(copies[0.5][:-1]) == {groups}
+    assert set(once) == {groups}
     # The root's copies stay from a forward to its backward.
-    assert set(copies[0.0][:-1]) == {micro_batches * (2 * groups - 1)}
-    if compute_dtype == "float32":
-        check(tmp_path / "run0.5", expected["llama"])
+    assert set(often) == {micro_batches * (2 * groups - 1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "copies", "words"),
+    [
+        ("llama", ["model.compute_dtype=float32"], 0, "not copied"),
+        pytest.param(
+            *("glm", [BFLOAT16, "lora.rank=4", "lora.dropout=0.1"], 3),
+            "adapters copied once a step (0.00 GB",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "glm",
+            [BFLOAT16, "model.master_dtype=bfloat16", "model.reduce_dtype=bfloat16"],
+            *(0, "not copied"),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_world_of_one_copies_no_weight_that_is_stored_as_it_computes(
+    family: str,
+    more: list[str],
+    copies: int,
+    words: str,
+    sharp: dict[str, Path],
+    expected: dict[str, Trained],
+    tmp_path: Path,
+) -> None:
+    """The numbers are those of copied ones, and the checkpoint, to the last bit."""
+    given = sharp[family], tmp_path
+    said, of_steps, steps = on_one_rank(*given, "held", *more)
+    assert set(of_steps) == {copies} and f"Parameters: whole on each rank, {words}" in said
+    _, of_steps, all_copied = on_one_rank(*given, "copied", *more, copies_all=True)
+    assert min(of_steps) > copies and steps == all_copied
+    held, copied = (
+        digests(checkpoint(tmp_path / name, 4), "*.safetensors") for name in ("held", "copied")
+    )
+    assert held == copied
+    if family == "llama":
+        check(tmp_path / "held", expected["llama"])
 
 
 def test_groups_that_have_room_are_gathered_once_a_step(

@@ -13,7 +13,8 @@ from transformers import AutoConfig
 from shardtune.config_io import load_config
 from shardtune.planner.extrapolate import Simulations, with_layers
 from shardtune.planner.machine import Machine
-from shardtune.planner.plan import make_plan
+from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.tracker import Cause
 
 CONFIGS = REPOSITORY / "tests/data/configs"
 BASE = ["model.init=random", "model.compute_dtype=bfloat16", "train.gradient_accumulation_steps=2"]
@@ -28,6 +29,7 @@ CASES = [
     ("llama-3-8b", 1, 80, [OFFLOAD, "train.micro_batch_size=8"]),
     ("llama-3-8b", 2, 80, [NONE]),
     ("llama-3-8b", 2, 80, ["parallel.replicate=2", FULL]),
+    ("llama-3-8b", 1, 80, ["parallel.replicate=8", "lora.rank=16", FULL]),
     ("glm-4.5-air", 2, 141, [FULL]),
     ("glm-4.5-air", 2, 141, [SELECTIVE]),
     ("glm-4.5-air", 2, 141, [NONE]),
@@ -65,6 +67,29 @@ def test_the_plan_of_one_gpu_with_states_in_host_memory_is_what_it_allocates(
     compare(tmp_path / "config.yaml", CONFIGS / "llama-3-8b", 1, 40, given, ranks=1)
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        ["lora.rank=16", "train.micro_batch_size=4"],
+        pytest.param(
+            [f"model.{kind}_dtype=bfloat16" for kind in ("master", "reduce")]
+            + ["optimizer.name=adamw8bit"],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_one_gpu_holds_its_weights_once(assignments: list[str], tmp_path: Path) -> None:
+    """With two layers, whose weights are most of what it holds."""
+    model_config = AutoConfig.from_pretrained(CONFIGS / "llama-3-8b")
+    with_layers(model_config, 2).save_pretrained(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    given = [*BASE, "data.max_length=1024", FULL, *assignments]
+    plan = compare(tmp_path / "config.yaml", tmp_path, 1, 80, given, ranks=1)
+    for phase, peak in plan.peaks.items():
+        assert peak.by_cause[Cause.GATHERED] < 0.02 * plan.states.parameters, phase
+
+
 @pytest.mark.full
 @needs_compiler
 def test_the_plan_of_the_shipped_configuration_is_what_a_pretended_gpu_allocates(
@@ -97,8 +122,8 @@ def test_the_plan_of_a_recipe_for_long_rows_is_what_a_pretended_gpu_allocates(
 
 def compare(
     config_file: Path, model: Path, nodes: int, gb: float, assignments: list[str], ranks: int = 8
-) -> None:
-    """Hold the plan of nodes of so many GPUs against two steps without contents."""
+) -> Plan:
+    """Hold the plan of nodes of so many GPUs against two steps without contents; return it."""
     given = ["data.train=none", *assignments]
     config = load_config(config_file, [f"model.path={model}", *given], {})
     model_config = AutoConfig.from_pretrained(model)
@@ -124,3 +149,4 @@ def compare(
     assert plan.allocated_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
     pools = plan.peak_bytes - machine.allowance_bytes
     assert pools == pytest.approx(measured.reserved_bytes, rel=0.02)
+    return plan
