@@ -103,13 +103,13 @@ def test_a_team_sees_what_fits_and_on_how_many_nodes_the_rest_does(
     wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256})
     wide.save_pretrained(tmp_path)
     machine = ["--nodes", "1", "--gpus-per-node", "1", "--host-memory", "0.1", "--gpu-memory"]
-    assert run(["plan", str(tmp_path), *machine, "4.8", "data.max_length=64"]) == 0
+    assert run(["plan", str(tmp_path), *machine, "4.6", "data.max_length=64"]) == 0
     printed = capsys.readouterr()
     assert [text.count("\n") for text in shown] == [1, 1]
     head, whole, adapters, more, *_ = ("".join(shown) + printed.out).splitlines()
     assert head.split()[:3] == ["nodes", "trains", "fits"]
     assert whole.split() == ["1", "all", "weights", "no", *"----"]
-    assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 4 < float(adapters.split()[3]) <= 4.8
+    assert adapters.split()[:3] == ["1", "LoRA", "yes"] and 4 < float(adapters.split()[3]) <= 4.6
     assert "train.gradient_accumulation_steps=32" in adapters
     assert re.match(r"All weights: from \d+ nodes, by arithmetic", more)
     assert "Plan: simulating a step with train.gradient_accumulation_steps" in printed.err

@@ -31,11 +31,15 @@ def said(output: str) -> list[str]:
 
 
 def test_a_gpu_without_triton_runs_eager_and_says_so_once(
-    tmp_path: Path, models: dict[str, Path]
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of its 4 GB another process has one, which is said before the run and behind it."""
+    monkeypatch.setenv("PRETEND_FREE_GB", "3")
     folder = write_inputs(tmp_path, models["llama"])
     output = train_on_gpus(1, *RUN, "optimizer.name=adamw8bit", cwd=folder)
     assert said(output) == ["nothing is compiled for this GPU (Triton is not installed)"]
+    assert "\nGPU memory: 1.00 GB in use beside PyTorch's (CUDA" in output
+    assert re.search(r"Measured: 0\.\d\d GB \(\d\.\d\d GB in use beside PyTorch's\) \| ", output)
 
 
 @pytest.mark.full
