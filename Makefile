@@ -1,10 +1,10 @@
-# make demo | rehearse | test-fast | test | test-full | mutants | gpu-check | docs | bench | card | clean. Each sets up .venv and may be run again.
+# make demo | rehearse | test-fast | test | test-full | mutants | gpu-check | versions | docs | bench | card | clean. Each sets up .venv and may be run again.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 # Two prerequisites at once: mypy beside the download of test data.
 MAKEFLAGS += --jobs=2
-.PHONY: help setup demo rehearse lint test-fast test test-full mutants gpu-check docs bench card clean
+.PHONY: help setup demo rehearse lint test-fast test test-full mutants gpu-check versions docs bench card clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -119,6 +119,11 @@ GPU_PYTHON := $(PYTHON)
 endif
 gpu-check:
 	$(GPU_PYTHON) -m distTest.gpu_check --peers $(PEERS)/bin/python $(GPU_CHECK_ARGS)
+
+# Chosen tests under other versions of torch and transformers, by hand: an environment has 5 GB.
+# VERSIONS="torch==2.11.0 transformers==5.17.0" tries one pair, and PYTHON=python3.12 another Python.
+versions: .venv/.templates
+	$(BIN)/python -m tests.versions --python $(PYTHON) $(if $(VERSIONS),"$(VERSIONS)")
 
 # The site of README.md and docs/, in site/. It loads nothing from a network.
 docs: .venv/.installed

@@ -7,8 +7,10 @@ that every process has it: ranks, a run's plan, `shardtune` and spawned workers.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -17,10 +19,23 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import varlen
 
+TRIED = {"torch": ("2.11", "2.15"), "transformers": ("5.17", "5.24")}  # the oldest, the newest
 _OLDER_NAMES = {
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
+
+
+def untried_versions() -> Iterator[str]:
+    """Yield a line for each package of another version than those that were tried."""
+    for name, (oldest, newest) in TRIED.items():
+        version = importlib.metadata.version(name)
+        if not _release(oldest) <= _release(version) <= _release(newest):
+            yield f"{name} {version} was not tried ({oldest} to {newest} were)"
+
+
+def _release(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]  # also of 2.11.0a0+1f2
 
 
 def _adapt() -> None:

@@ -28,6 +28,7 @@ from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Cost, Position, Schedule, source_weights
 from shardtune.distributed.gpus import bytes_beside_torch
 from shardtune.distributed.join import describe
+from shardtune.distributed.older_torch import untried_versions
 from shardtune.distributed.progress import Phase
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
@@ -69,7 +70,7 @@ def start_logging(config: Config, world: World) -> None:
             f"GPU memory: {beside / 1e9:.2f} GB in use beside PyTorch's (CUDA's context, NCCL, "
             f"other processes{ranks})"
         )
-    for remark in remarks(config):
+    for remark in (*untried_versions(), *remarks(config)):
         logger.info(remark)
     if config.optimizer.offload and world.device.type == "cpu":
         logger.info("optimizer.offload=true moves nothing: a CPU has no other memory")
