@@ -214,17 +214,19 @@ def test_a_world_of_one_copies_its_weights_once_a_step(
 @pytest.mark.parametrize(
     ("family", "more", "copies", "words"),
     [
-        ("llama", ["model.compute_dtype=float32"], 0, "not copied"),
+        pytest.param("llama", ["model.compute_dtype=float32"], 0, "not copied", id="float32"),
         pytest.param(
             *("glm", [BFLOAT16, "lora.rank=4", "lora.dropout=0.1"], 3),
             "adapters copied once a step (0.00 GB",
             marks=pytest.mark.full,
+            id="adapters",
         ),
         pytest.param(
             "glm",
             [BFLOAT16, "model.master_dtype=bfloat16", "model.reduce_dtype=bfloat16"],
             *(0, "not copied"),
             marks=pytest.mark.full,
+            id="bfloat16",
         ),
     ],
 )

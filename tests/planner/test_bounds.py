@@ -19,6 +19,7 @@ from helpers.planned import (
 from transformers import (
     AutoModelForCausalLM,
     Llama4TextConfig,
+    LlamaConfig,
     PreTrainedConfig,
 )
 
@@ -28,6 +29,7 @@ from shardtune.planner.bound import bound_bytes
 from shardtune.planner.extrapolate import with_layers
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.shapes import rough_memory
 from shardtune.planner.simulate import fake_world
 from shardtune.planner.verdict import verdict
 
@@ -162,3 +164,25 @@ def test_the_bound_from_shapes_alone_is_above_a_simulated_step(
     with fake_world(1, 8, config) as world:
         model = build_on_meta(config, model_config, world)
         assert plan.peak_bytes < bound_bytes(model, config, plan.states, world)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "most"),
+    [
+        (["lora.rank=8"], 1.2),
+        pytest.param(
+            [f"model.{kind}_dtype=bfloat16" for kind in ("master", "reduce")],
+            1.0,
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_an_estimate_copies_no_weights_that_a_simulated_step_does_not(
+    assignments: list[str], most: float
+) -> None:
+    """On one GPU, in short rows, so that weights are most of what it holds."""
+    wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 2048, "head_dim": 256})
+    config = configured("data.max_length=64", *assignments)
+    plan = make_plan(config, wide, Machine(1, 1, 8e9, 1, 1, 1))
+    estimate, _ = rough_memory(plan.shapes, 0, config, ranks=1, free=4e9)
+    assert 0.8 < estimate / plan.allocated_bytes < most

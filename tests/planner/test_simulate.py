@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.planned import GLM, LLAMA, MACHINE, configured
+from helpers.planned import GLM, LLAMA, MACHINE, STEPS, configured
+from torch.distributed.tensor import DTensor
 from transformers import Olmo2Config
 
-from shardtune.model.build import whole_on_meta
+from shardtune.model.build import build_on_meta, whole_on_meta
 from shardtune.planner.extrapolate import Simulations, with_layers
 from shardtune.planner.plan import make_plan
 from shardtune.planner.simulate import Measured, fake_world, simulate
-from shardtune.training.reshard import ReshardPolicy
+from shardtune.training.reshard import ReshardPolicy, kept_bytes
 
 POLICY = ReshardPolicy(0, False)
 SHALLOW = with_layers(LLAMA, 2)
@@ -26,6 +27,7 @@ OLMO = Olmo2Config(
     num_attention_heads=4,
     max_position_embeddings=16384,
 )
+BFLOAT16 = ["model.master_dtype=bfloat16", "model.reduce_dtype=bfloat16"]
 LONG_ROWS = ["data.max_length=16384", "model.activation_checkpointing=full", "parallel.expert=4"]
 
 
@@ -35,6 +37,38 @@ def experts() -> Any:
     config = copy.deepcopy(GLM)
     config.max_position_embeddings = 16384
     return with_layers(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "assignments", "left_alone"),
+    [
+        (1, ["lora.rank=4"], "frozen"),
+        (2, ["lora.rank=4", "parallel.replicate=2"], "frozen"),
+        (2, ["lora.rank=4"], "none"),
+        (1, ["model.compute_dtype=float32"], "all"),
+        (1, BFLOAT16, "all"),
+        (2, [*BFLOAT16, "parallel.stages=2", STEPS[0]], "all"),
+        (2, [*BFLOAT16, "parallel.replicate=2"], "none"),
+        (1, ["model.master_dtype=bfloat16"], "none"),  # whose gradients are summed in float32
+        (1, ["optimizer.offload=true", "model.reduce_dtype=bfloat16"], "none"),
+        (1, [], "none"),
+    ],
+)
+def test_weights_that_a_rank_computes_with_as_they_are_stored_are_not_fsdps(
+    ranks: int, assignments: list[str], left_alone: str
+) -> None:
+    config = configured(*assignments)
+    with fake_world(1, ranks, config) as world:
+        model = build_on_meta(config, SHALLOW, world)
+        kept = kept_bytes(model, config, world)
+    sharded = [p for p in model.parameters() if isinstance(p.data, DTensor)]
+    expected = {
+        "frozen": [p for p in model.parameters() if p.requires_grad],
+        "none": list(model.parameters()),
+        "all": [],
+    }[left_alone]
+    assert list(map(id, sharded)) == list(map(id, expected))
+    assert sum(kept.parameters) == 2 * sum(p.numel() for p in sharded)
 
 
 @pytest.mark.parametrize("has_experts", [True, False])
