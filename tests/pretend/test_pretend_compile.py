@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -26,17 +27,23 @@ def train_compiled(backend: str, assignments: list[str]) -> None:
     train_script(assignments)
 
 
+def train_beside_another_process(assignments: list[str]) -> None:
+    os.environ["PRETEND_FREE_GB"] = "3"
+    train_script(assignments)
+
+
 def said(output: str) -> list[str]:
     return re.findall("^Compile: (.+)", output, re.MULTILINE)
 
 
 def test_a_gpu_without_triton_runs_eager_and_says_so_once(
-    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, models: dict[str, Path]
 ) -> None:
     """Of its 4 GB another process has one, which is said before the run and behind it."""
-    monkeypatch.setenv("PRETEND_FREE_GB", "3")
-    folder = write_inputs(tmp_path, models["llama"])
-    output = train_on_gpus(1, *RUN, "optimizer.name=adamw8bit", cwd=folder)
+    folder, given = write_inputs(tmp_path, models["llama"]), [*RUN, "optimizer.name=adamw8bit"]
+    done = on_gpus(1, train_beside_another_process, given, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     assert said(output) == ["nothing is compiled for this GPU (Triton is not installed)"]
     assert "\nGPU memory: 1.00 GB in use beside PyTorch's (CUDA" in output
     assert re.search(r"Measured: 0\.\d\d GB \(\d\.\d\d GB in use beside PyTorch's\) \| ", output)
