@@ -21,7 +21,11 @@ import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardtune.config import Config
@@ -39,6 +43,7 @@ from shardtune.model.experts import (
 )
 from shardtune.model.grouped_experts import gather_both_ways
 from shardtune.model.host_inputs import PinnedCopies, keep_inputs_on_host
+from shardtune.model.kept_choices import keep_choices
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
 from shardtune.model.masters import keep_master, rounded_when_read
@@ -214,10 +219,12 @@ def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     _accumulate_in(widest_gradient(config), model)
     if config.model.activation_checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False}
+        contexts: Callable[[], Any] = noop_context_fn
         if config.model.activation_checkpointing == "selective":
-            options["context_fn"] = partial(
-                create_selective_checkpoint_contexts, kept_operators(model)
-            )
+            contexts = partial(create_selective_checkpoint_contexts, kept_operators(model))
+        if config.parallel.expert > 1:
+            contexts = partial(keep_choices, contexts)
+        options["context_fn"] = contexts
         # transformers before 5.23 has the older name alone.
         older: Any = model.gradient_checkpointing_enable
         getattr(model, "activation_checkpointing_enable", older)(options)

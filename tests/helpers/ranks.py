@@ -129,11 +129,11 @@ def train_each(runs: Sequence[tuple[int, Sequence[str]]], cwd: Path) -> None:
     """
     (cwd / "config.yaml").touch()
     most = max(ranks for ranks, _ in runs)
-    done = on_ranks(most, _train_each, list(runs), cwd=cwd, timeout_s=900)
+    done = on_ranks(most, each_in_turn, list(runs), cwd=cwd, timeout_s=900)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def _train_each(runs: Sequence[tuple[int, Sequence[str]]]) -> None:
+def each_in_turn(runs: Sequence[tuple[int, Sequence[str]]]) -> None:
     script = str(REPOSITORY / "train_fsdp.py")
     rank = int(os.environ["RANK"])
     for number, (ranks, assignments) in enumerate(runs):

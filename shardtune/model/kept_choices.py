@@ -1,0 +1,66 @@
+"""Keep which experts a router has chosen, where a layer is computed again.
+
+Its second forward may round otherwise than its first, and a tie then goes to another expert: ranks
+that exchange tokens by these choices would wait for others than come, or get as many as no longer
+fit. So the operators by which routers choose give in the second what they gave in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import noop_context_fn
+
+_MAX, _TOP_K = torch.ops.aten.max.dim, torch.ops.aten.topk.default  # PhiMoE's, and all others'
+_MOST_EXPERTS = 64  # of a token; attention chooses among keys by the hundred
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def keep_choices(contexts: Callable[[], _Contexts] = noop_context_fn) -> _Contexts:
+    """Return the contexts of a checkpointed forward and of its repetition, around these."""
+    kept: list[tuple[torch.Tensor, ...]] = []
+    first, again = contexts()
+    return _Choices(kept, first, is_again=False), _Choices(kept, again, is_again=True)
+
+
+class _Choices(TorchDispatchMode):
+    supports_higher_order_operators = True  # and lets them run
+
+    def __init__(
+        self,
+        kept: list[tuple[torch.Tensor, ...]],
+        inner: AbstractContextManager[Any],
+        is_again: bool,
+    ) -> None:
+        super().__init__()
+        self._kept, self._inner, self._is_again = kept, inner, is_again
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let layers be compiled: those call operators that choose, as others do."""
+        return True
+
+    def __enter__(self) -> Any:
+        self._next = 0
+        super().__enter__()
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not _MAX and not (func is _TOP_K and args[1] <= _MOST_EXPERTS):
+            return func(*args, **(kwargs or {}))
+        if self._is_again:
+            self._next += 1
+            return self._kept[self._next - 1]
+        chosen = func(*args, **(kwargs or {}))
+        # Copies, since some routers normalise the weights of their choices in place.
+        self._kept.append(tuple(x.clone() for x in chosen))
+        return chosen
