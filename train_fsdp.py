@@ -211,7 +211,8 @@ def save(context: TrainContext, step: Step) -> None:
             )
         )
 
-    context.saver.save(vars(step.end) | context.run_state, context.metrics.sync, ended)
+    kinds = {"kinds": optim.kinds_of_run(context.optimizer, context.run.world)}
+    context.saver.save(vars(step.end) | context.run_state | kinds, context.metrics.sync, ended)
 
 
 def preempted(context: TrainContext, step: int, stop: StopRequest) -> Preempted:

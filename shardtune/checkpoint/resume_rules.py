@@ -6,7 +6,7 @@ A refusal has both values and the remedies.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,16 +51,22 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
         )
 
 
-def log_update(resumed: Checkpoint, update: str | None) -> None:
-    """Log where weights were updated in another way: on a GPU the last bits may differ.
+def log_kinds(resumed: Checkpoint, kinds: Mapping[str, str]) -> None:
+    """Log what is computed in another way: on a GPU the last bits may differ.
 
-    `update`: `compiled` or `eager`, or None where that decides nothing.
+    `kinds`: `compiled` or `eager`, by what is computed. Older checkpoints know the update's alone.
     """
-    old = resumed.state.get("update")
-    if old and update and old != update:
+    state = resumed.state
+    old = state.get("kinds") or {"the update of the weights": state.get("update")}
+    changed = [
+        f"{name} was {old[name]}, is {kind}"
+        for name, kind in kinds.items()
+        if old.get(name) not in (kind, None)
+    ]
+    if changed:
         logger.info(
-            f"Changed since {resumed.name}: the update of the weights was {old}, is {update}, so "
-            "that the last bits of the following steps may differ from an uninterrupted run's"
+            f"Changed since {resumed.name}: {', '.join(changed)}, so that the last bits of the "
+            "following steps may differ from an uninterrupted run's"
         )
 
 

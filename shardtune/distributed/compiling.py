@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._inductor.config as inductor_config
@@ -18,15 +18,26 @@ from shardtune.log import logger, node_logger
 
 # What a compilation raises, and a function that is compiled never.
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+# What this process runs `compiled`, and what `eager` in place of that, by its name.
+kinds: dict[str, str] = {}
 _MOST_WORKERS = 32  # of a process: PyTorch's own limit
 _COMPILED = "cuda"  # the type of the devices of `compiled_on_gpus`
 
 
-def share_cores(local_ranks: int) -> None:
-    """Let the ranks of a node have together as many compile workers as it has cores."""
+def compile_for_all_lengths(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return what compiles a function at its first call, which is of this thread."""
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        # Workers of all ranks of a node: as many as it has cores.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = len(os.sched_getaffinity(0))
-        inductor_config.compile_threads = max(1, min(_MOST_WORKERS, cores // local_ranks))
+        inductor_config.compile_threads = max(1, min(_MOST_WORKERS, cores // ranks))
+    # Of the kernels for a sum one is taken, not the fastest: each adds up in another order. As a
+    # setting of the process it is lost where PyTorch restores its own flag, behind each graph.
+    inductor: dict[str, Any] = {"deterministic": True}
+    compile_all: Any = torch.compile  # whose types lack some options
+    return cast(
+        Callable[..., Any], compile_all(function, dynamic=True, options=inductor, **options)
+    )
 
 
 @functools.cache
@@ -41,7 +52,7 @@ def can_compile(device: torch.device) -> bool:
         problem = "Triton is not installed"  # PyTorch's compiler takes seconds to find that out
     else:
         try:
-            torch.compile(_line, dynamic=True)(torch.ones(8, device=device))
+            compile_for_all_lengths(_line)(torch.ones(8, device=device))
         except Exception as error:
             problem = compile_problem(error)
     if problem:
@@ -71,9 +82,10 @@ def compiled_or_eager(
     runs in its place.
     """
     eager = eager or function
+    kinds[name] = "compiled" if can_compile(device) else "eager"
     if not can_compile(device):
         return eager
-    compiled: Callable[..., Any] | None = torch.compile(function, dynamic=True, fullgraph=True)
+    compiled: Callable[..., Any] | None = compile_for_all_lengths(function, fullgraph=True)
 
     def call(*arguments: Any, **options: Any) -> Any:
         nonlocal compiled
@@ -81,7 +93,7 @@ def compiled_or_eager(
             try:
                 return compiled(*arguments, **options)
             except COMPILE_ERRORS as error:
-                compiled = None
+                compiled, kinds[name] = None, "eager"
                 node_logger.info(f"Compile: {name} runs eager ({compile_problem(error)})")
         return eager(*arguments, **options)
 

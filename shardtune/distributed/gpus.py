@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch._inductor.config as inductor_config
 import torch.utils.deterministic
 
 _DEVICES = Path("/dev")
@@ -83,8 +82,6 @@ def use_gpu(local_rank: int) -> torch.device:
     # Attention sets the deterministic flag for its backward, under which whatever any thread
     # allocates would be filled with NaN first.
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
-    # Else the fastest of several kernels is taken, of which each adds up in another order.
-    inductor_config.deterministic = True
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

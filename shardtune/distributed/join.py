@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from shardtune.config import DistributedConfig, ParallelConfig
-from shardtune.distributed.compiling import share_cores
 from shardtune.distributed.division import mesh_problems, split_stage
 from shardtune.distributed.gpus import unseen_gpus, use_gpu
 from shardtune.distributed.meshes import build_meshes
@@ -40,7 +39,6 @@ def join_world(config: DistributedConfig, parallel: ParallelConfig | None = None
         rank, size, local_rank = _launcher_numbers()
         local_size = _variable("LOCAL_WORLD_SIZE", size)
         node_rank = _variable("GROUP_RANK", rank // local_size)
-    share_cores(local_size)
     device, backend = _device_and_backend(config.backend, local_rank)
     if problems := list(mesh_problems(size, parallel)):
         raise UserError(*problems)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch._functorch.config as functorch_config
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,7 +31,9 @@ def compile_layers(model: PreTrainedModel, config: ModelConfig, world: World) ->
     """
     is_required = config.compile is True
     if not is_required and not (config.compile and _every_rank_compiles(world)):
+        compiling.kinds["layers"] = "eager"
         return
+    compiling.kinds["layers"] = "compiled"
     # A backward that cannot be compiled then shows in the forward, where a layer can run eager.
     functorch_config.force_non_lazy_backward_lowering = True
     # As selective checkpointing of a layer that runs eager: products are kept, the rest is not.
@@ -75,7 +76,7 @@ def _compiled_forward(
         stop=lambda function: function.__code__.co_name != "forward_with_checkpointing",
     )
     eager = partial(inner, layer)
-    compiled = torch.compile(eager, dynamic=True)
+    compiled = compiling.compile_for_all_lengths(eager)
 
     def checkpointed(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if getattr(layer, "gradient_checkpointing", False) and layer.training:
@@ -98,6 +99,7 @@ def _compiled_forward(
                     "missing part, such as a C++ compiler on a CPU, or use model.compile=false"
                 ) from error
             failed.append(reason)
+            compiling.kinds["layers"] = "eager"
             node_logger.info(
                 f"Compile: layers run eager, since {name} cannot be compiled ({reason})"
             )

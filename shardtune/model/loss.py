@@ -31,6 +31,7 @@ _CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 5 << 28}
 _SOFTMAX_BYTES = 1 << 26  # of logits in float32
 _BLOCK_ROWS = 1 << 13  # of the head's weight
 HEAD_TRIAL_TOKENS = 8
+_TRIED_ROWS = 512  # with fewer the compiler would divide the sums of each row, for more kernels
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -116,7 +117,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 torch.mm(chunk, weight.t(), out=chunk_logits)
             else:
                 torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
-            add_loss(loss, chunk_logits, chunk_targets, wants_gradients, converted)
+            # `data`, because torch.compile compiles again for another base of a view.
+            add_loss(loss, chunk_logits.data, chunk_targets.data, wants_gradients, converted)
             if gradients:
                 gradients.add(start, chunk, chunk_logits)
         ctx.gradients = gradients and (gradients.hidden, gradients.weight, gradients.bias)
@@ -162,6 +164,26 @@ def _add_loss(
 @functools.cache
 def _compiled_add_loss(device: torch.device) -> Callable[..., None]:
     return compiled_or_eager(_add_loss_at_once, "the loss", device, eager=_add_loss)
+
+
+def compile_loss(
+    model: PreTrainedModel, dtype: torch.dtype, device: torch.device, evaluates: bool
+) -> None:
+    """Let a GPU compile the loss, and time its kernels, before a step needs the memory.
+
+    With all rows of a chunk PyTorch would copy the logits for each kernel that it times. And the
+    graphs, which serve any number of rows, then do not depend on the first batch.
+    """
+    head = model.get_output_embeddings()
+    if device.type != "cuda" or not (isinstance(head, LossHead) and head.is_last):
+        return
+    logits = torch.zeros(_TRIED_ROWS, head.weight.shape[0], dtype=dtype, device=device)
+    targets = torch.zeros(_TRIED_ROWS, 1, dtype=torch.int64, device=device)
+    add_loss = _compiled_add_loss(device)
+    with torch.no_grad():
+        for wants_gradients in (True, False) if evaluates else (True,):
+            loss = torch.zeros((), device=device)
+            add_loss(loss, logits, targets, wants_gradients, logits[:0].float())
 
 
 def _planned_add_loss(

@@ -10,7 +10,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from shardtune import checkpoint
-from shardtune.checkpoint import resume_rules
 from shardtune.checkpoint.export.best import Best
 from shardtune.config import Config
 from shardtune.config_io import write_config
@@ -23,7 +22,7 @@ from shardtune.model import build
 from shardtune.model.attention_check import choose_attention
 from shardtune.model.compiled_layers import compile_layers
 from shardtune.model.flops import cost_of
-from shardtune.model.loss import use_loss_head
+from shardtune.model.loss import compile_loss, use_loss_head
 from shardtune.model.tiles import tile_layers
 from shardtune.training import optim, reshard, setup
 from shardtune.training.context import Planned, Run, TrainContext
@@ -34,6 +33,7 @@ from shardtune.training.metrics import Metrics
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.profiler import StepProfiler
 from shardtune.training.replica_shards import OwnedParameters
+from shardtune.training.resumed_kinds import ResumedKinds
 from shardtune.training.sinks import open_sinks
 from shardtune.training.stage import Stage
 from shardtune.training.states import state_bytes
@@ -56,7 +56,6 @@ def build_train_context(
     config, world = run.config.moving_states(is_gpu=run.world.device.type == "cuda"), run.world
     world.progress.enter(Phase.LOADING)
     states = model, owned, host, optimizer = build_states(config, model_config, world)
-    update = optim.update_kind(optimizer, world.device)
     whole = build.whole_on_meta(config, model_config, world)
     n_bytes = state_bytes(model, optimizer, config)
     setup.log_model(whole, config, n_bytes, world)
@@ -66,6 +65,13 @@ def build_train_context(
     )
     set_seed((config.run.seed + world.rank) % 2**32)
     is_flat = prepare_forward(model, config, data.longest, planned.tiles, world)
+    if world.is_last_stage:
+        compile_loss(
+            model,
+            build.compute_dtype(config.model.compute_dtype, world.device),
+            world.device,
+            bool(data.eval),
+        )
     load_states(states, run)
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
@@ -96,10 +102,11 @@ def build_train_context(
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(run, metrics, schedule),
+            ResumedKinds(run, optimizer),
         ],
         saver=saver,
         best=best,
-        run_state=setup.state_of_run(run, model_config, assets, data, policy, update),
+        run_state=setup.state_of_run(run, model_config, assets, data, policy),
     )
 
 
@@ -135,7 +142,6 @@ def load_states(states: States, run: Run) -> None:
     checkpoint.clear_leftovers(run.directory, resumed, world)
     if resumed:
         logger.info(f"Resumed from {resumed.name}")
-        resume_rules.log_update(resumed, optim.update_kind(optimizer, world.device))
 
 
 def open_best(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardtune.distributed.compiling import compile_for_all_lengths
 from shardtune.distributed.tensors import sharded_as, to_local
 from shardtune.model.experts import SCALE_BLOCK
 from shardtune.training.host_states import HostStates, piece_rows
@@ -79,8 +80,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         Every graph of the later steps is compiled now. What the compiler raises leaves the update
         eager.
         """
-        compile_all: Any = torch.compile  # whose types lack the limit
-        compiled = compile_all(update, dynamic=True, fullgraph=True, recompile_limit=_MOST_GRAPHS)
+        compiled = compile_for_all_lengths(update, fullgraph=True, recompile_limit=_MOST_GRAPHS)
         trained = [p for group in self.param_groups for p in group["params"]]
         shapes = dict.fromkeys(self._trial_shape(p) for p in trained if to_local(p).numel())
         with torch.no_grad():

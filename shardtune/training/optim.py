@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -108,14 +109,20 @@ def compile_update(optimizer: torch.optim.Optimizer, config: Config, world: Worl
         logger.info(f"Compile: the weights' update runs eager (rank {rank}: {per_rank[rank]})")
 
 
-def update_kind(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
-    """Return how weights are updated, `compiled` or `eager`, where that decides their last bits.
+def kinds_of_run(optimizer: torch.optim.Optimizer, world: World) -> dict[str, str]:
+    """Return what the run computes `compiled` and what `eager`, by its name, where that decides the
+    last bits of its numbers. Collective.
 
-    A GPU's compiled kernels round a product and a sum once, and divide less exactly.
+    A GPU's compiled kernels round a product and a sum once, and divide less exactly. What a rank
+    runs eager counts as eager.
     """
-    if device.type != "cuda" or not isinstance(optimizer, LowPrecisionAdamW):
-        return None
-    return "compiled" if optimizer.is_compiled else "eager"
+    if world.device.type != "cuda":
+        return {}
+    own = dict(compiling.kinds)
+    if isinstance(optimizer, LowPrecisionAdamW):
+        own["the update of the weights"] = "compiled" if optimizer.is_compiled else "eager"
+    per_rank = [list(kinds.items()) for kinds in world.all_gather_json(own)]
+    return dict(sorted(chain(*per_rank), key=lambda item: item[1] == "eager"))
 
 
 def learning_rate(step: int, total_steps: int, peak: float, config: SchedulerConfig) -> float:

@@ -318,12 +318,8 @@ def state_of_run(
     assets: Mapping[str, bytes],
     data: PreparedData,
     reshard: ReshardPolicy,
-    update: str | None,
 ) -> dict[str, Any]:
-    """Return the state that each checkpoint of the run holds beside its tensors and position.
-
-    `update`: see `optim.update_kind`.
-    """
+    """Return the state that each checkpoint of the run holds beside its tensors and position."""
     frozen = json.loads(assets.get(SOURCE, b"{}")).get("weights")
     return {
         "date": run.date.isoformat(),
@@ -331,7 +327,6 @@ def state_of_run(
         "config": to_dict(run.config),
         "model": resume_rules.model_settings(model_config),
         **({"weights": frozen} if frozen else {}),
-        **({"update": update} if update else {}),
         "residency": list(vars(reshard).values()),  # the key that older checkpoints have, too
     }
 

@@ -36,17 +36,25 @@ def said(output: str) -> list[str]:
     return re.findall("^Compile: (.+)", output, re.MULTILINE)
 
 
-def test_a_gpu_without_triton_runs_eager_and_says_so_once(
+def test_a_gpu_without_triton_runs_eager_and_says_so_once_as_does_a_resume_that_compiles(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
     """Of its 4 GB another process has one, which is said before the run and behind it."""
-    folder, given = write_inputs(tmp_path, models["llama"]), [*RUN, "optimizer.name=adamw8bit"]
-    done = on_gpus(1, train_beside_another_process, given, cwd=folder)
+    folder = write_inputs(tmp_path, models["llama"])
+    given = [*RUN, "optimizer.name=adamw8bit", "model.compile=false", "data.eval=train.jsonl"]
+    first = [*given, "train.max_steps=1"]
+    done = on_gpus(1, train_beside_another_process, first, cwd=folder)
     assert done.returncode == 0, done.stderr
     output = done.stdout
     assert said(output) == ["nothing is compiled for this GPU (Triton is not installed)"]
     assert "\nGPU memory: 1.00 GB in use beside PyTorch's (CUDA" in output
     assert re.search(r"Measured: 0\.\d\d GB \(\d\.\d\d GB in use beside PyTorch's\) \| ", output)
+    assert "Changed" not in output
+    done = on_gpus(1, train_compiled, "eager", given, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = re.findall("^Changed since checkpoint_0000001: the .+", done.stdout, re.MULTILINE)
+    for name in ("the loss", "the update of the weights"):
+        assert f"{name} was eager, is compiled" in line
 
 
 @pytest.mark.full

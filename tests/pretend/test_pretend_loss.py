@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers.pretended import needs_compiler, on_gpus
 from pretend_gpu.compiled import Compiler
+from torch._dynamo.utils import counters
 
+from shardtune.distributed import compiling
 from shardtune.model import loss
+from shardtune.model.loss import LossHead, compile_loss
 from shardtune.planner.kernels import Kernel
 from shardtune.planner.roofline import launched, moved_bytes
 from shardtune.planner.tracker import Tracker
@@ -46,3 +52,27 @@ def test_a_plans_loss_is_that_of_the_compiler(tmp_path: Path) -> None:
         assert launched(tracker.kernels) == kernels
         # The compiler's kernels hand a number a row to one another.
         assert moved_bytes(tracker.kernels) == pytest.approx(n_bytes, rel=0.01)
+
+
+def count_graphs() -> None:
+    """Compile the loss on few rows, and use it on chunks of any length."""
+    compiling.can_compile = lambda _: True
+    torch.compile = partial(torch.compile, backend="eager")
+    width, device, dtype = 16, torch.device("cuda"), torch.bfloat16
+    head: Any = LossHead(width, VOCABULARY, bias=False, device=device, dtype=dtype)
+    head.batch, head.is_last = None, True
+    model: Any = SimpleNamespace(get_output_embeddings=lambda: head)
+    compile_loss(model, dtype, device, evaluates=True)
+    graphs = counters["stats"]["unique_graphs"]
+    loss._CHUNK_BYTES["cuda"] = 8 * VOCABULARY * dtype.itemsize
+    for rows in (20, 8, 5):  # chunks of eight, and a last one of four or five
+        for wants_gradients in (True, False):
+            targets = torch.zeros(rows, dtype=torch.int64, device=device)
+            given = torch.zeros(rows, width, dtype=dtype, device=device), head.weight, None, targets
+            loss._SummedCrossEntropy.apply(*given, wants_gradients, "cuda")
+    assert graphs == counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_loss_that_is_compiled_before_the_first_step_is_compiled_for_all(tmp_path: Path) -> None:
+    done = on_gpus(1, count_graphs, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -82,7 +82,7 @@ def update_where(rank_that_cannot: int | None, config: Config) -> None:
     optimizer = optim.build_optimizer(owned, config)
     optim.compile_update(optimizer, config, world)
     assert isinstance(optimizer, LowPrecisionAdamW) and not optimizer.is_compiled
-    assert optim.update_kind(optimizer, world.device) == "eager"
+    assert optim.kinds_of_run(optimizer, world)["the update of the weights"] == "eager"
     for parameter in owned.by_name.values():
         parameter.grad = torch.ones_like(parameter, dtype=parameter.grad_dtype)
     optimizer.step()

@@ -14,7 +14,7 @@ from torch import nn
 from torch._inductor import config as inductor
 from transformers import AutoModelForCausalLM
 
-from shardtune.checkpoint.resume_rules import log_update
+from shardtune.checkpoint.resume_rules import log_kinds
 from shardtune.config import SchedulerConfig
 from shardtune.errors import RunFailed
 from shardtune.training.low_precision_optim import LowPrecisionAdamW
@@ -164,12 +164,28 @@ def test_a_compile_that_was_asked_for_and_fails_names_the_optimizer(tmp_path):
     assert not optimizer.is_compiled
 
 
-def test_a_resume_that_updates_in_another_way_says_so(caplog):
-    """An older checkpoint has no word for it, nor has a CPU's, whose bits do not depend on it."""
-    cases = [("eager", "compiled"), ("eager", "eager"), (None, "compiled"), ("compiled", None)]
+def test_a_resume_names_all_that_it_computes_in_another_way_in_a_line(caplog):
+    """An older checkpoint knows the update alone; one of a CPU, whose bits do not change, nothing.
+
+    What a run has not used is not compared.
+    """
+    update = "the update of the weights"
+    cases = [
+        ({"update": "eager"}, {update: "compiled", "the loss": "eager"}),
+        ({"update": "eager"}, {update: "eager"}),
+        ({}, {update: "compiled"}),
+        ({"kinds": {}}, {update: "compiled"}),
+        ({"kinds": {update: "eager", "layers": "eager"}}, {}),
+        (
+            {"kinds": {update: "eager", "the loss": "compiled", "layers": "compiled"}},
+            {update: "eager", "the loss": "eager", "layers": "eager"},
+        ),
+    ]
     with caplog.at_level(logging.INFO, "shardtune"):
-        for old, new in cases:
-            resumed: Any = SimpleNamespace(name="step-7", state={"update": old} if old else {})
-            log_update(resumed, new)
-    (line,) = caplog.messages
-    assert line.startswith("Changed since step-7: ") and "was eager, is compiled" in line
+        for state, kinds in cases:
+            resumed: Any = SimpleNamespace(name="step-7", state=state)
+            log_kinds(resumed, kinds)
+    older, newer = caplog.messages
+    assert older.startswith("Changed since step-7: ") and f"{update} was eager, is compiled" in older
+    assert "the loss was compiled, is eager, layers was compiled, is eager" in newer
+    assert "loss" not in older and update not in newer
