@@ -186,6 +186,8 @@ def test_a_resume_names_all_that_it_computes_in_another_way_in_a_line(caplog):
             resumed: Any = SimpleNamespace(name="step-7", state=state)
             log_kinds(resumed, kinds)
     older, newer = caplog.messages
-    assert older.startswith("Changed since step-7: ") and f"{update} was eager, is compiled" in older
+    assert (
+        older.startswith("Changed since step-7: ") and f"{update} was eager, is compiled" in older
+    )
     assert "the loss was compiled, is eager, layers was compiled, is eager" in newer
     assert "loss" not in older and update not in newer
