@@ -22,6 +22,7 @@ from shardtune.cluster.environment import REPOSITORY, Environment, existing_part
 from shardtune.config import Config
 from shardtune.config_io import bare, shared_settings
 from shardtune.data.paths import kind_of, split_path
+from shardtune.model.config_json import older_transformers
 from shardtune.model.weight_files import WHOLE_BYTES, content_digest, tensors_digest
 
 _SAMPLE = 32, 1 << 20  # blocks at even distances, and bytes of each, of a large file
@@ -82,7 +83,7 @@ def _file_facts(config: Config) -> Message:
 def _machine_facts(environment: Environment, config: Config) -> Message:
     # In a process of its own: one that has used CUDA cannot fork the ranks that measure.
     gpus: list[Message] = []
-    problems: list[str] = []
+    problems = list(filter(None, [older_transformers(config.parallel.expert)]))
     with multiprocessing.get_context("fork").Pool(1) as pool:
         look = pool.apply_async(_gpus, [config.distributed.backend])
         try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import varlen
 
@@ -53,6 +54,9 @@ def _adapt() -> None:
         state._fsdp_param_groups = property(
             lambda self: [self._fsdp_param_group] if self._fsdp_param_group else []
         )
+    streams: Any = FSDPCommContext
+    if not hasattr(streams, "_last_post_reduce_events"):  # there each group waits for its own event
+        streams._last_post_reduce_events = {}
     # Guards of a backward that autograd traces in a GPU's own thread have no frame of a user.
     guards: Any = import_module("torch._guards")
     format_frame = guards.format_frame

@@ -5,7 +5,9 @@ The checks of the built model use the same messages.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,7 @@ def _problems(config: Config, given: Mapping[str, Any], ranks: int) -> Iterator[
             unread_quantisation(text, path),
             beyond_positions(config.data.max_length, number("max_position_embeddings"), path),
             undivided_heads(parallel.context, number("num_attention_heads"), kind),
+            older_transformers(parallel.expert),
             # A name that is not known here may be one of experts.
             "" if "expert" in str(given) else without_experts(parallel.expert, kind),
             undivided_experts(parallel.expert, number(*_EXPERTS), kind),
@@ -109,6 +112,17 @@ def undivided_heads(degree: int, heads: int, kind: str) -> str:
     return (
         f"parallel.context={degree} does not divide the {heads} heads of {kind} - use one of "
         f"{divisors(heads)} that divides world size / parallel.stages too"
+    )
+
+
+def older_transformers(degree: int) -> str:
+    """Return why the installed transformers cannot spread experts, or an empty text."""
+    version = importlib.metadata.version("transformers")
+    if degree == 1 or [int(number) for number in re.findall(r"\d+", version)[:2]] >= [5, 23]:
+        return ""
+    return (
+        f"parallel.expert={degree}: transformers {version} cannot spread experts - "
+        "install transformers 5.23 or newer, or use parallel.expert=1"
     )
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel, __version__
+from transformers import PreTrainedModel
 
 try:
     from transformers.distributed.expert_parallel import (
@@ -34,7 +34,7 @@ from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.progress import Progress
 from shardtune.distributed.tensors import to_local
 from shardtune.errors import UserError
-from shardtune.model.config_json import undivided_experts, without_experts
+from shardtune.model.config_json import older_transformers, undivided_experts, without_experts
 from shardtune.model.grouped_experts import (
     TokenPairs,
     are_stacked,
@@ -56,9 +56,8 @@ def spread_problems(model: PreTrainedModel, degree: int, copies: int) -> Iterato
     if degree == 1:
         return
     kind, key = model.config.model_type, f"parallel.expert={degree}"
-    if EPImplementationInterface is None:
-        lack = f"transformers {__version__} cannot spread experts"
-        yield f"{key}: {lack} - install transformers 5.23 or newer, or use parallel.expert=1"
+    if problem := older_transformers(degree):
+        yield problem
         return
     plan = _plan_of_experts(model)
     stacks = [model.get_parameter(name) for name, style in plan.items() if style == _STACK]

@@ -159,7 +159,7 @@ def difference(
     model.zero_grad()
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     shard(model, world, MixedPrecisionPolicy())
     lines: list[str] = []
     with patch.object(logger, "info", lines.append):

@@ -42,7 +42,7 @@ def _pass_rows() -> None:
         use_cache=False,
     )
     model = LlamaForCausalLM(config).cuda().train()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     rows = [torch.randint(99, (1, n)).cuda() for n in (128, 32, 256, 256)]
     expected = [_kept_and_gradients(model, row) for row in rows]
     copies = _Watched(torch.device("cuda"))

@@ -145,7 +145,7 @@ def test_the_flops_leave_recomputation_out() -> None:
     before = count_flops(model).per_step(LENGTHS, 5)
     ids = torch.arange(6).view(1, -1)
     plain = counted(lambda: model(ids, use_cache=False).logits.sum().backward())
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     assert counted(lambda: model(ids, use_cache=False).logits.sum().backward()) > 1.2 * plain
     assert count_flops(model).per_step(LENGTHS, 5) == before
 

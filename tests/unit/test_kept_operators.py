@@ -40,7 +40,5 @@ def require_same_gradients(model: PreTrainedModel) -> None:
         model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         contexts = partial(create_selective_checkpoint_contexts, kept_operators(model))
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts}
-        )
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
 import grimp
+import pytest
+import torch
 from conftest import REPOSITORY
 
 from shardtune.distributed import older_torch
@@ -26,6 +29,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="an older PyTorch, which is adapted")
 def test_this_pytorch_is_left_as_it_is() -> None:
     """In a process of its own: a test may have changed a name of this one's."""
     names = ("torch.compile", "varlen.varlen_attn", "dist.all_gather_single", "guards.format_frame")
@@ -69,3 +73,22 @@ def test_the_limit_of_compiled_graphs_is_only_raised() -> None:
         older_torch._raise_limit(64)
         older_torch._raise_limit(16)
         assert config.recompile_limit == 64
+
+
+def test_the_library_takes_the_versions_that_were_tried_and_pins_one_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
+    for name, (oldest, newest) in older_torch.TRIED.items():
+        major, minor = newest.split(".")
+        assert f"{name}>={oldest},<{major}.{int(minor) + 1}" in project["dependencies"]
+        (pin,) = re.findall(rf"^{name}==(\S+)", pins, re.MULTILINE)
+        monkeypatch.setattr(older_torch, "TRIED", {name: (oldest, newest)})
+        for version in (pin, f"{oldest}.0a0+1f2", f"{newest}.9"):
+            monkeypatch.setattr(importlib.metadata, "version", {name: version}.get)
+            assert list(older_torch.untried_versions()) == []
+        for version in (f"{major}.{int(minor) + 1}.0", f"{int(major) - 1}.99.0"):
+            monkeypatch.setattr(importlib.metadata, "version", {name: version}.get)
+            (line,) = older_torch.untried_versions()
+            assert line == f"{name} {version} was not tried ({oldest} to {newest} were)"

@@ -111,6 +111,9 @@ def test_while_the_loop_waits_the_rank_is_where_the_thread_is(context):
         go_on.wait()
 
     def note_thread() -> None:
+        until = time.monotonic() + 10  # the loop may come to its wait later than the thread
+        while this_rank().thread not in made_by and time.monotonic() < until:
+            time.sleep(0.01)
         waited_in.append(this_rank().thread)
         go_on.set()
 
