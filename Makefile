@@ -23,7 +23,7 @@ SHORT ?= examples/chats/short_eval.jsonl
 REHEARSE_ARGS ?=
 # Options of the benchmarks, such as --short, or --sections one --dtypes float32: other sections keep their results.
 BENCH_ARGS ?=
-# Options of the checks on a GPU, such as --limit-s 3000, which makes all of them, or --only losses.
+# Options of the checks on a GPU, such as --more, --only losses, or --limit-s 3000, which makes all.
 GPU_CHECK_ARGS ?=
 # The tools that the benchmarks compare with have an environment of their own.
 PEERS ?= .venv/peers
@@ -108,8 +108,8 @@ test-full: lint .venv/.templates .venv/.wandb $(MODEL)/config.json .venv/.preten
 mutants: .venv/.installed .venv/.templates $(MODEL)/config.json
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
-# What needs one GPU, in runs/gpu-check: under nine minutes, and with GPU_CHECK_ARGS="--limit-s 3000"
-# all of it. With PYTHON=... in that environment, which may be older: .venv is not built, and what
+# What needs one GPU, in runs/gpu-check: the first checks in under nine minutes, and with
+# GPU_CHECK_ARGS=--more the next ones. With PYTHON=... in that environment, which may be older: .venv is not built, and what
 # does not run there is skipped by name.
 ifeq ($(origin PYTHON),file)
 gpu-check: .venv/.installed

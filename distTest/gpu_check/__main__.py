@@ -1,8 +1,9 @@
 """Run each check in a process of its own; write a table, a JSON of all figures, and a card.
 
-python -m distTest.gpu_check [--limit-s 3000] [--only NAME ...] [--out DIR]
+python -m distTest.gpu_check [--more] [--limit-s 3000] [--only NAME ...] [--out DIR]
 
-It takes the Python that runs it, of any age: this file needs the standard library alone. A check
+The first checks take nine minutes, and so do most of the others, with which `--more` begins. It
+takes the Python that runs it, of any age: this file needs the standard library alone. A check
 whose PyTorch is too old or whose peer is absent is skipped by name, and one that crashes is a
 failure by name; the others go on. Ends with 1 where a check failed.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -22,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from distTest.gpu_check.card import make_card, write_card
-from distTest.gpu_check.checks import CHECKS, DEVICE, LIMIT_S, WHOLE_S, Check
+from distTest.gpu_check.checks import CHECKS, DEVICE, LIMIT_S, SECOND, WHOLE_S, Check
+from distTest.workloads.machine import commit
 from distTest.workloads.script import REPOSITORY, offline
 
 MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
@@ -30,11 +33,13 @@ MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
 
 def main() -> None:
     options = read_options()
+    # A check has a session of its own, and would hold the GPU after this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ERROR: ended by SIGTERM - run it again"))
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
-    for check in selected(options.only):
-        left_s = options.limit_s - (time.monotonic() - started)
+    for check in selected(options):
+        left_s = (options.limit_s or math.inf) - (time.monotonic() - started)
         if check.is_timed and any(refuses_times(row) for row in rows):
             row = {"check": check.name, **skipped(f"no figure is believed: {DEVICE.name} failed")}
         else:
@@ -52,11 +57,11 @@ def main() -> None:
         sys.exit(f"ERROR: no check could be made - install what the table of {options.out} names")
 
 
-def selected(only: list[str] | None) -> list[Check]:
+def selected(options: argparse.Namespace) -> list[Check]:
     """Return the checks to make: the device's before those that are timed."""
-    if not only:
-        return CHECKS
-    checks = [check for check in CHECKS if check.name in only]
+    if not options.only:
+        return [DEVICE, *SECOND] if options.more else CHECKS
+    checks = [check for check in CHECKS if check.name in options.only]
     is_missing = any(check.is_timed for check in checks) and DEVICE not in checks
     return [DEVICE, *checks] if is_missing else checks
 
@@ -73,7 +78,12 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m distTest.gpu_check", description=__doc__)
     names = [check.name for check in CHECKS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/gpu-check")
+    parser.add_argument(
+        "--more", action="store_true", help=f"begin with {SECOND[0].name}, behind the first checks"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="default runs/gpu-check, with --more runs/gpu-check-more"
+    )
     parser.add_argument(
         "--peers",
         type=Path,
@@ -84,29 +94,34 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--limit-s",
         type=float,
-        default=LIMIT_S,
-        help=f"seconds for all checks (default {LIMIT_S}; {WHOLE_S} makes every check)",
+        help=f"seconds for all checks (default {LIMIT_S}, with --only or --tiny none; {WHOLE_S} "
+        "makes every check)",
     )
+    parser.add_argument("--commit", help="of this tree, for the card, where there is no .git")
     parser.add_argument("--tiny", action="store_true", help="shapes for a GPU that is pretended")
     options = parser.parse_args()
+    if options.limit_s is None and not (options.only or options.tiny):
+        options.limit_s = LIMIT_S
+    options.out = options.out or REPOSITORY / f"runs/gpu-check{'-more' * options.more}"
     options.out, options.peers = options.out.absolute(), options.peers.absolute()
     return options
 
 
 def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, Any]:
     """Run one check in a process; return its verdict, summary, figures and seconds."""
-    is_limited = not (options.only or options.tiny)
-    if is_limited and left_s < check.seconds:
+    if left_s < check.seconds:
         why = f"it takes about {check.seconds} s, and {max(0, left_s):.0f} s are left"
-        return skipped(f"{why} - give --limit-s {WHOLE_S}, or --only {check.name}")
+        instead = "--more" if check in SECOND and not options.more else f"--only {check.name}"
+        return skipped(f"{why} - python -m distTest.gpu_check {instead}")
     log, result = options.out / f"{check.name}.log", options.out / f"{check.name}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "distTest.gpu_check.child", check.name, str(result)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     more = {"GPU_CHECK_PEERS": str(options.peers), "GPU_CHECK_TINY": "1" if options.tiny else ""}
+    more["GPU_CHECK_RESULT"] = str(result)
     if not check.takes_all_gpus:
         more["CUDA_VISIBLE_DEVICES"] = "0" if visible is None else visible.split(",")[0]
-    started, timeout_s = time.monotonic(), left_s if is_limited else 20 * check.seconds
+    started, timeout_s = time.monotonic(), min(left_s, 20 * check.seconds)
     with log.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(
             command,
@@ -161,6 +176,7 @@ def write_results(options: argparse.Namespace, rows: list[dict[str, Any]], secon
         "python": sys.version.split()[0],
         "seconds": round(seconds, 1),
         "tiny": options.tiny,
+        "commit": commit() or options.commit or "unknown, for lack of .git and --commit",
     }
     text = json.dumps(about | {"checks": rows}, indent=1)
     (options.out / "results.json").write_text(text + "\n", encoding="utf-8")

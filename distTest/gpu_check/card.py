@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
-from distTest.workloads.machine import commit, versions
+from distTest.workloads.machine import versions
 from distTest.workloads.script import REPOSITORY
 
 COMMITTED = REPOSITORY / "docs/gpu_cards"
@@ -31,7 +31,7 @@ def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str
         "date": about["date"][:10],
         "device": device.get("device", "unknown") + (_PRETENDED if about["tiny"] else ""),
         "driver": device.get("driver", "unknown"),
-        "versions": {"shardtune": commit(), "python": about["python"]},
+        "versions": {"shardtune": about["commit"], "python": about["python"]},
         "made_by": about["command"],
         "command": run.get("command"),
     }

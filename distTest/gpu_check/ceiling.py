@@ -30,15 +30,18 @@ class Work:
 
     calls: list[tuple[Callable[..., torch.Tensor], list[torch.Tensor]]]
 
+    def __post_init__(self) -> None:
+        with torch.no_grad():  # random: constant operands flatter products
+            self._gradients = [torch.randn_like(call(*inputs)) for call, inputs in self.calls]
+
     def forward(self) -> None:
         with torch.no_grad():
             for function, inputs in self.calls:
                 function(*inputs)
 
     def forward_and_backward(self) -> None:
-        for function, inputs in self.calls:
-            output = function(*inputs)
-            torch.autograd.grad(output, inputs, torch.ones_like(output))
+        for (function, inputs), gradient in zip(self.calls, self._gradients, strict=True):
+            torch.autograd.grad(function(*inputs), inputs, gradient)
 
 
 def ceiling() -> Outcome:

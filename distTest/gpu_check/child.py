@@ -40,16 +40,21 @@ def main() -> None:
     finally:
         shutil.rmtree(work, ignore_errors=True)  # models and checkpoints
     result.write_text(json.dumps(outcome), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # PyTorch waits up to 300 s for its compile workers
 
 
 def require_gpu() -> None:
     """Raises Skipped without a GPU that PyTorch sees."""
     try:
         import torch
+
+        from shardtune.distributed.gpus import unseen_gpus
     except ImportError as error:
-        raise Skipped(f"{sys.executable} has no PyTorch") from error
+        raise Skipped(f"{sys.executable} lacks a package: {error}") from error
     if not torch.cuda.is_available():
-        raise Skipped(f"PyTorch {torch.__version__} sees no GPU")
+        raise Skipped(unseen_gpus() or f"PyTorch {torch.__version__} sees no GPU")
 
 
 def require_project() -> None:

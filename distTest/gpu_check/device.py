@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from distTest.gpu_check.checks import Outcome, is_tiny, require
+from distTest.workloads.machine import output_of
+from shardtune.distributed.gpus import use_gpu
+from shardtune.errors import first_line
 
+_CONTEXT_BYTES = 3e9  # more than the driver and this process take of a GPU before its tensors
 _LEAST = 0.7  # of the published rate; a GPU below it is throttled or shared
 
 
@@ -20,13 +29,14 @@ def device() -> Outcome:
         Failed: products are far slower than the data sheet says.
     """
     size, times = (256, 2) if is_tiny() else (8192, 20)
+    free, total = torch.cuda.mem_get_info()
+    held = total - free
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     # The fastest of some bursts: a clock that is held down slows all of them.
     product_s = min(seconds(lambda: a @ b, times) for _ in range(1 if is_tiny() else 5))
     copied = torch.empty(1 << (16 if is_tiny() else 30), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(copied)
     copy_s = seconds(lambda: target.copy_(copied), times)
-    free, total = torch.cuda.mem_get_info()
     name, rate = torch.cuda.get_device_name(), 2 * size**3 / product_s
     published = published_rate(name)
     figures: dict[str, Any] = {
@@ -49,7 +59,45 @@ def device() -> Outcome:
     )
     # Small products say nothing of a GPU, and a pretended one has no rate.
     problem = None if is_tiny() else slowness(rate, published)
-    return require([problem] if problem else [], summary, figures)
+    return require(list(filter(None, [held_by_others(held), problem])), summary, figures)
+
+
+def smoke() -> Outcome:
+    """Try what every run needs, one line each, and print the machine's facts."""
+    pip = f"{sys.executable} -m pip list"
+    for command in ("nvidia-smi", "free -g", "df -h /tmp", "ip link", pip):
+        print(f"$ {command}\n{output_of(*command.split())}")
+    device = use_gpu(0)
+    parts: dict[str, Callable[[], object]] = {
+        "segments that grow": lambda: torch.ones(1 << 20, device=device),
+        "NCCL with one process": partial(_all_reduce, device),
+        "Triton": partial(_compile, device),
+        "4 GB pinned": lambda: torch.empty(4 << (10 if is_tiny() else 30), pin_memory=True).numel(),
+    }
+    problems, took = list[str](), dict[str, float]()
+    for name, part in parts.items():
+        started = time.perf_counter()
+        try:
+            part()
+            torch.cuda.synchronize()
+        except Exception as error:  # whatever a driver raises: the others are tried
+            problems.append(f"{name}: {first_line(error)}")
+        took[name] = time.perf_counter() - started
+    text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in took.items())
+    return require(problems, text, {"seconds": took})
+
+
+def _all_reduce(device: torch.device) -> None:
+    store = dist.HashStore()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device
+    )
+    dist.all_reduce(torch.ones(8, device=device))
+
+
+def _compile(device: torch.device) -> None:
+    if importlib.util.find_spec("triton"):  # else runs say that nothing is compiled
+        torch.compile(lambda x: 2 * x + 1, dynamic=True)(torch.ones(8, device=device))
 
 
 def published_rate(name: str) -> float | None:
@@ -59,6 +107,13 @@ def published_rate(name: str) -> float | None:
     except Exception:  # whatever an environment raises that is too old for the project
         return None
     return published_peak(name, torch.bfloat16)
+
+
+def held_by_others(n_bytes: int) -> str | None:
+    """Return why a GPU has no room, or None. `n_bytes` are held before this process takes any."""
+    if n_bytes < _CONTEXT_BYTES:
+        return None
+    return f"other processes hold {n_bytes / 1e9:.1f} GB of the GPU - end them (nvidia-smi)"
 
 
 def slowness(flops_per_s: float, published: float | None) -> str | None:

@@ -1,18 +1,19 @@
 """The shipped settings on the first layers of GLM-4.5-Air, eager and compiled.
 
-Every side runs in two rounds of one process each. The last round profiles a step behind those that
-are timed.
+Every side runs in rounds of one process each. The last round profiles a step behind those that are
+timed, and leaves its trace.
 """
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from distTest.gpu_check.checks import Outcome, is_tiny, require
+from distTest.gpu_check.checks import Outcome, is_tiny, require, result_path
 from distTest.gpu_check.memory import compare, plan_job, slice_that_fits
 from distTest.gpu_check.profile_table import as_markdown, kernel_table
 from distTest.gpu_check.runs import Run, work_folder
@@ -27,7 +28,6 @@ SETTINGS = (
     "optimizer.name=adamw8bit",
 )
 _BYTES_PER_PARAMETER, _SHARE = 9, 0.7
-_ROUNDS = 2
 _TIMED = slice(1, 4)  # steps; the first one compiles
 _PROFILED = 5  # the step's number, and one follows: the profile is written before it
 _TOLERANCE = 1e-2  # of bfloat16 losses, relative: tokens near a tie go to other experts
@@ -38,7 +38,7 @@ def slice_for(length: int) -> Slice:
     return slice_that_fits(_SHAPE, _BYTES_PER_PARAMETER, length, _SHARE)
 
 
-def _measure(length: int) -> Outcome:
+def _measure(length: int, rounds: int) -> Outcome:
     """Measure speed, losses and memory, and list the kernels of a step."""
     steps, profiled = [], f"logging.profile_steps=[{_PROFILED},{_PROFILED}]"
     steps += [f"train.max_steps={_PROFILED + 1}", "optimizer.lr=1e-4"]
@@ -47,8 +47,8 @@ def _measure(length: int) -> Outcome:
     if can_compile(torch.device("cuda")):
         sides["compiled"] = "true"
     runs: dict[str, list[Run]] = {side: [] for side in sides}
-    for turn in range(_ROUNDS):
-        more = [profiled] * (turn == _ROUNDS - 1)
+    for turn in range(rounds):
+        more = [profiled] * (turn == rounds - 1)
         for side, compiled in sorted(sides.items(), reverse=turn % 2 == 0):  # eager first
             name = f"{side}-{turn}"
             runs[side].append(job.run(name, f"model.compile={compiled}", *more))
@@ -60,7 +60,7 @@ def _measure(length: int) -> Outcome:
         "row_tokens": job.part.row_tokens,
         "command": " ".join(["train_fsdp.py", *job.assignments]).replace(f"{work_folder()}/", ""),
         "memory": figures,
-        "sides": {side: _figures(of_side) for side, of_side in runs.items()},
+        "sides": {side: _figures(side, of_side) for side, of_side in runs.items()},
     }
     texts = [f"{job.part}, rows of {job.part.row_tokens} tokens"]
     for side, of_side in figures["sides"].items():
@@ -80,9 +80,10 @@ def _measure(length: int) -> Outcome:
     return require(problems, "; ".join([*texts, memory]), figures)
 
 
-def _figures(rounds: list[Run]) -> dict[str, Any]:
+def _figures(side: str, rounds: list[Run]) -> dict[str, Any]:
     timed = [step for run in rounds for step in run.steps[_TIMED]]
     (trace,) = (rounds[-1].directory / "profile").glob("*.json.gz")
+    shutil.copy(trace, result_path().with_suffix(f".{side}.trace.json.gz"))
     kinds = {"kinds": ("cpu_op",)} if is_tiny() else {}  # a pretended GPU has no kernels
     mfu = [step["mfu"] for step in timed]
     return {
@@ -112,4 +113,4 @@ def _different_losses(runs: dict[str, list[Run]]) -> list[str]:
     return problems
 
 
-rows_of_4096, rows_of_8192 = partial(_measure, 4096), partial(_measure, 8192)
+rows_of_4096, rows_of_8192 = partial(_measure, 4096, 1), partial(_measure, 8192, 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,18 @@ from typing import Any
 import torch
 
 from distTest.gpu_check.checks import Failed, Outcome, Skipped, is_tiny, require
-from distTest.gpu_check.runs import Run, save_model, train, write_text
+from distTest.gpu_check.runs import Run, save_model, train, work_folder, write_rows
 from distTest.workloads.shapes import Slice, slice_of
 from shardtune.config_io import load_config
 from shardtune.model.files import read_model_config
 from shardtune.planner.machine import Machine
 from shardtune.planner.plan import Plan, make_plan
+from shardtune.planner.run_plan import as_prediction
 
 _LIMIT = 0.05
-_TINY = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8192}
-_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-_TINY |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 4096}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SMALL |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,21 @@ class Job:
     assignments: list[str]
     plan: Plan
 
-    def run(self, name: str, *more: str) -> Run:
-        return train(name, *self.assignments, *more, draws_on_device=True)
+    def run(self, name: str, *more: str, ways: Sequence[str] = ()) -> Run:
+        """Run it with random weights that are drawn on the device, in seconds, and with its plan,
+        which a run would make again.
+        """
+        planned = work_folder() / "plan.json"
+        planned.write_text(json.dumps(as_prediction(self.plan)), encoding="utf-8")
+        ways = ["drawn_on_device", f"planned={planned}", *ways]
+        return train(name, *self.assignments, *more, ways=ways)
 
 
 def slice_that_fits(
     shape: str, bytes_per_parameter: float, length: int = 4096, share: float = 0.5
 ) -> Slice:
     """Return as many layers as take a share of the GPU's memory, for rows of `length` tokens."""
-    length, layers, small = (256, 3, _TINY) if is_tiny() else (length, None, None)
+    length, layers, small = (256, 3, SMALL) if is_tiny() else (length, None, None)
     total = torch.cuda.mem_get_info()[1]
     return slice_of(shape, length, share * total / bytes_per_parameter, layers, small)
 
@@ -57,9 +66,9 @@ def plan_job(part: Slice, *more: str) -> Job:
         "model.init=random",
         "model.compute_dtype=bfloat16",
         "model.compile=false",
-        f"data.train={write_text(16, length)}",
+        f"data.train={write_rows(16, length)}",
         f"data.max_length={length}",
-        "data.overflow=split",
+        "data.overflow=truncate",
         "train.epochs=99",
         "train.gradient_accumulation_steps=2",
         *more,

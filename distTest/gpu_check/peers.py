@@ -1,4 +1,4 @@
-"""Tokens per second and MFU of real shapes, against TRL and HF Trainer: the benchmarks' `gpu`."""
+"""Packed chats on a model with experts, against TRL and HF Trainer: the benchmarks' `gpu`."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ _PEERS = {
     "hf_trainer": ("HF Trainer", "import transformers, accelerate, datasets"),
 }
 _BUILD_S = 240
+_SHAPE = "qwen3-30b-a3b"
 
 
 def peers() -> Outcome:
-    """Build the environment of TRL and HF Trainer, where it is missing and a registry answers.
+    """Measure all sides in two rounds.
 
-    It gets the packages of this one first, so that both have one PyTorch, without a download.
+    The environment of TRL is built where it is missing and a registry answers. It gets the packages
+    of this one first, so that both have one PyTorch, without a download.
     """
     python, absent = _peers_python()
-    if not absent:
-        return Outcome(f"{python} has TRL and accelerate", {"python": python})
     root = Path(os.environ["GPU_CHECK_PEERS"]).parents[1]
-    if root.exists():
+    if absent and root.exists():
         raise Skipped(f"{root} lacks {', '.join(absent.values())} - remove it, or name another")
-    try:
-        _build(root)
-    except (OSError, subprocess.SubprocessError) as error:
-        shutil.rmtree(root, ignore_errors=True)
-        said = getattr(error, "stderr", None) or str(error)
-        raise Skipped(f"{root} cannot be built: {said.strip().splitlines()[-1]}") from error
-    python, absent = _peers_python()
+    if absent:
+        try:
+            _build(root)
+        except (OSError, subprocess.SubprocessError) as error:
+            shutil.rmtree(root, ignore_errors=True)
+            said = getattr(error, "stderr", None) or str(error)
+            raise Skipped(f"{root} cannot be built: {said.strip().splitlines()[-1]}") from error
+        python, absent = _peers_python()
     if absent:
         raise Failed(f"{root} was built, and lacks {', '.join(absent.values())}")
-    return Outcome(f"built {root}", {"python": python})
+    return _speed(python)
 
 
 def _build(root: Path) -> None:
@@ -78,23 +79,18 @@ def _runs(python: str, code: str) -> bool:
     return done.returncode == 0
 
 
-def _speed(shape: str) -> Outcome:
-    """Measure all sides that are there, in two rounds; those that are not are named."""
-    python, absent = _peers_python()
-    sides = ["ours", *(side for side in _PEERS if side not in absent)]
+def _speed(python: str) -> Outcome:
+    sides = ["ours", "ours_compiled", *_PEERS]
     texts = []
-    if can_compile(torch.device("cuda")):
-        sides.insert(1, "ours_compiled")
-    else:
+    if not can_compile(torch.device("cuda")):
+        sides.remove("ours_compiled")
         texts.append("compiled: skipped, since nothing is compiled here")
-    if absent:
-        texts.append(f"skipped, since {python} lacks them: {', '.join(absent.values())}")
     tokenizer, results = work_folder() / "tokenizer", work_folder() / "GPU.md"
     save_tokenizer(tokenizer)
     command = [
         *(sys.executable, "-m", "benchmarks", "gpu", "--tokenizer", str(tokenizer)),
         *("--peers", python, "--results", str(results), "--work", str(work_folder() / "runs")),
-        *("--shapes", shape, "--sides", *sides, "--rounds", "2", "--steps", "3"),
+        *("--shapes", _SHAPE, "--sides", *sides, "--rounds", "2", "--steps", "3"),
         *(["--tiny", "--dtype", "float32"] if is_tiny() else []),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -104,16 +100,10 @@ def _speed(shape: str) -> Outcome:
         raise Failed(lines[-1] if lines else f"gpu.py ended with {done.returncode}")
     text = results.read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    figures = {f"{row[3]}, rows of {row[1]}": row[4:] for row in rows if row[0] == shape}
+    figures = {f"{row[3]}, rows of {row[1]}": row[4:] for row in rows if row[0] == _SHAPE}
     measured = [
         f"{side} {values[0]} tokens/s, MFU {values[1]}" if len(values) > 1 else f"{side}: {values}"
         for side, values in figures.items()
     ]
     problems = [done.stderr.strip().splitlines()[-1]] if done.returncode else []
-    summary = "; ".join([*measured, *texts])
-    return require(problems, summary, {"rows": figures, "absent": list(absent)})
-
-
-speed_qwen3_1_7b = partial(_speed, "qwen3-1.7b")
-speed_qwen3_30b_a3b = partial(_speed, "qwen3-30b-a3b")
-speed_llama3_8b = partial(_speed, "llama3-8b")
+    return require(problems, "; ".join([*measured, *texts]), {"rows": figures})

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,12 @@ def train(
     *assignments: str,
     on_cpu: bool = False,
     saves: bool = False,
-    draws_on_device: bool = False,
+    ways: Sequence[str] = (),
     ranks: int = 1,
 ) -> Run:
     """Run train_fsdp.py with run.dir `name`, its layers eager. A run of that name is resumed.
 
-    Random weights are those of any run with this seed. With `draws_on_device` they are others, and
-    are drawn in seconds.
+    `ways`: those of wrapped.py.
 
     Raises:
         Failed: it ended with another code than 0.
@@ -62,10 +62,9 @@ def train(
     folder = work_folder() / name
     settings: dict[str, Any] = {"run.dir": folder, "model.compile": "false"}
     settings |= dict(each.split("=", 1) for each in assignments)
-    ways = ["drawn_on_device"] * draws_on_device
     if not saves:
         settings |= {"checkpoint.every_steps": 0, "checkpoint.mode": "sync", "export.final": False}
-        ways.append("unsaved")
+        ways = [*ways, "unsaved"]
     more = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     lines = list[tuple[float, str]]()
     with subprocess.Popen(
@@ -121,10 +120,14 @@ def write_chats(rows: int, length: int) -> Path:
     return chats.write_chats(work_folder() / "chats.jsonl", rows * length, length)
 
 
-def write_text(rows: int, length: int) -> Path:
-    """Write text that data.overflow=split cuts into at least so many rows without a gap."""
+def write_rows(rows: int, length: int) -> Path:
+    """Write texts that data.overflow=truncate cuts into a full row each: a word has a token or
+    more.
+    """
     words = chats.SOURCE.read_text(encoding="utf-8").split()
     path = work_folder() / "text.jsonl"
-    text = " ".join(words[number % len(words)] for number in range(rows * length))
-    path.write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        for row in range(rows):
+            text = " ".join(words[(row * 7919 + n) % len(words)] for n in range(length))
+            file.write(json.dumps({"text": text}) + "\n")
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from statistics import median
@@ -11,10 +12,11 @@ import torch
 
 from distTest.gpu_check.checks import Outcome, Skipped, is_tiny, require
 from distTest.gpu_check.packing import FAMILIES, TINY
-from distTest.gpu_check.runs import Run, save_model, train, write_chats, write_text
+from distTest.gpu_check.runs import Run, save_model, train, write_chats, write_rows
 from distTest.workloads.shapes import shape_of
 
-_AT_ONCE = 2  # runs: most of their time is that of one core
+# Runs: most of their time is that of one core.
+_AT_ONCE = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 # Of losses, relative: sums in another order, and roundings of bfloat16, which send tokens to other
 # experts.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -162,9 +164,9 @@ def async_save() -> Outcome:
         "saves",
         f"model.path={save_model('model', 'llama', shape)}",
         "model.init=random",
-        f"data.train={write_text(16, length)}",
+        f"data.train={write_rows(16, length)}",
         f"data.max_length={length}",
-        "data.overflow=split",
+        "data.overflow=truncate",
         "train.epochs=9999",
         f"train.max_steps={2 * every}",
         f"checkpoint.every_steps={every}",

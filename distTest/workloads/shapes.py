@@ -29,6 +29,7 @@ def shape_of(width: int, mlp_width: int, layers: int, heads: int, more: dict[str
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-1.7b": ("qwen3", shape_of(2048, 6144, 28, 16, _QWEN3)),
     "qwen3-4b": ("qwen3", shape_of(2560, 9728, 36, 32, _QWEN3)),
+    "qwen3-8b": ("qwen3", shape_of(4096, 12288, 36, 32, _QWEN3 | {"tie_word_embeddings": False})),
     "qwen3-30b-a3b": ("qwen3_moe", shape_of(2048, 6144, 48, 32, _QWEN3_MOE)),
     "llama3-8b": ("llama", shape_of(4096, 14336, 32, 32, _LLAMA)),
     "glm-4.5-air, real width": ("glm4_moe", shape_of(4096, 10944, 46, 96, _GLM)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -72,12 +73,37 @@ def drawn_on_device(script: Any, _: str) -> Iterator[None]:
     build = import_module("shardtune.model.build")
     draw = build.draw_weights
 
-    def draw_on_device(model: Any, seed: int, device: torch.device) -> None:
+    def draw_on_device(model: Any, seed: int, device: torch.device, *more: Any) -> None:
         with device:
-            draw(model, seed, device)
+            draw(model, seed, device, *more)
 
     vars(build)["draw_weights"] = draw_on_device
     yield
+
+
+@contextmanager
+def planned(script: Any, path: str) -> Iterator[None]:
+    """Take the plan in this file, JSON of a `Prediction`, where a run would simulate a step."""
+    run_plan = import_module("shardtune.planner.run_plan")
+    vars(run_plan)["_simulate"] = lambda *_: subprocess.Popen(
+        ["cat", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    yield
+
+
+@contextmanager
+def noted_rows(script: Any, path: str) -> Iterator[None]:
+    """Write the tokens of each row of one document, a list in the order of the steps, to a file."""
+    train_step, rows = script.train_step, list[Any]()
+
+    def noting(context: Any, step: Any, micro_batches: Any, stop: Any) -> Any:
+        for batch in micro_batches:
+            rows.extend(batch.input_ids.flatten().split(batch.lengths))
+        return train_step(context, step, micro_batches, stop)
+
+    script.train_step = noting
+    yield
+    Path(path).write_text(json.dumps([row.tolist() for row in rows]), encoding="utf-8")
 
 
 @contextmanager
@@ -203,7 +229,7 @@ def rounded_to_nearest(script: Any, _: str) -> Iterator[None]:
 
 
 _FUNCTIONS: list[Callable[[Any, str], AbstractContextManager[None]]] = [
-    *(unsaved, drawn_on_device, cpu_seconds, profiled, counted),
+    *(unsaved, drawn_on_device, planned, noted_rows, cpu_seconds, profiled, counted),
     *(compiled_updates, short_of_memory, rounded_to_nearest),
 ]
 WAYS = {way.__name__: way for way in _FUNCTIONS}

@@ -202,7 +202,7 @@ class RunPlan:
     def _predict(self) -> Prediction:
         """Wait for the plan, on rank 0."""
         if self._process is None:
-            return _prediction(self._bound)
+            return as_prediction(self._bound)
         # The agent ends a rank that does nothing for longer than a step may take.
         timeout_s = min(_SIMULATED_WITHIN_S, self._run.config.distributed.step_timeout_s / 2)
         try:
@@ -215,7 +215,7 @@ class RunPlan:
             ended = f"its process ended with {self._process.returncode}"
             why = (err.strip().splitlines() or [ended])[-1]
         logger.info(f"Plan: no step could be simulated ({why})")
-        return _prediction(self._bound)
+        return as_prediction(self._bound)
 
 
 def _memory_bytes(world: World) -> float:
@@ -257,7 +257,7 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     must_fit = plan.cannot_fit and not config.run.ignore_plan
     is_allowed = resume_may_change if request["is_resumed"] else None
     changes = Search(plan, model_config, is_allowed).changes(simulations) if must_fit else []
-    return _prediction(plan) | {
+    return as_prediction(plan) | {
         "changes": [
             " ".join(as_arguments(change.values)) + f" ({_gb(change.plan.peak_bytes)})"
             for change in changes
@@ -265,7 +265,7 @@ def _predict_in_process(request: dict[str, Any]) -> Prediction:
     }
 
 
-def _prediction(plan: Plan) -> Prediction:
+def as_prediction(plan: Plan) -> Prediction:
     """Return a plan's figures and verdict, without changes that would help."""
     beside_tensors = 0 if plan.machine.is_gpu else plan.machine.allowance_bytes
     return Prediction(

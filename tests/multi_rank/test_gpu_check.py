@@ -8,20 +8,38 @@ import json
 import os
 import subprocess
 import sys
+import time
+from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from conftest import REPOSITORY
+from helpers.forked import ForkedPopen
 from helpers.pretended import needs_compiler
+from helpers.ranks import on_ranks
+from pretend_gpu.__main__ import environment
 
 from distTest.gpu_check import __main__ as gpu_check
-from distTest.gpu_check import child, device
+from distTest.gpu_check import child, device, memory
 from distTest.gpu_check.card import COMMITTED, write_card
-from distTest.gpu_check.checks import CHECKS, DEFAULT, LIMIT_S, WHOLE_S, Check, Skipped
+from distTest.gpu_check.checks import (
+    CHECKS,
+    DEVICE,
+    FIRST,
+    LIMIT_S,
+    SECOND,
+    Check,
+    Skipped,
+)
 from distTest.gpu_check.glm import SETTINGS
 from distTest.gpu_check.profile_table import kernel_table
+from shardtune.planner.at_once import at_once
+from shardtune.planner.plan import make_plan
+from shardtune.planner.run_plan import as_prediction
 
 PRETENDED = COMMITTED / "pretended.yaml"
 
@@ -41,7 +59,7 @@ def test_a_crash_is_a_failure_by_name_and_the_other_checks_go_on(
     assert gone["verdict"] == "failed" and gone["summary"] == "ended with 1: StopIteration"
     assert device["verdict"] == "skipped" and device["summary"].endswith(" sees no GPU")
     assert late["verdict"] == "skipped" and late["summary"].startswith("it takes about 999 s, and")
-    assert late["summary"].endswith(" - give --limit-s 3000, or --only long")
+    assert late["summary"].endswith(" - python -m distTest.gpu_check --only long")
     table = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "| gone | FAILED | " in table and table.strip() in capsys.readouterr().out
     monkeypatch.setattr(gpu_check, "CHECKS", checks[1:2])
@@ -65,15 +83,50 @@ def test_an_environment_that_is_too_old_or_lacks_a_package_is_skipped_by_name(
 
 
 def test_the_limit_holds_the_checks_that_it_is_for_and_shapes_with_experts_come_first() -> None:
-    assert sum(check.seconds for check in DEFAULT) <= LIMIT_S < 9 * 60
-    assert sum(check.seconds for check in CHECKS) <= WHOLE_S
-    names = [check.name for check in DEFAULT]
-    assert {"device", "experts", "optimizer", "speed-glm-4.5-air", "ceiling"} <= set(names)
-    speeds = [check.name for check in CHECKS if check.name.startswith("speed-")]
+    assert sum(check.seconds for check in FIRST) <= LIMIT_S < 9 * 60
+    more = list(accumulate(check.seconds for check in (DEVICE, *SECOND)))
+    assert more[[check.name for check in SECOND].index("memory-lora") + 1] <= LIMIT_S
+    names = [check.name for check in CHECKS]
+    speeds = [name for name in names if name.startswith("speed-")]
     assert speeds[0] == "speed-glm-4.5-air" and len(set(speeds)) == len(speeds) > 3
     assert all(check.is_timed for check in CHECKS if check.name in speeds)
     page = (REPOSITORY / "docs/measured.md").read_text(encoding="utf-8")
-    assert [n for n in names if f"| `{n}` |" not in page] == [], "not in the table of the docs"
+    assert [n for n in names if f"`{n}`" not in page] == [], "not in the table of the docs"
+
+
+def test_a_signal_ends_the_check_that_runs(tmp_path: Path) -> None:
+    """A check has a session of its own, and would go on holding the GPU."""
+    names = tmp_path / "checks.py"
+    names.write_text(
+        "import sys, time\n"
+        "from distTest.gpu_check import __main__ as gpu_check\n"
+        "from distTest.gpu_check.checks import Check\n"
+        "gpu_check.CHECKS = [Check('slow', 'device.device', 9)]\n"
+        f"gpu_check.sys.executable = {str(tmp_path / 'slow.sh')!r}\n"
+        f"sys.argv = ['gpu_check', '--out', {str(tmp_path)!r}]\n"
+        "gpu_check.main()\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "slow.sh").write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid\n"
+        "exec sleep 300\n"
+    )
+    (tmp_path / "slow.sh").chmod(0o755)
+    with subprocess.Popen(
+        [sys.executable, str(names)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for _ in range(600):
+            if (tmp_path / "pid").is_file():
+                break
+            time.sleep(0.1)
+        check = int((tmp_path / "pid").read_text())
+        process.terminate()
+        assert "ERROR: ended by SIGTERM" in process.communicate(timeout=60)[1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(check, 0)
 
 
 def test_a_slow_gpu_fails_by_name_and_no_speed_of_it_is_measured(
@@ -140,33 +193,33 @@ def test_a_card_stands_beside_the_committed_one_of_its_device(tmp_path: Path) ->
     assert yaml.safe_load((tmp_path / "card.yaml").read_text(encoding="utf-8")) == card
 
 
-@pytest.mark.full
+@pytest.mark.timeout(900)
 @needs_compiler
-def test_the_ceiling_is_measured_on_a_pretended_gpu(tmp_path: Path) -> None:
-    rows = check_pretended(tmp_path, ["ceiling"])
-    assert {name: row["verdict"] for name, row in rows.items()} == {"device": "ok", "ceiling": "ok"}
-    assert 0 < rows["ceiling"]["figures"]["mfu"] < 1
+def test_every_check_passes_on_a_pretended_gpu_but_for_what_it_lacks(tmp_path: Path) -> None:
+    """The CPU build lacks Triton, and no registry here builds the environment of other tools.
 
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-@needs_compiler
-def test_every_check_passes_on_pretended_gpus_but_for_what_they_lack(tmp_path: Path) -> None:
-    """The CPU build lacks Triton, and no registry here builds the peers' environment."""
-    # The other shapes are as these; rows of 8,192 are as long as those of 4,096 here.
-    left_out = {"speed-glm-4.5-air-8192", "speed-llama3-8b", "speed-qwen3-1.7b"}
-    names = [check.name for check in CHECKS if check.name not in left_out]
-    rows = check_pretended(tmp_path, names)
-    assert list(rows) == names
-    skipped = {name: row["summary"] for name, row in rows.items() if row["verdict"] != "ok"}
-    assert skipped.keys() == {"peers"} and " cannot be built: ERROR: " in skipped["peers"]
+    Each process of a check is a fork, which spares the seconds of its imports.
+    """
+    on_ranks(1, check_in_forks, tmp_path, cwd=tmp_path, timeout_s=800)
+    rows = results_of(tmp_path)
+    assert list(rows) == [check.name for check in CHECKS]
+    not_ok = {name: row["summary"] for name, row in rows.items() if row["verdict"] != "ok"}
+    assert not_ok.keys() == {"two-gpus", "peers"}, not_ok
+    assert " cannot be built: ERROR: " in not_ok["peers"]
     assert not (tmp_path / "peers").exists()
-    for name in ("optimizer", "speed-glm-4.5-air", "speed-qwen3-30b-a3b"):
+    for name in ("optimizer", "speed-glm-4.5-air"):
         assert "compiled: skipped, since nothing is compiled here" in rows[name]["summary"]
-    assert "skipped, since " in rows["speed-qwen3-30b-a3b"]["summary"]
+    for name in ("speed-llama3-8b-lora", "speed-llama3-8b", "speed-qwen3-8b-lora"):
+        figures = rows[name]["figures"]
+        assert len(figures["shardtune"]["losses"]) == len(figures["trainer"]["losses"]) == 6
+        for side in ("shardtune", "trainer"):
+            assert figures[side]["tokens_per_second"] > 0 and figures[side]["peak_bytes"] > 0
+    assert "12,473 tokens/s" in rows["speed-llama3-8b-lora"]["summary"]
+    assert 0 < rows["ceiling"]["figures"]["mfu"] < 1
     memory = rows["speed-glm-4.5-air"]["figures"]["memory"]
     assert memory["reserved_bytes"] >= memory["measured_bytes"] > 0
     assert not list((tmp_path / "out").glob("*/")), "models and checkpoints are removed"
+    assert (tmp_path / "out/speed-glm-4.5-air.eager.trace.json.gz").is_file()
     card, committed = (
         yaml.safe_load(path.read_text(encoding="utf-8"))
         for path in (tmp_path / "out/card.yaml", PRETENDED)
@@ -176,17 +229,52 @@ def test_every_check_passes_on_pretended_gpus_but_for_what_they_lack(tmp_path: P
     assert card["eager"]["losses"] == pytest.approx(committed["eager"]["losses"], rel=2e-3)
 
 
-def check_pretended(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Make these checks on two pretended GPUs, without a registry; return their results."""
-    out = folder / "out"
+def check_in_forks(folder: Path) -> None:
+    """Make all checks on one pretended GPU, without a registry, and with forks for processes."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
+        del os.environ[name]
+    os.environ |= environment(1) | {"PIP_NO_INDEX": "1"}
+    subprocess.Popen = ForkedPopen  # type: ignore[misc, assignment]
+    memory.make_plan, memory.as_prediction = plan_in_fork, attrgetter("prediction")
+    sys.argv = ["gpu_check", "--tiny", "--out", str(folder / "out")]
+    sys.argv += ["--peers", str(folder / "peers/bin/python")]
+    gpu_check.main()
+
+
+def plan_in_fork(*given: Any) -> Any:
+    """Return what a check asks of a plan. Its runs are forked from the check's process, in which no
+    backward may have run before.
+    """
+
+    def of_plan() -> Any:
+        plan = make_plan(*given)
+        names = ("reason", "fits", "peak_bytes", "peaks", "pools", "parameters")
+        values = {name: getattr(plan, name) for name in names}
+        return SimpleNamespace(**values, prediction=as_prediction(plan))
+
+    return at_once([of_plan, lambda: None])[0]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@needs_compiler
+def test_checks_of_two_gpus_pass_in_processes_of_their_own(tmp_path: Path) -> None:
+    names = ["device", "speed-llama3-8b-lora", "losses", "two-gpus"]
     command = [sys.executable, "-m", "tests.pretend_gpu", "--gpus", "2"]
-    command += [sys.executable, "-m", "distTest.gpu_check", "--tiny", "--out", str(out)]
-    command += ["--peers", str(folder / "peers/bin/python"), "--only", *names]
+    command += [sys.executable, "-m", "distTest.gpu_check", "--tiny", "--only", *names]
     # `make test` hides GPUs.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PIP_NO_INDEX": "1"}
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+        [*command, "--out", str(tmp_path / "out")],
+        cwd=REPOSITORY,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert {row["verdict"] for row in results_of(tmp_path).values()} == {"ok"}
+
+
+def results_of(folder: Path) -> dict[str, dict[str, Any]]:
+    results = json.loads((folder / "out/results.json").read_text(encoding="utf-8"))
     return {row["check"]: row for row in results["checks"]}
