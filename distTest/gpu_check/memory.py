@@ -21,8 +21,8 @@ from shardtune.planner.plan import Plan, make_plan
 from shardtune.planner.run_plan import as_prediction
 
 _LIMIT = 0.05
-SMALL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 4096}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8192}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 SMALL |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
@@ -48,7 +48,7 @@ def slice_that_fits(
     shape: str, bytes_per_parameter: float, length: int = 4096, share: float = 0.5
 ) -> Slice:
     """Return as many layers as take a share of the GPU's memory, for rows of `length` tokens."""
-    length, layers, small = (256, 3, SMALL) if is_tiny() else (length, None, None)
+    length, layers, small = (256, 2, SMALL) if is_tiny() else (length, None, None)
     total = torch.cuda.mem_get_info()[1]
     return slice_of(shape, length, share * total / bytes_per_parameter, layers, small)
 
