@@ -88,8 +88,7 @@ def read_options() -> argparse.Namespace:
         "--peers",
         type=Path,
         default=REPOSITORY / ".venv/peers/bin/python",
-        help="the Python that has TRL and accelerate; where its environment is missing, the check "
-        "`peers` builds it",
+        help="the Python that has TRL and accelerate",
     )
     parser.add_argument(
         "--limit-s",

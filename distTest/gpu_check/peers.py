@@ -3,85 +3,26 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from functools import partial
-from pathlib import Path
 
 import torch
 
 from distTest.gpu_check.checks import Failed, Outcome, Skipped, is_tiny, require
 from distTest.gpu_check.runs import save_tokenizer, work_folder
-from distTest.workloads.script import REPOSITORY
 from shardtune.distributed.compiling import can_compile
 
-_REQUIREMENTS = REPOSITORY / "benchmarks/requirements-peers.txt"
-# Of each side, what its Python must import.
-_PEERS = {
-    "trl_packed": ("TRL, packed", "import trl, accelerate, datasets"),
-    "hf_trainer": ("HF Trainer", "import transformers, accelerate, datasets"),
-}
-_BUILD_S = 240
-_SHAPE = "qwen3-30b-a3b"
+_SHAPE, _PEERS = "qwen3-30b-a3b", ("trl_packed", "hf_trainer")
+_NEEDS = "import trl, accelerate, datasets"
 
 
 def peers() -> Outcome:
-    """Measure all sides in two rounds.
-
-    The environment of TRL is built where it is missing and a registry answers. It gets the packages
-    of this one first, so that both have one PyTorch, without a download.
-    """
-    python, absent = _peers_python()
-    root = Path(os.environ["GPU_CHECK_PEERS"]).parents[1]
-    if absent and root.exists():
-        raise Skipped(f"{root} lacks {', '.join(absent.values())} - remove it, or name another")
-    if absent:
-        try:
-            _build(root)
-        except (OSError, subprocess.SubprocessError) as error:
-            shutil.rmtree(root, ignore_errors=True)
-            said = getattr(error, "stderr", None) or str(error)
-            raise Skipped(f"{root} cannot be built: {said.strip().splitlines()[-1]}") from error
-        python, absent = _peers_python()
-    if absent:
-        raise Failed(f"{root} was built, and lacks {', '.join(absent.values())}")
-    return _speed(python)
-
-
-def _build(root: Path) -> None:
-    run = partial(subprocess.run, check=True, capture_output=True, text=True, timeout=_BUILD_S)
-    run([sys.executable, "-m", "venv", str(root)])
-    (packages,) = root.glob("lib/python*/site-packages")
-    ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    (packages / "gpu_check.pth").write_text("\n".join(ours) + "\n", encoding="utf-8")
-    pip = ["-m", "pip", "install", "--quiet", "--retries", "1", "--timeout", "15"]
-    run([str(root / "bin/python"), *pip, "-r", str(_REQUIREMENTS)])
-
-
-def _peers_python() -> tuple[str, dict[str, str]]:
-    """Return the Python that has most peers, the named one or this, and the peers that it lacks."""
+    """Measure all sides in two rounds."""
     pythons = (os.environ["GPU_CHECK_PEERS"], sys.executable)
-    lacks = {python: _lacks(python) for python in pythons}
-    python = min(pythons, key=lambda each: len(lacks[each]))
-    return python, lacks[python]
-
-
-def _lacks(python: str) -> dict[str, str]:
-    return {side: name for side, (name, test) in _PEERS.items() if not _runs(python, test)}
-
-
-def _runs(python: str, code: str) -> bool:
-    try:
-        done = subprocess.run([python, "-c", code], capture_output=True, check=False)
-    except OSError:
-        return False
-    return done.returncode == 0
-
-
-def _speed(python: str) -> Outcome:
-    sides = ["ours", "ours_compiled", *_PEERS]
-    texts = []
+    python = next((each for each in pythons if _runs(each, _NEEDS)), None)
+    if python is None:
+        raise Skipped(f"{' and '.join(pythons)} lack TRL - make .venv/peers/.installed")
+    sides, texts = ["ours", "ours_compiled", *_PEERS], list[str]()
     if not can_compile(torch.device("cuda")):
         sides.remove("ours_compiled")
         texts.append("compiled: skipped, since nothing is compiled here")
@@ -107,3 +48,10 @@ def _speed(python: str) -> Outcome:
     ]
     problems = [done.stderr.strip().splitlines()[-1]] if done.returncode else []
     return require(problems, "; ".join([*measured, *texts]), {"rows": figures})
+
+
+def _runs(python: str, code: str) -> bool:
+    try:
+        return not subprocess.run([python, "-c", code], capture_output=True, check=False).returncode
+    except OSError:
+        return False

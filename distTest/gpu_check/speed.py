@@ -16,10 +16,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from distTest.gpu_check.checks import Outcome, is_tiny, note, require
+from distTest.gpu_check.checks import Outcome, is_tiny, require
 from distTest.gpu_check.memory import SMALL, compare, plan_job
 from distTest.gpu_check.runs import Run, work_folder
-from distTest.gpu_check.trainer import Request
 from distTest.workloads.script import REPOSITORY, offline
 from distTest.workloads.shapes import slice_of
 from shardtune.config import RunConfig
@@ -60,8 +59,7 @@ def _measure(shape: str, is_lora: bool) -> Outcome:
     ours = _figures_of(run)
     said = [_speed("shardtune", ours), memory]
     figures = {"parameters": job.plan.parameters, "memory": figures, "shardtune": ours}
-    note("; ".join(said), figures)
-    request = Request(
+    request = dict(
         model=str(work_folder() / "model"),
         seed=RunConfig.model_fields["seed"].default,
         rows=str(rows),
@@ -110,25 +108,17 @@ def _speed(side: str, figures: dict[str, Any]) -> str:
     )
 
 
-def _run_trainer(request: Request) -> Any:
+def _run_trainer(request: dict[str, Any]) -> Any:
     """Return what the Trainer measured, or a line why it could not."""
     if request["lora_rank"] and not importlib.util.find_spec("peft"):
         return "peft is not installed"
     result = work_folder() / "trainer.json"
     command = [sys.executable, "-m", "distTest.gpu_check.trainer", json.dumps(request)]
-    done = subprocess.run(
-        [*command, str(result)],
-        env=offline(),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    print(done.stdout, flush=True)
-    if done.returncode or not result.is_file():
-        lines = done.stdout.strip().splitlines() or [f"it ended with {done.returncode}"]
-        return lines[-1][:300]
+    given: Any = {"env": offline(), "cwd": REPOSITORY, "text": True, "capture_output": True}
+    done = subprocess.run([*command, str(result)], **given, check=False)
+    print(done.stdout, done.stderr, flush=True)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1][:300]
     return json.loads(result.read_text(encoding="utf-8"))
 
 

@@ -1,6 +1,9 @@
 """transformers' Trainer on the weights and the rows of a run, with peft where it has adapters.
 
-python -m distTest.gpu_check.trainer REQUEST RESULT.json, REQUEST being JSON of a `Request`
+python -m distTest.gpu_check.trainer REQUEST RESULT.json
+
+REQUEST is the JSON of speed.py: a folder with config.json, the seed of the weights, a file with the
+tokens of each row in the order of the steps, and settings.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from transformers import (
@@ -26,16 +29,6 @@ from transformers import (
 from shardtune.model.build import draw_weights
 
 
-class Request(TypedDict):
-    model: str  # a folder with config.json
-    seed: int  # of the weights
-    rows: str  # a JSON file: the tokens of each row, in the order of the steps
-    micro_batch_size: int
-    accumulation_steps: int
-    lr: float
-    lora_rank: int | None
-
-
 class _Ends(TrainerCallback):
     """The time at the end of each step."""
 
@@ -48,7 +41,7 @@ class _Ends(TrainerCallback):
 
 
 def main() -> None:
-    request: Request = json.loads(sys.argv[1])
+    request: dict[str, Any] = json.loads(sys.argv[1])
     rows = json.loads(Path(request["rows"]).read_text(encoding="utf-8"))
     # As in a run, nothing predicts the first token. Else the Trainer would count it.
     examples = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in rows]
@@ -83,7 +76,7 @@ def main() -> None:
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
 
 
-def _build(request: Request) -> Any:
+def _build(request: dict[str, Any]) -> Any:
     """Build the model in bfloat16, with the weights that a run draws on its device."""
     config = AutoConfig.from_pretrained(request["model"])
     with torch.device("meta"):
@@ -100,9 +93,8 @@ def _build(request: Request) -> Any:
 
     model.enable_input_require_grads()
     rank = request["lora_rank"]
-    return get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    )
+    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return get_peft_model(model, settings)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def test_a_card_stands_beside_the_committed_one_of_its_device(tmp_path: Path) ->
 @pytest.mark.timeout(900)
 @needs_compiler
 def test_every_check_passes_on_a_pretended_gpu_but_for_what_it_lacks(tmp_path: Path) -> None:
-    """The CPU build lacks Triton, and no registry here builds the environment of other tools.
+    """The CPU build lacks Triton, and this environment TRL.
 
     Each process of a check is a fork, which spares the seconds of its imports.
     """
@@ -205,8 +205,7 @@ def test_every_check_passes_on_a_pretended_gpu_but_for_what_it_lacks(tmp_path: P
     assert list(rows) == [check.name for check in CHECKS]
     not_ok = {name: row["summary"] for name, row in rows.items() if row["verdict"] != "ok"}
     assert not_ok.keys() == {"two-gpus", "peers"}, not_ok
-    assert " cannot be built: ERROR: " in not_ok["peers"]
-    assert not (tmp_path / "peers").exists()
+    assert not_ok["peers"].endswith(" lack TRL - make .venv/peers/.installed")
     for name in ("optimizer", "speed-glm-4.5-air"):
         assert "compiled: skipped, since nothing is compiled here" in rows[name]["summary"]
     for name in ("speed-llama3-8b-lora", "speed-llama3-8b", "speed-qwen3-8b-lora"):
@@ -230,10 +229,10 @@ def test_every_check_passes_on_a_pretended_gpu_but_for_what_it_lacks(tmp_path: P
 
 
 def check_in_forks(folder: Path) -> None:
-    """Make all checks on one pretended GPU, without a registry, and with forks for processes."""
+    """Make all checks on one pretended GPU, with forks for processes."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
         del os.environ[name]
-    os.environ |= environment(1) | {"PIP_NO_INDEX": "1"}
+    os.environ |= environment(1)
     subprocess.Popen = ForkedPopen  # type: ignore[misc, assignment]
     memory.make_plan, memory.as_prediction = plan_in_fork, attrgetter("prediction")
     sys.argv = ["gpu_check", "--tiny", "--out", str(folder / "out")]
@@ -264,7 +263,7 @@ def test_checks_of_two_gpus_pass_in_processes_of_their_own(tmp_path: Path) -> No
     command += [sys.executable, "-m", "distTest.gpu_check", "--tiny", "--only", *names]
     # `make test` hides GPUs.
     done = subprocess.run(
-        [*command, "--out", str(tmp_path / "out")],
+        [*command, "--out", tmp_path / "out"],
         cwd=REPOSITORY,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
