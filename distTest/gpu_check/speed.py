@@ -59,15 +59,15 @@ def _measure(shape: str, is_lora: bool) -> Outcome:
     ours = _figures_of(run)
     said = [_speed("shardtune", ours), memory]
     figures = {"parameters": job.plan.parameters, "memory": figures, "shardtune": ours}
-    request = dict(
-        model=str(work_folder() / "model"),
-        seed=RunConfig.model_fields["seed"].default,
-        rows=str(rows),
-        micro_batch_size=micro_batch_size,
-        accumulation_steps=_ROWS // micro_batch_size,
-        lr=_LR,
-        lora_rank=_LORA_RANK if is_lora else None,
-    )
+    request = {
+        "model": str(work_folder() / "model"),
+        "seed": RunConfig.model_fields["seed"].default,
+        "rows": str(rows),
+        "micro_batch_size": micro_batch_size,
+        "accumulation_steps": _ROWS // micro_batch_size,
+        "lr": _LR,
+        "lora_rank": _LORA_RANK if is_lora else None,
+    }
     if isinstance(peer := _run_trainer(request), str):
         return require(problems, "; ".join([*said, f"no Trainer: {peer}"]), figures)
     speed = _ROWS * length / median(peer["step_s"][_TIMED.start - 1 :])
