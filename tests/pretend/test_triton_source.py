@@ -113,7 +113,6 @@ def test_kernels_add_up_in_one_order_and_spill_nothing(
     kernels = json.loads((tmp_path / "kernels").read_text(encoding="utf-8"))
     assert kernels
     for kernel in kernels:
-        print(kernel["name"], kernel["configurations"], kernel["spilled"])
         # A router's gradient has an addition for each chosen expert, all to places of their own.
         if not re.search("gather|scatter", kernel["name"]) or "bf16" in kernel["types"]:
             assert "tl.atomic_add" not in kernel["source"]

@@ -53,7 +53,11 @@ def wait(what: str) -> None:
 
 
 def _where(frame: FrameType | None) -> str:
-    while frame and frame.f_code.co_filename.startswith(_SKIPPED):
+    """Return the place that called PyTorch, not one of a mode through which all operators go."""
+    while frame and (
+        frame.f_code.co_filename.startswith(_SKIPPED)
+        or frame.f_code.co_name == "__torch_dispatch__"
+    ):
         frame = frame.f_back
     if frame is None:
         return "PyTorch"

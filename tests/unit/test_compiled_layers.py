@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import REPOSITORY
+from helpers.plain_training import finish
+from helpers.ranks import on_ranks
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor.async_compile import get_compile_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -110,11 +115,11 @@ def test_a_layer_is_a_few_graphs_for_all_lengths_that_break_at_attention_alone(
     assert breaks == {"document_attention"}
 
 
-def no_backend(*_: Any) -> Any:
+def no_backend(*_: Any, **__: Any) -> Any:
     raise RuntimeError("no such kernel")
 
 
-def no_backward(graph: Any, inputs: Any) -> Callable[..., Any]:
+def no_backward(graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
     """Refuse the second graph of a pair, as a backward that cannot be compiled."""
     from torch._dynamo.backends.common import aot_autograd
 
@@ -270,3 +275,17 @@ def test_compiled_layers_with_experts_are_checkpointed_as_eager_ones(
         layer._gradient_checkpointing_func = tell
     loss_of(model)
     assert checkpointed == [1, 2]  # the first is dense
+
+
+def require_workers(number: int) -> None:
+    compiling.compile_for_all_lengths(torch.sin)
+    assert get_compile_threads() == number
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ranks_of_a_node_have_together_a_compile_worker_for_each_core(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    finish(on_ranks(ranks, require_workers, max(1, min(32, cores // ranks)), cwd=tmp_path))
