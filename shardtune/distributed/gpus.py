@@ -79,6 +79,8 @@ def use_gpu(local_rank: int) -> torch.device:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     # Else cuBLAS may add up parts of a matrix product in bfloat16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    # Its backward does not repeat to the bit, and from PyTorch 2.15 on varlen attention may be it.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     # Attention sets the deterministic flag for its backward, under which whatever any thread
     # allocates would be filled with NaN first.
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False

@@ -213,8 +213,9 @@ class World:
 def set_collective_timeout(timeout_s: float, groups: Iterable[dist.ProcessGroup]) -> None:
     """Set the timeout of these groups and of the group of all ranks, past the agents' limit.
 
-    PyTorch has no public name for it, and its trainers use this one.
+    PyTorch has no public name for it before 2.15, and its trainers use the other.
     """
+    set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     timeout = datetime.timedelta(seconds=timeout_s + _AGENTS_END_FIRST_S)
     for group in (None, *groups):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)

@@ -207,6 +207,8 @@ def patch() -> None:
     if torch.version.cuda:  # it would ask the driver which of these the GPU runs
         for name in ("flash", "mem_efficient", "cudnn"):
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+        # From PyTorch 2.15 on varlen attention asks for this, and nothing else does from Python.
+        torch._C._get_flash_sdp_enabled = lambda: True
     torch.version.cuda = "13.0"
     torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)
     profiler: Any = torch.autograd.profiler.profile

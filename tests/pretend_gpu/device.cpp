@@ -96,7 +96,8 @@ struct TakeKernels {
     auto& dispatcher = c10::Dispatcher::singleton();
     for (const auto& name : dispatcher.getAllOpNames()) {
       const auto op = dispatcher.findSchema(name);
-      if (name.name.rfind("aten::", 0) != 0 || !op || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+      const bool is_taken = name.name.rfind("aten::", 0) == 0 || name.name.rfind("fsdp::", 0) == 0;
+      if (!is_taken || !op || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
       handles.push_back(dispatcher.registerImpl(
           name, c10::DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>(), {}, nullptr, "pretended"));
     }

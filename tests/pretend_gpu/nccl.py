@@ -25,13 +25,18 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
 
     Options = Options
 
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Any, *_: Any) -> None:
         super().__init__(store, rank, size, options._timeout)
+
+    def split(self, store: dist.Store, ranks: list[int], options: Any) -> ProcessGroupNCCL:
+        """Make the group anew: PyTorch from 2.15 on asks for this whenever there is a device."""
+        return ProcessGroupNCCL(store, ranks.index(dist.get_rank()), len(ranks), options)
 
 
 def patch() -> None:
     c10d._NCCL_AVAILABLE = True
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
+    vars(c10d)["ProcessGroupNCCL2"] = ProcessGroupNCCL  # NCCL's from PyTorch 2.15 on
     torch.cuda.nccl.version = lambda: (2, 29, 7)
     dist.is_nccl_available = lambda: True
     init_process_group = dist.init_process_group
