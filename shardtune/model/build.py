@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedConfig, PreTrainedModel
 
+import shardtune.model.older_transformers  # noqa: F401, gives older ones what is used here
 from shardtune.config import Config
 from shardtune.distributed.tensors import DTYPES, copy_slice, slice_like
 from shardtune.distributed.world import World

@@ -107,7 +107,7 @@ class CpuCall {
   // A benchmark's products would take a CPU minutes. Their results stay NaN.
   bool skip_large_product() {
     constexpr double kMostFlops = 2e11;
-    if (settings.hollow || name_ != "aten::mm") return false;
+    if (settings.hollow || name_ != "aten::mm" || stack_.size() - first_ != 3) return false;  // of `out`
     const Tensor a = stack_[first_].toTensor(), out = stack_.back().toTensor();
     if (!is_cuda(a) || !is_cuda(out) || 2.0 * a.size(1) * out.numel() <= kMostFlops) return false;
     stack_.erase(stack_.begin() + first_, stack_.end());

@@ -1,0 +1,45 @@
+"""What this project uses of transformers 5.23, for transformers 5.17 to 5.22.
+
+Importing this module gives it to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial, wraps
+from typing import Any
+
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+_Layer: Any = GradientCheckpointingLayer
+
+
+def _checkpoint_forward(layer: Any) -> None:
+    """Let a class of layers checkpoint its forward, so that hooks of modules stay outside.
+
+    Older ones checkpoint the whole call: FSDP2's hooks run again in the backward, and out of order.
+    """
+    forward = layer.forward
+
+    @wraps(forward)
+    def forward_with_checkpointing(self: Any, *arguments: Any, **options: Any) -> Any:
+        # The class that FSDP2 makes of a layer's is one of layers, too.
+        is_outermost = type(self).forward is forward_with_checkpointing
+        if self.gradient_checkpointing and self.training and is_outermost:
+            return self._gradient_checkpointing_func(partial(forward, self, **options), *arguments)
+        return forward(self, *arguments, **options)
+
+    layer.forward = forward_with_checkpointing
+
+
+def _subclasses(layer: Any) -> Iterator[Any]:
+    for each in layer.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+if "__call__" in vars(_Layer):
+    del _Layer.__call__
+    for _each in list(_subclasses(_Layer)):
+        _checkpoint_forward(_each)
+    _Layer.__init_subclass__ = classmethod(_checkpoint_forward)
