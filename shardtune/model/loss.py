@@ -117,8 +117,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 torch.mm(chunk, weight.t(), out=chunk_logits)
             else:
                 torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
-            # `data`, because torch.compile compiles again for another base of a view.
-            add_loss(loss, chunk_logits.data, chunk_targets.data, wants_gradients, converted)
+            # Before any gradient takes the logits' place: compiled by PyTorch 2.11, they were read
+            # behind it. `data`, because torch.compile compiles again for another base of a view.
+            target_logits = chunk_logits.gather(1, chunk_targets)
+            given = (each.data for each in (chunk_logits, chunk_targets, target_logits))
+            add_loss(loss, *given, wants_gradients, converted)
             if gradients:
                 gradients.add(start, chunk, chunk_logits)
         ctx.gradients = gradients and (gradients.hidden, gradients.weight, gradients.bias)
@@ -136,6 +139,7 @@ def _add_loss(
     loss: torch.Tensor,
     chunk_logits: torch.Tensor,
     chunk_targets: torch.Tensor,
+    target_logits: torch.Tensor,
     wants_gradients: bool,
     converted: torch.Tensor,
 ) -> None:
@@ -145,17 +149,17 @@ def _add_loss(
         loss: float32, scalar.
         chunk_logits: [n, vocabulary].
         chunk_targets: [n, 1].
+        target_logits: [n, 1], the logits of the targets.
         converted: float32 [m, vocabulary], for as many rows at a time; empty for float32 logits.
     """
     rows_at_once = len(converted) or len(chunk_logits)
-    for logits, wanted in zip(
-        chunk_logits.split(rows_at_once), chunk_targets.split(rows_at_once), strict=True
-    ):
+    parts = (x.split(rows_at_once) for x in (chunk_logits, chunk_targets, target_logits))
+    for logits, wanted, wanted_logits in zip(*parts, strict=True):
         softmax = converted[: len(logits)].copy_(logits) if len(converted) else logits
-        target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
+        largest = softmax.amax(1, keepdim=True)
         torch.softmax(softmax, 1, out=softmax)
         # log sum exp = the largest logit - its log-probability.
-        loss += (largest - softmax.amax(1, keepdim=True).log() - target_logits).sum()
+        loss += (largest - softmax.amax(1, keepdim=True).log() - wanted_logits).sum()
         if wants_gradients:
             softmax.scatter_add_(1, wanted, softmax.new_full(wanted.shape, -1.0))
             logits.copy_(softmax)
@@ -182,12 +186,12 @@ def compile_loss(
     add_loss = _compiled_add_loss(device)
     with torch.no_grad():
         for wants_gradients in (True, False) if evaluates else (True,):
-            loss = torch.zeros((), device=device)
-            add_loss(loss, logits, targets, wants_gradients, logits[:0].float())
+            loss, of_targets = torch.zeros((), device=device), logits[:, :1].clone()
+            add_loss(loss, logits, targets, of_targets, wants_gradients, logits[:0].float())
 
 
 def _planned_add_loss(
-    _: Any, chunk_logits: torch.Tensor, __: Any, wants_gradients: bool, ___: Any
+    _: Any, chunk_logits: torch.Tensor, __: Any, ___: Any, wants_gradients: bool, ____: Any
 ) -> None:
     """Launch and move what `_add_loss_at_once` does once compiled, on tensors without contents."""
     chunk_logits.amax(1)
@@ -200,6 +204,7 @@ def _add_loss_at_once(
     loss: torch.Tensor,
     chunk_logits: torch.Tensor,
     chunk_targets: torch.Tensor,
+    target_logits: torch.Tensor,
     wants_gradients: bool,
     _: torch.Tensor,
 ) -> None:
@@ -207,7 +212,7 @@ def _add_loss_at_once(
     memory.
     """
     logits = chunk_logits.float()
-    target_logits, largest = logits.gather(1, chunk_targets), logits.amax(1, keepdim=True)
+    largest = logits.amax(1, keepdim=True)
     log_total = (logits - largest).exp().sum(1, keepdim=True).log()
     loss += (largest + log_total - target_logits).sum()
     if wants_gradients:
