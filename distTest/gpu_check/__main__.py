@@ -35,11 +35,15 @@ def main() -> None:
     options = read_options()
     # A check has a session of its own, and would hold the GPU after this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ERROR: ended by SIGTERM - run it again"))
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"ERROR: {error} - name another folder with --out")
+    checks, started = selected(options), time.monotonic()
+    earlier = earlier_rows(options, [check.name for check in checks])
     rows: list[dict[str, Any]] = []
-    started = time.monotonic()
-    for check in selected(options):
-        left_s = (options.limit_s or math.inf) - (time.monotonic() - started)
+    for check in checks:
+        left_s = options.limit_s - (time.monotonic() - started)
         if check.is_timed and any(refuses_times(row) for row in rows):
             row = {"check": check.name, **skipped(f"no figure is believed: {DEVICE.name} failed")}
         else:
@@ -47,14 +51,13 @@ def main() -> None:
         rows.append(row)
         print(f"{row['check']}: {MARKS[row['verdict']]} ({row['seconds']:.0f} s): {row['summary']}")
         sys.stdout.flush()
-        write_results(options, rows, time.monotonic() - started)
-    print(
-        f"\n{table(rows)}\n\nWritten: {options.out}: results.md, results.json, card.md, card.yaml"
-    )
+        write_results(options, [*earlier, *rows], time.monotonic() - started)
+    print(f"\n{table([*earlier, *rows])}\n")
+    print(f"Written: {options.out}: results.md, results.json, card.md, card.yaml")
     if failed := [row["check"] for row in rows if row["verdict"] == "failed"]:
         sys.exit(f"ERROR: {', '.join(failed)} failed - see the logs in {options.out}")
     if not any(row["verdict"] == "ok" for row in rows):
-        sys.exit(f"ERROR: no check could be made - install what the table of {options.out} names")
+        sys.exit("ERROR: no check could be made - see why in the table")
 
 
 def selected(options: argparse.Namespace) -> list[Check]:
@@ -64,6 +67,15 @@ def selected(options: argparse.Namespace) -> list[Check]:
     checks = [check for check in CHECKS if check.name in options.only]
     is_missing = any(check.is_timed for check in checks) and DEVICE not in checks
     return [DEVICE, *checks] if is_missing else checks
+
+
+def earlier_rows(options: argparse.Namespace, made_now: list[str]) -> list[dict[str, Any]]:
+    """Return the results in the folder of other checks of the same commit."""
+    path = options.out / "results.json"
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if (earlier.get("commit"), earlier.get("tiny")) != (options.commit, options.tiny):
+        return []
+    return [row for row in earlier["checks"] if row["check"] not in made_now]
 
 
 def refuses_times(row: dict[str, Any]) -> bool:
@@ -81,9 +93,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--more", action="store_true", help=f"begin with {SECOND[0].name}, behind the first checks"
     )
-    parser.add_argument(
-        "--out", type=Path, help="default runs/gpu-check, with --more runs/gpu-check-more"
-    )
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/gpu-check")
     parser.add_argument(
         "--peers",
         type=Path,
@@ -99,9 +109,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--commit", help="of this tree, for the card, where there is no .git")
     parser.add_argument("--tiny", action="store_true", help="shapes for a GPU that is pretended")
     options = parser.parse_args()
-    if options.limit_s is None and not (options.only or options.tiny):
-        options.limit_s = LIMIT_S
-    options.out = options.out or REPOSITORY / f"runs/gpu-check{'-more' * options.more}"
+    if options.limit_s is None:
+        options.limit_s = math.inf if options.only or options.tiny else LIMIT_S
+    options.commit = commit() or options.commit or "unknown, for lack of .git and --commit"
     options.out, options.peers = options.out.absolute(), options.peers.absolute()
     return options
 
@@ -120,7 +130,7 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
     more["GPU_CHECK_RESULT"] = str(result)
     if not check.takes_all_gpus:
         more["CUDA_VISIBLE_DEVICES"] = "0" if visible is None else visible.split(",")[0]
-    started, timeout_s = time.monotonic(), min(left_s, 20 * check.seconds)
+    started, timeout_s = time.monotonic(), min(left_s, 60 + 3 * check.seconds)
     with log.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(
             command,
@@ -175,7 +185,7 @@ def write_results(options: argparse.Namespace, rows: list[dict[str, Any]], secon
         "python": sys.version.split()[0],
         "seconds": round(seconds, 1),
         "tiny": options.tiny,
-        "commit": commit() or options.commit or "unknown, for lack of .git and --commit",
+        "commit": options.commit,
     }
     text = json.dumps(about | {"checks": rows}, indent=1)
     (options.out / "results.json").write_text(text + "\n", encoding="utf-8")

@@ -44,13 +44,11 @@ def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str
             "mfu": measured["mfu"] and _least_median_most(measured["mfu"], 4),
             "idle_ms_of_a_step": round(measured["kernels"].get("idle_ms", 0.0), 1),
         }
-    for name, each in figures.items():
-        if "shardtune" in each:
-            card[name] = {
-                side: _beside_another(each[side])
-                for side in ("shardtune", "trainer")
-                if side in each
-            }
+    card |= {
+        name: {side: each[side] for side in ("shardtune", "trainer") if side in each}
+        for name, each in figures.items()
+        if "shardtune" in each
+    }
     if mfu := figures.get("ceiling", {}).get("mfu"):
         card["ceiling_mfu"] = round(mfu, 4)
     if memory := run.get("memory"):
@@ -60,15 +58,6 @@ def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str
         card["update_ms_per_1e6_parameters"] = {way: round(took, 4) for way, took in ms.items()}
     card["checks"] = {row["check"]: row["verdict"] for row in rows}
     return card
-
-
-def _beside_another(side: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "losses": side["losses"],
-        "tokens_per_second": round(side["tokens_per_second"]),
-        "mfu": side["mfu"] and round(side["mfu"], 4),
-        "peak_bytes": side["peak_bytes"],
-    }
 
 
 def _least_median_most(values: Sequence[float], digits: int) -> dict[str, float]:

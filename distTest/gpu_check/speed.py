@@ -25,7 +25,9 @@ from shardtune.config import RunConfig
 
 _ROWS, _STEPS, _LR, _LORA_RANK = 4, 6, 1e-4, 16
 _TIMED = slice(2, None)  # steps: the first ones compile
-_TOLERANCE = 2e-3  # of the first loss, relative, in bfloat16
+# Of the first loss, relative, in bfloat16. Other weights or rows are some 1e-3 apart: the loss of
+# random weights is near the logarithm of the vocabulary.
+_TOLERANCE = 3e-4
 _ALL_WEIGHTS = (
     "model.master_dtype=bfloat16",
     "model.reduce_dtype=bfloat16",
@@ -68,8 +70,10 @@ def _measure(shape: str, is_lora: bool) -> Outcome:
         "lr": _LR,
         "lora_rank": _LORA_RANK if is_lora else None,
     }
+    if is_lora and not importlib.util.find_spec("peft"):
+        return require(problems, "; ".join([*said, "no Trainer: peft is not installed"]), figures)
     if isinstance(peer := _run_trainer(request), str):
-        return require(problems, "; ".join([*said, f"no Trainer: {peer}"]), figures)
+        return require([*problems, f"the Trainer failed: {peer}"], "; ".join(said), figures)
     speed = _ROWS * length / median(peer["step_s"][_TIMED.start - 1 :])
     peer |= {"tokens_per_second": speed}
     peer["mfu"] = ours["mfu"] and ours["mfu"] * speed / ours["tokens_per_second"]
@@ -110,8 +114,6 @@ def _speed(side: str, figures: dict[str, Any]) -> str:
 
 def _run_trainer(request: dict[str, Any]) -> Any:
     """Return what the Trainer measured, or a line why it could not."""
-    if request["lora_rank"] and not importlib.util.find_spec("peft"):
-        return "peft is not installed"
     result = work_folder() / "trainer.json"
     command = [sys.executable, "-m", "distTest.gpu_check.trainer", json.dumps(request)]
     given: Any = {"env": offline(), "cwd": REPOSITORY, "text": True, "capture_output": True}

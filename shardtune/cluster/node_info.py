@@ -45,7 +45,9 @@ def node_facts(environment: Environment) -> Message:
     """Collect what `compare` compares, and this node's own `problems`, `warnings` and `remarks`."""
     assert environment.config is not None
     files = _file_facts(environment.config)
-    versions = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    # Of two of a name the first one is imported.
+    packages = reversed(list(importlib.metadata.distributions()))
+    versions = {each.name.lower(): each.version for each in packages}
     nccl = [name for name in versions if name.startswith("nvidia-nccl")]
     return {
         "versions": {name: versions.get(name, "missing") for name in (*_PACKAGES, *nccl)}

@@ -24,7 +24,6 @@ from transformers import PreTrainedConfig
 from shardtune.checkpoint import find_disks
 from shardtune.config import Config, resume_may_change
 from shardtune.config_io import to_dict
-from shardtune.distributed.gpus import bytes_beside_torch
 from shardtune.distributed.host_memory import available_memory
 from shardtune.distributed.measured import read_measured
 from shardtune.distributed.rank_record import RECORDS, STACK
@@ -182,9 +181,7 @@ class RunPlan:
         )
         metrics.write(planned)
         yield
-        device = run.world.device
-        beside = float(bytes_beside_torch(device)) if device.type == "cuda" else 0.0
-        peak, beside = run.world.all_reduce_max(peak_memory_bytes(device), beside)
+        (peak,) = run.world.all_reduce_max(peak_memory_bytes(run.world.device))
         if not run.world.is_main:
             return
         entries = [entry for entry, _ in read_entries(run.metrics_file, sys.maxsize)]
@@ -197,7 +194,7 @@ class RunPlan:
         metrics.write(
             planned | {"step": last_step, "peak_bytes": int(peak), "step_seconds": seconds}
         )
-        logger.info(_comparison(prediction, self._held_bytes, peak, beside, seconds))
+        logger.info(_comparison(prediction, self._held_bytes, peak, seconds))
 
     def _predict(self) -> Prediction:
         """Wait for the plan, on rank 0."""
@@ -282,22 +279,18 @@ def as_prediction(plan: Plan) -> Prediction:
     )
 
 
-def _comparison(
-    prediction: Prediction, held_bytes: int, peak: float, beside: float, seconds: float
-) -> str:
+def _comparison(prediction: Prediction, held_bytes: int, peak: float, seconds: float) -> str:
     """Return a line that holds the measured peak and time against the planned ones."""
     at_most = "" if prediction["source"] == "simulated step" else "at most "
     # On CPUs the process is measured, which holds more than the plan counts.
     held = f" ({_gb(held_bytes)} before the weights, the rest tensors)" if held_bytes else ""
-    more = f" ({_gb(beside)} in use beside PyTorch's)"
-    if held_bytes:
-        more = " (the process, with mapped files and freed memory)"
+    process = " (the process, with mapped files and freed memory)" if held_bytes else ""
     step = "-"
     if prediction["step_s"]:
         step = f"at least {prediction['step_s']:.3g} s ({prediction['bound_by']}, full rows)"
     return (
         f"Predicted peak memory: {at_most}{_gb(prediction['peak_bytes'] + held_bytes)}{held} | "
-        f"Measured: {_gb(peak)}{more} | "
+        f"Measured: {_gb(peak)}{process} | "
         f"Predicted step time: {step} | Measured: {seconds:.3g} s (median)"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib.metadata
 import json
@@ -153,6 +154,44 @@ def test_a_slow_gpu_fails_by_name_and_no_speed_of_it_is_measured(
     assert card["checks"] == {"device": "failed", "resume": "ok", "ceiling": "skipped"}
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "| ceiling | skipped | 0 | no figure is believed: device failed |" in text
+
+
+def test_memory_of_other_processes_is_named_beside_a_context_of_this_one() -> None:
+    assert device.held_by_others(int(1e9)) is None
+    assert device.held_by_others(int(20e9)) == (
+        "other processes hold 20.0 GB of the GPU - end them (nvidia-smi)"
+    )
+
+
+def test_results_stay_beside_those_of_other_checks_and_a_limit_holds_for_chosen_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(check: Check, *_: Any) -> dict[str, Any]:
+        if check.name == "losses":
+            raise KeyboardInterrupt
+        return {"verdict": "ok", "summary": "", "figures": {}, "seconds": 1.0}
+
+    command = ["gpu_check", "--out", str(tmp_path), "--commit", "c0ffee", "--only"]
+    monkeypatch.setattr(gpu_check, "commit", lambda: "")
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_check, "run", run)
+        for names in (["smoke"], ["experts", "losses"]):  # of which the last never ends
+            patch.setattr(sys, "argv", [*command, *names])
+            with contextlib.suppress(KeyboardInterrupt):
+                gpu_check.main()
+    rows = yaml.safe_load((tmp_path / "results.json").read_text(encoding="utf-8"))["checks"]
+    assert [row["check"] for row in rows] == ["smoke", "experts"]
+    card = yaml.safe_load((tmp_path / "card.yaml").read_text(encoding="utf-8"))
+    assert card["versions"]["shardtune"] == "c0ffee"
+    monkeypatch.setattr(sys, "argv", [*command, "resume", "--limit-s", "1"])
+    with pytest.raises(SystemExit, match="ERROR: no check could be made - see why in the table"):
+        gpu_check.main()
+    table = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert "| resume | skipped | 0 | it takes about 50 s, and 1 s are left - " in table
+    assert "| smoke | ok |" in table
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path / "results.md")])
+    with pytest.raises(SystemExit, match=r"ERROR: .* - name another folder with --out"):
+        gpu_check.main()
 
 
 def test_kernels_of_two_streams_keep_the_gpu_busy_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ is compiled for sm_90 and not run. Needs Triton, whose wheel has NVIDIA's assemb
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -52,6 +53,7 @@ def compile_for_gpus() -> dict[str, TritonKernel]:
     Return what fills with the kernels, each as it is called first.
     """
     install(gpus=1, hollow=True)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # workers would look for a GPU
     # Only now: these ask for GPUs when they are imported.
     import torch._dynamo.device_interface as interfaces
     import torch._inductor.config as inductor_config

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._inductor import config as inductor
 
-from shardtune.distributed.compiling import can_compile, compiled_or_eager
+from shardtune.distributed.compiling import (
+    can_compile,
+    compile_for_all_lengths,
+    compiled_or_eager,
+)
 
 CPU = torch.device("cpu")
 
@@ -28,6 +33,14 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def square(x: torch.Tensor) -> None:
     x.mul_(x).add_(3)
+
+
+def test_all_that_is_compiled_adds_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a GPU takes the fastest of some kernels, of which each has an order of its own."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda _, **options: given.update(options))
+    compile_for_all_lengths(square)
+    assert given == {"dynamic": True, "options": {"deterministic": True}}
 
 
 @pytest.mark.full
