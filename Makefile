@@ -109,8 +109,8 @@ mutants: .venv/.installed .venv/.templates $(MODEL)/config.json
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 # What needs one GPU, in runs/gpu-check: the first checks in under nine minutes, and with
-# GPU_CHECK_ARGS=--more the next ones. With PYTHON=... in that environment, which may be older: .venv is not built, and what
-# does not run there is skipped by name.
+# GPU_CHECK_ARGS=--more the next ones. With PYTHON=... in that environment, which may be older: .venv
+# is not built, and what does not run there is skipped by name.
 ifeq ($(origin PYTHON),file)
 gpu-check: .venv/.installed
 GPU_PYTHON := $(BIN)/python

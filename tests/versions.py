@@ -32,7 +32,14 @@ PAIRS = (
 )
 # FSDP, loss, packing, checkpoints and resumes, plans, experts, adapters, templates, kernels.
 _UNIT = ("loss", "packing", "spread_experts", "grouped_experts", "compiled_layers", "varlen")
-_UNIT += ("kept_operators", "low_precision_optim", "older_torch", "lora", "chat_templates")
+_UNIT += (
+    "kept_operators",
+    "low_precision_optim",
+    "older_torch",
+    "older_transformers",
+    "lora",
+    "chat_templates",
+)
 _RANKS = ("run", "resume", "parallel", "loading", "run_plan", "expert_parallel", "adapters")
 TESTS = [
     *(f"tests/unit/test_{name}.py" for name in _UNIT),

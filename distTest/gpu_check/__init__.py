@@ -1,1 +1,1 @@
-"""Everything of this project that one GPU can show, in under nine minutes: `make gpu-check`."""
+"""What one GPU can show of this project: `make gpu-check`."""

@@ -40,7 +40,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"ERROR: {error} - name another folder with --out")
     checks, started = selected(options), time.monotonic()
-    earlier = earlier_rows(options, [check.name for check in checks])
+    earlier = earlier_rows(options)
     rows: list[dict[str, Any]] = []
     for check in checks:
         left_s = options.limit_s - (time.monotonic() - started)
@@ -51,8 +51,8 @@ def main() -> None:
         rows.append(row)
         print(f"{row['check']}: {MARKS[row['verdict']]} ({row['seconds']:.0f} s): {row['summary']}")
         sys.stdout.flush()
-        write_results(options, [*earlier, *rows], time.monotonic() - started)
-    print(f"\n{table([*earlier, *rows])}\n")
+        write_results(options, merged(earlier, rows), time.monotonic() - started)
+    print(f"\n{table(merged(earlier, rows))}\n")
     print(f"Written: {options.out}: results.md, results.json, card.md, card.yaml")
     if failed := [row["check"] for row in rows if row["verdict"] == "failed"]:
         sys.exit(f"ERROR: {', '.join(failed)} failed - see the logs in {options.out}")
@@ -69,13 +69,24 @@ def selected(options: argparse.Namespace) -> list[Check]:
     return [DEVICE, *checks] if is_missing else checks
 
 
-def earlier_rows(options: argparse.Namespace, made_now: list[str]) -> list[dict[str, Any]]:
-    """Return the results in the folder of other checks of the same commit."""
-    path = options.out / "results.json"
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if (earlier.get("commit"), earlier.get("tiny")) != (options.commit, options.tiny):
+def earlier_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what the folder has of other runs of this very tree, if a commit names it."""
+    try:
+        earlier = json.loads((options.out / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return []
-    return [row for row in earlier["checks"] if row["check"] not in made_now]
+    same = (earlier["commit"], earlier["tiny"]) == (options.commit, options.tiny)
+    rows: list[dict[str, Any]] = earlier["checks"]
+    return rows if same and not options.commit.endswith(("-dirty", "--commit")) else []
+
+
+def merged(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all results, of a check that was made twice the later one."""
+    made = {row["check"]: row for row in earlier}
+    for row in rows:
+        if row["verdict"] != "skipped" or row["check"] not in made:
+            made[row["check"]] = row
+    return list(made.values())
 
 
 def refuses_times(row: dict[str, Any]) -> bool:
@@ -143,7 +154,8 @@ def run(check: Check, left_s: float, options: argparse.Namespace) -> dict[str, A
         try:
             ending = f"ended with {process.wait(timeout=timeout_s)}"
         except subprocess.TimeoutExpired:
-            ending = f"did not end within {timeout_s:.0f} s, and takes about {check.seconds}"
+            ending = f"did not end within {timeout_s:.0f} s, and takes about {check.seconds} - "
+            ending += f"python -m distTest.gpu_check --only {check.name}"
         finally:
             end_all_of(process)
     outcome = {"verdict": "failed", "summary": f"{ending}: {last_line(log)}", "figures": {}}
@@ -188,7 +200,9 @@ def write_results(options: argparse.Namespace, rows: list[dict[str, Any]], secon
         "commit": options.commit,
     }
     text = json.dumps(about | {"checks": rows}, indent=1)
-    (options.out / "results.json").write_text(text + "\n", encoding="utf-8")
+    written = options.out / "results.json.new"
+    written.write_text(text + "\n", encoding="utf-8")
+    written.replace(options.out / "results.json")
     (options.out / "results.md").write_text(table(rows) + "\n", encoding="utf-8")
     write_card(options.out, make_card(rows, about))
 

@@ -17,6 +17,7 @@ from distTest.workloads.script import REPOSITORY
 
 COMMITTED = REPOSITORY / "docs/gpu_cards"
 _PRETENDED = ", pretended, with small shapes: losses count, and rates, times and MFU say nothing"
+_BESIDE = ("losses", "tokens_per_second", "mfu", "peak_bytes")
 _RUN = "speed-glm-4.5-air"  # whose losses, rate and memory the card has
 
 
@@ -45,7 +46,11 @@ def make_card(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str
             "idle_ms_of_a_step": round(measured["kernels"].get("idle_ms", 0.0), 1),
         }
     card |= {
-        name: {side: each[side] for side in ("shardtune", "trainer") if side in each}
+        name: {
+            side: {key: each[side][key] for key in _BESIDE}
+            for side in ("shardtune", "trainer")
+            if side in each
+        }
         for name, each in figures.items()
         if "shardtune" in each
     }

@@ -15,7 +15,7 @@ from typing import Any
 from distTest.gpu_check.checks import CHECKS, Failed, Skipped
 
 # The oldest versions for which the project has substitutes (shardtune/distributed/older_torch.py).
-OLDEST = {"Python": "3.11", "torch": "2.11", "transformers": "5.0"}
+OLDEST = {"Python": "3.11", "torch": "2.11", "transformers": "5.17"}
 
 
 def main() -> None:

@@ -67,12 +67,12 @@ def smoke() -> Outcome:
     pip = f"{sys.executable} -m pip list"
     for command in ("nvidia-smi", "free -g", "df -h /tmp", "ip link", pip):
         print(f"$ {command}\n{output_of(*command.split())}")
-    device = use_gpu(0)
+    device, bytes_pinned = use_gpu(0), 1 << (12 if is_tiny() else 32)
     parts: dict[str, Callable[[], object]] = {
         "segments that grow": lambda: torch.ones(1 << 20, device=device),
         "NCCL with one process": partial(_all_reduce, device),
         "Triton": partial(_compile, device),
-        "4 GB pinned": lambda: torch.empty(4 << (10 if is_tiny() else 30), pin_memory=True).numel(),
+        "4 GB pinned": partial(torch.empty, bytes_pinned, dtype=torch.uint8, pin_memory=True),
     }
     problems, took = list[str](), dict[str, float]()
     for name, part in parts.items():
@@ -111,7 +111,10 @@ def published_rate(name: str) -> float | None:
 
 
 def held_by_others(n_bytes: int) -> str | None:
-    """Return why a GPU has no room, or None. `n_bytes` are held before this process takes any."""
+    """Return why a GPU has no room, or None.
+
+    `n_bytes` are held with this process's context, before its tensors.
+    """
     if n_bytes < _CONTEXT_BYTES:
         return None
     return f"other processes hold {n_bytes / 1e9:.1f} GB of the GPU - end them (nvidia-smi)"

@@ -25,8 +25,8 @@ from shardtune.config import RunConfig
 
 _ROWS, _STEPS, _LR, _LORA_RANK = 4, 6, 1e-4, 16
 _TIMED = slice(2, None)  # steps: the first ones compile
-# Of the first loss, relative, in bfloat16. Other weights or rows are some 1e-3 apart: the loss of
-# random weights is near the logarithm of the vocabulary.
+# Of the first loss, relative, in bfloat16. With other weights or rows it differs by about 1e-3: the
+# loss of random weights is near the logarithm of the vocabulary.
 _TOLERANCE = 3e-4
 _ALL_WEIGHTS = (
     "model.master_dtype=bfloat16",

@@ -85,7 +85,8 @@ def _file_facts(config: Config) -> Message:
 def _machine_facts(environment: Environment, config: Config) -> Message:
     # In a process of its own: one that has used CUDA cannot fork the ranks that measure.
     gpus: list[Message] = []
-    problems = list(filter(None, [older_transformers(config.parallel.expert)]))
+    problem = older_transformers(config.parallel.expert)
+    problems = [f"{environment.name}: {problem}"] if problem else []
     with multiprocessing.get_context("fork").Pool(1) as pool:
         look = pool.apply_async(_gpus, [config.distributed.backend])
         try:

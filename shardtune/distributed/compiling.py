@@ -18,21 +18,21 @@ from shardtune.log import logger, node_logger
 
 # What a compilation raises, and a function that is compiled never.
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
-# What this process runs `compiled`, and what `eager` in place of that, by its name.
+# `compiled` or `eager`, by the name of what this process computes.
 kinds: dict[str, str] = {}
 _MOST_WORKERS = 32  # of a process: PyTorch's own limit
 _COMPILED = "cuda"  # the type of the devices of `compiled_on_gpus`
 
 
 def compile_for_all_lengths(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return what compiles a function at its first call, which is of this thread."""
+    """Return the function, compiled at its first call, in the thread that calls it."""
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         # Workers of all ranks of a node: as many as it has cores.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = len(os.sched_getaffinity(0))
         inductor_config.compile_threads = max(1, min(_MOST_WORKERS, cores // ranks))
-    # Of the kernels for a sum one is taken, not the fastest: each adds up in another order. As a
-    # setting of the process it is lost where PyTorch restores its own flag, behind each graph.
+    # Else Inductor times several kernels for a sum, which add up in different orders, and takes the
+    # fastest. As a setting of the process it is lost: PyTorch restores its own behind each graph.
     inductor: dict[str, Any] = {"deterministic": True}
     compile_all: Any = torch.compile  # whose types lack some options
     return cast(

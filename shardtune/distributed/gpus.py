@@ -79,7 +79,8 @@ def use_gpu(local_rank: int) -> torch.device:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     # Else cuBLAS may add up parts of a matrix product in bfloat16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    # Its backward does not repeat to the bit, and from PyTorch 2.15 on varlen attention may be it.
+    # The backward of cuDNN's attention does not repeat to the bit, and varlen attention of PyTorch
+    # 2.15 may use it.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Attention sets the deterministic flag for its backward, under which whatever any thread
     # allocates would be filled with NaN first.
@@ -87,9 +88,3 @@ def use_gpu(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def bytes_beside_torch(device: torch.device) -> int:
-    """Return what a GPU has in use that PyTorch's allocator has not taken, of all processes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)

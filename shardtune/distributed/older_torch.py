@@ -40,7 +40,7 @@ def _release(version: str) -> list[int]:
 
 
 def _adapt() -> None:
-    """Add what is missing. Pre-releases, which containers have, lack some of it alone."""
+    """Add what is missing. Pre-releases, which containers have, lack only some of it."""
     for name, older in _OLDER_NAMES.items():
         if not hasattr(dist, name):
             setattr(dist, name, getattr(dist, older))

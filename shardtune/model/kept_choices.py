@@ -1,10 +1,10 @@
 """Keep which experts a router has chosen, where a layer is computed again.
 
 Its second forward may round otherwise than its first, and a tie then goes to another expert: ranks
-that exchange tokens by these choices would wait for others than come, or get as many as no longer
-fit. So the operators by which routers choose give in the second what they gave in the first. In a
-compiled layer `topk` is still called as an operator, and `max` (PhiMoE's) is not: there a tie may
-end the run.
+that exchange tokens by these choices would then wait for tokens that never come, or receive a
+number that no longer fits. So the operators by which routers choose give in the second what they
+gave in the first. In a compiled layer `topk` is still called as an operator, and `max` (PhiMoE's)
+is not: there a tie may end the run.
 """
 
 from __future__ import annotations

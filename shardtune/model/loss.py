@@ -117,8 +117,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 torch.mm(chunk, weight.t(), out=chunk_logits)
             else:
                 torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
-            # Before any gradient takes the logits' place: compiled by PyTorch 2.11, they were read
-            # behind it. `data`, because torch.compile compiles again for another base of a view.
+            # Read before the gradients overwrite the logits: the loss that PyTorch 2.11 compiles
+            # reads them after. `data`, because torch.compile compiles again for another base of a
+            # view.
             target_logits = chunk_logits.gather(1, chunk_targets)
             given = (each.data for each in (chunk_logits, chunk_targets, target_logits))
             add_loss(loss, *given, wants_gradients, converted)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardtune.checkpoint import agree_on_checkpoint, resume_rules
@@ -26,7 +27,6 @@ from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
 from shardtune.data import dataset
 from shardtune.data.dataset import PreparedData
 from shardtune.data.schedule import Cost, Position, Schedule, source_weights
-from shardtune.distributed.gpus import bytes_beside_torch
 from shardtune.distributed.join import describe
 from shardtune.distributed.older_torch import untried_versions
 from shardtune.distributed.progress import Phase
@@ -64,7 +64,8 @@ def start_logging(config: Config, world: World) -> None:
     quiet_libraries(world.is_main)
     node_logger.info(describe(world))
     if world.device.type == "cuda":
-        beside = max(world.all_gather_json(bytes_beside_torch(world.device)))
+        free, total = torch.cuda.mem_get_info(world.device)
+        beside = max(world.all_gather_json(total - free - torch.cuda.memory_reserved(world.device)))
         ranks = f", the most of {world.size} ranks" if world.size > 1 else ""
         logger.info(
             f"GPU memory: {beside / 1e9:.2f} GB in use beside PyTorch's (CUDA's context, NCCL, "

@@ -75,7 +75,7 @@ def test_an_environment_that_is_too_old_or_lacks_a_package_is_skipped_by_name(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions[name])
     with pytest.raises(Skipped) as skipped:
         child.require_project()
-    old = "needs torch 2.11, and this is 2.5.1+cu124, needs transformers 5.0, and this is 4.57.1"
+    old = "needs torch 2.11, and this is 2.5.1+cu124, needs transformers 5.17, and this is 4.57.1"
     assert str(skipped.value) == old
     versions |= {"torch": "2.13.0", "transformers": "5.23.0"}
     monkeypatch.setitem(sys.modules, "train_fsdp", None)
@@ -175,20 +175,20 @@ def test_results_stay_beside_those_of_other_checks_and_a_limit_holds_for_chosen_
     monkeypatch.setattr(gpu_check, "commit", lambda: "")
     with monkeypatch.context() as patch:
         patch.setattr(gpu_check, "run", run)
-        for names in (["smoke"], ["experts", "losses"]):  # of which the last never ends
+        for names in (["smoke", "resume"], ["experts", "losses"]):  # of which the last never ends
             patch.setattr(sys, "argv", [*command, *names])
             with contextlib.suppress(KeyboardInterrupt):
                 gpu_check.main()
     rows = yaml.safe_load((tmp_path / "results.json").read_text(encoding="utf-8"))["checks"]
-    assert [row["check"] for row in rows] == ["smoke", "experts"]
+    assert [row["check"] for row in rows] == ["smoke", "resume", "experts"]
     card = yaml.safe_load((tmp_path / "card.yaml").read_text(encoding="utf-8"))
     assert card["versions"]["shardtune"] == "c0ffee"
-    monkeypatch.setattr(sys, "argv", [*command, "resume", "--limit-s", "1"])
+    monkeypatch.setattr(sys, "argv", [*command, "resume", "packing", "--limit-s", "1"])
     with pytest.raises(SystemExit, match="ERROR: no check could be made - see why in the table"):
         gpu_check.main()
     table = (tmp_path / "results.md").read_text(encoding="utf-8")
-    assert "| resume | skipped | 0 | it takes about 50 s, and 1 s are left - " in table
-    assert "| smoke | ok |" in table
+    assert "| packing | skipped | 0 | it takes about 20 s, and 1 s are left - " in table
+    assert "| smoke | ok |" in table and "| resume | ok |" in table
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path / "results.md")])
     with pytest.raises(SystemExit, match=r"ERROR: .* - name another folder with --out"):
         gpu_check.main()
