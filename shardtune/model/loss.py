@@ -117,12 +117,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 torch.mm(chunk, weight.t(), out=chunk_logits)
             else:
                 torch.addmm(bias, chunk, weight.t(), out=chunk_logits)
-            # Read before the gradients overwrite the logits: the loss that PyTorch 2.11 compiles
-            # reads them after. `data`, because torch.compile compiles again for another base of a
-            # view.
-            target_logits = chunk_logits.gather(1, chunk_targets)
-            given = (each.data for each in (chunk_logits, chunk_targets, target_logits))
-            add_loss(loss, *given, wants_gradients, converted)
+            # `data`, because torch.compile compiles again for another base of a view.
+            add_loss(loss, chunk_logits.data, chunk_targets.data, wants_gradients, converted)
             if gradients:
                 gradients.add(start, chunk, chunk_logits)
         ctx.gradients = gradients and (gradients.hidden, gradients.weight, gradients.bias)
@@ -140,9 +136,9 @@ def _add_loss(
     loss: torch.Tensor,
     chunk_logits: torch.Tensor,
     chunk_targets: torch.Tensor,
-    target_logits: torch.Tensor,
     wants_gradients: bool,
     converted: torch.Tensor,
+    _: Any = None,
 ) -> None:
     """Add a chunk's loss to `loss`; where gradients are wanted, leave that of its logits in place.
 
@@ -150,17 +146,17 @@ def _add_loss(
         loss: float32, scalar.
         chunk_logits: [n, vocabulary].
         chunk_targets: [n, 1].
-        target_logits: [n, 1], the logits of the targets.
         converted: float32 [m, vocabulary], for as many rows at a time; empty for float32 logits.
     """
     rows_at_once = len(converted) or len(chunk_logits)
-    parts = (x.split(rows_at_once) for x in (chunk_logits, chunk_targets, target_logits))
-    for logits, wanted, wanted_logits in zip(*parts, strict=True):
+    for logits, wanted in zip(
+        chunk_logits.split(rows_at_once), chunk_targets.split(rows_at_once), strict=True
+    ):
         softmax = converted[: len(logits)].copy_(logits) if len(converted) else logits
-        largest = softmax.amax(1, keepdim=True)
+        target_logits, largest = softmax.gather(1, wanted), softmax.amax(1, keepdim=True)
         torch.softmax(softmax, 1, out=softmax)
         # log sum exp = the largest logit - its log-probability.
-        loss += (largest - softmax.amax(1, keepdim=True).log() - wanted_logits).sum()
+        loss += (largest - softmax.amax(1, keepdim=True).log() - target_logits).sum()
         if wants_gradients:
             softmax.scatter_add_(1, wanted, softmax.new_full(wanted.shape, -1.0))
             logits.copy_(softmax)
@@ -168,7 +164,11 @@ def _add_loss(
 
 @functools.cache
 def _compiled_add_loss(device: torch.device) -> Callable[..., None]:
-    return compiled_or_eager(_add_loss_at_once, "the loss", device, eager=_add_loss)
+    add_loss = compiled_or_eager(_add_loss_at_once, "the loss", device, eager=_add_loss)
+    if torch.__version__ >= "2.13":
+        return add_loss
+    # Older ones may compile the read of these behind the gradients that overwrite them.
+    return lambda *given: add_loss(*given, given[1].gather(1, given[2]))
 
 
 def compile_loss(
@@ -187,12 +187,12 @@ def compile_loss(
     add_loss = _compiled_add_loss(device)
     with torch.no_grad():
         for wants_gradients in (True, False) if evaluates else (True,):
-            loss, of_targets = torch.zeros((), device=device), logits[:, :1].clone()
-            add_loss(loss, logits, targets, of_targets, wants_gradients, logits[:0].float())
+            loss = torch.zeros((), device=device)
+            add_loss(loss, logits, targets, wants_gradients, logits[:0].float())
 
 
 def _planned_add_loss(
-    _: Any, chunk_logits: torch.Tensor, __: Any, ___: Any, wants_gradients: bool, ____: Any
+    _: Any, chunk_logits: torch.Tensor, __: Any, wants_gradients: bool, ___: Any
 ) -> None:
     """Launch and move what `_add_loss_at_once` does once compiled, on tensors without contents."""
     chunk_logits.amax(1)
@@ -205,14 +205,16 @@ def _add_loss_at_once(
     loss: torch.Tensor,
     chunk_logits: torch.Tensor,
     chunk_targets: torch.Tensor,
-    target_logits: torch.Tensor,
     wants_gradients: bool,
     _: torch.Tensor,
+    target_logits: torch.Tensor | None = None,
 ) -> None:
     """Do as `_add_loss` does, in a form that compiles into few kernels, without float32 in
     memory.
     """
     logits = chunk_logits.float()
+    if target_logits is None:
+        target_logits = logits.gather(1, chunk_targets)
     largest = logits.amax(1, keepdim=True)
     log_total = (logits - largest).exp().sum(1, keepdim=True).log()
     loss += (largest + log_total - target_logits).sum()

@@ -160,7 +160,7 @@ def difference(
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model, world, MixedPrecisionPolicy())
+    shard(model, config, world, MixedPrecisionPolicy())
     lines: list[str] = []
     with patch.object(logger, "info", lines.append):
         assert choose_attention(model, config, max(LENGTHS), world)
@@ -207,7 +207,7 @@ def check_documents(models: dict[str, Path], config: Config, usual: Config) -> N
 
     def sharded(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model.config.use_cache = False
-        shard(model, world, MixedPrecisionPolicy(param_dtype=dtype))
+        shard(model, config, world, MixedPrecisionPolicy(param_dtype=dtype))
         return model
 
     def loaded(path: Path) -> PreTrainedModel:

@@ -7,9 +7,11 @@ import gzip
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
@@ -43,6 +45,14 @@ from shardtune.planner.plan import make_plan
 from shardtune.planner.run_plan import as_prediction
 
 PRETENDED = COMMITTED / "pretended.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """A process that is forked later would not end by a signal that this one handles."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_a_crash_is_a_failure_by_name_and_the_other_checks_go_on(
