@@ -2,8 +2,8 @@
 
 python -m distTest.gpu_check [--more] [--limit-s 3000] [--only NAME ...] [--out DIR]
 
-The first checks take nine minutes, and so do most of the others, with which `--more` begins. It
-takes the Python that runs it, of any age: this file needs the standard library alone. A check
+It makes as many checks as nine minutes hold; `--more` leaves the first ones out. It takes the
+Python that runs it, of any age: this file needs the standard library alone. A check
 whose PyTorch is too old or whose peer is absent is skipped by name, and one that crashes is a
 failure by name; the others go on. Ends with 1 where a check failed.
 """
@@ -75,7 +75,7 @@ def earlier_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         earlier = json.loads((options.out / "results.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    same = (earlier["commit"], earlier["tiny"]) == (options.commit, options.tiny)
+    same = (earlier.get("commit"), earlier.get("tiny")) == (options.commit, options.tiny)
     rows: list[dict[str, Any]] = earlier["checks"]
     return rows if same and not options.commit.endswith(("-dirty", "--commit")) else []
 
@@ -117,7 +117,7 @@ def read_options() -> argparse.Namespace:
         help=f"seconds for all checks (default {LIMIT_S}, with --only or --tiny none; {WHOLE_S} "
         "makes every check)",
     )
-    parser.add_argument("--commit", help="of this tree, for the card, where there is no .git")
+    parser.add_argument("--commit", help="the commit that a card names where there is no .git")
     parser.add_argument("--tiny", action="store_true", help="shapes for a GPU that is pretended")
     options = parser.parse_args()
     if options.limit_s is None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import varlen
 
-TRIED = {"torch": ("2.11", "2.15"), "transformers": ("5.17", "5.24")}  # the oldest, the newest
+TRIED = {"torch": ("2.11", "2.15"), "transformers": ("5.17", "5.24")}  # oldest and newest
 _OLDER_NAMES = {
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
@@ -32,7 +32,7 @@ def untried_versions() -> Iterator[str]:
     for name, (oldest, newest) in TRIED.items():
         version = importlib.metadata.version(name)
         if not _release(oldest) <= _release(version) <= _release(newest):
-            yield f"{name} {version} was not tried ({oldest} to {newest} were)"
+            yield f"{name} {version} was not tried ({oldest} is the oldest, {newest} the newest)"
 
 
 def _release(version: str) -> list[int]:

@@ -9,7 +9,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -230,6 +230,13 @@ def _gathered(
         yield round(once + times * micro_batches * (numel - once))
 
 
+def _copied_numel(sizes: Sizes, expert: int, frozen: bool, trained: bool) -> float:
+    """Return how many elements FSDP2 copies for a rank, of frozen weights and of trained ones."""
+    n_trained = sizes.trained_dense + sizes.trained_experts / expert
+    n_frozen = sizes.dense + sizes.experts / expert - n_trained
+    return n_frozen * frozen + n_trained * trained
+
+
 def rough_memory(
     shapes: Shapes, stage: int, config: Config, ranks: int, free: float
 ) -> tuple[float, Keeps]:
@@ -243,7 +250,6 @@ def rough_memory(
     sizes = shapes.of_stages(parallel.stages)[stage]
     whole, largest = _sum([sizes.layers, sizes.around]), sizes.largest
     compute_bytes, reduce_bytes = shapes.compute_bytes, DTYPES[config.model.reduce_dtype].itemsize
-
     is_lora, name = config.lora.rank is not None, config.optimizer.name
     stored_bytes = 4 if is_lora else DTYPES[config.model.master_dtype].itemsize
     moment_bytes = 2.03 if name == "adamw8bit" and not is_lora else 2 * stored_bytes
@@ -259,16 +265,10 @@ def rough_memory(
     else:
         states += (gradient_bytes + moment_bytes) * trained / stage_ranks
 
-    copies_frozen = shards > 1
-    copies_trained = stage_ranks > 1 or config.optimizer.offload
-    copies_trained |= not stored_bytes == compute_bytes == reduce_bytes
-
-    def gathered_numel(each: Sizes) -> float:
-        of_trained = each.trained_dense + each.trained_experts / expert
-        of_frozen = each.dense + each.experts / expert - of_trained
-        return of_frozen * copies_frozen + of_trained * copies_trained
-
-    gathered = compute_bytes * gathered_numel(whole)
+    is_alike = stored_bytes == compute_bytes == reduce_bytes
+    trained_too = stage_ranks > 1 or config.optimizer.offload or not is_alike
+    copied = partial(_copied_numel, expert=expert, frozen=shards > 1, trained=trained_too)
+    gathered = compute_bytes * copied(whole)
     reduced = reduce_bytes * (whole.trained_dense + whole.trained_experts / expert)
     if stage_ranks == 1 and not config.optimizer.offload:  # they replace those that are kept
         reduced = 0.0
@@ -277,11 +277,10 @@ def rough_memory(
     kept_bytes = KeptBytes([round(gathered)], round(reduced), round(sums))
     policy, _, room = decide(kept_bytes, free - states, micro_batches)
     if not policy.kept_groups:  # that of one layer, of the one before, and a copy
-        gathered = compute_bytes * (gathered_numel(sizes.around) + 3 * gathered_numel(largest))
+        gathered = compute_bytes * (copied(sizes.around) + 3 * copied(largest))
     if not policy.keep_gradients or micro_batches == 1:
         layer = largest.trained_dense + largest.trained_experts / expert
         reduced = min(reduced, reduce_bytes * 2 * layer)
-
     tokens = train.micro_batch_size * config.data.max_length // parallel.context
     kept = {
         "offload": 2 * shapes.hidden_size,

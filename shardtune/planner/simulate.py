@@ -170,9 +170,7 @@ def simulate(
     tracker, device = Tracker(is_gpu), world.device
     model = build_on_meta(config, model_config, world, own)
     if is_gpu:
-        gather_both_ways(model)
-    if is_gpu and config.model.activation_checkpointing == "offload":
-        keep_inputs_on_host(model, _OtherMemory())
+        _run_as_on_gpus(model, config)
     exchanged = partial(_exchanged, model=model, config=config, imbalance=imbalance)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
@@ -206,6 +204,13 @@ def simulate(
             owned.gather()
     memory = tracker.peaks, tracker.pools, tracker.pools_beside_tiles
     return Measured(len(decoder_layers(model)), *memory, traffic, kernels, attention)
+
+
+def _run_as_on_gpus(model: PreTrainedModel, config: Config) -> None:
+    """Do what `build_model` does for GPUs alone."""
+    gather_both_ways(model)
+    if config.model.activation_checkpointing == "offload":
+        keep_inputs_on_host(model, _OtherMemory())
 
 
 def _decide(

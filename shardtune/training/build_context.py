@@ -64,14 +64,7 @@ def build_train_context(
         model, config, n_bytes, saved, world, planned.kept_groups[world.stage]
     )
     set_seed((config.run.seed + world.rank) % 2**32)
-    is_flat = prepare_forward(model, config, data.longest, planned.tiles, world)
-    if world.is_last_stage:
-        compile_loss(
-            model,
-            build.compute_dtype(config.model.compute_dtype, world.device),
-            world.device,
-            bool(data.eval),
-        )
+    is_flat = prepare_forward(model, config, data, planned.tiles, world)
     load_states(states, run)
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
@@ -162,21 +155,24 @@ def open_best(
 
 
 def prepare_forward(
-    model: PreTrainedModel, config: Config, longest: int, tiles: int, world: World
+    model: PreTrainedModel, config: Config, data: PreparedData, tiles: int, world: World
 ) -> bool:
     """Choose how the model attends and makes logits, and compile it as model.compile says.
 
-    Return whether a batch is one row without padding. `longest`: tokens of the longest document.
-    `tiles`: in how many parts experts and MLPs run.
+    Return whether a batch is one row without padding. `tiles`: in how many parts experts and MLPs
+    run.
     """
     if tiles > 1:
         tile_layers(model, tiles)
         logger.info(f"Tiles: experts and MLPs run on a row's tokens in {tiles} parts, as planned")
     with step_fits(config):
-        is_flat = choose_attention(model, config, longest, world)
+        is_flat = choose_attention(model, config, data.longest, world)
     # Rank 0 speaks for the run, and only the last stage has a head.
     whole_logits = use_loss_head(model, world.device) if world.is_last_stage else None
     if logits := world.all_gather_json(whole_logits)[-1]:
         logger.info(f"Loss: logits are made {logits}")
     compile_layers(model, config.model, world)
+    if world.is_last_stage:
+        dtype = build.compute_dtype(config.model.compute_dtype, world.device)
+        compile_loss(model, dtype, world.device, bool(data.eval))
     return is_flat

@@ -181,6 +181,7 @@ def test_results_stay_beside_those_of_other_checks_and_a_limit_holds_for_chosen_
             raise KeyboardInterrupt
         return {"verdict": "ok", "summary": "", "figures": {}, "seconds": 1.0}
 
+    (tmp_path / "results.json").write_text('{"checks": []}', encoding="utf-8")  # of an older run
     command = ["gpu_check", "--out", str(tmp_path), "--commit", "c0ffee", "--only"]
     monkeypatch.setattr(gpu_check, "commit", lambda: "")
     with monkeypatch.context() as patch:

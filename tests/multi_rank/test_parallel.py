@@ -192,9 +192,9 @@ def on_one_rank(
     work = partial(run_and_count_copies, **options)
     said = finish(on_ranks(1, work, ["--config", "config.yaml", *given], cwd=folder))
     assert "Gradients:" not in said
-    _, *of_steps = said.split("\nStep ")  # copies behind a step's line are the next one's
+    _, *step_parts = said.split("\nStep ")  # a copy after a step's line belongs to the next step
     steps = [(line["loss"], line["grad_norm"]) for line in read_metrics(folder / run, "step")]
-    return said, [part.count("A copy") for part in of_steps[:-1]], steps
+    return said, [part.count("A copy") for part in step_parts[:-1]], steps
 
 
 def test_a_world_of_one_copies_its_weights_once_a_step(
@@ -241,10 +241,10 @@ def test_a_world_of_one_copies_no_weight_that_is_stored_as_it_computes(
 ) -> None:
     """The numbers are those of copied ones, and the checkpoint, to the last bit."""
     given = sharp[family], tmp_path
-    said, of_steps, steps = on_one_rank(*given, "held", *more)
-    assert set(of_steps) == {copies} and f"Parameters: whole on each rank, {words}" in said
-    _, of_steps, all_copied = on_one_rank(*given, "copied", *more, copies_all=True)
-    assert min(of_steps) > copies and steps == all_copied
+    said, copies_by_step, steps = on_one_rank(*given, "held", *more)
+    assert set(copies_by_step) == {copies} and f"Parameters: whole on each rank, {words}" in said
+    _, copies_by_step, all_copied = on_one_rank(*given, "copied", *more, copies_all=True)
+    assert min(copies_by_step) > copies and steps == all_copied
     held, copied = (
         digests(checkpoint(tmp_path / name, 4), "*.safetensors") for name in ("held", "copied")
     )

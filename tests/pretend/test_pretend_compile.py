@@ -49,7 +49,7 @@ def said(output: str) -> list[str]:
 def test_a_gpu_without_triton_runs_eager_and_says_so_once_as_does_a_resume_that_compiles(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    """Of its 4 GB another process has one, which is said before the run and behind it."""
+    """Another process holds one of its 4 GB, which the run says at its start."""
     folder = write_inputs(tmp_path, models["llama"])
     given = [*RUN, "optimizer.name=adamw8bit", "model.compile=false", "data.eval=train.jsonl"]
     first = [*given, "train.max_steps=1"]

@@ -32,6 +32,10 @@ _H100 = {
 }
 
 
+# Workers would look for a GPU, and a cache may hide a kernel.
+_IN_PROCESS = {"compile_threads": 1, "force_disable_caches": True}
+
+
 class TritonKernel(NamedTuple):
     """A kernel of Inductor's. It times its configurations where there are several, and takes one.
 
@@ -53,7 +57,6 @@ def compile_for_gpus() -> dict[str, TritonKernel]:
     Return what fills with the kernels, each as it is called first.
     """
     install(gpus=1, hollow=True)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # workers would look for a GPU
     # Only now: these ask for GPUs when they are imported.
     import torch._dynamo.device_interface as interfaces
     import torch._inductor.config as inductor_config
@@ -92,7 +95,7 @@ def compile_for_gpus() -> dict[str, TritonKernel]:
         },
         torch._C._dynamo.guards: {"_empty_strided_cuda": _empty_strided},
         triton_helpers: {"set_driver_to_gpu": nothing},
-        inductor_config: {"use_static_cuda_launcher": False, "compile_threads": 1},
+        inductor_config: {"use_static_cuda_launcher": False, **_IN_PROCESS},
         driver: {
             "_active": SimpleNamespace(
                 get_current_target=lambda: GPUTarget(*_TARGET),
@@ -106,6 +109,12 @@ def compile_for_gpus() -> dict[str, TritonKernel]:
     for owner, values in answers.items():
         for name, value in values.items():
             setattr(owner, name, value)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else the project sets it
+    return _take_kernels(triton_heuristics.CachingAutotuner)
+
+
+def _take_kernels(tuners: Any) -> dict[str, TritonKernel]:
+    """Let Inductor's tuners hand in their kernels, in place of loading and running them."""
     kernels: dict[str, TritonKernel] = {}
 
     def take(tuner: Any) -> None:
@@ -119,11 +128,10 @@ def compile_for_gpus() -> dict[str, TritonKernel]:
             configurations=len(results),
             spilled=None if None in spilled else max(spilled),
         )
-        tuner.launchers = [nothing()] * len(results)
+        tuner.launchers = [lambda *_, **__: None] * len(results)
 
-    tuners: Any = triton_heuristics.CachingAutotuner
     tuners._make_launchers = take
-    tuners.run = nothing()
+    tuners.run = lambda *_, **__: None
     return kernels
 
 

@@ -29,7 +29,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="an older PyTorch, which is adapted")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="this PyTorch is adapted")
 def test_this_pytorch_is_left_as_it_is() -> None:
     """In a process of its own: a test may have changed a name of this one's."""
     names = ("torch.compile", "varlen.varlen_attn", "dist.all_gather_single", "guards.format_frame")
@@ -91,4 +91,5 @@ def test_the_library_takes_the_versions_that_were_tried_and_pins_one_of_them(
         for version in (f"{major}.{int(minor) + 1}.0", f"{int(major) - 1}.99.0"):
             monkeypatch.setattr(importlib.metadata, "version", {name: version}.get)
             (line,) = older_torch.untried_versions()
-            assert line == f"{name} {version} was not tried ({oldest} to {newest} were)"
+            ends = f"({oldest} is the oldest, {newest} the newest)"
+            assert line == f"{name} {version} was not tried {ends}"
