@@ -63,6 +63,13 @@ class RecordChunk:
     first_record: int = 0
     loss_on: str | None = None
 
+    @property
+    def text_bytes(self) -> int:
+        """What the rows take in memory: a file may be compressed."""
+        if isinstance(self.rows, pyarrow.Table):
+            return int(self.rows.nbytes)
+        return sum(_n_bytes((0, row)) for row in self.rows)
+
     def first(self, n: int) -> RecordChunk:
         """Return the first `n` rows."""
         return replace(self, numbers=self.numbers[:n], rows=self.rows[:n])

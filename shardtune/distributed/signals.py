@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import time
 from types import FrameType
 
@@ -16,6 +17,7 @@ _ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SIGNALS = tuple(number for number in _ALL if signal.getsignal(number) != signal.SIG_IGN)
 # A scheduler signals every process, and the agent passes its own signal on: both mean one request.
 _SAME_REQUEST_S = 2.0
+_AGAIN_S = 0.05
 _PR_SET_PDEATHSIG = 1  # prctl(2); Linux only, as are the launch scripts
 
 
@@ -28,18 +30,37 @@ def die_with_parent(parent: int) -> None:
 
 def end_on_signal(when: str, code: int) -> None:
     """Have a signal end this process where it stands, with a line `<when> - <what to do>`."""
+    raised_s = -_SAME_REQUEST_S
 
     def end(number: int, frame: FrameType | None) -> None:
-        ignore_signals()
-        raise Aborted(f"ended by {signal.Signals(number).name} {when}", code=code)
+        nonlocal raised_s
+        if time.monotonic() - raised_s >= _SAME_REQUEST_S:  # else this process ends already
+            raised_s = time.monotonic()
+            raise Aborted(f"ended by {signal.Signals(number).name} {when}", code=code)
 
+    sys.unraisablehook = _raise_again
     for number in SIGNALS:
         signal.signal(number, end)
 
 
+def _raise_again(lost: sys.UnraisableHookArgs) -> None:
+    """Raise an Aborted once more: Python drops what is raised in a finalizer, where it landed."""
+    ending = lost.exc_value
+
+    def again(number: int, frame: FrameType | None) -> None:
+        assert isinstance(ending, Aborted)
+        raise Aborted(*ending.problems, code=ending.code)
+
+    if isinstance(ending, Aborted):
+        signal.signal(signal.SIGALRM, again)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    else:
+        sys.__unraisablehook__(lost)
+
+
 def ignore_signals() -> None:
     """Ignore all signals from now on: this process ends already."""
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -16,7 +16,7 @@ from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer
 from shardtune.errors import UserError
 
-_SAMPLE_BYTES = 1 << 20  # of each source; to tokenize them takes a second or two
+_SAMPLE_BYTES = 1 << 20  # of each source's text; to tokenize them takes a second or two
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,17 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
         UserError: its beginning has broken records, with which a run is refused.
     """
     lengths: list[int] = []
-    n_bytes = 0
+    n_bytes = n_records = text_bytes = 0
     for chunk in read_records({"train": [source]}):
+        n_known = n_records + len(chunk.numbers)
+        if text_bytes >= _SAMPLE_BYTES:
+            # Of a small compressed file more bytes may be read than records.
+            share = min(n_bytes / source.n_bytes, n_records / n_known)
+            if source.max_records:
+                share = max(share, n_records / source.max_records)
+            return np.array(lengths, np.int64), share
+        n_bytes, n_records = n_bytes + chunk.n_bytes, n_known
+        text_bytes += chunk.text_bytes
         tokenized = tokenizer.tokenize(chunk)
         broken = BrokenRecords()
         for each in tokenized.broken:
@@ -88,7 +97,4 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
         if broken.end_files or (broken.count and tokenizer.data.on_broken == "error"):
             raise UserError(*broken.lines())
         lengths += [len(ids) for ids, *_ in tokenized.sets["train"].sequences]
-        n_bytes += chunk.n_bytes
-        if n_bytes >= _SAMPLE_BYTES:
-            return np.array(lengths, np.int64), min(1.0, n_bytes / max(n_bytes, source.n_bytes))
     return np.array(lengths, np.int64), 1.0

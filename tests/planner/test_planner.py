@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import gzip
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -301,6 +303,25 @@ def test_the_run_takes_as_many_hours_as_its_steps(
     said = "\n".join(describe(plan, length(data)))
     assert "hours for the run are not known, since" in said
     assert "train.jsonl:41: invalid JSON" in said
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_sample_stands_for_as_many_records_as_are_read(
+    suffix: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+    records = [{"text": f"{draw.randbytes(1000).hex()}"} for _ in range(3000)]
+    data = write_jsonl(tmp_path / "train.jsonl", records)
+    if suffix:
+        data = Path(f"{data}.gz")
+        data.write_bytes(gzip.compress(data.with_suffix("").read_bytes()))
+    source = f"data.train=[{{path: {data}, max_records: 1200}}]"
+    given = [source, f"model.path={models['llama']}", "data.max_length=64", "data.packing=false"]
+    given += ["data.overflow=truncate", "data.eval=null", "train.epochs=1"]
+    given += ["train.micro_batch_size=1", "train.gradient_accumulation_steps=2"]
+    found = run_length(load_config(CONFIG, given, {}), data_ranks=2)
+    assert isinstance(found, RunLength)
+    assert (found.steps, found.is_counted) == (1200 // 4, False)
 
 
 def test_loading_takes_a_piece_of_quantised_weights_beside_the_slice(tmp_path: Path) -> None:
