@@ -378,10 +378,9 @@ KEYS: dict[str, FieldInfo] = {
 
 def resume_may_change(key: str) -> bool:
     """Return whether a resumed run may have another value of `section.key` than its checkpoint."""
-    if key not in KEYS:
-        return False
-    section = SECTIONS[key.partition(".")[0]].model_config.get("json_schema_extra")
-    return any("resume" in cast(JsonDict, marks or {}) for marks in (section, _marks(key)))
+    section = SECTIONS.get(key.partition(".")[0], Section).model_config.get("json_schema_extra")
+    marks = _marks(key) if key in KEYS else {}
+    return any("resume" in cast(JsonDict, each or {}) for each in (section, marks))
 
 
 def _marks(key: str) -> JsonDict:

@@ -222,6 +222,8 @@ def read_written(path: Path) -> dict[str, tuple[Any, str]]:
     origins: Any = {}
     with contextlib.suppress(OSError, ValueError):
         origins = json.loads(path.with_name(_ORIGINS).read_text(encoding="utf-8"))
+    if not isinstance(origins, dict):
+        origins = {}
     return {key: (value, str(origins.get(key, ""))) for key, value in _read_file(path).items()}
 
 

@@ -28,14 +28,34 @@ def model_assets(folder: Path) -> dict[str, bytes]:
     They are the source's bytes, but config.json does not say where it came from, and of a quantised
     source it says bfloat16, as which its weights are read.
     """
-    files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
-    assets = {path.name: path.read_bytes() for path in sorted(files) if path.is_file()}
+    files = [path for path in _files_beside_weights(folder) if path not in links_out_of(folder)]
+    assets = {path.name: path.read_bytes() for path in files}
     if "_name_or_path" in (values := json.loads(assets["config.json"])):
         del values["_name_or_path"]
         assets["config.json"] = _dump(values)
     if any(part.pop(QUANTIZATION, None) for part in (values, values.get("text_config") or {})):
         assets["config.json"] = with_dtype(_dump(values), "bfloat16")
     return assets
+
+
+def links_out_of(folder: Path) -> list[Path]:
+    """Return the files beside the weights that are links out of a folder.
+
+    An export would publish what they lead to. The hub's cache links to its own blobs, and
+    config.json is read as such.
+    """
+    home = folder.resolve()
+    inside = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    return [
+        path
+        for path in _files_beside_weights(folder)
+        if path.name != "config.json" and not {*path.resolve().parents} & {*inside}
+    ]
+
+
+def _files_beside_weights(folder: Path) -> list[Path]:
+    files = {path for pattern in FILES_BESIDE_WEIGHTS for path in folder.glob(pattern)}
+    return sorted(path for path in files if path.is_file())
 
 
 def list_source(path: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import xxhash
 from shardtune.distributed.tensors import DTYPES
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
+from shardtune.run_files import VERSION
 
 FORMAT = 3
 ASSETS = "huggingface"
@@ -183,6 +184,7 @@ def build_manifest(
         },
         "versions": {
             "python": platform.python_version(),
+            "shardtune": VERSION,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "safetensors": safetensors.__version__,
@@ -225,9 +227,12 @@ def _open_one(path: Path) -> Checkpoint:
     if complete != f"{digest}\n".encode():
         raise DamagedCheckpoint(f"{path}/manifest.json: does not match the digest in COMPLETE")
     manifest = json.loads(raw)
-    if manifest["format"] != FORMAT:
+    lacking = [key for key in ("state", "files", "tensors") if key not in manifest]
+    if manifest.get("format", FORMAT) != FORMAT:
         raise UserError(
             f"{path}: has format {manifest['format']}, and this version reads format {FORMAT} "
             "- use the version that wrote it"
         )
+    if lacking:  # another program wrote it
+        raise DamagedCheckpoint(f"{path}/manifest.json: has no {' and no '.join(lacking)}")
     return Checkpoint(checkpoint_name(manifest["state"]["step"]), manifest, digest, [path])

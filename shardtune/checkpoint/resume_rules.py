@@ -13,12 +13,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.manifest import Checkpoint
-from shardtune.config import Config, resume_may_change
+from shardtune.config import KEYS, Config, resume_may_change
 from shardtune.config_io import changed_keys
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
 from shardtune.errors import UserError
 from shardtune.log import logger
+from shardtune.run_files import VERSION
 
 _START_ANEW = "start anew with run.resume=never or another run.dir"
 
@@ -32,6 +33,13 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
     # Where the digest of the weights decides, they may lie in another folder.
     decided = {"model.path"} if "weights" in resumed.state else set()
     forbidden = [c for c in changes if not (c[0] in decided or resume_may_change(c[0]))]
+    if unknown := [f"{key}={json.dumps(old)}" for key, old, _ in forbidden if key not in KEYS]:
+        written = resumed.manifest["versions"].get("shardtune", "another one")
+        raise UserError(
+            f"{resumed.name} was trained with {', '.join(unknown)}, which this version of "
+            f"shardtune, {VERSION}, does not know - resume with the version that "
+            f"wrote it, {written}, or {_START_ANEW}"
+        )
     _require_equal(resumed, "set it back", forbidden)
 
 

@@ -155,6 +155,8 @@ def unread_quantisation(given: Mapping[str, Any], path: str) -> str:
     if not quantisation or not isinstance(quantisation, Mapping):
         return ""
     method = quantisation.get("quant_method")
+    # What NVIDIA's tools write has a `quant_algo` alone.
+    named = method or quantisation.get("quant_algo") or f"a method with {', '.join(quantisation)}"
     has_fp4 = "fp4" in (quantisation.get("expert_dtype"), given.get("expert_dtype"))
     if method in METHODS and not has_fp4:
         return ""
@@ -162,6 +164,6 @@ def unread_quantisation(given: Mapping[str, Any], path: str) -> str:
     said = ", ".join(filter(None, details))
     remedy = f"use {_BFLOAT16_COPIES.get(Path(path).name) or 'a copy of the model in bfloat16'}"
     return (
-        f"model.path={path}: its weights are quantised by {method}"
+        f"model.path={path}: its weights are quantised by {named}"
         f"{f' ({said})' if said else ''}, and block FP8, MXFP8 and MXFP4 are read - {remedy}"
     )

@@ -83,12 +83,13 @@ def _read_config(path: str) -> PreTrainedConfig:
     except ValueError as error:
         given, _ = PreTrainedConfig.get_config_dict(path)
         kind = given.get("model_type")
-        if kind is None or kind in CONFIG_MAPPING or "auto_map" in given:
+        if kind is None or kind in CONFIG_MAPPING:
             raise
-        raise UserError(
-            f"model.path={path}: transformers {transformers.__version__} does not know the "
-            f"architecture {kind} - name a model that it knows (a plan gives a bound of this one)"
-        ) from error
+        what = f"transformers {transformers.__version__} does not know the architecture {kind}"
+        if "auto_map" in given:
+            what = f"its model ({kind}) is code of its own, which is not run here"
+        remedy = "name a model that transformers knows (a plan gives a bound of this one)"
+        raise UserError(f"model.path={path}: {what} - {remedy}") from error
 
 
 def fetch_weights(model: ModelConfig, require_index: Callable[[Path, str], None]) -> str | None:

@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardtune.checkpoint import agree_on_checkpoint, resume_rules
-from shardtune.checkpoint.assets import SOURCE, list_source, model_assets
+from shardtune.checkpoint.assets import SOURCE, links_out_of, list_source, model_assets
 from shardtune.checkpoint.export.layout import require_exportable, require_index
 from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.config import Config, TrainConfig
@@ -137,6 +137,11 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     folder = _folder_of(config.model.path)
     for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
         logger.info(note)
+    for link in links_out_of(folder):
+        logger.warning(
+            f"{link} leads out of its folder, to {link.resolve()}, and is not copied into exported "
+            "models - put the file itself there if it belongs to the model"
+        )
     if config.model.init == "pretrained":
         # Every disk has a copy, and they must be alike.
         source = world.on_rank0(lambda: list_source(config.model.path))

@@ -41,6 +41,7 @@ from shardtune.distributed.exit_code import run
 from shardtune.distributed.join import join_world
 from shardtune.model.build import build_model
 from shardtune.model.files import read_model_config
+from shardtune.run_files import VERSION
 from shardtune.training.optim import build_optimizer
 from shardtune.training.replica_shards import OwnedParameters
 
@@ -182,6 +183,7 @@ def test_the_manifest_says_who_wrote_it_and_what_it_needs(saved: dict[str, Path]
     assert {entry["host"] for entry in manifest["files"].values()} == {platform.node()}
     assert manifest["versions"] == {
         "python": platform.python_version(),
+        "shardtune": VERSION,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "safetensors": safetensors.__version__,

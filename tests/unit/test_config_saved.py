@@ -12,6 +12,8 @@ import yaml
 from helpers.commands import REPOSITORY
 from helpers.configs import load, value
 
+from shardtune.checkpoint.manifest import Checkpoint
+from shardtune.checkpoint.resume_rules import require_allowed_settings
 from shardtune.config import KEYS, resume_may_change
 from shardtune.config_io import (
     changed_keys,
@@ -21,6 +23,7 @@ from shardtune.config_io import (
     to_dict,
     write_config,
 )
+from shardtune.errors import UserError
 from shardtune.training.reshard import ReshardPolicy
 from shardtune.training.setup import saved_reshard_policy
 
@@ -75,6 +78,23 @@ def test_a_configuration_saved_by_another_version_is_compared_by_its_keys(tmp_pa
         ("train.epochs", 3, 5),
     ]
     assert not resume_may_change("model.gone")
+
+
+def test_keys_of_another_version_end_a_resume_where_their_section_must_not_change(
+    tmp_path: Path,
+) -> None:
+    config = load(tmp_path)
+    saved = to_dict(config)
+    manifest = {"state": {"config": saved}, "versions": {"shardtune": "9.1"}}
+    resumed = Checkpoint("checkpoint_0000002", manifest, "", [])
+    saved["train"]["gone"] = 1
+    require_allowed_settings(resumed, config)
+    saved["data"]["gone"] = saved["gone"] = 2
+    with pytest.raises(UserError) as refused:
+        require_allowed_settings(resumed, config)
+    (problem,) = refused.value.problems
+    assert "data.gone=2, gone=2" in problem and "the version that wrote it, 9.1" in problem
+    assert "train.gone" not in problem
 
 
 def test_a_checkpoint_without_the_newest_keys_keeps_its_choice_of_resharding(

@@ -159,6 +159,8 @@ def test_files_that_are_quantised_in_another_way_are_named(
     ("name", "quantization", "words"),
     [
         ("model", {"quant_method": "gptq", "bits": 4}, "quantised by gptq, and block FP8"),
+        ("model", {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "quantised by NVFP4, "),
+        ("model", {"bits": 4, "group": 64}, "quantised by a method with bits, group, and block"),
         ("model", {"quant_method": "fp8", "expert_dtype": "fp4"}, "by fp8 (FP4 experts)"),
         (
             "Kimi-K2-Thinking",

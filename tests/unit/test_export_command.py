@@ -23,6 +23,18 @@ from shardtune.checkpoint.assets import model_assets
 from shardtune.checkpoint.load import read_chunk
 from shardtune.checkpoint.manifest import DamagedCheckpoint, StoredChunk
 
+
+def test_the_hubs_cache_of_links_is_read(tmp_path: Path, models: dict[str, Path]) -> None:
+    blobs, snapshot = tmp_path / "model/blobs", tmp_path / "model/snapshots/abc"
+    shutil.copytree(models["llama"], blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert model_assets(snapshot) == model_assets(models["llama"])
+    (tmp_path / "link").symlink_to(snapshot)
+    assert model_assets(tmp_path / "link") == model_assets(models["llama"])
+
+
 EXPERTS = "model.model.layers.1.mlp.experts.down_proj"
 
 

@@ -266,6 +266,12 @@ def test_broken_and_foreign_lines_are_counted_and_the_rest_is_shown(
     assert shardtune.read_run(folder).unread == 11
 
 
+def test_origins_that_are_no_object_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "origins.json").write_text("[]", encoding="utf-8")
+    assert report(folder) == 0
+
+
 @pytest.mark.parametrize("text", [None, "", "not a run\n"])
 def test_a_folder_without_a_run_is_refused(
     text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
