@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from shardtune.checkpoint import Checkpoint, clear_leftovers
+from shardtune.checkpoint import Checkpoint, clear_leftovers, resume_rules
 from shardtune.checkpoint.export.write import write_final_model
 from shardtune.config_io import read_run_arguments
 from shardtune.data.batch import Batch
@@ -135,6 +135,9 @@ def report(context: TrainContext, step: Step, stats: StepStats, lr: float, began
     ended = StepEnded(step, stats, lr, seconds, seconds_by_phase, is_due)
     for observer in context.observers:
         observer.step_ended(ended)
+    resumed = context.run.resumed
+    if resumed and step.number == resumed.step + 1:  # what is compiled shows in use
+        resume_rules.log_kinds(resumed, optim.kinds_of_run(context.optimizer, world))
     world.limit_steps(config.distributed.step_timeout_s)  # the first one takes longer
 
 

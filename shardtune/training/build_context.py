@@ -33,7 +33,6 @@ from shardtune.training.metrics import Metrics
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.profiler import StepProfiler
 from shardtune.training.replica_shards import OwnedParameters
-from shardtune.training.resumed_kinds import ResumedKinds
 from shardtune.training.sinks import open_sinks
 from shardtune.training.stage import Stage
 from shardtune.training.states import state_bytes
@@ -95,7 +94,6 @@ def build_train_context(
             LossSpikes(run.config),
             expert_balance,
             StepProfiler(run, metrics, schedule),
-            ResumedKinds(run, optimizer),
         ],
         saver=saver,
         best=best,
