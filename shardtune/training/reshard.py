@@ -118,7 +118,14 @@ def choose_reshard_policy(
         kept, free, micro_batches, fixed_policy(config, world) or saved, planned_groups
     )
     policy.keep_gathered(model)
-    logger.info(f"Parameters: {_made(policy, kept, room_for_parameters, config, world)}")
+    if any(kept.parameters):
+        made = "whole on each rank, copied" if world.mesh["shard"].size() == 1 else "gathered"
+        logger.info(
+            f"Parameters: {made} {_when(policy, kept, world)} "
+            f"({_gb(sum(kept.parameters))} unsharded, room for {_gb(room_for_parameters)})"
+        )
+    else:
+        logger.info("Parameters: whole on each rank, not copied")
     if micro_batches > 1 and world.stage_ranks > 1:
         reduced = "once a step" if policy.keep_gradients else "in each micro-batch"
         if world.replicas > 1 and not policy.keep_gradients:
@@ -127,17 +134,6 @@ def choose_reshard_policy(
         reason = "as before the resume" if saved else f"room for {_gb(room)}"
         logger.info(f"Gradients: reduced {reduced} ({_gb(kept.gradients)} unsharded, {reason})")
     return policy
-
-
-def _made(policy: ReshardPolicy, kept: KeptBytes, room: float, config: Config, world: World) -> str:
-    """Return what is done to the parameters before they are used, how often, and in what memory."""
-    size, made = sum(kept.parameters), "gathered"
-    if world.mesh["shard"].size() == 1:
-        if not size:
-            return "whole on each rank, not copied"
-        copied = "copied" if config.lora.rank is None else "adapters copied"
-        made = f"whole on each rank, {copied}"
-    return f"{made} {_when(policy, kept, world)} ({_gb(size)} unsharded, room for {_gb(room)})"
 
 
 def _when(policy: ReshardPolicy, kept: KeptBytes, world: World) -> str:
