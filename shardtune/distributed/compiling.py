@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -33,11 +33,8 @@ def compile_for_all_lengths(function: Callable[..., Any], **options: Any) -> Cal
         inductor_config.compile_threads = max(1, min(_MOST_WORKERS, cores // ranks))
     # Else Inductor times several kernels for a sum, which add up in different orders, and takes the
     # fastest. As a setting of the process it is lost: PyTorch restores its own behind each graph.
-    inductor: dict[str, Any] = {"deterministic": True}
-    compile_all: Any = torch.compile  # whose types lack some options
-    return cast(
-        Callable[..., Any], compile_all(function, dynamic=True, options=inductor, **options)
-    )
+    compile_all: Callable[..., Callable[..., Any]] = torch.compile  # whose types lack some options
+    return compile_all(function, dynamic=True, options={"deterministic": True}, **options)
 
 
 @functools.cache

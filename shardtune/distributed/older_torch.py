@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import varlen
@@ -31,12 +31,8 @@ def untried_versions() -> Iterator[str]:
     """Yield a line for each package of another version than those that were tried."""
     for name, (oldest, newest) in TRIED.items():
         version = importlib.metadata.version(name)
-        if not _release(oldest) <= _release(version) <= _release(newest):
+        if not Version(oldest).release <= Version(version).release[:2] <= Version(newest).release:
             yield f"{name} {version} was not tried ({oldest} is the oldest, {newest} the newest)"
-
-
-def _release(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]  # also of 2.11.0a0+1f2
 
 
 def _adapt() -> None:
@@ -44,11 +40,12 @@ def _adapt() -> None:
     for name, older in _OLDER_NAMES.items():
         if not hasattr(dist, name):
             setattr(dist, name, getattr(dist, older))
+    kernels, attend = cast(Any, varlen), varlen.varlen_attn
     # 2.11 has no check of heads, and its kernels take fewer heads of keys and values.
-    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
-        varlen.varlen_attn = _without("enable_gqa", varlen.varlen_attn)
+    if "enable_gqa" not in inspect.signature(attend).parameters:
+        kernels.varlen_attn = lambda *given, enable_gqa, **options: attend(*given, **options)
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:
-        torch.compile = _without("recompile_limit", torch.compile, _raise_limit)
+        torch.compile = _raising_limit(torch.compile)
     state: Any = FSDPState
     if not hasattr(FSDPState(), "_fsdp_param_groups"):  # one group then, or none
         state._fsdp_param_groups = property(
@@ -63,23 +60,16 @@ def _adapt() -> None:
     guards.format_frame = lambda frame, **options: (frame and format_frame(frame, **options)) or ""
 
 
-def _without(
-    option: str, function: Callable[..., Any], instead: Callable[[Any], None] = lambda _: None
-) -> Any:
-    """Return the function with an option that is not handed on, but given to `instead`."""
+def _raising_limit(compile_all: Callable[..., Any]) -> Any:
+    """Return the function with the option `recompile_limit`, which raises that of the process."""
 
-    @functools.wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
-        if option in options:
-            instead(options.pop(option))
-        return function(*arguments, **options)
+    @functools.wraps(compile_all)
+    def call(*given: Any, recompile_limit: int = 0, **options: Any) -> Any:
+        config: Any = import_module("torch._dynamo.config")
+        config.recompile_limit = max(config.recompile_limit, recompile_limit)
+        return compile_all(*given, **options)
 
     return call
-
-
-def _raise_limit(graphs: int) -> None:
-    config: Any = import_module("torch._dynamo.config")
-    config.recompile_limit = max(config.recompile_limit, graphs)
 
 
 if torch.__version__ < "2.13":

@@ -43,7 +43,7 @@ from shardtune.model.experts import (
     spread_problems,
 )
 from shardtune.model.grouped_experts import gather_both_ways
-from shardtune.model.host_inputs import PinnedCopies, keep_inputs_on_host
+from shardtune.model.host_inputs import Copies, PinnedCopies, keep_inputs_on_host
 from shardtune.model.kept_choices import keep_choices
 from shardtune.model.load import load_sharded
 from shardtune.model.lora import add_adapters, choose_targets, draw_factors
@@ -146,10 +146,15 @@ def build_model(config: Config, model_config: PreTrainedConfig, world: World) ->
         draw_factors(model, config.run.seed)
     model = _for_training(model, config)
     if world.device.type == "cuda":
-        gather_both_ways(model)
-    if config.model.activation_checkpointing == "offload" and world.device.type == "cuda":
-        keep_inputs_on_host(model, PinnedCopies(world.device))
+        run_as_on_gpus(model, config, partial(PinnedCopies, world.device))
     return model
+
+
+def run_as_on_gpus(model: PreTrainedModel, config: Config, copies: Callable[[], Copies]) -> None:
+    """Change what a model does on GPUs alone, where `copies` keep layers' inputs."""
+    gather_both_ways(model)
+    if config.model.activation_checkpointing == "offload":
+        keep_inputs_on_host(model, copies())
 
 
 def build_on_meta(
@@ -219,16 +224,15 @@ def _sharding(
 def _for_training(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     _accumulate_in(widest_gradient(config), model)
     if config.model.activation_checkpointing != "none":
-        options: dict[str, Any] = {"use_reentrant": False}
         contexts: Callable[[], Any] = noop_context_fn
         if config.model.activation_checkpointing == "selective":
             contexts = partial(create_selective_checkpoint_contexts, kept_operators(model))
         if config.parallel.expert > 1:
             contexts = partial(keep_choices, contexts)
-        options["context_fn"] = contexts
         # transformers before 5.23 has the older name alone.
         older: Any = model.gradient_checkpointing_enable
-        getattr(model, "activation_checkpointing_enable", older)(options)
+        enable = getattr(model, "activation_checkpointing_enable", older)
+        enable({"use_reentrant": False, "context_fn": contexts})
     # A cache would keep all keys, and with one no mask keeps documents apart.
     model.config.use_cache = model.config.get_text_config().use_cache = False
     # RWKV divides weights in place for evaluations, and an export behind one would have those.

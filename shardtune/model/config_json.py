@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from packaging.version import Version
 
 from shardtune.config import Config
 from shardtune.distributed.division import mesh_problems, split_stage
@@ -118,7 +118,7 @@ def undivided_heads(degree: int, heads: int, kind: str) -> str:
 def older_transformers(degree: int) -> str:
     """Return why the installed transformers cannot spread experts, or an empty text."""
     version = importlib.metadata.version("transformers")
-    if degree == 1 or [int(number) for number in re.findall(r"\d+", version)[:2]] >= [5, 23]:
+    if degree == 1 or Version(version).release >= (5, 23):
         return ""
     return (
         f"parallel.expert={degree}: transformers {version} cannot spread experts - "

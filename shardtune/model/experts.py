@@ -28,7 +28,6 @@ try:
     )
 except ImportError:  # transformers before 5.23
     EPImplementation = object  # type: ignore[misc, assignment]
-    EPImplementationInterface = None  # type: ignore[misc, assignment]
 
 from shardtune.distributed.exchange import Exchange, linear_map
 from shardtune.distributed.progress import Progress
@@ -119,9 +118,7 @@ def _plan_of_experts(model: PreTrainedModel) -> dict[str, str]:
 
 def spread_stacks(model: PreTrainedModel) -> set[str]:
     """Return the names of the stacks, and of their adapters, that `parallel.expert` spreads."""
-    plan = (
-        _plan_of_experts(model) if EPImplementationInterface is not None and model.ep_plan else {}
-    )
+    plan = {} if older_transformers(2) or not model.ep_plan else _plan_of_experts(model)
     return {name for name, style in plan.items() if style == _STACK or is_factor(name)}
 
 

@@ -9,8 +9,8 @@ is not: there a tie may end the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,42 +26,32 @@ def keep_choices(contexts: Callable[[], _Contexts] = noop_context_fn) -> _Contex
     """Return the contexts of a checkpointed forward and of its repetition, around these."""
     kept: list[tuple[torch.Tensor, ...]] = []
     first, again = contexts()
-    return _Choices(kept, first, is_again=False), _Choices(kept, again, is_again=True)
+    return _both(_Choices(kept), first), _both(_Choices(kept, is_again=True), again)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class _Choices(TorchDispatchMode):
     supports_higher_order_operators = True  # and lets them run
 
-    def __init__(
-        self,
-        kept: list[tuple[torch.Tensor, ...]],
-        inner: AbstractContextManager[Any],
-        is_again: bool,
-    ) -> None:
+    def __init__(self, kept: list[tuple[torch.Tensor, ...]], is_again: bool = False) -> None:
         super().__init__()
-        self._kept, self._inner, self._is_again = kept, inner, is_again
+        self._kept, self._again = kept, iter(kept) if is_again else None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let layers be compiled: those call operators that choose, as others do."""
         return True
 
-    def __enter__(self) -> Any:
-        self._next = 0
-        super().__enter__()
-        self._inner.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
-        super().__exit__(*error)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not _MAX and not (func is _TOP_K and args[1] <= _MOST_EXPERTS):
             return func(*args, **(kwargs or {}))
-        if self._is_again:
-            self._next += 1
-            return self._kept[self._next - 1]
+        if self._again:
+            return next(self._again)
         chosen = func(*args, **(kwargs or {}))
         # Copies, since some routers normalise the weights of their choices in place.
         self._kept.append(tuple(x.clone() for x in chosen))

@@ -32,10 +32,8 @@ from shardtune.model.attention_check import (
     decide_attention,
     require_shared,
 )
-from shardtune.model.build import build_on_meta, forward_only
+from shardtune.model.build import build_on_meta, forward_only, run_as_on_gpus
 from shardtune.model.context import heads_between
-from shardtune.model.grouped_experts import gather_both_ways
-from shardtune.model.host_inputs import keep_inputs_on_host
 from shardtune.model.loss import HEAD_TRIAL_TOKENS, use_loss_head
 from shardtune.model.state_layers import state_mixers
 from shardtune.model.support import TOP_K_NAMES, decoder_layers, most_of_layers
@@ -170,7 +168,7 @@ def simulate(
     tracker, device = Tracker(is_gpu), world.device
     model = build_on_meta(config, model_config, world, own)
     if is_gpu:
-        _run_as_on_gpus(model, config)
+        run_as_on_gpus(model, config, _OtherMemory)
     exchanged = partial(_exchanged, model=model, config=config, imbalance=imbalance)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
@@ -204,13 +202,6 @@ def simulate(
             owned.gather()
     memory = tracker.peaks, tracker.pools, tracker.pools_beside_tiles
     return Measured(len(decoder_layers(model)), *memory, traffic, kernels, attention)
-
-
-def _run_as_on_gpus(model: PreTrainedModel, config: Config) -> None:
-    """Do what `build_model` does for GPUs alone."""
-    gather_both_ways(model)
-    if config.model.activation_checkpointing == "offload":
-        keep_inputs_on_host(model, _OtherMemory())
 
 
 def _decide(

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from typing import Any
 
 import grimp
@@ -56,23 +55,13 @@ def test_every_module_that_uses_an_adapted_name_imports_the_adaptation() -> None
     assert lacking == [], f"import {_MODULE} there"
 
 
-def test_an_option_that_a_function_lacks_goes_elsewhere() -> None:
-    taken: list[Any] = []
-
-    def attend(query: int, *, scale: float) -> tuple[int, float]:
-        return query, scale
-
-    adapted: Callable[..., Any] = older_torch._without("enable_gqa", attend, taken.append)
-    assert adapted(3, scale=0.5, enable_gqa=True) == adapted(3, scale=0.5) == (3, 0.5)
-    assert taken == [True]
-
-
 def test_the_limit_of_compiled_graphs_is_only_raised() -> None:
     config: Any = importlib.import_module("torch._dynamo.config")
+    compile_all = older_torch._raising_limit(lambda function, dynamic: (function, dynamic))
     with config.patch(recompile_limit=8):
-        older_torch._raise_limit(64)
-        older_torch._raise_limit(16)
-        assert config.recompile_limit == 64
+        for limit in (64, 16):
+            assert compile_all(abs, dynamic=True, recompile_limit=limit) == (abs, True)
+        assert compile_all(abs, dynamic=True) == (abs, True) and config.recompile_limit == 64
 
 
 def test_the_library_takes_the_versions_that_were_tried_and_pins_one_of_them(
