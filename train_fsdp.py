@@ -215,7 +215,9 @@ def save(context: TrainContext, step: Step) -> None:
         )
 
     kinds = {"kinds": optim.kinds_of_run(context.optimizer, context.run.world)}
-    context.saver.save(vars(step.end) | context.run_state | kinds, context.metrics.sync, ended)
+    best = {"best": context.best.lowest} if context.best else {}
+    state = vars(step.end) | context.run_state | kinds | best
+    context.saver.save(state, context.metrics.sync, ended)
 
 
 def preempted(context: TrainContext, step: int, stop: StopRequest) -> Preempted:

@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig
 
 from shardtune.checkpoint.manifest import Checkpoint
 from shardtune.config import KEYS, Config, resume_may_change
-from shardtune.config_io import changed_keys
+from shardtune.config_io import changed_keys, to_dict
 from shardtune.distributed.tensors import dtype_name
 from shardtune.distributed.world import World
-from shardtune.errors import UserError
+from shardtune.errors import UserError, counted
 from shardtune.log import logger
 from shardtune.run_files import VERSION
 
@@ -52,11 +52,32 @@ def changes_since(resumed: Checkpoint, config: Config, world: World) -> list[tup
 
 
 def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
-    """Log each setting that has changed since the checkpoint."""
+    """Log each setting that has changed since the checkpoint, and warn of another batch."""
     for key, old, new in changes_since(resumed, config, world):
         logger.info(
             f"Changed since {resumed.name}: {key} was {json.dumps(old)}, is {json.dumps(new)}"
         )
+    _, before = _batch(resumed.state["config"], resumed.world_size)
+    micro_batches, now = _batch(to_dict(config), world.size)
+    if now == before:
+        return
+    accumulation, rest = divmod(before, micro_batches)
+    keeps = f"train.gradient_accumulation_steps={accumulation} keeps {before}"
+    if rest or accumulation < config.parallel.stages:  # each stage needs a micro-batch
+        rows, stages = counted(micro_batches, "row"), config.parallel.stages
+        keeps = (
+            f"no train.gradient_accumulation_steps keeps {before}, with {rows} in each and at "
+            f"least {stages} of them"
+        )
+    logger.warning(f"Effective batch was {before} rows, is {now}: {keeps}")
+
+
+def _batch(settings: Mapping[str, Any], ranks: int) -> tuple[int, int]:
+    """Return the rows of all ranks' micro-batches together, and of a step."""
+    train, parallel = settings["train"], settings["parallel"]  # which once had no context or stages
+    data_ranks = ranks // (parallel.get("stages", 1) * parallel.get("context", 1))
+    rows = data_ranks * train["micro_batch_size"]
+    return rows, rows * train["gradient_accumulation_steps"]
 
 
 def log_kinds(resumed: Checkpoint, kinds: Mapping[str, str]) -> None:

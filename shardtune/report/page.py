@@ -92,8 +92,8 @@ def _row(name: str, values: Sequence[str], differs: bool = False) -> dict[str, A
 
 def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
     for run in runs:
-        if run.unread_note:
-            yield f"{run.path}: {run.unread_note}"
+        for note in filter(None, (run.unread_note, run.missing_note)):
+            yield f"{run.path}: {note}"
         if not run.of_kind("step"):
             yield f"{run.path}: {no_step(run)}"
     if len({run.model for run in runs if run.model}) > 1:

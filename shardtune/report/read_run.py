@@ -77,6 +77,13 @@ class RunRecord:
         return f"left out {lines} of {METRICS} that cannot be read" if self.unread else ""
 
     @property
+    def missing_note(self) -> str:
+        """Return which steps are in another folder, or an empty text."""
+        begins = next((start["step"] for start in self.of_kind("start")), 0)
+        where = f"steps before {begins + 1} are missing: the run goes on from a checkpoint"
+        return f"{where}, and another folder or node has them" if begins else ""
+
+    @property
     def model(self) -> str:
         """The value of model.path, or an empty text where config.yaml is missing."""
         return self.settings.get("model.path", ("", ""))[0]

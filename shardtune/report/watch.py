@@ -164,6 +164,8 @@ def _rows(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "not saved", f"checkpoint_{saves[-1]['step']:07d}: {saves[-1]['problem']}"
     if run.unread_note:
         yield "unread", run.unread_note
+    if run.missing_note:
+        yield "missing", run.missing_note
 
 
 def _ago(steps: int) -> str:

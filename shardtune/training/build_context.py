@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from shardtune import checkpoint
+from shardtune.checkpoint import durable_fs
 from shardtune.checkpoint.export.best import Best
 from shardtune.config import Config
 from shardtune.config_io import write_config
@@ -24,12 +27,13 @@ from shardtune.model.compiled_layers import compile_layers
 from shardtune.model.flops import cost_of
 from shardtune.model.loss import compile_loss, use_loss_head
 from shardtune.model.tiles import tile_layers
+from shardtune.run_files import METRICS
 from shardtune.training import optim, reshard, setup
 from shardtune.training.context import Planned, Run, TrainContext
 from shardtune.training.expert_balance import ExpertBalance
 from shardtune.training.host_states import HostStates
 from shardtune.training.loss_spikes import LossSpikes
-from shardtune.training.metrics import Metrics
+from shardtune.training.metrics import Metrics, read_entries
 from shardtune.training.out_of_memory import step_fits, weights_fit
 from shardtune.training.profiler import StepProfiler
 from shardtune.training.replica_shards import OwnedParameters
@@ -67,6 +71,7 @@ def build_train_context(
     load_states(states, run)
     world.on_rank0(lambda: write_config(run.config, run.directory.path / "config.yaml"))
     sinks = partial(open_sinks, config, run.directory.path, run.resumed_step)
+    take_over_metrics(run)
     metrics = Metrics(run.metrics_file, world, run.resumed_step, sinks)
     best = open_best(run, model, optimizer, whole, assets, metrics) if data.eval else None
     timeout_s = config.distributed.save_timeout_s
@@ -135,6 +140,35 @@ def load_states(states: States, run: Run) -> None:
         logger.info(f"Resumed from {resumed.name}")
 
 
+def take_over_metrics(run: Run) -> None:
+    """Bring metrics.jsonl to node 0's disk from the one that was node 0's when the run was saved.
+
+    Nodes with disks of their own may have come back in another order.
+    """
+    resumed, world, file = run.resumed, run.world, run.metrics_file
+    if resumed is None or run.directory.is_shared:
+        return
+    is_leader = run.directory.is_leader(world)
+    kept = list(read_entries(file, resumed.step)) if is_leader else []
+    begins = next((e["step"] for e, _ in kept if e["kind"] == "start"), 0)
+    last = max((e.get("time", "") for e, _ in kept if e["step"] == resumed.step), default="")
+    lines = bytearray().join(line for _, line in kept)
+    per_rank = world.all_gather_json([last, world.node_name, begins, len(lines)])
+    last, node, begins, size = max(per_rank, key=itemgetter(0))  # the first one, if all are alike
+    source = per_rank.index([last, node, begins, size])
+    if source == 0:
+        return
+    logger.info(f"{METRICS}: steps {begins + 1} to {resumed.step} are copied from {node}")
+    if world.rank == source:
+        dist.send(torch.frombuffer(lines, dtype=torch.uint8), 0)
+    elif world.is_main:
+        part = torch.empty(size, dtype=torch.uint8)
+        dist.recv(part, source)
+        # Where that part has no beginning, an older version wrote it, and this disk may have it.
+        before = [line for _, line in read_entries(file, begins)] if begins else []
+        durable_fs.replace_file(file, b"".join([*before, part.numpy().tobytes()]))
+
+
 def open_best(
     run: Run,
     model: PreTrainedModel,
@@ -147,7 +181,7 @@ def open_best(
     if not run.config.eval.keep_best:
         return None
     best = Best(run.directory, run.config, model, optimizer, whole, assets, run.world)
-    if run.resumed and (kept := best.undone_by(run.resumed)):
+    if run.resumed and (kept := best.resume(run.resumed)):
         metrics.write(kept)  # as the line that the resume has dropped
     return best
 

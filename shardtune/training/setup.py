@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -298,10 +299,10 @@ def find_pending_evaluation(run: Run, data: PreparedData, schedule: Schedule) ->
         return None
     if resumed is None:
         return 0 if config.baseline else None
-    entries = read_entries(run.metrics_file, resumed.step)
-    kinds = run.world.on_rank0(
-        lambda: [entry["kind"] for entry, _ in entries if entry["step"] == resumed.step]
-    )
+    is_leader = run.directory.is_leader(run.world)
+    entries = read_entries(run.metrics_file, resumed.step) if is_leader else ()
+    here = [entry["kind"] for entry, _ in entries if entry["step"] == resumed.step]
+    kinds = set(chain(*run.world.all_gather_json(here)))  # another disk may have been node 0's
     is_missing = "step" in kinds and "eval" not in kinds
     return (
         resumed.step if is_missing and schedule.is_due(resumed.step, config.every_steps) else None

@@ -15,12 +15,19 @@ import pytest
 from helpers.chats import chats, write_jsonl
 from helpers.commands import read_metrics
 from helpers.faults import ALWAYS, Fault, fails, run_with
-from helpers.ranks import on_ranks, run_script
-from helpers.small_runs import CONSTANT, SETTINGS, checkpoint, digests, names, write_inputs
+from helpers.ranks import on_nodes, on_ranks, run_script
+from helpers.small_runs import (
+    CONSTANT,
+    SETTINGS,
+    checkpoint,
+    digests,
+    names,
+    write_inputs,
+)
 
 from shardtune.__main__ import run
 from shardtune.checkpoint import durable_fs
-from shardtune.checkpoint.export.listing import read_listing
+from shardtune.checkpoint.export.listing import listing_json, read_listing
 from shardtune.training import evaluate
 
 KEEP_BEST = (
@@ -162,3 +169,84 @@ def test_the_best_model_of_an_earlier_run_is_moved_aside(folder: Path) -> None:
         assert on_ranks(1, train_with, losses, arguments, cwd=folder).returncode == 0
     assert read_listing(folder / "run/best")["loss"] == 2.0
     assert read_listing(folder / "run/best.aside1")["loss"] == 1.0
+
+
+@pytest.fixture
+def nodes(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two folders of a run, each on a disk of its own."""
+    other = tmp_path_factory.mktemp("other") / "node"
+    shutil.copytree(folder, other)
+    return folder, other
+
+
+def test_nodes_that_come_back_in_another_order_know_the_lowest_loss(
+    nodes: tuple[Path, Path],
+) -> None:
+    """Node 0 writes no model of a higher loss, and a lower one takes the place of the other's."""
+    a, b = nodes
+    losses = {0: 9.0, 1: 3.0, 2: 2.0, 3: 2.5, 4: 1.5, 5: 1.75}
+    for order, last in (((a, b), 2), ((b, a), 4), ((a, b), 5)):
+        arguments = [*KEEP_BEST, f"train.max_steps={last}"]
+        done = on_nodes([(node, 1) for node in order], train_with, losses, arguments)
+        assert done.returncode == 0, done.stderr
+        keeper, other, best = (a, b, 2) if last == 2 else (b, a, 4)
+        assert read_listing(keeper / "run/best")["step"] == best
+        assert not (other / "run/best").exists()
+        assert best_steps(order[0]) == [1, 2, 4][: 2 if last == 2 else 3]
+        if last > 2:
+            resumed, perplexity = (2, "7.3891") if last == 4 else (4, "4.4817")
+            node = f"node 1 ({os.uname().nodename})\n"
+            assert (
+                f"Best model: that of step {resumed}, perplexity {perplexity}, is not on node 0: "
+                f"best/ is of step {resumed} on {node}"
+            ) in done.stdout
+            assert f"metrics.jsonl: steps {resumed - 1} to {resumed} are copied from {node}" in (
+                done.stdout
+            )
+        if last == 4:  # an older version copied none
+            metrics = b / "run/metrics.jsonl"
+            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            resume = next(i for i, line in enumerate(lines) if '"start", "step": 2' in line)
+            metrics.write_text("".join(lines[resume:]), encoding="utf-8")
+    assert [entry["step"] for entry in read_metrics(a / "run", "step")] == [1, 2, 3, 4, 5]
+
+
+def test_a_lost_best_model_is_said_and_no_worse_one_takes_its_name(folder: Path) -> None:
+    """A checkpoint that was saved without keep_best, as an older one, leaves it to the folder."""
+    losses, best = {0: 9.0, 1: 3.0, 2: 2.0, 3: 2.5}, folder / "run/best"
+    for last, more in ((1, ["eval.keep_best=false"]), (2, []), (3, [])):
+        arguments = [*KEEP_BEST, f"train.max_steps={last}", *more]
+        done = on_ranks(1, train_with, losses, arguments, cwd=folder)
+        assert done.returncode == 0 and best_steps(folder) == [], done.stderr
+        if last == 1:
+            best.mkdir()
+            result = {"step": 1, "loss": 1.0, "perplexity": math.e, "files": {}}
+            (best / "export.json").write_bytes(listing_json(result))
+        else:
+            shutil.rmtree(best, ignore_errors=True)
+    said = "step 1, perplexity 2.7183, is not on node 0: best/ is on none of the disks of this run"
+    assert said in done.stdout and not best.exists()
+
+
+@pytest.mark.full
+def test_an_evaluation_that_a_signal_cut_short_is_made_whichever_disk_is_node_0s(
+    nodes: tuple[Path, Path],
+) -> None:
+    a, b = nodes
+    arguments = [*KEEP_BEST, "train.max_steps=1", "eval.baseline=false"]
+    done = on_nodes([(a, 1), (b, 1)], stop_in_evaluation, arguments)
+    assert done.returncode == 75, done.stderr
+    done = on_nodes([(b, 1), (a, 1)], run_script, arguments)
+    assert done.returncode == 0 and "| Step: 1\n" in done.stdout, done.stderr
+    assert [entry["step"] for entry in read_metrics(b / "run", "eval")] == [1]
+
+
+def stop_in_evaluation(arguments: list[str]) -> None:
+    nll_sum = evaluate._nll_sum
+
+    def stopped(*rest: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return nll_sum(*rest)
+
+    evaluate._nll_sum = stopped
+    run_script(arguments)

@@ -64,6 +64,20 @@ def test_a_save_that_failed_is_shown_beside_the_last_checkpoint(
     assert curves["until it failed"] == [3.0] and curves["until it was committed"] == [9.0]
 
 
+@pytest.mark.parametrize("command", ["watch", "report"])
+def test_a_run_that_begins_behind_a_step_says_which_are_missing(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    file = folder / "metrics.jsonl"
+    assert run([command, str(folder)]) == 0
+    assert "missing" not in capsys.readouterr().out
+    resumed = [{"kind": "start", "step": 4, "total_steps": 9}, {"kind": "step", "step": 5}]
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in resumed), encoding="utf-8")
+    assert run([command, str(folder)]) == 0
+    assert "steps before 5 are missing: " in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_that_still_loads_is_watched_until_its_first_step_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

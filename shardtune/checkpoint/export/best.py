@@ -1,6 +1,7 @@
 """`best/`: the model of the lowest evaluation loss, written from the sharded weights themselves.
 
-`.best.writing` becomes `best`, and the one before it `.best.old` in between, on rank 0's disk.
+`.best.writing` becomes `best`, and the one before it `.best.old` in between, on rank 0's disk. Each
+checkpoint has step and loss of the best model so far, since another disk may be rank 0's later.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _RESULT = ("step", "loss", "perplexity")
 
 
 class Best:
-    """Keeps the best model of a run. The constructor and `offer` are collective."""
+    """Keeps the best model of a run. All methods are collective.
+
+    `lowest`: step, loss and perplexity of the best model so far, empty before the first one.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class Best:
     ) -> None:
         """`whole`: the model of all stages, on meta."""
         self._out, self._world = run_dir.path / BEST, world
+        self._is_leader = run_dir.is_leader(world)
         self._tensors = partial(model_state, model, masters_by_name(optimizer))
         source = model_folder(config.model.path)
         self._kinds, tied = model_kinds(whole), whole.all_tied_weights_keys
@@ -61,31 +66,43 @@ class Best:
         names = world.all_gather_json([*self._tensors()] if world.stage_rank == 0 else [])
         # Of a weight that two stages have, the first one's.
         self._holder = {name: rank for rank in reversed(range(world.size)) for name in names[rank]}
-        self._best = world.on_rank0(lambda: read_listing(self._out) or {})
+        self.lowest: dict[str, Any] = {}
         self._is_first_write = True
         logger.info(
             f"Best model: {self._export.bytes / 1e9:.2f} GB, written to {self._out} at each "
             "evaluation with a lower loss than before, while training waits"
         )
 
-    def undone_by(self, resumed: Checkpoint) -> BestEntry | None:
-        """Return the line of the model that is kept if its step comes after the checkpoint.
+    def resume(self, resumed: Checkpoint) -> BestEntry | None:
+        """Take the lowest loss that the checkpoint or a disk has; say where, if not on node 0.
 
-        The run takes that step again, perhaps otherwise, and replaces the model by a better one
-        alone: this is logged.
+        Return the line of the model that is kept if its step comes after the checkpoint. The run
+        takes that step again, perhaps otherwise, and replaces the model by a better one alone: this
+        is logged.
         """
-        if self._best.get("step", 0) <= resumed.step:
+        listing = (self._is_leader and read_listing(self._out)) or {}
+        own = {key: listing[key] for key in _RESULT} if "loss" in listing else {}
+        per_rank = self._world.all_gather_json([self._world.node_name, own])
+        # A checkpoint of an older version has none, nor has one that was saved without keep_best.
+        results = [resumed.state.get("best"), *(result for _, result in per_rank)]
+        self.lowest = min(filter(None, results), key=lambda result: result["loss"], default={})
+        if not self.lowest:
+            return None
+        step, perplexity = self.lowest["step"], self.lowest["perplexity"]
+        if per_rank[0][1] != self.lowest:
+            places = [f"of step {result['step']} on {node}" for node, result in per_rank if result]
+            logger.warning(
+                f"Best model: that of step {step}, perplexity {perplexity:.4f}, is not on node 0: "
+                f"best/ is {', '.join(places) or 'on none of the disks of this run'}"
+            )
+        if step <= resumed.step:
             return None
         logger.info(
-            f"Best model: kept from step {self._best['step']}, perplexity "
-            f"{self._best['perplexity']:.4f}, which comes after {resumed.name}"
+            f"Best model: kept from step {step}, perplexity {perplexity:.4f}, which comes after "
+            f"{resumed.name}"
         )
         return BestEntry(
-            kind="best",
-            step=self._best["step"],
-            loss=self._best["loss"],
-            perplexity=self._best["perplexity"],
-            seconds=0.0,
+            kind="best", step=step, loss=self.lowest["loss"], perplexity=perplexity, seconds=0.0
         )
 
     def offer(self, evaluation: EvalEntry) -> BestEntry | None:
@@ -95,7 +112,7 @@ class Best:
         logged: training goes on.
         """
         result: dict[str, Any] = {key: value for key, value in evaluation.items() if key in _RESULT}
-        if result["step"] == 0 or not result["loss"] < self._best.get("loss", torch.inf):
+        if result["step"] == 0 or not result["loss"] < self.lowest.get("loss", torch.inf):
             return None
         self._world.progress.enter(Phase.EXPORTING, result["step"])
         started = time.perf_counter()
@@ -104,7 +121,11 @@ class Best:
         if problems[0]:
             logger.info(f"Best model of step {result['step']} not kept: {problems[0]}")
             return None
-        self._best = result
+        self.lowest = result
+        if self._is_leader and not self._world.is_main:  # of the time when this was node 0's disk
+            with contextlib.suppress(OSError):
+                durable_fs.rename(self._out, durable_fs.unfinished(self._out))
+                durable_fs.delete(durable_fs.unfinished(self._out))
         speed = ""
         if self._is_first_write:
             speed = f": {self._export.bytes / 1e9:.2f} GB in {seconds:.1f} s, as each later one"

@@ -1,0 +1,50 @@
+"""What a resume says of settings that may change."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.configs import load
+
+from shardtune.checkpoint.resume_rules import log_changes
+from shardtune.config_io import to_dict
+
+BATCH = "train.gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks_before", "now", "ranks", "rows", "keeps"),
+    [
+        ([f"{BATCH}=2"], 16, [f"{BATCH}=2"], 8, (32, 16), f"{BATCH}=4 keeps 32"),
+        (["train.micro_batch_size=2"], 16, [], 8, (32, 8), f"{BATCH}=4 keeps 32"),
+        ([], 8, [], 16, (8, 16), f"no {BATCH} keeps 8, with 16 rows in each"),
+        ([f"{BATCH}=2"], 16, [], 6, (32, 6), f"no {BATCH} keeps 32, with 6 rows in each"),
+        (["parallel.context=2"], 8, [], 8, (4, 8), f"no {BATCH} keeps 4, with 8 rows in each"),
+        ([], 2, ["parallel.stages=4", f"{BATCH}=4"], 4, (2, 4), f"no {BATCH} keeps 2, with 1 row"),
+        ([f"{BATCH}=2"], 16, [f"{BATCH}=4"], 8, (32, 32), None),
+        (["parallel.context=2"], 16, [], 8, (8, 8), None),
+        ([], 16, ["parallel.stages=2", f"{BATCH}=2"], 16, (16, 16), None),
+    ],
+)
+def test_a_resume_warns_of_another_effective_batch(
+    before: list[str],
+    ranks_before: int,
+    now: list[str],
+    ranks: int,
+    rows: tuple[int, int],
+    keeps: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With the value that keeps it, where there is one."""
+    config, world = load(tmp_path, *now), SimpleNamespace(size=ranks)
+    state = {"config": to_dict(load(tmp_path, *before))}
+    resumed: Any = SimpleNamespace(name="step-7", state=state, world_size=ranks_before)
+    with caplog.at_level(logging.WARNING, "shardtune"):
+        log_changes(resumed, config, world)  # type: ignore[arg-type]
+    expected = [f"Effective batch was {rows[0]} rows, is {rows[1]}: {keeps}"] if keeps else []
+    assert [message[: len(expected[0])] for message in caplog.messages] == expected
