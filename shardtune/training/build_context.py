@@ -164,8 +164,9 @@ def take_over_metrics(run: Run) -> None:
     elif world.is_main:
         part = torch.empty(size, dtype=torch.uint8)
         dist.recv(part, source)
-        # Where that part has no beginning, an older version wrote it, and this disk may have it.
-        before = [line for _, line in read_entries(file, begins)] if begins else []
+        # An older version copied nothing, so that this disk may have the steps before.
+        is_part = begins > per_rank[0][2]
+        before = [line for _, line in read_entries(file, begins)] if is_part else []
         durable_fs.replace_file(file, b"".join([*before, part.numpy().tobytes()]))
 
 

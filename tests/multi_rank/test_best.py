@@ -209,6 +209,7 @@ def test_nodes_that_come_back_in_another_order_know_the_lowest_loss(
             resume = next(i for i, line in enumerate(lines) if '"start", "step": 2' in line)
             metrics.write_text("".join(lines[resume:]), encoding="utf-8")
     assert [entry["step"] for entry in read_metrics(a / "run", "step")] == [1, 2, 3, 4, 5]
+    assert [entry["step"] for entry in read_metrics(a / "run", "start")] == [0, 2, 4]
 
 
 def test_a_lost_best_model_is_said_and_no_worse_one_takes_its_name(folder: Path) -> None:
