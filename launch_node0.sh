@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Node 0. Environment: MASTER_ADDR MASTER_PORT NNODES GPUS_PER_NODE NODE_RANK NCCL_SOCKET_IFNAME
-# JOIN_TIMEOUT MAX_RESTARTS (./launch_node0.sh --help). Arguments go to train_fsdp.py.
+# JOIN_TIMEOUT JOIN_SECRET MAX_RESTARTS (./launch_node0.sh --help). Arguments go to train_fsdp.py.
 refuse() {
     echo "ERROR: $1" >&2
     exit 2

@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -197,12 +197,12 @@ class Agent:
                 failure.may_restart = False  # whoever sent the signal wants the launch to end
             if failure is not None and failure != reported:
                 reported = failure
-                control.report({"attempt": attempt, "failure": asdict(failure)})
+                control.report({"attempt": attempt, "failure": failure})
             if time.monotonic() >= next_tick or ranks.have_finished:
                 next_tick = time.monotonic() + TICK_S
                 await asyncio.to_thread(ranks.tick)
                 running = [
-                    asdict(status)
+                    replace(status)
                     for index, status in enumerate(ranks.statuses)
                     if index not in ranks.exit_codes
                 ]
@@ -210,7 +210,7 @@ class Agent:
                 control.report({"attempt": attempt, "status": running, "finished": finished})
             received = await control.next(_POLL_S)
             if received and "end" in received[1]:
-                return Failure(**received[1]["end"])
+                return received[1]["end"]
             failure = received and judge.judge(*received, ranks)
             if failure and control.node != 0:  # node 0 is lost
                 return reported if reported and not reported.lost_connection else failure
@@ -221,7 +221,7 @@ class Agent:
                 chosen, decide_at = failure, time.monotonic() + _CAUSE_WITHIN_S
             if chosen and time.monotonic() >= decide_at:
                 judge.decide_restart(chosen, self._signalled)
-                control.tell({"end": asdict(chosen)})
+                control.tell({"end": chosen})
                 return chosen
 
     async def _end_ranks(self, ranks: NodeRanks, end: Failure) -> None:

@@ -1,19 +1,24 @@
 """The connections between the agents, from their first hello to their last line.
 
-A message is a JSON object on one line. Received text is parsed, never executed.
+A message is a JSON object on one line, with its HMAC behind it where JOIN_SECRET is set. Received
+text is parsed, never executed; of another shape, or not authentic, it ends the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
+import secrets
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, TypeAdapter
 
+from shardtune.cluster.stuck import RankStatus
+from shardtune.distributed.rank_record import Failure
 from shardtune.errors import UserError, first_line
 from shardtune.log import logger
 
@@ -26,7 +31,15 @@ _POLL_S = 0.2
 
 
 class ConnectionLost(Exception):
-    """The other end closed the connection, is lost, or sends something else than messages."""
+    """The other end closed the connection, or is lost."""
+
+
+class Stranger(ConnectionLost):
+    """The other end is none of the nodes."""
+
+
+class OtherSecret(Stranger):
+    """Its message is not authentic."""
 
 
 class NodeHello(BaseModel, frozen=True):
@@ -37,12 +50,12 @@ class NodeHello(BaseModel, frozen=True):
     its own.
     """
 
-    node: int | None
-    nodes: int | None
-    host: str
+    node: int | None = Field(ge=0, lt=100_000)
+    nodes: int | None = Field(lt=100_000)
+    host: str = Field(max_length=64)
     address: str
     token: str = ""
-    code: str
+    code: str = Field(pattern="^[0-9a-z]{1,16}$")
     problems: list[str]
 
     @property
@@ -50,33 +63,84 @@ class NodeHello(BaseModel, frozen=True):
         return f"node {'?' if self.node is None else self.node} ({self.host})"
 
 
+def _one_of(*kinds: dict[str, Any]) -> Callable[[Message], Message]:
+    """Return a reader of messages, each with the keys and the types of one of these kinds."""
+    known = {frozenset(kind): {key: TypeAdapter(kind[key]) for key in kind} for kind in kinds}
+
+    def read(message: Message) -> Message:
+        types = known[frozenset(message)]
+        return {key: types[key].validate_python(value) for key, value in message.items()}
+
+    return read
+
+
+WELCOME = _one_of({"welcome": float, "host": str})
+OF_NODE_0 = _one_of(
+    *({"alive": bool}, {"met": list[NodeHello]}, {"round": int, "values": list[Message]}),
+    *({"problems": list[str], "code": int}, {"end": Failure}),
+)
+OF_OTHERS = _one_of(
+    *({"alive": bool}, {"round": int, "value": Message}, {"attempt": int, "failure": Failure}),
+    {"attempt": int, "status": list[RankStatus], "finished": bool},
+)
+
+
 class Peer:
     """The connection to another node. `hello` is set once that node has said it."""
 
     hello: NodeHello
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes = b""
+    ) -> None:
+        self._reader, self._writer, self._secret = reader, writer, secret
+        self._nonce = self._their_nonce = ""
+        self._num_sent = self._num_received = 0
         address = (writer.get_extra_info("peername") or "?")[0]
         self.address = str(address).removeprefix("::ffff:")
         self.silent_ticks = 0
 
     def send(self, message: Message) -> None:
         """Send without waiting. Whoever receives from a peer learns that it is lost."""
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        if self._num_sent == 0:
+            self._nonce = secrets.token_hex(16)
+            message = message | {"nonce": self._nonce}
+        body = json.dumps(message, default=vars).encode()
+        self._writer.write(body + self._mac(self._nonce, self._their_nonce, self._num_sent, body))
+        self._writer.write(b"\n")
+        self._num_sent += 1
 
-    async def receive(self) -> Message:
-        """Raises ConnectionLost."""
+    async def receive(self, read: Callable[[Message], Message]) -> Message:
+        """Return what `read` makes of the next message. Raises ConnectionLost."""
         try:
-            line = await self._reader.readline()
-        except (OSError, ValueError) as error:  # a ValueError: no end of a line within the limit
+            if not (line := await self._reader.readline()):
+                raise ConnectionLost("it closed the connection")
+            body, tab, digest = line.rstrip(b"\n").partition(b"\t")
+            message = {**json.loads(body)}  # raises a TypeError where it is no object
+            if self._num_received == 0:
+                self._their_nonce = message.pop("nonce", "")
+            received = read(message)
+        except OSError as error:
             raise ConnectionLost(first_line(error)) from error
-        if not line:
-            raise ConnectionLost("it closed the connection")
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(message := json.loads(line), dict):
-                return message
-        raise ConnectionLost("it sends something else than messages")
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise Stranger("it sends something else than messages") from error
+        mac = self._mac(self._their_nonce, self._nonce, self._num_received, body)
+        if not hmac.compare_digest(mac, tab + digest):
+            secret = "another JOIN_SECRET than" if digest else "no JOIN_SECRET, unlike"
+            secret = secret if self._secret else "a JOIN_SECRET, unlike"
+            raise OtherSecret(f"it has {secret} this node")
+        self._num_received += 1
+        return received
+
+    def _mac(self, sender: str, receiver: str, number: int, body: bytes) -> bytes:
+        """Cover a random text of each end and the number, so that no message is valid twice."""
+        signed = json.dumps([sender, receiver, number]).encode() + body
+        mac = hmac.new(self._secret, signed, "sha256").hexdigest()
+        return b"\t" + mac.encode() if self._secret else b""
+
+    def read_hello(self, message: Message) -> Message:
+        self.hello = NodeHello(**message | {"address": self.address})
+        return message
 
     def close(self) -> None:
         self._writer.close()
@@ -89,14 +153,15 @@ class Control:
     `silent_s` is lost. `clock_ahead_s` is how far this node's clock is ahead of node 0's.
     """
 
-    def __init__(self, me: NodeHello, silent_s: float = 20.0) -> None:
-        self.me = me
+    def __init__(self, me: NodeHello, silent_s: float = 20.0, secret: bytes = b"") -> None:
+        self.me, self.secret = me, secret
         self.nodes: list[NodeHello] = [me]
         self.peers: list[Peer] = []
         self.silent_s = silent_s
         self.clock_ahead_s = 0.0
         self._queue: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._dropped: set[tuple[str, str]] = set()
         self._round = 0
         self._spawn(self._beat())
 
@@ -154,18 +219,27 @@ class Control:
     async def _listen(self, peer: Peer) -> None:
         try:
             while True:
-                message = await peer.receive()
+                message = await peer.receive(OF_OTHERS if peer.hello.node else OF_NODE_0)
                 peer.silent_ticks = 0
                 if message != {"alive": True}:
                     self._queue.put_nowait((peer.hello.node or 0, message))
         except ConnectionLost as lost:
-            self.lose(peer, str(lost))
+            self.lose(peer, lost)
 
-    def lose(self, peer: Peer, why: str) -> None:
+    def drop(self, peer: Peer, why: object) -> None:
+        """Close a connection. Of a stranger's, warn once for each address and cause."""
+        peer.close()
+        if isinstance(why, Stranger) and (peer.address, str(why)) not in self._dropped:
+            self._dropped.add((peer.address, str(why)))
+            claim = f", as node {peer.hello.node}," if hasattr(peer, "hello") else ""
+            warn(f"the connection with {peer.address}{claim} is dropped: {why}")
+
+    def lose(self, peer: Peer, why: object) -> None:
         if peer in self.peers:
             self.peers.remove(peer)
-            peer.close()
-            self._queue.put_nowait((peer.hello.node or 0, {"lost": why, "name": peer.hello.name}))
+            self.drop(peer, why)
+            message = {"lost": str(why), "name": peer.hello.name}
+            self._queue.put_nowait((peer.hello.node or 0, message))
 
     async def _beat(self) -> None:
         """Count ticks, not time: a process that was stopped itself then accuses nobody."""

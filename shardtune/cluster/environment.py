@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,7 @@ One node of the run, as the environment says. The same on every node:
   NNODES=2                        number of nodes; 1 needs no address, port or interface
   JOIN_TIMEOUT=300                seconds in which all of them have to come
   MAX_RESTARTS=0                  how often the ranks are started again after a failure
+  JOIN_SECRET                     only nodes that have the same one are let in
 and for each:
   NODE_RANK                       0 to NNODES - 1; launch_node0.sh sets 0 and launch_node1.sh 1
   GPUS_PER_NODE=8                 processes, one a GPU, or CPU processes where there is none
@@ -67,6 +69,7 @@ class Environment:
     owns_master: bool
     join_timeout_s: float
     max_restarts: int
+    secret: bytes = field(repr=False)  # JOIN_SECRET, or empty
     config: Config | None
     problems: tuple[str, ...]
 
@@ -79,7 +82,7 @@ class Environment:
         return self.nodes == 1 and self.node == 0
 
 
-def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> Environment:
+def read_environment(environ: MutableMapping[str, str], arguments: Sequence[str]) -> Environment:
     """Read what can be known without asking another node.
 
     One node alone (NNODES=1) uses loopback, and no interface or address; MASTER_PORT where it is
@@ -106,6 +109,8 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
         values |= {"MASTER_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
         if not environ.get("MASTER_PORT"):
             store_port = network.free_port()
+    if (secret := _take_secret(environ)) == "":
+        problems.append("JOIN_SECRET is empty - set the same long text on every node, or unset it")
     config: Config | None = None
     try:
         config = read_run_arguments(arguments, REPOSITORY / "config.yaml")
@@ -135,9 +140,20 @@ def read_environment(environ: Mapping[str, str], arguments: Sequence[str]) -> En
         owns_master=owns_master,
         join_timeout_s=(config.distributed if config else DistributedConfig()).join_timeout_s,
         max_restarts=max_restarts or 0,
+        secret=os.fsencode(secret or ""),
         config=config,
         problems=tuple(problems),
     )
+
+
+def _take_secret(environ: MutableMapping[str, str]) -> str | None:
+    """Remove JOIN_SECRET: no other process inherits it, and /proc shows none of a fork."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    if at := getenv(b"JOIN_SECRET"):
+        ctypes.memset(at, 0, len(ctypes.string_at(at)))
+    secret = environ.pop("JOIN_SECRET", None)
+    return secret and secret.strip()
 
 
 def _temporary_directory_problems() -> list[str]:

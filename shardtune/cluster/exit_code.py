@@ -86,8 +86,8 @@ class Judge:
         if message.get("attempt") != self.attempt:
             return None
         if "failure" in message:
-            return Failure(**message["failure"])
-        self._statuses[node] = [RankStatus(**status) for status in message["status"]]
+            return message["failure"]
+        self._statuses[node] = message["status"]
         if message["finished"]:
             self._finished.add(node)
         if len(self._finished) == len(self._sizes):

@@ -16,11 +16,15 @@ import time
 from shardtune.cluster import network
 from shardtune.cluster.control import (
     LONGEST_BYTES,
+    OF_OTHERS,
     SAY_EVERY_S,
+    WELCOME,
     ConnectionLost,
     Control,
     NodeHello,
+    OtherSecret,
     Peer,
+    Stranger,
     refusal,
     say,
 )
@@ -61,7 +65,7 @@ async def meet(environment: Environment, code: str) -> Control:
         code=code,
         problems=problems,
     )
-    control = Control(me)
+    control = Control(me, secret=environment.secret)
     if is_listener and not environment.is_alone:
         await _Reception(environment, control).wait_for_all()
     elif not is_listener:
@@ -99,7 +103,7 @@ class _Reception:
             raise UserError(*self._problems)
         peers = sorted(self._control.peers, key=lambda peer: peer.hello.node or 0)
         self._control.nodes = [self._me, *(peer.hello for peer in peers)]
-        self._control.tell({"met": [node.model_dump() for node in self._control.nodes]})
+        self._control.tell({"met": self._control.nodes})
 
     async def _wait(self) -> None:
         """Return when all nodes have come, or once the others have the problems."""
@@ -134,21 +138,34 @@ class _Reception:
             await self._control.next(0.1)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take in a node, and let go of a connection without a hello, such as a port scan's."""
-        peer = Peer(reader, writer)
+        """Take in a node, and let go of anybody else, such as a port scan."""
+        me, control, peer = self._me, self._control, Peer(reader, writer, self._control.secret)
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                message = await peer.receive()
-            peer.hello = NodeHello(**message | {"address": peer.address})
-        except (ConnectionLost, TimeoutError, ValueError):
-            peer.close()
+                try:
+                    await peer.receive(peer.read_hello)
+                finally:
+                    if hasattr(peer, "hello"):  # a node with another JOIN_SECRET learns of it
+                        peer.send({"welcome": time.time(), "host": me.host})
+                await peer.receive(OF_OTHERS)  # a hello alone may be the copy of an earlier one
+            hello, nodes = peer.hello, me.nodes or math.inf
+            if not hello.problems if hello.node is None else hello.node >= nodes:
+                what = f"NODE_RANK is {hello.node} and NNODES {nodes} on {me.name}"
+                peer.send(refusal(hello.problems or [f"{what} - correct one of the two"]))
+                raise Stranger(f"it is none of the {nodes} nodes")
+            if len(control.nodes) > 1:
+                raise ConnectionLost("all have met in the meantime")
+        except (ConnectionLost, TimeoutError, asyncio.CancelledError) as error:
+            is_silent = isinstance(error, TimeoutError)
+            control.drop(peer, Stranger("it sends no message") if is_silent else error)
             return
-        peer.send({"welcome": time.time(), "host": self._me.host})
+        if hello.code != me.code:  # no words of a stranger in the last line
+            peer.hello = hello.model_copy(update={"host": peer.address, "problems": []})
         self._problems += self._contradictions(peer.hello)
         if self._problems:
-            peer.send(refusal(self._problems))
+            peer.send(refusal([*hello.problems, *self._problems]))
         self._num_came += 1
-        self._control.add(peer)
+        control.add(peer)
 
     def _contradictions(self, new: NodeHello) -> list[str]:
         me, problems = self._me, list(new.problems)
@@ -186,27 +203,28 @@ async def say_hello(control: Control, ip: str, port: int) -> None:
     at = f"{ip}:{port}"
     try:
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            peer = Peer(*await asyncio.open_connection(ip, port, limit=LONGEST_BYTES))
+            streams = await asyncio.open_connection(ip, port, limit=LONGEST_BYTES)
     except ConnectionRefusedError as error:
         words = f"{at} refuses: that machine is up, and no node 0 listens there"
         raise NotFound("refused", words) from error
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else "timed out"
         raise NotFound("silent", f"{at} does not answer ({reason})") from error
-    sent = time.time()
+    peer, sent = Peer(*streams, control.secret), time.time()
     try:
-        peer.send(control.me.model_dump())
+        peer.send(vars(control.me))
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            message = await peer.receive()
+            message = await peer.receive(WELCOME)
         came = time.time()
-        if not isinstance(message.get("welcome"), float):
-            raise ConnectionLost("it does not welcome this node")
     except (ConnectionLost, TimeoutError) as error:
         peer.close()
+        if isinstance(error, OtherSecret):
+            raise NotFound("secret", f"node 0 answers at {at}: {error}") from error
         words = f"something answers at {at} that is not the preflight of node 0"
         raise NotFound("stranger", words) from error
     peer.hello = control.me.model_copy(update={"node": 0, "host": message["host"], "address": ip})
     control.clock_ahead_s = (sent + came) / 2 - message["welcome"]
+    peer.send({"alive": True})
     control.add(peer)
 
 
@@ -233,7 +251,7 @@ async def _find_node_0(environment: Environment, control: Control) -> None:
                 next_word = now + SAY_EVERY_S
                 say(f"{me.name} looks for node 0: {result}{_likely_causes(started)}")
             lasted_s, waited_s = time.monotonic() - kind_since, time.monotonic() - started
-            if lasted_s >= _GIVE_UP_AFTER_S[kind] or waited_s >= patience_s:
+            if lasted_s >= _GIVE_UP_AFTER_S.get(kind, 0.0) or waited_s >= patience_s:
                 problem = _why_not_found(kind, str(result), lasted_s, environment)
                 raise UserError(*(me.problems or [problem])) from result
             await asyncio.sleep(max(0.0, now + _TRY_EVERY_S - time.monotonic()))
@@ -242,11 +260,13 @@ async def _find_node_0(environment: Environment, control: Control) -> None:
     message = None
     while message is None or "met" not in message[1]:
         message = await control.next_of_launch("waiting for all nodes")
-    control.nodes = [NodeHello(**hello) for hello in message[1]["met"]]
+    control.nodes = message[1]["met"]
 
 
 def _why_not_found(kind: str, words: str, lasted_s: float, environment: Environment) -> str:
     me, master, port = environment.name, environment.master_named, environment.port
+    if kind == "secret":
+        return f"{words}, {me} - set the same JOIN_SECRET on every node, or on none"
     if kind == "stranger":
         return (
             f"{words}, seen from {me} - a run that has started (was node 0 started with "

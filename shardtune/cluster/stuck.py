@@ -43,7 +43,7 @@ class RankStatus:
 
     rank: int
     host: str
-    phase: str = Phase.STARTING
+    phase: Phase = Phase.STARTING
     step: int | None = None
     arrivals: int = 0
     limits_steps: bool = False
@@ -60,7 +60,7 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        return place(Phase(self.phase), self.step)
+        return place(self.phase, self.step)
 
     @property
     def is_in_step(self) -> bool:
@@ -85,7 +85,7 @@ class IdleClock:
 
     def tick(self, record: RankRecord, status: RankStatus) -> None:
         """Bring `status` up to date, once a second."""
-        status.phase, status.step = str(record.phase), record.step
+        status.phase, status.step = record.phase, record.step
         status.limits_steps, status.meetings = record.limits_steps, record.meetings
         status.stage, status.waits_for_stage = record.stage, record.waits_for_stage
         is_stopped, work_s = False, 0.0

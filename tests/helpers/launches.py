@@ -140,6 +140,15 @@ class Nodes:
         pids = descendants(self.scripts[node].pid)
         return [pid for pid in pids if "train_fsdp.py" in command(pid)]
 
+    def processes_with(self, text: str) -> list[str]:
+        """The commands of those that have this text in their environment or in an argument."""
+        found = []
+        for pid in [pid for pid in self._seen if is_running(pid)]:
+            with contextlib.suppress(OSError):
+                environ = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8")
+                found += [command(pid)] if text in environ + command(pid) else []
+        return found
+
     def end(self) -> list[tuple[int, str]]:
         """Exit code and last line of each node, when every process that was ever seen is gone."""
         turns = 0

@@ -113,10 +113,14 @@ def test_a_rank_that_hangs_while_it_imports_is_named_as_absent(folder: Path) -> 
 def test_a_rank_that_ends_or_stops_is_named(
     ranks_per_node: int, rank: int, where: tuple[str, str], effect: str, line: str, folder: Path
 ) -> None:
-    """One line says it: a rank that only lost a connection prints no traceback."""
-    fault = break_rank(folder, rank, where, effect)
+    """One line says it: a rank that only lost a connection prints no traceback.
+
+    No process of the launch has the secret of the agents.
+    """
+    fault = break_rank(folder, rank, where, effect) | {"JOIN_SECRET": "a word of theirs"}
     with two_nodes(folder, GPUS_PER_NODE=str(ranks_per_node), **fault) as nodes:
         nodes.wait_for_step(4)
+        assert nodes.ranks(0) and not nodes.processes_with("a word of theirs")
         require_end(nodes, 1, line.format(rank=rank, host=HOST))
         if where == DATA:
             assert not any("Traceback" in text for text in nodes.texts()), nodes.texts()

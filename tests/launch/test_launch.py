@@ -201,7 +201,7 @@ def test_the_help_of_the_scripts_names_every_variable(folder: Path) -> None:
     assert (code, errors) == (0, "") and "usage: " in output and "Launching" not in output
     contract = {**DEFAULTS, "JOIN_TIMEOUT": "300", "MAX_RESTARTS": "0"}
     said = dict(re.findall(r"^  ([A-Z_]+)(?:=(\S+))?  ", output, re.MULTILINE))
-    assert said == contract | {"NODE_RANK": ""}
+    assert said == contract | {"NODE_RANK": "", "JOIN_SECRET": ""}
 
 
 @pytest.mark.parametrize("name", ["VIRTUAL_ENV", "CONDA_PREFIX"])
@@ -294,18 +294,19 @@ def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
     """On two nodes of different size."""
     a_python(tmp_path / "bin", "python")
     srun = 'SLURM_NODEID=0 SLURM_GPUS_ON_NODE=8 "$@" &&\nSLURM_NODEID=1 SLURM_GPUS_ON_NODE=4 "$@"'
+    srun += f'\nprintf %s "$JOIN_SECRET" > {tmp_path}/secret'
     launched, _ = slurm_job(tmp_path, srun, REPOSITORY, "train.epochs=1").communicate(timeout=60)
     for line, node, gpus in zip(launched.splitlines(), (0, 1), (8, 4), strict=True):
         assert f"{node} of 2 at n7, {gpus}: " in line and line.endswith(" train.epochs=1")
+    secret, given = [(tmp_path / name).read_text("utf-8") for name in ("secret", "srun_options")]
+    assert re.fullmatch("[0-9a-f]{64}", secret) and secret not in given + launched
     elsewhere = slurm_job(tmp_path, srun, tmp_path)
     refusal = rf"ERROR: there is no launch_node0.sh in {tmp_path} - submit from .+\n"
     assert re.fullmatch(refusal, elsewhere.communicate(timeout=60)[1])
     assert elsewhere.returncode == 2
     script = (REPOSITORY / "launch_slurm.sbatch").read_text(encoding="utf-8")
     options = re.findall("^#SBATCH (.+)$", script.partition("set -eu")[0], re.MULTILINE)
-    assert "--kill-on-bad-exit=0 " in (tmp_path / "srun_options").read_text("utf-8"), (
-        "the other nodes say why the run ended"
-    )
+    assert "--kill-on-bad-exit=0 " in given, "the other nodes say why the run ended"
     expected = {"--ntasks-per-node=1", "--requeue", "--open-mode=append", "--signal=B:USR1@300"}
     assert expected <= {*options}
 

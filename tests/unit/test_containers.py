@@ -37,7 +37,8 @@ def test_the_pods_find_node_0_and_their_ranks() -> None:
     assert int(environment["NNODES"]["value"]) == spec["completions"] == spec["parallelism"]
     gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     assert int(environment["GPUS_PER_NODE"]["value"]) == gpus
-    assert environment.keys() - {"POD_IP"} <= {*DEFAULTS, "JOIN_TIMEOUT"}
+    assert environment.keys() - {"POD_IP"} <= {*DEFAULTS, "JOIN_TIMEOUT", "JOIN_SECRET"}
+    assert environment["JOIN_SECRET"]["valueFrom"].keys() == {"secretKeyRef"}
     mounted = {each["name"]: each["mountPath"] for each in CONTAINER["volumeMounts"]}
     volumes = {each["name"]: each for each in POD["volumes"]}
     assert mounted.keys() == volumes.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def status(rank: int, step: int, attempt: int = 0, finished: bool = False, **mor
     seen = RankStatus(rank, "host", Phase.DATA, step, limits_steps=True, **more)
     return {
         "attempt": attempt,
-        "status": [] if finished else [asdict(seen)],
+        "status": [] if finished else [seen],
         "finished": finished,
     }
 
@@ -51,7 +51,7 @@ def test_stuck_ranks_are_looked_for_once_all_are_seen(tmp_path: Path) -> None:
 
 def test_a_message_of_the_attempt_before_is_not_judged(tmp_path: Path) -> None:
     judge = new_judge(tmp_path)
-    message = {"attempt": 0, "failure": asdict(LOST_RANK)}
+    message = {"attempt": 0, "failure": LOST_RANK}
     assert judge.judge(1, message, RANKS) == LOST_RANK
     judge.begin(1)
     assert judge.judge(1, message, RANKS) is None

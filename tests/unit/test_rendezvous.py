@@ -253,7 +253,7 @@ async def two_that_have_met() -> AsyncIterator[tuple[Control, Control]]:
     async def greet(*streams: Any) -> None:
         peer = Peer(*streams)
         peer.hello = NODES[1]
-        await peer.receive()
+        await peer.receive(peer.read_hello)
         peer.send({"welcome": 0.0, "host": "host0"})
         first.add(peer)
 
