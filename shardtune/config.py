@@ -130,7 +130,14 @@ RecordField = Literal[
     "instruction",
     "input",
     "output",
+    "history",
     "system",
+    "system_prompt",
+    "label",
+    "kto_tag",
+    "role",
+    "messages.role",
+    "messages.content",
 ]
 RECORD_FIELDS: tuple[str, ...] = get_args(RecordField)
 
@@ -145,7 +152,10 @@ class DataConfig(Section):
     eval: PathText | EvalSets | None = None
     """Evaluation data, as one path, or several sets by name with a perplexity for each."""
     columns: dict[RecordField, Text | None] | None = None
-    """Maps our field names to the data's; `null`: the data has no such field."""
+    """Maps our field names to the data's; `null`: the data has no such field. `messages.role` and
+    `messages.content` reach into turns."""
+    roles: dict[Text, Literal["user", "assistant", "system", "tool", "developer"]] = {}
+    """Maps the data's names of roles to ours, such as `{customer: user, agent: assistant}`."""
     template_options: dict[str, Any] = {}
     """Options for the chat template, such as `enable_thinking`."""
     eval_fraction: FractionBelowOne = 0.0

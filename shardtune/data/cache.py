@@ -41,7 +41,7 @@ def cache_key(sets: Mapping[str, Sequence[Source]], data: DataConfig, encoder: C
     code = sorted(Path(__file__).parent.glob("*.py"))
     parts = [
         {name: [source.digest() for source in sources] for name, sources in sets.items()},
-        [data.columns, data.template_options],
+        [data.columns, data.roles, data.template_options],
         [data.loss_on, data.max_length, data.overflow, data.on_broken],
         [0.0 if data.eval else data.eval_fraction],
         [backend, tokenizer.special_tokens_map, tokenizer.chat_template, encoder.stop_token_ids],

@@ -29,7 +29,6 @@ from shardtune.data.chat_template import (
     ChatError,
     ChatTemplate,
     Conversation,
-    Note,
     Tools,
     Turn,
 )
@@ -40,7 +39,7 @@ from shardtune.data.messages import (
     with_one_text,
     without_flags,
 )
-from shardtune.data.outcomes import Outcome
+from shardtune.data.outcomes import Note, Outcome
 from shardtune.errors import UserError
 
 _EMPTY: Note = (Outcome.EMPTY_ANSWER, "")
@@ -217,6 +216,11 @@ class ChatEncoder:
         if has_parts and self.template.takes_one_text:
             messages = [*map(with_one_text, messages)]
             notes.append((Outcome.PARTS_JOINED, ""))
+        in_its_form = [self.template.in_its_form(message) for message in messages]
+        messages = [message for message, _ in in_its_form]
+        notes += [note for _, note in in_its_form if note]
+        if tools and not self.template.takes_bare_tools:
+            tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
         chat = Conversation(self.template, [without_flags(m) for m in messages], tools)
         assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         flags = {i: flag for i, m in enumerate(messages) if (flag := train_flag(m)) is not None}

@@ -10,7 +10,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from shardtune.data.messages import (
@@ -20,24 +20,32 @@ from shardtune.data.messages import (
     Message,
     contains,
     first_missing,
+    holds_a_line,
     message_texts,
     normalize,
     stop_count,
     tool_function,
+    with_arguments_as_text,
     with_marks,
     with_tags,
 )
-from shardtune.data.outcomes import Outcome
-from shardtune.data.records import RecordError
+from shardtune.data.outcomes import Note, Outcome
+from shardtune.data.record_error import RecordError
 
 Tools = list[dict[str, Any]] | None
-Note = tuple[Outcome, str]  # what happened to a record, and its detail
 
 _NEXT_TEXT = "Qq0Probe0qQ"  # content of a probe message; letters and digits, as MARK
 _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")
 # Every template gets these. Whether it writes them is checked, but for the id, which only ties an
 # answer to a call. The flags are ours.
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *TRAIN_FLAGS}
+
+
+# Roles that other tools write, and those that stand in where a template does not write them.
+_STAND_INS = {
+    "developer": "system",
+    **dict.fromkeys(("function", "observation", "tool_response"), "tool"),
+}
 
 
 class ChatError(RecordError):
@@ -121,6 +129,47 @@ class ChatTemplate:
         is_read = _NEXT_TEXT in as_parts and not contains(normalize(as_parts), str(parts))
         return _NEXT_TEXT in as_text and not is_read
 
+    def in_its_form(self, message: Message) -> tuple[Message, Note | None]:
+        """Return a message with a role and arguments that the template takes, and what changed."""
+        role = message["role"]
+        if (stand_in := _STAND_INS.get(role)) and not self._writes_role(role):
+            return message | {"role": stand_in}, (Outcome.STAND_IN, f"{role}, read as {stand_in}")
+        if message.get("tool_calls") and self._takes_arguments_as_text:
+            return with_arguments_as_text(message), (Outcome.ARGUMENTS_AS_TEXT, "")
+        return message, None
+
+    @cached_property
+    def takes_bare_tools(self) -> bool:
+        """Whether the template writes a tool that does not stand under `function`."""
+        try:
+            tool = {"name": _NEXT_TEXT, "description": "d", "parameters": {"type": "object"}}
+            return _NEXT_TEXT in self.render([{"role": "user", "content": "q"}], [tool], True)
+        except ChatError:
+            return False
+
+    @lru_cache  # noqa: B019 - a template lives as long as the process
+    def _writes_role(self, role: str) -> bool:
+        """Whether the template writes the text of a message with this role."""
+        question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+        probe = {"role": role, "content": _NEXT_TEXT}
+        messages = [question, answer, probe] if _STAND_INS[role] == "tool" else [probe, question]
+        try:
+            return _NEXT_TEXT in self.render(messages, None, True)
+        except ChatError:
+            return False
+
+    @cached_property
+    def _takes_arguments_as_text(self) -> bool:
+        """Whether the template refuses arguments that are objects, or writes them as code."""
+        arguments = {_NEXT_TEXT: _NEXT_TEXT}
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        as_object, as_text = (
+            self._rendered_probe("q", each) for each in (message, with_arguments_as_text(message))
+        )
+        is_written = _NEXT_TEXT in as_object and str(arguments) not in as_object
+        return _NEXT_TEXT in as_text and not is_written
+
     @cached_property
     def _role_tokens(self) -> re.Pattern[str] | None:
         """The added tokens in front of turns, but for those that end one or begin every text."""
@@ -132,10 +181,10 @@ class ChatTemplate:
         tokens = [t for t in self.tokenizer.get_added_vocab() if t in rendered and t not in others]
         return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 
-    def _rendered_probe(self, content: Any) -> str:
-        """Return a question with a generation prompt; "" where the template raises."""
+    def _rendered_probe(self, content: Any, *more: Message) -> str:
+        """Return a question, and more, with a generation prompt; "" where the template raises."""
         try:
-            return self.render([{"role": "user", "content": content}], None, True)
+            return self.render([{"role": "user", "content": content}, *more], None, not more)
         except ChatError:
             return ""
 
@@ -342,7 +391,7 @@ class Conversation:
             ChatError: the template writes contents as code.
         """
         normalized, notes = normalize(text), []
-        for message in self.messages:
+        for i, message in enumerate(self.messages):
             content, role = message.get("content"), message["role"]
             if isinstance(content, list) and contains(normalized, str(content)):
                 raise ChatError(
@@ -353,12 +402,10 @@ class Conversation:
             if is_context and (missing := first_missing(message, normalized)):
                 article = "an" if role == "assistant" else "a"
                 notes.append((Outcome.LEFT_OUT, f"{missing} of {article} {role} message"))
+                if missing == "text" and not holds_a_line(message, normalized):
+                    notes[-1] = Outcome.LOST, f"messages[{i}] ({role})"
             if role == "assistant" and stop_count(self.template.stop, message):
                 notes.append((Outcome.STOP_IN_TEXT, ""))
-            for call in message.get("tool_calls") or []:
-                arguments = tool_function(call).get("arguments")
-                if isinstance(arguments, str) and '"' in arguments and arguments not in text:
-                    notes.append((Outcome.ARGUMENTS_AS_TEXT, ""))
         if any(str(tool_function(tool).get("name")) not in text for tool in self.tools or []):
             notes.append((Outcome.LEFT_OUT, "tools"))
         return list(dict.fromkeys(notes))

@@ -363,7 +363,7 @@ def _nothing_to_train(key: str, spec: str, n_records: int, outcomes: OutcomeCoun
     return (
         f"{key}: no token to train in {counted(n_records, 'record')}"
         f"{causes and f' ({causes})'} - "
-        f"write records with turns to train in {spec}{longer}"
+        f"write records with turns to train in {spec}{longer} (data.roles: other names of roles)"
     )
 
 

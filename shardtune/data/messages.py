@@ -13,7 +13,14 @@ Message = dict[str, Any]
 
 MARK = "Qq0Mark0qQ"  # letters and digits only: no filter of a template changes them
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # in the order of transformers
-TRAIN_FLAGS = ("train", "weight")  # on a message: whether its turn is trained
+# On a message, ours and other tools': whether its turn is trained where the mark is true.
+MARKS = {
+    **dict.fromkeys(("train", "weight", "trainable", "training"), True),
+    **dict.fromkeys(("loss", "loss_mask", "loss_weight"), True),
+    "masked": False,
+}
+TRAIN_FLAGS = ("train", "weight")  # what is left of the marks when a record has been read
+_MEDIA = re.compile(r"(image|picture|video|audio)s?")
 _TEXT_KEYS = {"content", "text", "tool_calls", "function", "arguments", *REASONING_KEYS}
 
 
@@ -31,6 +38,11 @@ def train_flag(message: Message) -> bool | None:
 def without_flags(message: Message) -> Message:
     """Return the message as the template gets it."""
     return {key: value for key, value in message.items() if key not in TRAIN_FLAGS}
+
+
+def is_media(name: str) -> bool:
+    """Whether a field or a part has the name of images, videos or sounds."""
+    return _MEDIA.fullmatch(name.lower()) is not None
 
 
 def message_texts(message: Message) -> Iterator[tuple[str, Any]]:
@@ -88,6 +100,24 @@ def first_missing(message: Message, normalized: str) -> str | None:
         if not contains(normalized, value, times[type(value), value]):
             return description
     return None
+
+
+def holds_a_line(message: Message, normalized: str) -> bool:
+    """Whether a normalized text has any line of a message's texts."""
+    texts = (str(value) for description, value in message_texts(message) if description == "text")
+    lines = (normalize(line) for text in texts for line in text.splitlines())
+    return any(line and line in normalized for line in lines)
+
+
+def with_arguments_as_text(message: Message) -> Message:
+    """Copy a message whose tool calls have their arguments as JSON text."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = tool_function(call)
+        text = json.dumps(function["arguments"], ensure_ascii=False, default=str)
+        as_text = function | {"arguments": text}
+        calls.append(call | {"function": as_text} if "function" in call else as_text)
+    return message | {"tool_calls": calls}
 
 
 def with_one_text(message: Message) -> Message:

@@ -7,9 +7,12 @@ from collections import Counter
 from enum import Enum
 from typing import NamedTuple
 
-from shardtune.data.records import shown_name
-
 NAMED_PROBLEMS = 10
+
+
+def shown_name(field: str) -> str:
+    """Return the name of a field as messages show it: in quotes where there is nothing to see."""
+    return field if field.strip() else repr(field)
 
 
 class Outcome(Enum):
@@ -37,12 +40,14 @@ class Outcome(Enum):
         True,
     )
     PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
+    MARKED = "answers that their mark {} leaves untrained"
     LEADING_ANSWER = "conversations that begin with the assistant, whose first turn is context"
     LEFT_OUT = "the chat template leaves out the {}"
+    LOST = "the chat template leaves out the whole text of {}", True
+    STAND_IN = "messages of the role {}, as the chat template does not write it"
     STOP_IN_TEXT = "an assistant turn holds the text of a stop token: generation would end there"
     ARGUMENTS_AS_TEXT = (
-        "the chat template encodes tool-call arguments given as JSON text again: "
-        "give them as objects"
+        "tool calls whose arguments the chat template gets as JSON text: it takes no objects"
     )
     EMPTY_ANSWER = "answers without a text, trained to end at once", True
     UNTRAINED = "records without a token to train, dropped", True
@@ -59,6 +64,7 @@ class Outcome(Enum):
         self.sentence, self.warns = sentence, warns
 
 
+Note = tuple[Outcome, str]  # what happened to a record, and its detail
 TOO_LONG = (
     Outcome.CUT_BEHIND_A_TURN,
     Outcome.TRUNCATED,
@@ -96,17 +102,18 @@ class OutcomeCounts(Counter[tuple[Outcome, str, str]]):
 class BrokenRecord(NamedTuple):
     """Why a record cannot be used; with `ends_file`, neither can the file behind it.
 
-    `record`: its index in its set.
+    `record`: its index in its set. `kind`: the problem without the record's own values.
     """
 
     record: int
     place: str
     problem: str
     ends_file: bool
+    kind: str
 
 
 class BrokenRecords:
-    """The broken records of a source, alike ones folded. Problems are alike but for numbers."""
+    """The broken records of a source, folded by the kinds of their problems."""
 
     def __init__(self) -> None:
         self.count, self.end_files = 0, False
@@ -116,7 +123,7 @@ class BrokenRecords:
     def add(self, broken: BrokenRecord) -> None:
         self.count += 1
         self.end_files |= broken.ends_file
-        kind = re.sub(r"\d+", "0", broken.problem)
+        kind = re.sub(r"\d+|'[^']*'", "0", broken.kind)
         if kind in self._firsts or len(self._firsts) < NAMED_PROBLEMS:
             self._firsts.setdefault(kind, broken)
             self._alike[kind] += 1

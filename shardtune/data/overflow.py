@@ -17,7 +17,7 @@ from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord, Record
 from shardtune.data.chat_template import Tools
 from shardtune.data.messages import Message
 from shardtune.data.outcomes import Outcome, OutcomeCounts
-from shardtune.data.records import RecordError
+from shardtune.data.record_error import RecordError
 
 _OUTCOMES = {
     "turns": Outcome.SPLIT,  # of texts; the turns of conversations are left out before

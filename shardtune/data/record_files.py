@@ -22,7 +22,8 @@ import pyarrow.parquet
 
 from shardtune.data.hub import datasets_library
 from shardtune.data.paths import COMPRESSIONS, kind_of
-from shardtune.data.records import FileError, RecordError, forms_of, has_turns, read_fields
+from shardtune.data.record_error import FileError, RecordError
+from shardtune.data.records import forms_of, has_turns, read_fields
 from shardtune.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _table_chunks(
 
 def _form_problem(schema: pyarrow.Schema, columns: Mapping[str, str | None]) -> FileError | None:
     """Return why no record of a table with this schema has a form of ours, or None."""
-    ours = {name: field for field, name in columns.items() if name}
+    ours = {name: field for field, name in columns.items() if name and "." not in field}
     ignored = {field for field, name in columns.items() if name is None}
     example = {ours.get(each.name, each.name): _example(each.type) for each in schema}
     try:

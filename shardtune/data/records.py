@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from shardtune.config import RECORD_FIELDS
-from shardtune.data.messages import REASONING_KEYS, TRAIN_FLAGS
+from shardtune.config import RECORD_FIELDS, DataConfig
+from shardtune.data.messages import Message, is_media
+from shardtune.data.outcomes import Note, Outcome, shown_name
+from shardtune.data.record_error import FileError, RecordError, require
+from shardtune.data.turns import read_turns
 from shardtune.errors import first_few
 
+_SYSTEM = ("system", "system_prompt")  # the same under two names
+_BESIDE_TURNS = ("tools", *_SYSTEM)
 # The fields that make a form, and the fields that may stand beside them.
 _FORMS = {
-    ("messages",): ("tools",),
-    ("conversations",): ("tools", "system"),
-    ("prompt", "completion"): ("tools",),
-    ("instruction", "output"): ("input", "system"),
+    ("messages",): _BESIDE_TURNS,
+    ("conversations",): _BESIDE_TURNS,
+    ("prompt", "completion"): _BESIDE_TURNS,  # where either has messages
+    ("instruction", "output"): ("input", "history", *_BESIDE_TURNS),
     ("text",): (),
 }
+# What says whether an answer is a good one, where data has both (KTO).
+_LABELS = ("label", "kto_tag")
 _FOREIGN_FORMS = {
     ("conversations",): "ShareGPT: conversations of from and value",
     ("instruction", "output"): "Alpaca: instruction, input and output",
@@ -27,44 +34,27 @@ _FOREIGN_FORMS = {
 # What other data calls a question and its answer, and the fields that data.columns maps them to.
 _QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input")
 _ANSWERS = ("answer", "response", "solution", "completion", "output")
+_TURNS = "messages."  # before the names of fields of turns, in data.columns
 _TURN_NAMES = ({"role", "content"}, {"from", "value"})
 _JSON_MESSAGES = "JSON text in messages"
-_MEDIA = re.compile(r"(image|picture|video|audio)s?")
 _MEDIA_TAG = re.compile(r"<(image|video|audio)>")
-_SHAREGPT_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "function", "observation"), "tool"),
-}
 
 
-# Roles under other names are context that is never trained, so a misspelt one loses its turns.
-_ROLES = ("user", "assistant", "system", "tool")
-_MISNAMED_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+class CheckedRecord(NamedTuple):
+    """The used fields of a record, the names of its others, and what is unusual about it.
 
-
-class RecordError(ValueError):
-    """A record cannot be used: `<what> - <what to do>`. Whoever catches it adds file and line.
-
-    `written`: the record as the data has it, where the file's reader has refused it.
+    The used fields are `messages`, or `prompt` and `completion`, or `text`; and `tools`, as a
+    list, if there are messages.
     """
 
-    def __init__(self, problem: str, written: str = "") -> None:
-        super().__init__(problem, written)
-        self.problem, self.written = problem, written
-
-    def __str__(self) -> str:
-        return self.problem
-
-
-class FileError(RecordError):
-    """No further record of a file can be used, so that none of them is merely left out."""
+    record: dict[str, Any]
+    unread: list[str]
+    notes: list[Note]
 
 
 def read_fields(columns: Mapping[str, str | None]) -> frozenset[str]:
     """Return the data's names of all fields that are read; `columns`: `data.columns`."""
-    named = {field: columns.get(field, field) for field in RECORD_FIELDS}
+    named = {field: columns.get(field, field) for field in RECORD_FIELDS if "." not in field}
     return frozenset(name for pair in named.items() if pair[1] for name in pair if name)
 
 
@@ -78,6 +68,8 @@ def rename_fields(value: Any, columns: Mapping[str, str | None]) -> Any:
     """
     if not isinstance(value, dict):
         return value
+    in_turns = {ours.removeprefix(_TURNS): name for ours, name in columns.items() if _TURNS in ours}
+    columns = {ours: name for ours, name in columns.items() if _TURNS not in ours}
     present = {name: field for name, field in value.items() if field is not None}
     renamed = {ours: present[name] for ours, name in columns.items() if name in present}
     read = {*columns.values(), *(ours for ours, name in columns.items() if name is None)}
@@ -88,25 +80,40 @@ def rename_fields(value: Any, columns: Mapping[str, str | None]) -> Any:
                 f"has {ours} and {columns[ours]}, which data.columns reads as {ours} - rename one "
                 "of them in the data, or leave data.columns without it"
             )
-    return kept | renamed
+    fields = kept | renamed
+    if in_turns and isinstance(turns := _parse_turns("messages", fields.get("messages")), list):
+        fields["messages"] = [rename_fields(turn, in_turns) for turn in turns]
+    return fields
 
 
-def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
-    """Return the used fields of a record, the names of its others, and its form if not ours.
+def fields_of_turns(value: Mapping[str, Any], columns: Mapping[str, str | None]) -> set[str]:
+    """Return the names of fields that turns have, where `columns` reaches into turns."""
+    turns = value.get(columns.get("messages") or "messages")
+    if not any(_TURNS in ours for ours in columns) or not isinstance(turns, list):
+        return set()
+    return {name for turn in turns if isinstance(turn, dict) for name in turn}
 
-    The used fields are `messages`, or `prompt` and `completion`, or `text`; and `tools`, as a
-    list, if there are messages. ShareGPT's and Alpaca's records become messages. Fields that hold
-    null count as absent.
+
+def read_record(value: Any, data: DataConfig) -> CheckedRecord:
+    """Read a record by `data.columns` and `data.roles`, as `check_record`, with its errors."""
+    return check_record(rename_fields(value, data.field_names), data.roles)
+
+
+def check_record(value: Any, roles: Mapping[str, str] = MappingProxyType({})) -> CheckedRecord:
+    """Read a record of any form. ShareGPT's and Alpaca's records become messages.
+
+    Fields that hold null count as absent. `roles`: `data.roles`.
 
     Raises:
         RecordError: the record is not valid.
+        FileError: it says that the file has answers which are not to be trained.
     """
     if isinstance(value, RecordError):
         raise value
     if has_turns(value):
         field = "messages" if "role" in value[0] else "conversations"
         raise RecordError(f'is a list of messages - write {{"{field}": [...]}} around it')
-    _require(isinstance(value, dict), "the record", value, "a JSON object")
+    require(isinstance(value, dict), "the record", value, "a JSON object")
     present = {name: field for name, field in value.items() if field is not None}
     forms = forms_of(present)
     if len(forms) > 1:
@@ -116,29 +123,108 @@ def check_record(value: Any) -> tuple[dict[str, Any], list[str], str]:
             f"such as data.columns={{{forms[-1][-1]}: null}}"
         )
     (form,) = forms
-    record = {name: present[name] for name in form}
-    is_text = isinstance(record.get("messages"), str)
-    for name in {"messages", "conversations"} & record.keys():
-        record[name] = _parse_turns(name, record[name])
-    has_messages = "messages" in record or isinstance(record.get("completion"), list)
-    if "conversations" in record:
-        record = {"messages": _from_sharegpt(record["conversations"], present.get("system"))}
-    elif "instruction" in record:
-        record = {"messages": _from_alpaca(present)}
-    else:
-        for name, field in record.items():
-            if has_messages:
-                _check_messages(name, field)
-            else:
-                _require(isinstance(field, str), name, field, "a string")
-    used = {*form, *_FORMS[form]}
-    if "tools" in present and (has_messages or "conversations" in form):
-        if present["tools"] != "":  # as some tables write that there are none
+    notes = [(Outcome.FOREIGN_FORM, foreign)] if (foreign := _FOREIGN_FORMS.get(form)) else []
+    if isinstance(present.get("messages"), str):
+        notes.append((Outcome.FOREIGN_FORM, _JSON_MESSAGES))
+    record = _read_form(form, present, roles, notes)
+    has_messages = any(isinstance(field, list) for field in record.values())
+    used = {*form, *(_FORMS[form] if has_messages else ())}
+    if "text" not in form:
+        _require_good(present)
+        used.update(name for name in _LABELS if str(present.get(name)).lower() == "true")
+    if has_messages:
+        if system := _system(present):
+            first = record.get("messages") or record["prompt"]
+            _put_before(system, first, "conversations" if "conversations" in form else "messages")
+        if present.get("tools", "") != "":  # "" is what some tables write where there are none
             record["tools"] = _parse_tools(present["tools"])
-    elif "tools" in used:
-        used.remove("tools")
-    unread = [name for name in present if name not in used]
-    return record, unread, _JSON_MESSAGES if is_text else _FOREIGN_FORMS.get(form, "")
+    _refuse_unread(form, present, used)
+    return CheckedRecord(record, [name for name in present if name not in used], notes)
+
+
+def _read_form(
+    form: Sequence[str], present: Mapping[str, Any], roles: Mapping[str, str], notes: list[Note]
+) -> dict[str, Any]:
+    """Return the used fields of a form, with conversations as `messages`."""
+    if "instruction" in form:
+        return {"messages": _from_alpaca(present)}
+    texts_or_turns = {name: present[name] for name in form}
+    if isinstance(present.get("prompt"), list) and isinstance(present.get("completion"), str):
+        texts_or_turns["completion"] = [{"role": "assistant", "content": present["completion"]}]
+    record: dict[str, Any] = {}
+    has_turns = isinstance(texts_or_turns.get("completion"), list)
+    for name, field in texts_or_turns.items():
+        if has_turns or name in ("messages", "conversations"):
+            messages, more = read_turns(name, _parse_turns(name, field), roles)
+            record["messages" if name == "conversations" else name] = messages
+            notes += more
+        else:
+            require(isinstance(field, str), name, field, "a string")
+            record[name] = field
+    return record
+
+
+def _require_good(present: Mapping[str, Any]) -> None:
+    """Raise FileError where a record says that its answer is a bad one."""
+    for name in _LABELS:
+        if str(present.get(name)).lower() == "false":  # tables hold it as text
+            raise FileError(
+                f"has {name}: false, which marks a bad answer (KTO) - leave those out with jq -c "
+                f"'select(.{name})' OLD > NEW, or write \"data.columns={{{name}: null}}\" to train "
+                "all answers"
+            )
+
+
+def _system(present: Mapping[str, Any]) -> str:
+    """Return the system text beside the turns, or an empty one."""
+    texts = {}
+    for name in _SYSTEM:
+        value = present.get(name, "")
+        parts = value if isinstance(value, list) and value else [{"text": value}]
+        is_text = all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts)
+        require(is_text, name, value, "a string")
+        text = "".join(part["text"] for part in parts)
+        if text.strip():
+            texts[name] = text
+    if len(set(texts.values())) > 1:
+        raise RecordError(
+            f"has different texts as {' and '.join(texts)} - keep one of them, or write "
+            "data.columns={system_prompt: null} to read system alone"
+        )
+    return next(iter(texts.values()), "")
+
+
+def _put_before(system: str, messages: list[Message], name: str) -> None:
+    if any(message["role"] == "system" for message in messages):
+        raise RecordError(
+            f"has system and a system turn in {name} - keep one of them, or write "
+            "data.columns={system: null} (or system_prompt) to read the turn alone"
+        )
+    messages.insert(0, {"role": "system", "content": system})
+
+
+def _refuse_unread(form: Sequence[str], present: Mapping[str, Any], used: set[str]) -> None:
+    """Raise RecordError where a field holds what other tools would read, and nothing here does."""
+    read_elsewhere = ("history", *_BESIDE_TURNS)
+    lost = [
+        name
+        for name in read_elsewhere
+        if name not in used and present.get(name) and present[name] != "[]"
+    ]
+    if lost:
+        chat = "data.columns={instruction: prompt, output: completion}"
+        as_chat = f'"{chat}" to read it in a chat, or ' if "prompt" in form else ""
+        fields = " and ".join(form)
+        raise RecordError(
+            f"has {lost[0]} beside {fields}, which do not use it - write {as_chat}"
+            f'"data.columns={{{lost[0]}: null}}" to leave it out'
+        )
+    if "role" in present and "text" in form:
+        raise RecordError(
+            "has role beside text, so it is one message of a conversation - join those of each "
+            'conversation into a record with messages, or write "data.columns={role: null}" to '
+            "train each as a text"
+        )
 
 
 def forms_of(present: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -153,16 +239,6 @@ def forms_of(present: Mapping[str, Any]) -> list[tuple[str, ...]]:
     remedy = _columns_for(present) or f"write {names}, or name the data's fields in data.columns"
     has = first_few([shown_name(name) for name in sorted(present)], 10) or "no field"
     raise RecordError(f"has {has} - {remedy}")
-
-
-def shown_name(field: str) -> str:
-    """Return the name of a field as messages show it: in quotes where there is nothing to see."""
-    return field if field.strip() else repr(field)
-
-
-def is_media(field: str) -> bool:
-    """Whether a field of a record has the name of images, videos or sounds."""
-    return _MEDIA.fullmatch(field.lower()) is not None
 
 
 def media_tag(record: Mapping[str, Any], unread: Sequence[str]) -> str:
@@ -200,6 +276,10 @@ def _columns_for(present: Mapping[str, Any]) -> str:
         is_answer = ("prompt" in texts) == ("chosen" in texts) and "prompt" in present
         kind = "completion" if is_answer else "text" if "chosen" in texts else "messages"
         return f'write "data.columns={{{kind}: chosen}}" to train the chosen one'
+    question = next((name for name in _QUESTIONS if name in turns), None)
+    answer = next((name for name in _ANSWERS if name in texts), None)
+    if question and answer:
+        return f'write "data.columns={{prompt: {question}, completion: {answer}}}"'
     if turns:
         kind = "messages" if "role" in present[turns[0]][0] else "conversations"
         return f'write "data.columns={{{kind}: {turns[0]}}}"'
@@ -237,127 +317,23 @@ def _parse_turns(name: str, turns: Any) -> Any:
         return turns  # refused by whoever needs a list
 
 
-def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
-    remedy = "a list of turns, each with from and value"
-    _require(turns and isinstance(turns, list), "conversations", turns, remedy)
-    messages = []
-    for i, turn in enumerate(turns):
-        where = f"conversations[{i}]"
-        _require(isinstance(turn, dict), where, turn, "an object with from and value")
-        fields = {name: field for name, field in turn.items() if field is not None}
-        if not {"from", "value"} <= fields.keys() or {"role", "content"} & fields.keys():
-            raise RecordError(
-                f"{where} has {first_few(sorted(fields), 10) or 'no field'} - write from and value "
-                "(of role and content: data.columns={messages: conversations})"
-            )
-        speaker, content = fields.pop("from"), fields.pop("value")
-        role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
-        _require(role, f"{where}.from", speaker, f"one of {', '.join(_SHAREGPT_ROLES)}")
-        _require(isinstance(content, str), f"{where}.value", content, "a string")
-        messages.append({"role": role, "content": content, **fields})
-    _check_messages("conversations", messages)
-    _require(system is None or isinstance(system, str), "system", system, "a string")
-    if not (system and system.strip()):
-        return messages
-    if any(message["role"] == "system" for message in messages):
-        raise RecordError(
-            "has system and a system turn in conversations - keep one of them, or write "
-            "data.columns={system: null} to read the turn alone"
-        )
-    return [{"role": "system", "content": system}, *messages]
-
-
-def _from_alpaca(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    texts = {name: fields.get(name, "") for name in ("system", "instruction", "input", "output")}
+def _from_alpaca(fields: Mapping[str, Any]) -> list[Message]:
+    texts = {name: fields.get(name, "") for name in ("instruction", "input", "output")}
     for name, text in texts.items():
-        _require(isinstance(text, str), name, text, "a string")
+        require(isinstance(text, str), name, text, "a string")
     question = texts["instruction"] + (texts["input"] and f"\n{texts['input']}")
-    messages = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": texts["output"]},
+    history = fields.get("history", "")
+    pairs = _parse_turns("history", history) or []
+    are_pairs = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in pairs
+    )
+    require(are_pairs, "history", history, "a list of pairs, each a question and its answer")
+    return [
+        {"role": role, "content": text}
+        for pair in [*pairs, (question, texts["output"])]
+        for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
-    return [{"role": "system", "content": texts["system"]}, *messages][not texts["system"] :]
-
-
-class _ShortRepr(reprlib.Repr):
-    """Shortens values as reprlib does, but shows null, true and false as the data writes them."""
-
-    def repr1(self, x: Any, level: int) -> str:
-        return json.dumps(x) if x is None or x is True or x is False else super().repr1(x, level)
-
-
-def _require(condition: object, where: str, value: Any, remedy: str) -> None:
-    if not condition:
-        raise RecordError(f"{where} is {_ShortRepr().repr(value)} - write {remedy}")
-
-
-def _check_messages(name: str, messages: Any) -> None:
-    remedy = "a list of messages, each with role and content"
-    _require(messages and isinstance(messages, list), name, messages, remedy)
-    if has_turns(messages) and "from" in messages[0] and "role" not in messages[0]:
-        columns = f'"data.columns={{conversations: {name}}}"'
-        raise RecordError(f"{name} has turns of from and value - write {columns}")
-    for i, message in enumerate(messages):
-        where = f"{name}[{i}]"
-        _require(isinstance(message, dict), where, message, "an object with role and content")
-        _check_message(where, {k: v for k, v in message.items() if v is not None})
-
-
-def _check_message(where: str, message: dict[str, Any]) -> None:
-    role: Any = message.get("role")
-    _require(role and isinstance(role, str), f"{where}.role", role, "user, assistant, ...")
-    plain = role.strip().lower()
-    meant = _MISNAMED_ROLES.get(plain, plain)
-    _require(role == meant or meant not in _ROLES, f"{where}.role", role, meant)
-    calls, content = message.get("tool_calls", []), message.get("content", "")
-    _require(isinstance(calls, list), f"{where}.tool_calls", calls, "a list of objects")
-    for i, call in enumerate(calls):
-        _check_call(f"{where}.tool_calls[{i}]", call)
-    texts = {key: message[key] for key in REASONING_KEYS if key in message}
-    for key, text in texts.items():
-        _require(isinstance(text, str), f"{where}.{key}", text, "a string")
-    if len(set(texts.values())) > 1:
-        raise RecordError(
-            f"{where} has different texts as {' and '.join(texts)} - keep one of them"
-        )
-    if "content" not in message and not calls:
-        raise RecordError(f"{where} ({role}) has neither content nor tool_calls - give it one")
-    _check_flags(f"{where} ({role})", role == "assistant", message)
-    for part in content if isinstance(content, list) else [{"text": content}]:
-        is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
-        if isinstance(part, dict) and is_media(str(part.get("type", "")).partition("_")[0]):
-            raise RecordError(
-                f"{where}.content has a part of type {part['type']}, and only text is trained - "
-                "leave such records out"
-            )
-        remedy = 'a string, or parts as {"type": "text", "text": "..."}'
-        _require(is_text, f"{where}.content", content, remedy)
-
-
-def _check_flags(where: str, is_assistant: bool, message: dict[str, Any]) -> None:
-    flags = {name: message[name] for name in TRAIN_FLAGS if name in message}
-    for name, flag in flags.items():
-        is_flag = isinstance(flag, (bool, int, float)) and flag in (0, 1)
-        _require(
-            is_flag, f"{where}: {name}", flag, "true or 1 to train this turn, false or 0 not to"
-        )
-    if len(set(map(bool, flags.values()))) > 1:
-        raise RecordError(f"{where}: train and weight contradict each other - write one of them")
-    if any(flags.values()) and not is_assistant:
-        raise RecordError(
-            f"{where} is to be trained, by its {' and '.join(flags)} - remove that: only assistant "
-            "turns are generated"
-        )
-
-
-def _check_call(where: str, call: Any) -> None:
-    _require(isinstance(call, dict), where, call, "an object")
-    function = call.get("function", call)
-    remedy = "an object with name and arguments"
-    _require(isinstance(function, dict), f"{where}.function", function, remedy)
-    name, arguments = function.get("name"), function.get("arguments") or {}
-    _require(name and isinstance(name, str), f"{where}: the name", name, "a string")
-    _require(isinstance(arguments, (dict, str)), f"{where}: arguments", arguments, "an object")
 
 
 def _parse_tools(tools: Any) -> list[Any]:
@@ -368,8 +344,8 @@ def _parse_tools(tools: Any) -> list[Any]:
             raise RecordError(
                 f"tools is a string that is not JSON ({error}) - write a list of tools"
             ) from error
-    _require(isinstance(tools, list), "tools", tools, "a list of tools")
+    require(isinstance(tools, list), "tools", tools, "a list of tools")
     for i, tool in enumerate(tools):
         is_tool = isinstance(tool, dict) and isinstance(tool.get("function", {}), dict)
-        _require(is_tool, f"tools[{i}]", tool, "an object")
+        require(is_tool, f"tools[{i}]", tool, "an object")
     return list(tools)

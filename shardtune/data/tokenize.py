@@ -20,17 +20,12 @@ import xxhash
 from shardtune.config import DataConfig
 from shardtune.data.chat_encoder import ChatEncoder, EncodedRecord
 from shardtune.data.duplicates import RecordHash, hash_of
+from shardtune.data.messages import is_media
 from shardtune.data.outcomes import BrokenRecord, Outcome, OutcomeCounts
 from shardtune.data.overflow import cut_to_rows, encode_to_fit
+from shardtune.data.record_error import FileError, RecordError
 from shardtune.data.record_files import RecordChunk
-from shardtune.data.records import (
-    FileError,
-    RecordError,
-    check_record,
-    is_media,
-    media_tag,
-    rename_fields,
-)
+from shardtune.data.records import fields_of_turns, media_tag, read_record
 from shardtune.distributed.signals import die_with_parent
 
 _SINGLE_PROCESS_S = 5.0  # starting the workers takes about as long
@@ -108,13 +103,14 @@ class ChunkTokenizer:
             try:
                 if columns and isinstance(value, dict):
                     result.fields |= {name for name in value if value[name] is not None}
-                record, unread_names, form = check_record(rename_fields(value, columns))
+                    result.fields |= fields_of_turns(value, columns)
+                record, unread_names, notes = read_record(value, self.data)
                 tag = media_tag(record, [*unread_names, *chunk.unread_columns])
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
                 sequences = result.sets.setdefault(set_name, SetChunk())
                 encoded = encode_to_fit(encoder, record, self.data)
-                if form:
-                    sequences.outcomes.add(Outcome.FOREIGN_FORM, form)
+                for outcome, detail in notes:
+                    sequences.outcomes.add(outcome, detail)
                 if tag:
                     sequences.outcomes.add(Outcome.MEDIA_TAG, tag)
                 if note := self.encoder.template.rendered_already(record):
@@ -128,7 +124,7 @@ class ChunkTokenizer:
             except RecordError as error:
                 ends_file = isinstance(error, FileError)
                 index, place = chunk.first_record + i, chunk.place(i)
-                result.broken.append(BrokenRecord(index, place, str(error), ends_file))
+                result.broken.append(BrokenRecord(index, place, str(error), ends_file, error.kind))
         for name in chunk.unread_columns:
             own = result.sets[chunk.set_name]
             own.outcomes.add(unread_outcome(name), name, len(chunk.numbers))

@@ -33,8 +33,9 @@ from shardtune.data.messages import train_flag
 from shardtune.data.outcomes import TOO_LONG
 from shardtune.data.overflow import encode_to_fit, fit_to_length
 from shardtune.data.packing import best_fit
+from shardtune.data.record_error import RecordError
 from shardtune.data.record_files import RecordChunk
-from shardtune.data.records import RecordError, check_record, rename_fields
+from shardtune.data.records import read_record
 from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk
 from shardtune.errors import UserError
@@ -165,7 +166,7 @@ def _conversations(
             (value,) = replace(chunk, rows=chunk.rows[i : i + 1]).parse()
             kinds = chosen.get(index, {"all"})
             try:
-                record, *_ = check_record(rename_fields(value, data.field_names))
+                record, *_ = read_record(value, data)
                 is_held_out = tokenizer.is_held_out(record)
                 if is_held_out and index not in chosen:
                     continue  # it trains nothing, and was not dropped from data.train
@@ -329,7 +330,7 @@ def _message_reason(
     if message["role"] != "assistant":
         return f"{named} is context"
     if train_flag(message) is False:
-        return f"{named} says train: false or weight: 0"
+        return f"{named} is marked as not to be trained"
     if "prompt" in record and index < len(record["prompt"]):
         return f"{named} is in the prompt"
     if encoder.loss_on == "last":

@@ -165,7 +165,7 @@ def test_tool_calls_are_trained(write: str, content: str | None) -> None:
     template = CALLS.replace("ARGUMENTS", write)
     messages = [user("q1"), answer(content, tool_calls=[call(arguments), call({}, "g")])]
     (sequence,) = encoder(template).encode_messages(messages).sequences
-    written = json.dumps(arguments, ensure_ascii=False) if "tojson" in write else str(arguments)
+    written = json.dumps(arguments, ensure_ascii=False)  # as text where objects become code
     calls = f"<call>f {written}</call><call>g {{}}</call>"
     assert show(bytes_tokenizer(), sequence) == Q1 + A + f"‹{content or ''}{calls}<|im_end|>›\n"
 

@@ -133,6 +133,7 @@ NOT_ALLOWED = {
         "0.9 [0.9] [0.9,1] [0.9,0.9,0.9] [a,b] [[0],[0]] null",
     ),
     "data.template_options": ("a mapping", "3 [a] null"),
+    "data.roles": ("a mapping", "3 [a] null {a: b}"),
     "data.columns": ("a mapping or null", "3 [a] text"),
     "data.packing": ("true or false", "yes off 1 null"),
     "lora.targets": (

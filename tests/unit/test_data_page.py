@@ -106,7 +106,7 @@ def test_the_page_says_why_a_turn_is_not_trained(folder: Path) -> None:
     assert prompt[0][0].startswith("message 0 (user) is context; what the template writes before")
     reasons = [reason for reason, _ in turns if reason]
     assert reasons[0].startswith(
-        "message 0 (user) is context; message 1 (assistant) says train: false or weight: 0; "
+        "message 0 (user) is context; message 1 (assistant) is marked as not to be trained; "
         "message 2 (user) is context; "
     )
     assert reasons[1].startswith("message 4 (user) is context; ")

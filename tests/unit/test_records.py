@@ -20,15 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.config import RECORD_FIELDS
+from shardtune.data.messages import is_media
+from shardtune.data.outcomes import Outcome
+from shardtune.data.record_error import FileError, RecordError
 from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks
-from shardtune.data.records import (
-    FileError,
-    RecordError,
-    check_record,
-    is_media,
-    media_tag,
-    rename_fields,
-)
+from shardtune.data.records import check_record, media_tag, rename_fields
 
 NAMES = [*RECORD_FIELDS, "role", "content", "tool_calls", "function", "name", "arguments"]
 NAMES += ["thinking", "from", "value", "train", "weight"]
@@ -49,7 +45,7 @@ RECORDS = st.dictionaries(st.sampled_from(RECORD_FIELDS), st.one_of(JSON, MESSAG
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_any_json_is_a_record_or_refused_with_a_remedy(value: Any) -> None:
     try:
-        record, unread, form = check_record(value)
+        record, unread, notes = check_record(value)
     except RecordError as error:
         what, _, remedy = str(error).partition(" - ")
         assert what and remedy
@@ -57,9 +53,11 @@ def test_any_json_is_a_record_or_refused_with_a_remedy(value: Any) -> None:
     forms = ({"messages"}, {"messages", "tools"}, {"prompt", "completion"}, {"text"})
     assert record.keys() in (*forms, {"prompt", "completion", "tools"})
     assert isinstance(record.get("tools", []), list)
-    if not form:
+    beside = {"system", "system_prompt", "label", "kto_tag"}
+    if not notes and not beside & value.keys():
         assert {*record, *unread} == {name for name, field in value.items() if field is not None}
-    assert check_record(record) == (record, [], "")
+    again, unread, _ = check_record(record)
+    assert (again, unread) == (record, [])
 
 
 ALPACA = {"instruction": "a", "output": "b"}
@@ -219,9 +217,9 @@ def test_fields_of_other_names_are_refused_with_the_columns_that_read_them(
 
 def test_messages_as_json_text_are_read() -> None:
     for name, turns in (("messages", CHAT), ("conversations", sharegpt()["conversations"])):
-        as_text, _, form = check_record({name: json.dumps(turns)})
+        as_text, _, notes = check_record({name: json.dumps(turns)})
         assert as_text == check_record({name: turns})[0]
-        assert form
+        assert notes
 
 
 @pytest.mark.parametrize("name", ["image", "Images", "video", "audios"])
@@ -279,10 +277,16 @@ def test_sharegpt_is_read_as_messages(turns: list[tuple[tuple[str, str], str, di
         {"role": role, "content": text, **{k: v for k, v in more.items() if v is not None}}
         for (role, _), text, more in turns
     ]
+    marks = [
+        "train" if "train" in more else "weight"
+        for (role, _), _, more in turns
+        if role == "assistant" and more in ({"train": False}, {"weight": 0.0})
+    ]
+    marked = [(Outcome.MARKED, mark) for mark in marks]
     assert check_record({"conversations": conversations, "tools": "[]", "id": 1}) == (
         {"messages": messages, "tools": []},
         ["id"],
-        "ShareGPT: conversations of from and value",
+        [(Outcome.FOREIGN_FORM, "ShareGPT: conversations of from and value"), *marked],
     )
 
 
@@ -311,8 +315,8 @@ def test_alpaca_is_read_as_messages(
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    form = "Alpaca: instruction, input and output"
-    assert check_record(record) == ({"messages": messages}, [], form)
+    form = (Outcome.FOREIGN_FORM, "Alpaca: instruction, input and output")
+    assert check_record(record) == ({"messages": messages}, [], [form])
 
 
 def test_fields_have_our_names_by_columns() -> None:

@@ -1,0 +1,289 @@
+"""What other tools write into records is read as they mean it, or refused: never read past."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.data_run import Run, chat, problems_of, save_model, write
+
+TEMPLATES = Path(__file__).parents[2] / ".venv/trl_templates"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tokenizers with stock templates."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: save_model(folder / name, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+        for name in ("qwen2_5", "qwen3", "gemma4")
+    }
+
+
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def trained(run: Run) -> list[str]:
+    return [text for _, text in run.texts()]
+
+
+QUESTIONS = [turn("user", "Rain?"), turn("user", "Really?")]
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("no", "yes"),
+    [
+        ({"loss": False}, {"loss": True}),
+        ({"training": False}, {}),
+        ({"trainable": 0}, {"trainable": 1}),
+        ({"masked": True}, {"masked": False}),
+        ({"masked": 1}, {"masked": None}),
+        ({"loss_mask": 0}, {"loss_mask": 1}),
+        ({"loss_weight": 0.0}, {"loss_weight": 1.0}),
+        ({"train": False, "loss": 0}, {"weight": 1}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["messages", "conversations", "completion"])
+def test_marks_of_other_tools_leave_answers_untrained(
+    form: str, no: dict[str, Any], yes: dict[str, Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    messages = [QUESTIONS[0], turn("assistant", "Wrong.", **no)]
+    messages += [QUESTIONS[1], turn("assistant", "Yes.", **yes)]
+    record: dict[str, Any] = {"messages": messages}
+    if form == "conversations":
+        turns = [{"from": m.pop("role"), "value": m.pop("content"), **m} for m in messages]
+        QUESTIONS[:] = [turn("user", "Rain?"), turn("user", "Really?")]
+        record = {"conversations": turns}
+    elif form == "completion":
+        record = {"prompt": messages[:1], "completion": messages[1:]}
+    run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [record]))
+    assert trained(run) == [f"Yes.{END}"]
+    mark = next(iter(no))
+    assert f"data.train: answers that their mark {mark} leaves untrained: 1" in run.prepared.lines
+    assert not [line for line in run.prepared.lines if "nothing reads" in line]
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"loss": "no"}, "messages[1] (assistant): loss is 'no' - write true or 1 to train"),
+        ({"masked": 0.5}, "messages[1] (assistant): masked is 0.5 - write false or 0 to train"),
+        ({"loss": True, "masked": True}, "loss and masked contradict each other - write one"),
+        ({"train_detail": []}, "messages[1] (assistant) has train_detail, which marks characters"),
+        ({"role": "asistant"}, "messages[1].role is 'asistant' - write assistant, or"),
+        ({"role": "assistants"}, "messages[1].role is 'assistants' - write assistant, or"),
+        ({"function_call": {"name": "f"}, "tool_calls": [{}]}, "has function_call and tool_calls"),
+        ({"function_call": {"name": "f", "arguments": "{"}}, "arguments is '{' - write a JSON"),
+        ({"function_call": {"name": "f", "arguments": "[1]"}}, "arguments is '[1]' - write a JSON"),
+        ({"role": "tool_call"}, "messages[1].content is 'Yes.' - write a JSON object as"),
+        ({"content": [{"type": "text", "value": "a"}]}, "has parts with value in place of text"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    more: dict[str, Any], problem: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    record = {"messages": [QUESTIONS[0], turn("assistant", "Yes.") | more]}
+    others = [{"messages": [turn("user", f"{i}?"), record["messages"][1]]} for i in range(30)]
+    said = problems_of(models["qwen2_5"], write(tmp_path / "a.jsonl", [record, *others]))
+    assert problem in said[0] and said[0].endswith("(and 30 more like it)") and len(said) == 2
+
+
+CALL = '<tool_call>\n{"name": "rain", "arguments": {"city": "Oslo"}}\n</tool_call>'
+EMPTY_CALL = '<tool_call>\n{"name": "rain", "arguments": {}}\n</tool_call>'
+AS_TEXT = '{"name": "rain", "arguments": {"city": "Oslo"}}'
+FUNCTION = {"name": "rain", "arguments": '{"city": "Oslo"}'}
+
+
+def calls(*functions: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": function} for function in functions]
+
+
+@pytest.mark.parametrize(
+    ("answer", "written"),
+    [
+        ({"function_call": FUNCTION}, CALL),
+        ({"tool_calls": calls(FUNCTION)}, CALL),
+        ({"tool_calls": calls({"name": "rain", "arguments": ""})}, EMPTY_CALL),
+        ({"tool_calls": calls({"name": "rain"})}, EMPTY_CALL),
+        ({"role": "tool_call", "content": AS_TEXT}, CALL),
+        ({"role": "function_call", "content": f"[{AS_TEXT}, {AS_TEXT}]"}, f"{CALL}\n{CALL}"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("role", ["tool", "function", "tool_response", "observation"])
+def test_calls_of_every_form_are_trained_and_their_answers_are_context(
+    role: str, answer: dict[str, Any], written: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    messages = [QUESTIONS[0], turn("assistant", "") | answer]
+    messages += [turn(role, "3 mm", name="rain"), turn("assistant", "3 mm today.")]
+    run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
+    ((text, _),) = run.texts()
+    assert trained(run) == [f"{written}{END}3 mm today.{END}"]
+    assert "<tool_response>\n3 mm\n</tool_response>" in text
+    said = [line for line in run.prepared.lines if "messages of the role" in line]
+    assert bool(said) == (role != "tool") and (role == "tool" or f"{role}, read as tool" in said[0])
+
+
+def test_turns_of_calls_belong_to_the_answer_before_them(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    turns = [("human", "Rain?"), ("gpt", "I look."), ("tool_call", AS_TEXT), ("tool_call", AS_TEXT)]
+    turns += [("tool_response", "3"), ("gpt", "3 mm.")]
+    record = {"conversations": [{"from": name, "value": text} for name, text in turns]}
+    record["tools"] = '[{"name": "rain", "description": "Rain.", "parameters": {}}]'
+    run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [record]))
+    assert trained(run) == [f"I look.\n{CALL}\n{CALL}{END}3 mm.{END}"]
+
+
+def test_only_a_template_that_takes_no_objects_gets_arguments_as_text(tmp_path: Path) -> None:
+    """One adds text to them, and one would write them as code."""
+    write_calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ TEXT }}{% endfor %}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        + write_calls
+        + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    message = turn("assistant", "", tool_calls=calls(FUNCTION))
+    file = write(tmp_path / "a.jsonl", [{"messages": [QUESTIONS[0], message]}])
+    said = "tool calls whose arguments the chat template gets as JSON text"
+    for i, (write_them, is_text) in enumerate(
+        [
+            ("c.function.arguments | tojson", False),
+            ("c.function.arguments", True),
+            ("'' + c.function.arguments + ''", True),
+        ]
+    ):
+        model = save_model(tmp_path / str(i), template.replace("TEXT", write_them))
+        run = Run(model, file)
+        assert trained(run) == ['rain {"city": "Oslo"}' + END]
+        assert any(said in line for line in run.prepared.lines) == is_text
+
+
+def test_a_template_that_reads_keys_gets_objects(models: dict[str, Path], tmp_path: Path) -> None:
+    message = turn("assistant", "", tool_calls=calls(FUNCTION))
+    file = write(tmp_path / "a.jsonl", [{"messages": [QUESTIONS[0], message]}])
+    run = Run(models["gemma4"], file, template_options={"enable_thinking": True})
+    assert "call:rain{city:" in trained(run)[0]
+
+
+def test_tools_are_wrapped_where_the_template_takes_no_others(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    tool = {"name": "rain", "description": "Rain.", "parameters": {"type": "object"}}
+    wrapped = [{"type": "function", "function": tool}]
+    options = {"template_options": {"enable_thinking": True}}
+    runs = [
+        Run(models["gemma4"], write(tmp_path / "a.jsonl", [chat("q", tools=tools)]), **options)
+        for tools in ([tool], wrapped)
+    ]
+    assert "declaration:rain" in runs[0].texts()[0][0] and runs[0].texts() == runs[1].texts()
+    (bare,) = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [chat("q", tools=[tool])])).texts()
+    assert '{"name": "rain"' in bare[0] and '"function"' not in bare[0]
+
+
+def test_parts_of_a_text_alone_are_texts(models: dict[str, Path], tmp_path: Path) -> None:
+    parts = [turn("user", [{"text": "Rain?"}]), turn("assistant", [{"text": "Yes."}])]
+    options = {"template_options": {"enable_thinking": True}}
+    for model in models.values():
+        run, plain = (
+            Run(model, write(tmp_path / "a.jsonl", [{"messages": each}]), **options)
+            for each in (parts, chat("Rain?", "Yes.")["messages"])
+        )
+        assert run.texts() == plain.texts()
+
+
+def test_what_stands_around_the_turns_is_read(models: dict[str, Path], tmp_path: Path) -> None:
+    answer = [QUESTIONS[0], turn("assistant", "Yes.")]
+    same = {"messages": [turn("system", "Be short."), *answer]}
+    records: list[dict[str, Any]] = [
+        {"system": "Be short.", "messages": answer},
+        {"system": [{"text": "Be "}, {"text": "short."}], "messages": answer},
+        {"system_prompt": "Be short.", "messages": answer},
+        {"system_prompt": "Be short.", "prompt": answer[:1], "completion": answer[1:]},
+        {"system_prompt": "Be short.", "prompt": answer[:1], "completion": "Yes."},
+        {"system_prompt": "Be short.", "instruction": "Rain?", "output": "Yes."},
+        {"messages": [turn("developer", "Be short."), *answer]},
+    ]
+    for i, record in enumerate(records):
+        plain = Run(models["qwen2_5"], write(tmp_path / f"{i}/a.jsonl", [same]))
+        run = Run(models["qwen2_5"], write(tmp_path / f"{i}/b.jsonl", [record]))
+        assert run.texts() == plain.texts(), record
+    assert any("the role developer, read as system" in line for line in run.prepared.lines)
+
+
+def test_a_history_is_earlier_turns(models: dict[str, Path], tmp_path: Path) -> None:
+    history = [["Rain?", "Yes."], ["Wind?", "No."]]
+    record = {"instruction": "Snow?", "output": "No.", "system": "Be short.", "history": history}
+    turns = [("Rain?", "Yes."), ("Wind?", "No."), ("Snow?", "No.")]
+    messages = [turn("system", "Be short.")]
+    for question, answer in turns:
+        messages += [turn("user", question), turn("assistant", answer)]
+    for loss_on in ("assistant", "last"):
+        plain = Run(
+            models["qwen2_5"],
+            write(tmp_path / "a.jsonl", [{"messages": messages}]),
+            loss_on=loss_on,
+        )
+        for each in (history, json.dumps(history)):
+            file = write(tmp_path / "b.jsonl", [record | {"history": each}])
+            assert Run(models["qwen2_5"], file, loss_on=loss_on).texts() == plain.texts()
+
+
+REFUSED = [
+    ({"prompt": "q", "completion": "a", "system": "s"}, ["instruction: prompt", "system: null"]),
+    ({"prompt": "q", "completion": "a", "history": [["q", "a"]]}, ["instruction", "history: null"]),
+    ({"prompt": "q", "completion": "a", "tools": "[{}]"}, ["instruction", "tools: null"]),
+    ({"text": "t", "system_prompt": "s"}, ["system_prompt: null"]),
+    ({"text": "t", "role": "prompter"}, ["role: null"]),
+    ({**chat("q"), "label": False}, ["label: null"]),
+    ({"prompt": "q", "completion": "a", "kto_tag": False}, ["kto_tag: null"]),
+    ({"input": chat("q")["messages"][:1], "output": "a"}, ["prompt: input, completion: output"]),
+]
+
+
+@pytest.mark.parametrize(("record", "remedies"), REFUSED, ids=str)
+def test_what_a_form_does_not_use_is_refused_with_columns_that_work(
+    record: dict[str, Any], remedies: list[str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    file = write(tmp_path / "a.jsonl", [record, record])
+    said, *_ = problems_of(models["qwen2_5"], file)
+    found = [part.partition('"')[0] for part in said.split('"data.columns=')[1:]]
+    assert len(found) == len(remedies)
+    for columns, remedy in zip(found, remedies, strict=True):
+        assert remedy in columns
+        assert Run(models["qwen2_5"], file, columns=yaml.safe_load(columns)).texts()
+
+
+def test_good_answers_are_trained_without_a_word(models: dict[str, Path], tmp_path: Path) -> None:
+    run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [chat("q", label=True)]))
+    assert "label" not in str(run.prepared.lines)
+
+
+def test_columns_and_roles_reach_into_turns(models: dict[str, Path], tmp_path: Path) -> None:
+    turns = [{"author": "customer", "body": "Rain?"}, {"author": "agent", "body": "Yes."}]
+    record = {"thread": turns}
+    columns = {"messages": "thread", "messages.role": "author", "messages.content": "body"}
+    roles = {"customer": "user", "agent": "assistant"}
+    file = write(tmp_path / "a.jsonl", [record])
+    run = Run(models["qwen2_5"], file, columns=columns, roles=roles)
+    assert trained(run) == [f"Yes.{END}"]
+    (said,) = problems_of(models["qwen2_5"], file, columns=columns)
+    assert "no token to train" in said and "data.roles" in said
+    wrong = columns | {"messages.content": "boddy"}
+    said = problems_of(models["qwen2_5"], file, columns=wrong, roles=roles)
+    assert any("data.columns.messages.content=boddy: no record of any source" in s for s in said)
+
+
+def test_a_context_message_that_is_lost_is_a_warning(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    messages = [turn("critic", "Bad."), *chat("Rain?", "Yes.")["messages"]]
+    run = Run(models["qwen2_5"], write(tmp_path / "a.jsonl", [{"messages": messages}]))
+    lost = "WARNING: the chat template leaves out the whole text of messages[0] (critic): 1"
+    assert f"data.train: {lost}" in run.prepared.lines
