@@ -39,20 +39,21 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.exit(f"ERROR: {error} - name another folder with --out")
-    checks, started = selected(options), time.monotonic()
-    earlier = earlier_rows(options)
+    started, results = time.monotonic(), earlier_results(options)
     rows: list[dict[str, Any]] = []
-    for check in checks:
+    for check in selected(options):
         left_s = options.limit_s - (time.monotonic() - started)
         if check.is_timed and any(refuses_times(row) for row in rows):
             row = {"check": check.name, **skipped(f"no figure is believed: {DEVICE.name} failed")}
         else:
             row = {"check": check.name, **run(check, left_s, options)}
         rows.append(row)
+        if row["verdict"] != "skipped" or check.name not in results:
+            results[check.name] = row
         print(f"{row['check']}: {MARKS[row['verdict']]} ({row['seconds']:.0f} s): {row['summary']}")
         sys.stdout.flush()
-        write_results(options, merged(earlier, rows), time.monotonic() - started)
-    print(f"\n{table(merged(earlier, rows))}\n")
+        write_results(options, list(results.values()), time.monotonic() - started)
+    print(f"\n{table(list(results.values()))}\n")
     print(f"Written: {options.out}: results.md, results.json, card.md, card.yaml")
     if failed := [row["check"] for row in rows if row["verdict"] == "failed"]:
         sys.exit(f"ERROR: {', '.join(failed)} failed - see the logs in {options.out}")
@@ -69,24 +70,15 @@ def selected(options: argparse.Namespace) -> list[Check]:
     return [DEVICE, *checks] if is_missing else checks
 
 
-def earlier_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+def earlier_results(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return what the folder has of other runs of this very tree, if a commit names it."""
     try:
         earlier = json.loads((options.out / "results.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return []
+        return {}
     same = (earlier.get("commit"), earlier.get("tiny")) == (options.commit, options.tiny)
-    rows: list[dict[str, Any]] = earlier["checks"]
-    return rows if same and not options.commit.endswith(("-dirty", "--commit")) else []
-
-
-def merged(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all results, of a check that was made twice the later one."""
-    made = {row["check"]: row for row in earlier}
-    for row in rows:
-        if row["verdict"] != "skipped" or row["check"] not in made:
-            made[row["check"]] = row
-    return list(made.values())
+    is_named = not options.commit.endswith(("-dirty", "--commit"))
+    return {row["check"]: row for row in earlier["checks"]} if same and is_named else {}
 
 
 def refuses_times(row: dict[str, Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -133,12 +132,8 @@ def slowness(flops_per_s: float, published: float | None) -> str | None:
 
 def nvidia_smi(query: str) -> str:
     """Return the first GPU's answer, or `unknown`."""
-    try:
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.split("\n")[0].strip()
+    answer = output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    return answer.partition("\n")[0] or "unknown"
 
 
 def seconds(work: object, times: int) -> float:
