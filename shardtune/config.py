@@ -142,6 +142,11 @@ RecordField = Literal[
 RECORD_FIELDS: tuple[str, ...] = get_args(RecordField)
 
 
+DropShare = Annotated[
+    dict[Literal["drop"], Annotated[float, Field(gt=0, le=1)]], Field(min_length=1)
+]
+
+
 class DataConfig(Section):
     """The records and how they become rows of tokens."""
 
@@ -167,10 +172,18 @@ class DataConfig(Section):
     pieces, leave it out, or refuse the data."""
     loss_on: LossOn = "assistant"
     """Trained tokens: those of every assistant turn, of the last one, or all."""
-    on_broken: Literal["error", "drop"] = "error"
-    """Broken records: refuse the data, or count them and leave them out, at most 1% of a source."""
+    on_broken: Literal["error", "drop"] | DropShare = "error"
+    """Broken records: refuse the data, or count them and leave them out, at most 1% of a source, or
+    the share in `{drop: 0.05}`."""
     packing: bool = True
     """Put several records into a row. They never attend to one another."""
+
+    @property
+    def most_broken(self) -> float:
+        """The share of a source that may be broken and is left out."""
+        if isinstance(self.on_broken, dict):
+            return self.on_broken["drop"]
+        return 0.01 if self.on_broken == "drop" else 0.0
 
     @property
     def field_names(self) -> dict[str, str | None]:

@@ -322,6 +322,8 @@ def _in_words(schema: Mapping[str, Any]) -> str:
         each = schema.get("prefixItems") or [schema["items"]]
         number = "two values" if len(each) == 2 else "values"
         return f"a list of {number}, each {_in_words(each[0])}"
+    if name := schema.get("propertyNames", {}).get("const"):
+        return f"a mapping of {name} to {_in_words(schema['additionalProperties'])}"
     words = {"boolean": "true or false", "null": "null", "object": "a mapping", "string": _TEXT}
     return words[kind]
 

@@ -400,7 +400,8 @@ class ChatEncoder:
             raise ChatError(
                 f"the tokenizer cannot begin a text with {text[begin:][:20]!r} "
                 f"behind {text[:begin][-20:]!r} - "
-                "move the whitespace between them from one to the other"
+                "move the whitespace between them from one to the other",
+                kind="the tokenizer cannot begin a text with the completion",
             )
         offsets = left_offsets + [(a + begin, b + begin) for a, b in right_offsets]
         return left + right, offsets, len(left)

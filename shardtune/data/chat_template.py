@@ -117,7 +117,8 @@ class ChatTemplate:
             raise ChatError(
                 f"{self.name} raises {type(error).__name__} on {len(messages)} messages "
                 f"(... {roles}): {error} - "
-                "change the messages to what it supports, or use another template"
+                "change the messages to what it supports, or use another template",
+                kind=f"raises {type(error).__name__}: {str(error).partition(':')[0]}",
             ) from error
         return text
 
@@ -258,7 +259,8 @@ class Conversation:
                 f"the generation prompt of {self.template.name}, ...{prompt[-32:]!r}, is not in "
                 f"its text of messages[{i}] (assistant) - "
                 "use a template that begins a turn as it prompts for one, or other "
-                "data.template_options"
+                "data.template_options",
+                kind="the generation prompt is not in the text",
             )
         end = self._end_of_turn(i, text, generated)
         appended = "" if end else self._missing_stop(i, text)

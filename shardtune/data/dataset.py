@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import re
 import time
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "source": np.uint16,
 }
 _DIGESTED = ("tokens", "trained", "lengths")
-_MOST_DROPPED = 0.01  # of the records of a source: more is a form that was not recognised
+_OFTEN_BROKEN = 0.1  # of the records of a source: more is a form that was not recognised
 _LOG_EVERY_S = 10.0
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])")
 
@@ -322,8 +323,11 @@ class _SourceSums:
 
     def refuses_broken(self, data: DataConfig) -> bool:
         """Return whether broken records end the run. A file that breaks loses all behind it."""
-        is_few = data.on_broken == "drop" and self.broken.count <= _MOST_DROPPED * self.n_read
-        return self.broken.end_files or (self.broken.count > 0 and not is_few)
+        return self.broken.end_files or self.broken_share > data.most_broken
+
+    @property
+    def broken_share(self) -> float:
+        return self.broken.count / max(1, self.n_read)
 
     def dropped_lines(self) -> dict[str, int]:
         """Return a line with the number of broken records, and one for each kind of them.
@@ -455,13 +459,17 @@ def _source_problems(source: Source, sums: _SourceSums, data: DataConfig) -> lis
             "end - do what is said above"
         ]
     if sums.refuses_broken(data):
-        share = f"{sums.broken.count} of {sums.n_read} records broken"
-        remedy = "repair or remove them"
-        if data.on_broken == "drop":
-            share += ", and data.on_broken=drop leaves out 1% of a source at most"
-        elif sums.broken.count <= _MOST_DROPPED * sums.n_read:
-            remedy += ", or leave them out with data.on_broken=drop"
-        return [f"{source.key}: {share} - {remedy}"]
+        count = f"{sums.broken.count} of {sums.n_read} records broken"
+        remedy, share = "repair or remove them", math.ceil(100 * sums.broken_share) / 100
+        if sums.broken.count < sums.n_read:
+            remedy += sums.broken.removal()
+        if data.most_broken:
+            most = f"{100 * data.most_broken:g}%"
+            count += f", and data.on_broken leaves out {most} of a source at most"
+        if share <= _OFTEN_BROKEN:
+            value = f'"data.on_broken={{drop: {share}}}"' if share > 0.01 else "data.on_broken=drop"
+            remedy += f", or leave them out with {value}"
+        return [f"{source.key}: {count} - {remedy}"]
     if not sums.n_read:
         return [f"{source.name}: no record in it - name data that has some"]
     if sums.n_sequences:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from enum import Enum
 from typing import NamedTuple
@@ -117,16 +118,28 @@ class BrokenRecords:
 
     def __init__(self) -> None:
         self.count, self.end_files = 0, False
+        self._places: list[str] = []
         self._firsts: dict[str, BrokenRecord] = {}
         self._alike: Counter[str] = Counter()
 
     def add(self, broken: BrokenRecord) -> None:
         self.count += 1
         self.end_files |= broken.ends_file
-        kind = re.sub(r"\d+|'[^']*'", "0", broken.kind)
+        if len(self._places) <= NAMED_PROBLEMS:
+            self._places.append(broken.place)
+        kind = re.sub(r"\d+|'[^']*'|(?<=]) \([^)]*\)", "0", broken.kind)  # (its role)
         if kind in self._firsts or len(self._firsts) < NAMED_PROBLEMS:
             self._firsts.setdefault(kind, broken)
             self._alike[kind] += 1
+
+    def removal(self) -> str:
+        """Return the command without these lines, in brackets; "" if many, or not of one .jsonl."""
+        files, numbers = zip(*(place.rpartition(":")[::2] for place in self._places), strict=True)
+        is_one = len(set(files)) == 1 and files[0].endswith((".jsonl", ".ndjson"))
+        if not is_one or self.count > NAMED_PROBLEMS:
+            return ""
+        lines = ";".join(f"{number}d" for number in numbers)
+        return f" (sed '{lines}' {shlex.quote(files[0])} > NEW.jsonl)"
 
     def lines(self) -> dict[str, int]:
         """Return a line for each of the first kinds, with the index of its first record."""

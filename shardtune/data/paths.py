@@ -8,16 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 KINDS = (".json", ".jsonl", ".csv", ".parquet")
+_OTHER_NAMES = {".ndjson": ".jsonl"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
 def kind_of(name: str) -> str:
     """Return which of KINDS the file with this name is, compressed or not; "" if none."""
     path = Path(name)
-    if path.suffix in COMPRESSIONS:
-        path = path.with_suffix("")
-        return path.suffix if path.suffix in KINDS and path.suffix != ".parquet" else ""
-    return path.suffix if path.suffix in KINDS else ""
+    is_compressed = path.suffix in COMPRESSIONS
+    suffix = path.with_suffix("").suffix if is_compressed else path.suffix
+    kind = _OTHER_NAMES.get(suffix, suffix)
+    return kind if kind in KINDS and not (is_compressed and kind == ".parquet") else ""
 
 
 def split_path(spec: str) -> tuple[Path, str]:

@@ -11,6 +11,7 @@ import csv
 import io
 import itertools
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ import pyarrow.parquet
 from shardtune.data.hub import datasets_library
 from shardtune.data.paths import COMPRESSIONS, kind_of
 from shardtune.data.record_error import FileError, RecordError
-from shardtune.data.records import forms_of, has_turns, read_fields
+from shardtune.data.records import forms_of, has_turns, list_of_records, read_fields
 from shardtune.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def file_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[Recor
     following = 0 if kind_of(file.name) == ".json" else 1
     try:
         with file.open("rb") as raw, _decompressed(raw, file) as content:
-            for chunk in _text_chunks(file, *_texts(file, raw, content)):
+            for chunk in _text_chunks(file, *_texts(file, raw, content, columns)):
                 following = chunk.numbers[-1] + 1
                 yield chunk
     except (OSError, pyarrow.ArrowException) as error:
@@ -165,7 +166,7 @@ def _form_problem(schema: pyarrow.Schema, columns: Mapping[str, str | None]) -> 
     try:
         forms_of({name: value for name, value in example.items() if name not in ignored})
     except RecordError as error:
-        return FileError(str(error))
+        return FileError(str(error), kind=error.kind)
     return None
 
 
@@ -197,7 +198,8 @@ def _parquet_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[R
 
 
 def _unreadable(error: Exception) -> FileError:
-    return FileError(f"cannot be read ({first_line(error)}) - write the file again")
+    problem = f"cannot be read ({first_line(error)}) - write the file again"
+    return FileError(problem, kind="cannot be read")
 
 
 def _decompressed(raw: io.BufferedReader, file: Path) -> io.BufferedReader:
@@ -206,20 +208,24 @@ def _decompressed(raw: io.BufferedReader, file: Path) -> io.BufferedReader:
 
 
 def _texts(
-    file: Path, raw: io.BufferedReader, content: io.BufferedReader
+    file: Path,
+    raw: io.BufferedReader,
+    content: io.BufferedReader,
+    columns: Mapping[str, str | None],
 ) -> tuple[Iterable[Text], Callable[[int], float]]:
     """Return the texts in `content`, and a function from their read bytes to those of `raw`."""
     kind, size = kind_of(file.name), file.stat().st_size
     begin = content.peek(2)[:2]
     problem = None
     if begin in _COMPRESSED:
-        problem = FileError(f"a compressed file - name it {file.name}.{_COMPRESSED[begin]}")
+        remedy = f"name it {file.name}.{_COMPRESSED[begin]}"
+        problem = FileError(f"a compressed file - {remedy}", kind="a compressed file")
     elif begin in _UTF16 or b"\0" in begin:
         problem = FileError("UTF-16 text - write it as UTF-8: iconv -f UTF-16 -t UTF-8 OLD > NEW")
     if problem:
         return [(0 if kind == ".json" else 1, problem)], lambda _: size
     if kind == ".json":
-        texts = list(_json_values(content.read()))
+        texts = list(_json_values(content.read(), columns))
         total = max(1, sum(map(_n_bytes, texts)))
         return texts, lambda n_read: n_read * size / total
     return (_csv_rows if kind == ".csv" else _lines)(content), lambda _: raw.tell()
@@ -301,7 +307,8 @@ def _csv_rows(content: io.BufferedReader) -> Iterator[Text]:
     except UnicodeDecodeError:
         yield number, FileError(_NOT_UTF8)
     except csv.Error as error:
-        yield number, FileError(f"invalid CSV ({error}) - repair the quotes from here on")
+        quotes = f"invalid CSV ({error}) - repair the quotes from here on"
+        yield number, FileError(quotes, kind="invalid CSV")
 
 
 def _header_problem(names: Sequence[str]) -> FileError | None:
@@ -312,13 +319,17 @@ def _header_problem(names: Sequence[str]) -> FileError | None:
     return None
 
 
-def _json_values(content: bytes) -> Iterator[Text]:
+def _json_values(content: bytes, columns: Mapping[str, str | None]) -> Iterator[Text]:
     """Yield the elements of the array that the file holds, or the value, or its lines' values."""
     value = _parse_json(content)
     if isinstance(value, list):
         yield from enumerate(json.dumps(record).encode() for record in value)
     elif content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         yield 0, FileError(str(value))
+    elif isinstance(value, dict) and (name := list_of_records(value, columns)):
+        path = f".{name}" if name.isidentifier() and name.isascii() else f".[{json.dumps(name)}]"
+        jq = f"jq -c {shlex.quote(f'{path}[]')} OLD > NEW"
+        yield 0, FileError(f"one JSON object around the records in {name} - {jq}")
     elif isinstance(value, dict):
         yield 0, content.strip()
     else:
@@ -334,7 +345,7 @@ def _parse_json(text: bytes) -> Any:
         return RecordError(_NOT_UTF8)
     except (ValueError, RecursionError) as error:
         problem = str(error).replace("line 1 column", "column")
-        return RecordError(f"invalid JSON ({problem}) - repair it")
+        return RecordError(f"invalid JSON ({problem}) - repair it", kind="invalid JSON")
     return value
 
 

@@ -34,6 +34,7 @@ _FOREIGN_FORMS = {
 # What other data calls a question and its answer, and the fields that data.columns maps them to.
 _QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input")
 _ANSWERS = ("answer", "response", "solution", "completion", "output")
+_SPEAKERS = {"role", "from", "sender", "author", "speaker"}  # fields of turns, not of records
 _TURNS = "messages."  # before the names of fields of turns, in data.columns
 _TURN_NAMES = ({"role", "content"}, {"from", "value"})
 _JSON_MESSAGES = "JSON text in messages"
@@ -238,7 +239,7 @@ def forms_of(present: Mapping[str, Any]) -> list[tuple[str, ...]]:
     names = ", or ".join(" and ".join(form) for form in _FORMS)
     remedy = _columns_for(present) or f"write {names}, or name the data's fields in data.columns"
     has = first_few([shown_name(name) for name in sorted(present)], 10) or "no field"
-    raise RecordError(f"has {has} - {remedy}")
+    raise RecordError(f"has {has} - {remedy}", kind=remedy)
 
 
 def media_tag(record: Mapping[str, Any], unread: Sequence[str]) -> str:
@@ -305,6 +306,16 @@ def has_turns(value: Any) -> bool:
     return bool(is_list) and any(names <= value[0].keys() for names in _TURN_NAMES)
 
 
+def list_of_records(value: Mapping[str, Any], columns: Mapping[str, str | None]) -> str:
+    """Return the field with the records, of an object that is no record; "" if it has none."""
+    if value.keys() & read_fields(columns):
+        return ""
+    for name, field in value.items():
+        if field and isinstance(field, list) and all(isinstance(each, dict) for each in field):
+            return name if not any(each.keys() & _SPEAKERS for each in field) else ""
+    return ""
+
+
 def _parse_turns(name: str, turns: Any) -> Any:
     """Return a list of turns that may be given as JSON text, as tables hold it."""
     if not isinstance(turns, str):
@@ -342,7 +353,8 @@ def _parse_tools(tools: Any) -> list[Any]:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
             raise RecordError(
-                f"tools is a string that is not JSON ({error}) - write a list of tools"
+                f"tools is a string that is not JSON ({error}) - write a list of tools",
+                kind="tools is not JSON",
             ) from error
     require(isinstance(tools, list), "tools", tools, "a list of tools")
     for i, tool in enumerate(tools):

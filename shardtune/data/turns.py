@@ -78,7 +78,8 @@ def _from_sharegpt(where: str, turn: Message, roles: Mapping[str, str]) -> Messa
     if not {"from", "value"} <= turn.keys() or {"role", "content"} & turn.keys():
         raise RecordError(
             f"{where} has {first_few(sorted(turn), 10) or 'no field'} - write from and value "
-            "(of role and content: data.columns={messages: conversations})"
+            "(of role and content: data.columns={messages: conversations})",
+            kind=f"{where} is a turn without from and value",
         )
     speaker, content = turn.pop("from"), turn.pop("value")
     known = {**_SHAREGPT_ROLES, **roles}

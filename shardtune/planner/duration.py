@@ -94,7 +94,7 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
         for each in tokenized.broken:
             broken.add(each)
         # Whether those that are dropped are too many shows at the end of the source.
-        if broken.end_files or (broken.count and tokenizer.data.on_broken == "error"):
+        if broken.end_files or (broken.count and not tokenizer.data.most_broken):
             raise UserError(*broken.lines())
         lengths += [len(ids) for ids, *_ in tokenized.sets["train"].sequences]
     return np.array(lengths, np.int64), 1.0

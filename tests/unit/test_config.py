@@ -151,7 +151,10 @@ NOT_ALLOWED = {
     ),
     "scheduler.name": ("cosine or linear or constant", "step true null"),
     "model.compile": ("true or false or auto", "1 full null"),
-    "data.on_broken": ("error or drop", "true skip null"),
+    "data.on_broken": (
+        "error or drop or a mapping of drop to a number above 0 and at most 1",
+        "true skip null {} {drop:0} {drop:1.5} {keep:0.1} {drop:yes}",
+    ),
 }
 
 

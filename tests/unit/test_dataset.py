@@ -91,7 +91,9 @@ def test_data_without_a_record_is_named_with_its_path(model: Path, tmp_path: Pat
 
 
 def test_broken_records_are_counted_and_ten_are_named(model: Path, tmp_path: Path) -> None:
-    names = [json.dumps({name: 1}) for name in "abcdefghij"]
+    keys = ("train", "weight", "loss", "masked", "trainable", "training", "loss_mask")
+    keys += ("reasoning", "thinking", "tool_calls")
+    names = [json.dumps({"messages": [{"role": "user", key: "a"}]}) for key in keys]
     lines = [json.dumps(chat("q")), "", "{oops", *['{"messages": []}'] * 991, '"text"', *names]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     problems = problems_of(model, tmp_path / "a.jsonl")
@@ -105,7 +107,7 @@ def test_broken_records_are_counted_and_ten_are_named(model: Path, tmp_path: Pat
 def test_few_broken_records_may_be_dropped(model: Path, tmp_path: Path) -> None:
     """At most 1% of each source."""
     good = [chat(f"q{i}") for i in range(198)]
-    write(tmp_path / "few.jsonl", [*good, {"a": 1}, {"b": 1}])
+    write(tmp_path / "few.jsonl", [*good, {"a": 1}, {"messages": []}])
     write(tmp_path / "more.jsonl", [*good[1:], {"a": 1}, {"a": 2}])  # 2 of 199
     sources = [
         {"path": str(tmp_path / "few.jsonl")},
@@ -118,7 +120,7 @@ def test_few_broken_records_may_be_dropped(model: Path, tmp_path: Path) -> None:
     count, a, b = few.prepared.lines[-3:]
     assert count == "data.train: WARNING: broken records, dropped: 2 of 200"
     assert a.startswith(f"data.train: WARNING: {tmp_path}/few.jsonl:199: has a - ")
-    assert b.startswith(f"data.train: WARNING: {tmp_path}/few.jsonl:200: has b - ")
+    assert b.startswith(f"data.train: WARNING: {tmp_path}/few.jsonl:200: messages is [] - ")
     both = Run(model, sources, on_broken="drop", eval=str(tmp_path / "few.jsonl"))
     counts = [line for line in both.prepared.lines if line.endswith("dropped: 2 of 200")]
     assert [line.partition(":")[0] for line in counts] == [
@@ -128,16 +130,21 @@ def test_few_broken_records_may_be_dropped(model: Path, tmp_path: Path) -> None:
     ]
     *_, offer = problems_of(model, tmp_path / "few.jsonl")
     assert offer == (
-        "data.train: 2 of 200 records broken - "
-        "repair or remove them, or leave them out with data.on_broken=drop"
+        "data.train: 2 of 200 records broken - repair or remove them "
+        f"(sed '199d;200d' {tmp_path}/few.jsonl > NEW.jsonl), "
+        "or leave them out with data.on_broken=drop"
     )
     sources[1]["path"] = str(tmp_path / "more.jsonl")
     first, limit = problems_of(model, sources, on_broken="drop")
     assert first.startswith(f"{tmp_path}/more.jsonl:198: has a - ")
     assert limit == (
-        "data.train.b: 2 of 199 records broken, and data.on_broken=drop leaves out 1% of a source "
-        "at most - repair or remove them"
+        "data.train.b: 2 of 199 records broken, and data.on_broken leaves out 1% of a source "
+        f"at most - repair or remove them (sed '198d;199d' {tmp_path}/more.jsonl > NEW.jsonl), "
+        'or leave them out with "data.on_broken={drop: 0.02}"'
     )
+    assert Run(model, sources, on_broken={"drop": 0.02}).prepared
+    *_, limit = problems_of(model, sources, on_broken={"drop": 0.01})
+    assert "at most - repair" in limit
 
 
 def test_a_file_that_ends_early_is_never_dropped(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,208 @@
+"""What is said of data that cannot be read folds by its shape, and works when it is followed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+from helpers.data_run import TEMPLATE, Run, calling, chat, problems_of, save_model, write
+
+needs_jq = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def follow(command: str, folder: Path) -> None:
+    subprocess.run(["bash", "-ec", command], cwd=folder, check=True)
+
+
+WORDS = ["it's", 'the "one"', "both ' and \"", "plain", "a\\'b", "ünlike"] * 5
+MANY = [
+    pytest.param([{f"{word} {i}": 1, "id": i} for i, word in enumerate(WORDS)], id="fields"),
+    pytest.param(
+        [{"conversations": [{word: 1, "from": "human"}]} for word in WORDS], id="fields of turns"
+    ),
+    pytest.param([chat(text, tools=text) for text in ("[", "{", '{"a"', "[1", "[]]")], id="tools"),
+    pytest.param([chat([{"text": [word]}]) for word in WORDS], id="contents"),
+    pytest.param([calling({"name": "f", "arguments": [word]}) for word in WORDS], id="arguments"),
+    pytest.param([{"messages": [{"role": word, "content": None}]} for word in WORDS], id="roles"),
+]
+
+
+@pytest.mark.parametrize("records", MANY)
+def test_problems_fold_by_shape(records: list[Any], model: Path, tmp_path: Path) -> None:
+    said = problems_of(model, write(tmp_path / "a.jsonl", [chat("q"), *records]))
+    assert len(said) == 2 and said[0].endswith(f"(and {len(records) - 1} more like it)"), said
+
+
+def test_lines_that_are_no_json_fold(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    broken = ["{", "}", '{"a"', '{"a": }', '"a" 1', "{'a': 1}", '{"a": "\t"}', '{"a": "\\ud800"}']
+    file.write_text("\n".join([json.dumps(chat("q")), *broken]))
+    said = problems_of(model, file)
+    assert len(said) == 2 and said[0].endswith(f"(and {len(broken) - 1} more like it)"), said
+
+
+def test_what_a_template_says_of_each_record_folds(tmp_path: Path) -> None:
+    check = "{% for m in messages %}{% if m.name %}{{ raise_exception('no name: ' + m.name) }}"
+    model = save_model(tmp_path / "model", f"{check}{{% endif %}}{{% endfor %}}{TEMPLATE}")
+    records = [chat(word) for word in WORDS]
+    for record, word in zip(records, WORDS, strict=True):
+        record["messages"][0]["name"] = word
+    said = problems_of(model, write(tmp_path / "a.jsonl", records))
+    assert len(said) == 2 and "more like it" in said[0], said
+    prompt = "{% if add_generation_prompt %}{{ messages[-1].content }} ends here:{% endif %}"
+    model = save_model(tmp_path / "other", TEMPLATE.partition("{% if add")[0] + prompt)
+    said = problems_of(model, write(tmp_path / "b.jsonl", [chat(word) for word in WORDS]))
+    assert len(said) == 2 and "the generation prompt of" in said[0], said
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.ndjson.gz", "folder/a.ndjson"])
+def test_ndjson_is_jsonl(name: str, model: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / name, [chat("q"), {"text": 4}])
+    if name.endswith(".gz"):
+        file.write_bytes(gzip.compress(file.read_bytes()))
+    source = file.parent if "/" in name else file
+    assert problems_of(model, source)[0].startswith(f"{file}:2: text is 4")
+    run = Run(model, source, on_broken={"drop": 0.5})
+    assert [trained for _, trained in run.texts()] == ["fine<|im_end|>"]
+
+
+@needs_jq
+@pytest.mark.parametrize("name", ["data", "my data", "naïve"])
+def test_an_object_around_the_records_is_unwrapped(name: str, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    wrapped = {"version": "1", "of": ["a"], name: [chat("q"), chat("r")]}
+    file.write_text(json.dumps(wrapped, indent=1))
+    said, _ = problems_of(model, file)
+    assert said.startswith(f"{file}[0]: one JSON object around the records in {name} - jq -c ")
+    command = said.partition(" - ")[2].replace("OLD", str(file)).replace("NEW", "new.jsonl")
+    follow(command, tmp_path)
+    plain = Run(model, write(tmp_path / "b.jsonl", [chat("q"), chat("r")]))
+    assert Run(model, tmp_path / "new.jsonl").prepared.key == plain.prepared.key
+
+
+def test_one_record_in_a_file_is_not_unwrapped(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    turns = [{"author": "user", "body": "q"}, {"author": "assistant", "body": "fine"}]
+    file.write_text(json.dumps({"thread": turns}))
+    assert "around the records" not in str(problems_of(model, file))
+    columns = {"messages": "thread", "messages.role": "author", "messages.content": "body"}
+    assert Run(model, file, columns=columns).texts()[0][1] == "fine<|im_end|>"
+
+
+def test_the_command_removes_the_broken_lines(model: Path, tmp_path: Path) -> None:
+    good = [chat(f"q{i}") for i in range(9)]
+    records = [good[0], {"messages": []}, *good[1:5], {"text": 4}, *good[5:]]
+    file = tmp_path / "it's mine.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, records)))
+    *_, said = problems_of(model, file)
+    assert "data.on_broken" not in said  # a fifth of them is broken
+    (command,) = re.findall(r"\((sed .*)\)", said)
+    follow(command, tmp_path)
+    plain = Run(model, write(tmp_path / "b.jsonl", good))
+    assert Run(model, tmp_path / "NEW.jsonl").prepared.key == plain.prepared.key
+
+
+@pytest.mark.parametrize(
+    ("name", "n_good", "n_broken", "offer"),
+    [
+        ("a.jsonl", 300, 11, ', or leave them out with "data.on_broken={drop: 0.04}"'),
+        ("a.json", 30, 1, ', or leave them out with "data.on_broken={drop: 0.04}"'),
+        ("a.jsonl.gz", 200, 1, ", or leave them out with data.on_broken=drop"),
+        ("a.jsonl", 0, 3, ""),
+        ("a.jsonl", 60, 40, ""),
+    ],
+)
+def test_other_broken_records_are_dropped_by_their_share(
+    name: str, n_good: int, n_broken: int, offer: str, model: Path, tmp_path: Path
+) -> None:
+    records = [*(chat(f"q{i}") for i in range(n_good)), *[{"text": 4}] * n_broken]
+    file = write(tmp_path / name, records)
+    if name.endswith(".gz"):
+        file.write_bytes(gzip.compress(file.read_bytes()))
+    *_, said = problems_of(model, file)
+    assert said.endswith(f"records broken - repair or remove them{offer}")
+    if "{" in offer:
+        assert len(Run(model, file, on_broken={"drop": 0.04}).texts()) == n_good
+
+
+def node(parent: str | None, role: str, text: Any, kind: str = "text") -> dict[str, Any]:
+    content = {"content_type": kind, "parts": [text]}
+    return {"parent": parent, "message": {"author": {"role": role}, "content": content}}
+
+
+CHATGPT = [
+    {
+        "title": "two branches",
+        "current_node": "thanks",
+        "mapping": {
+            "root": {"parent": None, "message": None},
+            "hidden": node("root", "system", ""),
+            "question": node("hidden", "user", "Rain?"),
+            "wrong": node("question", "assistant", "Wrong."),
+            "thought": node("question", "assistant", "Clouds.", "thoughts"),
+            "answer": node("thought", "assistant", "Yes."),
+            "thanks": node("answer", "user", "Thanks."),
+        },
+    },
+    {
+        "title": "a picture",
+        "current_node": "answer",
+        "mapping": {
+            "question": node(None, "user", {"asset_pointer": "a"}, "multimodal_text"),
+            "answer": node("question", "assistant", "A cloud."),
+        },
+    },
+]
+
+
+def said(sender: str, text: str, *content: Any, attachments: Any = ()) -> dict[str, Any]:
+    shown = {"content": list(content)} if content else {}
+    return {"sender": sender, "text": text, "attachments": [*attachments], "files": [], **shown}
+
+
+CLAUDE = [
+    {
+        "name": "thoughts",
+        "chat_messages": [
+            said("human", "Rain?", {"type": "text", "text": "Rain?"}),
+            said(
+                "assistant",
+                "```\nThis block is not supported.\n```\nYes.",
+                {"type": "thinking", "thinking": "Clouds."},
+                {"type": "text", "text": "Yes."},
+            ),
+            said("human", "Thanks."),
+        ],
+    },
+    {
+        "name": "a file",
+        "chat_messages": [said("human", "Read.", attachments=["a"]), said("assistant", "It says")],
+    },
+]
+
+
+@needs_jq
+@pytest.mark.parametrize(("name", "export"), [("chatgpt", CHATGPT), ("claude", CLAUDE)])
+def test_the_documented_commands_read_exports(
+    name: str, export: Any, model: Path, tmp_path: Path
+) -> None:
+    text = (REPOSITORY / "docs/data.md").read_text(encoding="utf-8")
+    (command,) = re.findall(rf"^```bash\n(jq [^`]*> {name}.jsonl)\n```$", text, re.M)
+    (tmp_path / "conversations.json").write_text(json.dumps(export))
+    follow(command, tmp_path)
+    (record,) = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
+    turns = [("user", "Rain?"), ("assistant", "Yes."), ("user", "Thanks.")]
+    assert record == {"messages": [{"role": role, "content": text} for role, text in turns]}
+    assert Run(model, tmp_path / f"{name}.jsonl").texts()[0][1] == "Yes.<|im_end|>"
