@@ -32,7 +32,7 @@ from shardtune.data.outcomes import (
     Outcome,
     OutcomeCounts,
 )
-from shardtune.data.sources import Source, find_source, read_records
+from shardtune.data.sources import Source, find_source, read_records, reading_progress
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk, TokenizedChunk, tokenize_chunks
 from shardtune.errors import UserError, all_of, counted, first_few, first_line
 from shardtune.log import logger, node_logger
@@ -303,6 +303,7 @@ class _SourceSums:
     """Sums over one source: its records, its broken ones, and the part that its own set got."""
 
     n_read: int = 0
+    n_bytes: int = 0
     broken: BrokenRecords = field(default_factory=BrokenRecords)
     n_records: int = 0  # of its own set: neither broken nor held out
     n_sequences: int = 0
@@ -314,6 +315,7 @@ class _SourceSums:
         own = chunk.sets[chunk.set_name]
         self.files.add(chunk.file)
         self.n_read += chunk.n_records
+        self.n_bytes += chunk.n_bytes
         for broken in chunk.broken:
             self.broken.add(broken)
         self.n_records += own.n_records
@@ -395,7 +397,6 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
     sources = {
         (name, i): source for name, of_set in sets.items() for i, source in enumerate(of_set)
     }
-    n_bytes, n_done = sum(source.n_bytes for source in sources.values()), 0
     logged_at = time.monotonic()
     sums = {key: _SourceSums() for key in sources}
     with contextlib.closing(tokenize_chunks(tokenizer, read_records(sets))) as chunks:
@@ -403,11 +404,11 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
             for name, sequences in chunk.sets.items():
                 writers[name].add(sequences, chunk.source)
             sums[chunk.set_name, chunk.source].add(chunk)
-            n_done += chunk.n_bytes
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
-                logged_at, percent = time.monotonic(), 100 * n_done // max(1, n_bytes)
+                logged_at = time.monotonic()
+                n_done = sum(each.n_bytes for each in sums.values())
                 n_read = sum(each.n_read for each in sums.values())
-                logger.info(f"Data: {n_read} records tokenized, {percent}% of the data")
+                logger.info(f"Data: {reading_progress(sources.values(), n_read, n_done)}")
     refused = [each.broken for each in sums.values() if each.refuses_broken(data)]
     problems = [line for broken in refused for line in broken.lines()][:NAMED_PROBLEMS]
     problems += _unmatched_columns(data, set().union(*(each.fields for each in sums.values())))

@@ -7,6 +7,7 @@ rest.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import itertools
@@ -195,6 +196,14 @@ def _parquet_chunks(file: Path, columns: Mapping[str, str | None]) -> Iterator[R
             )
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         yield RecordChunk(str(file), [0], [_unreadable(error)])
+
+
+def n_rows(file: Path) -> int | None:
+    """Return the number of records of a table; None for other files, and one that is broken."""
+    if kind_of(file.name) == ".parquet":
+        with contextlib.suppress(OSError, pyarrow.ArrowException):
+            return int(pyarrow.parquet.read_metadata(file).num_rows)
+    return None
 
 
 def _unreadable(error: Exception) -> FileError:

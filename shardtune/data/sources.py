@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,13 @@ import xxhash
 
 from shardtune.data.hub import datasets_library, hub_problem
 from shardtune.data.paths import KINDS, kind_of, split_path
-from shardtune.data.record_files import RecordChunk, dataset_chunks, file_chunks, require_codec
+from shardtune.data.record_files import (
+    RecordChunk,
+    dataset_chunks,
+    file_chunks,
+    n_rows,
+    require_codec,
+)
 from shardtune.errors import UserError, first_line, missing_directory
 
 if TYPE_CHECKING:
@@ -56,6 +62,13 @@ class Source:
     @property
     def n_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
+
+    def n_records(self) -> int | None:
+        """Return the number of its records, which only tables tell beforehand."""
+        if self.dataset is not None:
+            return len(self.dataset)
+        counts = [n_rows(file) for file in self.files]
+        return None if None in counts else sum(n or 0 for n in counts)
 
     def digest(self) -> str:
         """Hash every stored byte in order, and the options; a moved copy has the same digest.
@@ -189,3 +202,14 @@ def read_records(sets: Mapping[str, Sequence[Source]]) -> Iterator[RecordChunk]:
                     loss_on=source.loss_on,
                 )
                 first_record += len(chunk.numbers)
+
+
+def reading_progress(sources: Iterable[Source], n_read: int, n_bytes: int) -> str:
+    """Return how many records are read, of how many: where files do not tell, by their bytes."""
+    total, about = 0, ""
+    for source in sources:
+        if (n_records := source.n_records()) is None:
+            about = "about "
+            n_records = round(source.n_bytes * n_read / max(1, n_bytes))
+        total += min(n_records, source.max_records or n_records)
+    return f"{n_read:,} of {about}{max(n_read, total):,} records"

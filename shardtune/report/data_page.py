@@ -29,6 +29,7 @@ from shardtune.data.dataset import (
     open_prepared,
     prepare_data,
 )
+from shardtune.data.inspect_data import log_to_stderr
 from shardtune.data.messages import train_flag
 from shardtune.data.outcomes import TOO_LONG
 from shardtune.data.overflow import encode_to_fit, fit_to_length
@@ -39,7 +40,6 @@ from shardtune.data.records import read_record
 from shardtune.data.sources import Source, read_records
 from shardtune.data.tokenize import ChunkTokenizer, SetChunk
 from shardtune.errors import UserError
-from shardtune.log import quiet_libraries
 from shardtune.report.command import require_page
 from shardtune.report.draw import COLOURS, histogram_svg
 
@@ -95,7 +95,7 @@ def write_data_page(
     """
     require_page(out)
     config = load_config(config_path, assignments, os.environ)
-    quiet_libraries(is_main=True)
+    log_to_stderr()
     encoder = build_encoder(config.model.path, config.data, datetime.date.today())
     prepared = open_prepared(prepare_data(config.data, encoder))
     chosen = _choose(prepared.train, RECORDS_ON_PAGE if n_records is None else n_records)

@@ -12,6 +12,7 @@ import pytest
 from helpers.data_run import TEMPLATE, chat, save_model, write
 
 from shardtune.__main__ import run
+from shardtune.data import dataset
 from shardtune.log import logger
 
 
@@ -160,3 +161,18 @@ def test_the_source_of_a_record_is_shown(folder: Path, capsys: pytest.CaptureFix
     ]
     out, _ = inspect(capsys, folder, "--json", sources)
     assert [json.loads(line)["source"] for line in out.splitlines()] == ["train"] * 3 + ["b"]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--html",)])
+def test_the_command_says_how_far_it_is(
+    form: tuple[str, ...],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dataset, "_LOG_EVERY_S", 0)
+    data = write(folder / "far.jsonl", [chat(f"q{i} {form}") for i in range(600)])
+    page = [str(folder / "page.html")] if "--html" in form else []
+    _, err = inspect(capsys, folder, *form, *page, f"data.train='{data}'")
+    assert re.search(r"^Data: 512 of about \d\d\d records$", err, re.M)
+    assert "Data: 600 of about 600 records" in err
