@@ -108,6 +108,8 @@ class TrainSource(Section):
     """As `data.loss_on`, for this source. `null`: what `data.loss_on` says."""
     max_records: Count | None = None
     """Use no more than its first records."""
+    template_options: dict[str, Any] = {}
+    """As `data.template_options`, for this source; they go over those."""
 
     @property
     def label(self) -> str:
@@ -136,6 +138,7 @@ RecordField = Literal[
     "label",
     "kto_tag",
     "role",
+    "chat_template_kwargs",
     "messages.role",
     "messages.content",
 ]
@@ -161,8 +164,11 @@ class DataConfig(Section):
     `messages.content` reach into turns."""
     roles: dict[Text, Literal["user", "assistant", "system", "tool", "developer"]] = {}
     """Maps the data's names of roles to ours, such as `{customer: user, agent: assistant}`."""
+    chat_template: PathText | None = None
+    """A file with a chat template in place of the tokenizer's; exported with the model."""
     template_options: dict[str, Any] = {}
-    """Options for the chat template, such as `enable_thinking`."""
+    """Options for the chat template, such as `enable_thinking`. Those of a source, and a record's
+    `chat_template_kwargs`, go over them."""
     eval_fraction: FractionBelowOne = 0.0
     """Without `data.eval`: fraction of `data.train` to evaluate on, by a hash of the record."""
     max_length: Annotated[int, Field(ge=2)] = 4096

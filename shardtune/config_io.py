@@ -239,6 +239,9 @@ def changed_keys(
     """
     new = _flat(to_dict(current))
     old = _DEFAULTS | _flat(saved)
+    if not isinstance(sources := old["data.train"], str):
+        options = TrainSource.model_construct(path="").model_dump(mode="json")
+        old["data.train"] = [options | source for source in sources]
     return [(key, old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,13 +26,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from shardtune.data.chat_template import (
-    ChatError,
-    ChatTemplate,
-    Conversation,
-    Tools,
-    Turn,
-)
+from shardtune.data.chat_template import ChatError, ChatTemplate, Tools
+from shardtune.data.conversation import Conversation, Turn
 from shardtune.data.messages import (
     Message,
     is_empty,
@@ -42,6 +38,7 @@ from shardtune.data.messages import (
 from shardtune.data.outcomes import Note, Outcome
 from shardtune.errors import UserError
 
+_MOST_VARIANTS = 64
 _EMPTY: Note = (Outcome.EMPTY_ANSWER, "")
 Record = dict[str, Any]
 Text = str | list[Message]
@@ -77,7 +74,8 @@ class EncodedSequence:
 class EncodedRecord:
     """The sequences of one record, in the order of their turns; none if it trains nothing.
 
-    `added_tokens`: how many tokens more they have than one rendering of the whole conversation.
+    `apart`: why its turns do not stand in one rendering of the whole conversation. `added_tokens`:
+    how many tokens more they have than that.
     `appended_stop`: the rendering lacks the last turn's stop token, which was appended. `notes`:
     what else happened to it, each with its detail. `too_long`: the sequences of the whole record,
     if it did not fit and `sequences` hold its leading turns alone.
@@ -86,6 +84,7 @@ class EncodedRecord:
     sequences: list[EncodedSequence]
     added_tokens: int = 0
     appended_stop: bool = False
+    apart: Outcome | None = None
     notes: tuple[Note, ...] = ()
     too_long: list[EncodedSequence] = field(default_factory=list)
 
@@ -157,17 +156,29 @@ class ChatEncoder:
         self.template = ChatTemplate(
             tokenizer, template_name, date, list(texts.values()), template_options or {}
         )
+        self._variants: dict[str, ChatEncoder] = {}
         self._added_ids = set(tokenizer.get_added_vocab().values())
         plain, full = self._tokenize("a")[0], tokenizer("a")["input_ids"]
         self._bos_ids: list[int] = next(
             (full[:k] for k in range(len(full)) if full[k : k + len(plain)] == plain), []
         )
 
-    def with_loss_on(self, loss_on: str) -> ChatEncoder:
-        """Return an encoder with another `loss_on`."""
-        encoder = copy.copy(self)
-        encoder.loss_on = loss_on
-        return encoder
+    def variant(self, loss_on: str, options: Mapping[str, Any]) -> ChatEncoder:
+        """Return an encoder with another `loss_on`, and with more options for the template.
+
+        Raises:
+            RecordError: the template gets one of these options from elsewhere.
+        """
+        key = json.dumps([loss_on, options], sort_keys=True, default=str)
+        if key not in self._variants:
+            if len(self._variants) >= _MOST_VARIANTS:  # each record may have options of its own
+                self._variants.clear()
+            encoder = copy.copy(self)
+            encoder.loss_on = loss_on
+            if options:
+                encoder.template = self.template.with_options(options)
+            self._variants[key] = encoder
+        return self._variants[key]
 
     def encode(self, record: Record) -> EncodedRecord:
         """Encode the used fields of a record, as `check_record` returns them.
@@ -212,13 +223,13 @@ class ChatEncoder:
                 "text"
             )
         notes: list[Note] = []
+        in_its_form = [self.template.in_its_form(message) for message in messages]
+        messages = [message for message, _ in in_its_form]
+        notes += [note for _, note in in_its_form if note]
         has_parts = any(isinstance(message.get("content"), list) for message in messages)
         if has_parts and self.template.takes_one_text:
             messages = [*map(with_one_text, messages)]
             notes.append((Outcome.PARTS_JOINED, ""))
-        in_its_form = [self.template.in_its_form(message) for message in messages]
-        messages = [message for message, _ in in_its_form]
-        notes += [note for _, note in in_its_form if note]
         if tools and not self.template.takes_bare_tools:
             tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
         chat = Conversation(self.template, [without_flags(m) for m in messages], tools)
@@ -246,7 +257,8 @@ class ChatEncoder:
             encoded = encode(chat, trained, end)
             empty = [_EMPTY for i in trained if i < end and is_empty(messages[i])]
             of_all = notes if end == len(messages) else ()
-            return replace(encoded, notes=(*of_all, *encoded.notes, *empty))
+            thoughts = [note for i in trained if i < end and (note := chat.empty_thought(i))]
+            return replace(encoded, notes=(*of_all, *encoded.notes, *empty, *thoughts))
 
         return encode_part
 
@@ -258,13 +270,16 @@ class ChatEncoder:
         is_last = turns[-1].index == end - 1
         text = turns[-1].text if is_last else chat.render(chat.messages[:end])
         notes = tuple(chat.notes(text)) if end == len(chat.messages) else ()
-        if sequence := self._encode_whole(text, turns):
-            return EncodedRecord([sequence], 0, is_last and turns[-1].appended, notes)
+        has_longer_prompt = any(turn.has_longer_prompt for turn in turns)
+        if not has_longer_prompt and (sequence := self._encode_whole(text, turns)):
+            return EncodedRecord([sequence], 0, is_last and turns[-1].appended, notes=notes)
         sequences = [self._encode_turn(turn) for turn in turns]
-        added = 0
-        if len(turns) > 1:
-            added = sum(len(s.input_ids) for s in sequences) - len(self._tokenize(text)[0])
-        return EncodedRecord(sequences, added, turns[-1].appended, notes)
+        apart = Outcome.TURNS_APART if len(turns) > 1 else None
+        if has_longer_prompt:
+            apart, text = Outcome.LONGER_PROMPT, chat.render(chat.messages[:end])
+        added = sum(len(s.input_ids) for s in sequences) - len(self._tokenize(text)[0])
+        added = added if apart else 0
+        return EncodedRecord(sequences, added, turns[-1].appended, apart, notes)
 
     def _encode_all(
         self, untrained: list[int], chat: Conversation, trained: list[int], end: int
@@ -294,7 +309,7 @@ class ChatEncoder:
                 flags[t] &= stop <= turn.begin or begin >= turn.end
         sequence = EncodedSequence(ids, flags, [TrainedTurn(end - 1, 0, len(ids))])
         notes = tuple(chat.notes(text)) if end == len(chat.messages) else ()
-        return EncodedRecord([sequence], 0, appended, notes)
+        return EncodedRecord([sequence], 0, appended, notes=notes)
 
     def encode_prompt_completion(
         self, prompt: Text, completion: Text, tools: Tools = None
@@ -310,6 +325,7 @@ class ChatEncoder:
         """
         if not isinstance(prompt, str) or not isinstance(completion, str):
             return self.encode_messages([*prompt, *completion], tools, first=len(prompt))
+        self.template.require_closed("completion", completion)
         ids, _, length = self._tokenize_apart(prompt + completion, len(prompt))
         prompt_ids = self._with_bos(ids[:length])
         trained = [self.loss_on == "all"] * len(prompt_ids) + [True] * (len(ids) - length)

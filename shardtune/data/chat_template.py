@@ -1,41 +1,37 @@
-"""A conversation as text: the prompt of each assistant turn, and the text that it must generate.
-
-chat_encoder.py explains the derivation.
-"""
+"""A chat template: what it renders, and what trials show that it takes."""
 
 from __future__ import annotations
 
 import datetime
 import re
 import string
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from inspect import signature
 from typing import Any
 
 from shardtune.data.messages import (
-    MARK,
     REASONING_KEYS,
     TRAIN_FLAGS,
     Message,
     contains,
-    first_missing,
-    holds_a_line,
     message_texts,
     normalize,
-    stop_count,
     tool_function,
     with_arguments_as_text,
-    with_marks,
-    with_tags,
+    without_thinking_parts,
 )
 from shardtune.data.outcomes import Note, Outcome
 from shardtune.data.record_error import RecordError
 
 Tools = list[dict[str, Any]] | None
 
-_NEXT_TEXT = "Qq0Probe0qQ"  # content of a probe message; letters and digits, as MARK
+NEXT_TEXT = "Qq0Probe0qQ"  # content of a probe message; letters and digits, as MARK
 _NAME_IN_TEMPLATE = re.compile(r"""\.\s*(\w+)|(['"])(\w+)\2""")
+# Markup such as <think>, [THINK] and <|channel>thought around a text.
+_AROUND_THOUGHT = re.compile(
+    rf"(<[^<>\s]*>\w*|\[[^\[\]\s]*\])\s*{NEXT_TEXT}\s*(<[^<>\s]*>|\[[^\[\]\s]*\])"
+)
 # Every template gets these. Whether it writes them is checked, but for the id, which only ties an
 # answer to a call. The flags are ours.
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *TRAIN_FLAGS}
@@ -48,22 +44,17 @@ _STAND_INS = {
 }
 
 
+TAKEN = "the template gets this from the records, the tokenizer or the renderer - remove it"
+
+
+def taken_options(tokenizer: Any) -> set[str]:
+    """Return the names of the template's variables that are not the user's."""
+    parameters = signature(tokenizer.apply_chat_template).parameters
+    return {"messages", *parameters, *tokenizer.special_tokens_map}
+
+
 class ChatError(RecordError):
     """A record cannot be encoded exactly: `<what> - <what to do>`."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Assistant turn `index`: text[:begin] is its prompt, text[begin:end] is generated.
-
-    `appended`: the template does not write the stop token that ends it.
-    """
-
-    index: int
-    text: str
-    begin: int
-    end: int
-    appended: bool
 
 
 class ChatTemplate:
@@ -87,6 +78,7 @@ class ChatTemplate:
     ) -> None:
         self.options = dict(options)
         self.tokenizer, self.name, self.date, self.eos_text = tokenizer, name, date, stop_texts[0]
+        self._given = tokenizer, name, date, stop_texts
         longest_first = sorted(stop_texts, key=len, reverse=True)
         alternatives = "|".join(re.escape(text) for text in longest_first)
         self.stop, self._stop_texts = re.compile(alternatives), set(stop_texts)
@@ -94,11 +86,18 @@ class ChatTemplate:
         named = tokenizer.chat_template or ""
         sources = "\n".join(named.values()) if isinstance(named, dict) else named
         self.uses_date = "strftime_now" in sources
-        self.unread_options = sorted(set(options) - set(re.findall(r"\w+", sources)))
+        self._variables = set(re.findall(r"\w+", sources))
+        self.unread_options = sorted(set(options) - self._variables)
         names = {a or b for a, _, b in _NAME_IN_TEMPLATE.findall(sources)}
         self._date_macro = _date_macro(date) if self.uses_date else ""
-        self._read_fields = _MESSAGE_FIELDS | names
+        self.mentioned, self._read_fields = names, _MESSAGE_FIELDS | names
         self.knows_tool_calls = "tool_calls" in names
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with more options. Raises RecordError where it gets one elsewhere."""
+        if taken := taken_options(self.tokenizer) & options.keys():
+            raise RecordError(f"chat_template_kwargs.{min(taken)}: {TAKEN}")
+        return ChatTemplate(*self._given, self.options | dict(options))
 
     def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """Return the text of the messages; raises ChatError when the template raises."""
@@ -123,16 +122,29 @@ class ChatTemplate:
         return text
 
     @cached_property
+    def option_without_thought(self) -> str:
+        """Return the option that puts an empty thought into the generation prompt, or ""."""
+        for name in ("enable_thinking", "thinking"):
+            if name in self._variables and name not in self.options:
+                prompt = self.with_options({name: False})._rendered_probe("q")
+                if any(prompt.rstrip().endswith(end) for _, end in self.thoughts):
+                    return f"{{{name}: false}}"
+        return ""
+
+    @cached_property
     def takes_one_text(self) -> bool:
         """Whether the template writes a content of text parts as code, or not at all."""
-        parts = [{"type": "text", "text": _NEXT_TEXT}]
-        as_text, as_parts = (self._rendered_probe(content) for content in (_NEXT_TEXT, parts))
-        is_read = _NEXT_TEXT in as_parts and not contains(normalize(as_parts), str(parts))
-        return _NEXT_TEXT in as_text and not is_read
+        parts = [{"type": "text", "text": NEXT_TEXT}]
+        as_text, as_parts = (self._rendered_probe(content) for content in (NEXT_TEXT, parts))
+        is_read = NEXT_TEXT in as_parts and not contains(normalize(as_parts), str(parts))
+        return NEXT_TEXT in as_text and not is_read
 
     def in_its_form(self, message: Message) -> tuple[Message, Note | None]:
         """Return a message with a role and arguments that the template takes, and what changed."""
-        role = message["role"]
+        role, content = message["role"], message.get("content")
+        has_thinking = isinstance(content, list) and any("thinking" in part for part in content)
+        if has_thinking and not self._writes_thinking_parts:
+            message = without_thinking_parts(message)
         if (stand_in := _STAND_INS.get(role)) and not self._writes_role(role):
             return message | {"role": stand_in}, (Outcome.STAND_IN, f"{role}, read as {stand_in}")
         if message.get("tool_calls") and self._takes_arguments_as_text:
@@ -143,8 +155,8 @@ class ChatTemplate:
     def takes_bare_tools(self) -> bool:
         """Whether the template writes a tool that does not stand under `function`."""
         try:
-            tool = {"name": _NEXT_TEXT, "description": "d", "parameters": {"type": "object"}}
-            return _NEXT_TEXT in self.render([{"role": "user", "content": "q"}], [tool], True)
+            tool = {"name": NEXT_TEXT, "description": "d", "parameters": {"type": "object"}}
+            return NEXT_TEXT in self.render([{"role": "user", "content": "q"}], [tool], True)
         except ChatError:
             return False
 
@@ -152,29 +164,36 @@ class ChatTemplate:
     def _writes_role(self, role: str) -> bool:
         """Whether the template writes the text of a message with this role."""
         question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-        probe = {"role": role, "content": _NEXT_TEXT}
+        probe = {"role": role, "content": NEXT_TEXT}
         messages = [question, answer, probe] if _STAND_INS[role] == "tool" else [probe, question]
         try:
-            return _NEXT_TEXT in self.render(messages, None, True)
+            return NEXT_TEXT in self.render(messages, None, True)
         except ChatError:
             return False
 
     @cached_property
+    def _writes_thinking_parts(self) -> bool:
+        """Whether the template writes parts of the type thinking."""
+        parts = [{"type": "thinking", "thinking": NEXT_TEXT}, {"type": "text", "text": "a"}]
+        rendered = self._rendered_probe("q", {"role": "assistant", "content": parts})
+        return NEXT_TEXT in rendered and not contains(normalize(rendered), str(parts))
+
+    @cached_property
     def _takes_arguments_as_text(self) -> bool:
         """Whether the template refuses arguments that are objects, or writes them as code."""
-        arguments = {_NEXT_TEXT: _NEXT_TEXT}
+        arguments = {NEXT_TEXT: NEXT_TEXT}
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         message = {"role": "assistant", "content": "", "tool_calls": [call]}
         as_object, as_text = (
             self._rendered_probe("q", each) for each in (message, with_arguments_as_text(message))
         )
-        is_written = _NEXT_TEXT in as_object and str(arguments) not in as_object
-        return _NEXT_TEXT in as_text and not is_written
+        is_written = NEXT_TEXT in as_object and str(arguments) not in as_object
+        return NEXT_TEXT in as_text and not is_written
 
     @cached_property
     def _role_tokens(self) -> re.Pattern[str] | None:
         """The added tokens in front of turns, but for those that end one or begin every text."""
-        rendered = self._rendered_probe(_NEXT_TEXT) if self.tokenizer.chat_template else ""
+        rendered = self._rendered_probe(NEXT_TEXT) if self.tokenizer.chat_template else ""
         others = set(self._stop_texts)
         bos = self.tokenizer.bos_token
         if bos and rendered.count(bos) == 1:
@@ -189,32 +208,77 @@ class ChatTemplate:
         except ChatError:
             return ""
 
-    def rendered_already(self, record: dict[str, Any]) -> Note | None:
-        """Return a note if a text of the record holds a token with which the template begins turns.
+    @cached_property
+    def thoughts(self) -> list[tuple[str, str]]:
+        """What opens and what closes a thought: commonly, and where the template writes them."""
+        message = {"role": "assistant", "content": "a"} | dict.fromkeys(REASONING_KEYS, NEXT_TEXT)
+        pairs = {"<think>": "</think>"}
+        if found := _AROUND_THOUGHT.search(self._rendered_probe("q", message)):
+            pairs[found[1]] = found[2]
+        return list(pairs.items())
+
+    @cached_property
+    def _takes_thoughts_in(self) -> bool:
+        """Whether a thought in the content is written as one beside it."""
+        message = {"role": "assistant", "content": "a"}
+        beside = message | dict.fromkeys(REASONING_KEYS, NEXT_TEXT)
+        begin, end = self.thoughts[-1]
+        within = message | {"content": f"{begin}\n{NEXT_TEXT}\n{end}\n\na"}
+        texts = (normalize(self._rendered_probe("q", each)) for each in (beside, within))
+        return len({*texts}) == 1
+
+    def without_thought(self, text: str) -> str:
+        """Return an answer without the thought that it begins with."""
+        for begin, end in self.thoughts:
+            if text.lstrip().startswith(begin):
+                return text.partition(end)[2]
+        return text
+
+    def require_closed(self, where: str, text: str) -> None:
+        """Raise ChatError where an answer opens a thought and does not close it."""
+        for begin, end in self.thoughts:
+            if text.lstrip().startswith(begin) and end not in text:
+                raise ChatError(
+                    f"{where} opens {begin} and does not close it: its thought was cut off - leave "
+                    "such records out"
+                )
+
+    def rendered_already(self, record: dict[str, Any]) -> Iterator[Note]:
+        """Yield a note for texts and tools of the record that a template has rendered before.
 
         A rendered text may be meant as it is. In a message, the template would write its own too.
         """
+        messages = [
+            message
+            for name, messages in record.items()
+            if name != "tools" and isinstance(messages, list)
+            for message in messages
+        ]
+        if token := self._token_in(text for text in record.values() if isinstance(text, str)):
+            is_text = "text" in record
+            yield (Outcome.RENDERED_TEXT if is_text else Outcome.RENDERED_PROMPT), token
+        elif token := self._token_in(t for m in messages for t in self._texts_beside_thoughts(m)):
+            yield Outcome.RENDERED_MESSAGE, token
+        answers = [str(m.get("content")) for m in messages if m["role"] in ("tool", *_STAND_INS)]
+        if any("<tool_response>" in text for text in answers):
+            yield Outcome.RENDERED_MESSAGE, "<tool_response>"
+        system = "".join(str(m.get("content")) for m in messages if m["role"] == "system")
+        names = [str(tool_function(tool).get("name")) for tool in record.get("tools") or []]
+        if names and all(f'"{name}"' in system for name in names):
+            yield Outcome.RENDERED_TOOLS, ""
+
+    def _texts_beside_thoughts(self, message: Message) -> Iterator[str]:
+        takes_in = message["role"] == "assistant" and self._takes_thoughts_in
+        for _, text in message_texts(message):
+            if isinstance(text, str):
+                yield self.without_thought(text) if takes_in else text
+
+    def _token_in(self, texts: Iterable[str]) -> str:
+        """Return the first token in these texts with which the template begins turns, or ""."""
         if self._role_tokens is None:
-            return None
-        of_texts = Outcome.RENDERED_TEXT if "text" in record else Outcome.RENDERED_PROMPT
-        for outcome, texts in (
-            (of_texts, [text for text in record.values() if isinstance(text, str)]),
-            (
-                Outcome.RENDERED_MESSAGE,
-                [
-                    text
-                    for name, messages in record.items()
-                    if name != "tools" and isinstance(messages, list)
-                    for message in messages
-                    for _, text in message_texts(message)
-                    if isinstance(text, str)
-                ],
-            ),
-        ):
-            tokens = (found for text in texts if (found := self._role_tokens.search(text)))
-            if token := next(tokens, None):
-                return outcome, token[0]
-        return None
+            return ""
+        found = (found for text in texts if (found := self._role_tokens.search(text)))
+        return next((each[0] for each in found), "")
 
     def unread_fields(self, record: dict[str, Any]) -> list[str]:
         """Return `messages.weight` for every field of a message that no template mentions."""
@@ -226,191 +290,13 @@ class ChatTemplate:
             for key, value in message.items()
             if value is not None and key not in self._read_fields
         }
+        unread = self.unread_options if "chat_template_kwargs" in record else []
+        names |= {
+            f"chat_template_kwargs.{name}"
+            for name in unread
+            if record["chat_template_kwargs"].get(name)
+        }
         return sorted(names)
-
-
-class Conversation:
-    """One conversation, rendered by a template."""
-
-    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
-        self.template, self.messages, self.tools = template, messages, tools
-        self._turns: dict[int, Turn] = {}
-
-    def render(self, messages: list[Message], generation_prompt: bool = False) -> str:
-        return self.template.render(messages, self.tools, generation_prompt)
-
-    def turn(self, i: int) -> Turn:
-        """Return assistant turn i, verified; raises ChatError where it cannot be verified."""
-        if i not in self._turns:
-            self._turns[i] = self._derive_turn(i)
-        return self._turns[i]
-
-    def _derive_turn(self, i: int) -> Turn:
-        if i == 0:
-            raise ChatError(
-                "messages[0] is an assistant turn that nothing prompts - "
-                "put another message before it"
-            )
-        before, through = self.messages[:i], self.messages[: i + 1]
-        prompt, text = self.render(before, True), self.render(through)
-        generated = self._continuation(i - 1, before, prompt, through, text, True)
-        if generated is None:
-            raise ChatError(
-                f"the generation prompt of {self.template.name}, ...{prompt[-32:]!r}, is not in "
-                f"its text of messages[{i}] (assistant) - "
-                "use a template that begins a turn as it prompts for one, or other "
-                "data.template_options",
-                kind="the generation prompt is not in the text",
-            )
-        end = self._end_of_turn(i, text, generated)
-        appended = "" if end else self._missing_stop(i, text)
-        if first_missing(self.messages[i], normalize(generated)):
-            # The turn's text may begin in the prompt: a content that opens <think>, as that does.
-            plain = self.render(before)
-            in_prompt = prompt[len(plain) :] if prompt.startswith(plain) else ""
-            self.require_texts(i, in_prompt + generated)
-        self.require_parts(i, through)
-        generated += appended
-        end = len(prompt) + (end or len(generated))
-        return Turn(i, prompt + generated, len(prompt), end, bool(appended))
-
-    def _continuation(
-        self,
-        i: int,
-        shorter: list[Message],
-        text: str,
-        longer: list[Message],
-        longer_text: str,
-        prompted: bool = False,
-    ) -> str | None:
-        """Return what stands in `longer_text` behind `text`, the renderings of these messages.
-
-        Message i is the last one of `shorter`; `prompted`: `text` ends with a generation prompt.
-        None if the template writes something else behind message i in the longer conversation.
-        """
-        if longer_text.startswith(text):
-            return longer_text[len(text) :]
-        # More messages change how earlier ones are rendered (reasoning is dropped, a system text
-        # moves). At inference the model sees `text`: compare what follows the texts of message i.
-        tail = self._after_message(i, shorter, text, prompted)
-        longer_tail = self._after_message(i, longer, longer_text)
-        if tail is None or longer_tail is None or not longer_tail.startswith(tail):
-            return None
-        return longer_tail[len(tail) :]
-
-    def _after_message(
-        self, i: int, messages: list[Message], text: str, prompted: bool = False
-    ) -> str | None:
-        """Return the part of `text`, the rendering of `messages`, after the texts of message i.
-
-        None where a mark behind them changes the rest of the rendering.
-        """
-        marked = self.render([*messages[:i], with_marks(messages[i]), *messages[i + 1 :]], prompted)
-        is_same = MARK in marked and marked.replace(MARK, "") == text
-        return marked.rpartition(MARK)[2] if is_same else None
-
-    def _end_of_turn(self, i: int, text: str, generated: str) -> int | None:
-        """Return the end in `generated` of the stop token that ends turn i; None if none does."""
-        stop = self.template.stop.search(generated)
-        if stop and not self.template.only_stops.fullmatch(generated, stop.end()):
-            # The message's own text may hold a stop token: look behind it.
-            after = self._after_message(i, self.messages[: i + 1], text)
-            if after is None:
-                raise ChatError(
-                    f"cannot tell where {self.template.name} ends messages[{i}] (assistant): marks "
-                    "in the message change its text - remove template markup from the message"
-                )
-            end = max(0, len(generated) - len(after))
-            found = len(self.template.stop.findall(generated, 0, end))
-            if found > stop_count(self.template.stop, self.messages[i]):
-                raise ChatError(
-                    f"{self.template.name} writes the stop token {stop[0]!r} inside messages[{i}] "
-                    "(assistant), where generation would end - "
-                    "use a template that ends a turn once"
-                )
-            stop = self.template.stop.search(generated, end)
-        return stop.end() if stop else None
-
-    def _missing_stop(self, i: int, text: str) -> str:
-        """Return what a next message adds to `text` through a stop token; the eos if none."""
-        is_last = i + 1 == len(self.messages)
-        probe: Message = {"role": "user"} if is_last else self.messages[i + 1]
-        calls = self.messages[i].get("tool_calls")
-        if calls and is_last:
-            name, call_id = tool_function(calls[0])["name"], calls[0].get("id")
-            probe = {"role": "tool", "name": name, "tool_call_id": call_id}
-        is_parts = isinstance(self.messages[i].get("content"), list)
-        content = [{"type": "text", "text": _NEXT_TEXT}] if is_parts else _NEXT_TEXT
-        through = self.messages[: i + 1]
-        probed = [*through, probe | {"content": content}]
-        try:
-            added = self._continuation(i, through, text, probed, self.render(probed))
-        except ChatError:
-            added = None  # the template refuses the probe
-        head, has_probe, _ = (added or "").partition(_NEXT_TEXT)
-        stop = self.template.stop.search(head) if has_probe else None
-        if stop is None and not is_last:
-            raise ChatError(
-                f"{self.template.name} writes no stop token behind messages[{i}] (assistant) - "
-                "use a template that ends every turn, or data.loss_on=last"
-            )
-        return head[: stop.end()] if stop else self.template.eos_text
-
-    def require_texts(self, i: int, text: str) -> None:
-        """Raise ChatError when `text` lacks a text of message i."""
-        self._refuse_missing(i, first_missing(self.messages[i], normalize(text)))
-
-    def require_parts(self, i: int, messages: list[Message]) -> None:
-        """Raise ChatError when the rendering of `messages` lacks a part of message i.
-
-        Tags in the parts tell a part that is written from one that other text happens to hold.
-        """
-        tagged, parts = with_tags(messages[i])
-        if set(parts.values()) <= {"text"}:
-            return
-        try:
-            text = self.render([*messages[:i], tagged, *messages[i + 1 :]])
-        except ChatError:
-            return  # without tags it was rendered: a template that refuses them has read the parts
-        missing = (part for tag, part in parts.items() if tag not in text)
-        self._refuse_missing(i, next(missing, None))
-
-    def _refuse_missing(self, i: int, missing: str | None) -> None:
-        if missing is not None:
-            known, remedy = "", "remove it from the record, or use a template that writes it"
-            if "tool call" in missing and not self.template.knows_tool_calls:
-                known = ": it knows no tool calls"
-                remedy = "leave such records out, or use a model whose template does"
-            raise ChatError(
-                f"{self.template.name} leaves out the {missing} of messages[{i}] (assistant)"
-                f"{known} - {remedy}"
-            )
-
-    def notes(self, text: str) -> list[Note]:
-        """Return what is unusual about `text`, the rendering of all messages, but exact.
-
-        Raises:
-            ChatError: the template writes contents as code.
-        """
-        normalized, notes = normalize(text), []
-        for i, message in enumerate(self.messages):
-            content, role = message.get("content"), message["role"]
-            if isinstance(content, list) and contains(normalized, str(content)):
-                raise ChatError(
-                    f"{self.template.name} writes a list of text parts as code - "
-                    "give the content of a message as one text"
-                )
-            is_context = role != "assistant" or message is self.messages[0]
-            if is_context and (missing := first_missing(message, normalized)):
-                article = "an" if role == "assistant" else "a"
-                notes.append((Outcome.LEFT_OUT, f"{missing} of {article} {role} message"))
-                if missing == "text" and not holds_a_line(message, normalized):
-                    notes[-1] = Outcome.LOST, f"messages[{i}] ({role})"
-            if role == "assistant" and stop_count(self.template.stop, message):
-                notes.append((Outcome.STOP_IN_TEXT, ""))
-        if any(str(tool_function(tool).get("name")) not in text for tool in self.tools or []):
-            notes.append((Outcome.LEFT_OUT, "tools"))
-        return list(dict.fromkeys(notes))
 
 
 def _date_macro(date: datetime.date) -> str:

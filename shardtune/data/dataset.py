@@ -10,7 +10,6 @@ import re
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import AutoTokenizer
 from shardtune.config import DataConfig
 from shardtune.data.cache import cache_key, cache_root, damaged_files, new_entry
 from shardtune.data.chat_encoder import ChatEncoder, stop_token_ids
+from shardtune.data.chat_template import TAKEN, taken_options
 from shardtune.data.duplicates import RecordHashes, describe_duplicates
 from shardtune.data.hub import hub_problem
 from shardtune.data.model_type import read_config
@@ -152,16 +152,18 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
         tokenizer = AutoTokenizer.from_pretrained(model_path, config=model_config)
         stops = stop_token_ids(tokenizer, model_path, model_config)
         name = f"the chat template of {model_path}"
-        taken = {"messages", *signature(tokenizer.apply_chat_template).parameters}
-        taken |= set(tokenizer.special_tokens_map)
-        if taken := taken.intersection(data.template_options):
-            raise UserError(
-                *(
-                    f"data.template_options.{option}: the template gets this from the records, the "
-                    "tokenizer or the renderer - remove it"
-                    for option in sorted(taken)
-                )
-            )
+        if data.chat_template:
+            name = f"the chat template {data.chat_template}"
+            tokenizer.chat_template = read_chat_template(data.chat_template)
+        given = {"data": data.template_options}
+        given |= {key: source.template_options for key, source in data.train_sources.items()}
+        taken = [
+            f"{key}.template_options.{option}: {TAKEN}"
+            for key, options in given.items()
+            for option in sorted(taken_options(tokenizer) & options.keys())
+        ]
+        if taken:
+            raise UserError(*taken)
         return ChatEncoder(tokenizer, stops, data.loss_on, date, name, data.template_options)
     except UserError:
         raise
@@ -179,6 +181,16 @@ def build_encoder(model_path: str, data: DataConfig, date: datetime.date) -> Cha
         ) from error
 
 
+def read_chat_template(path: str) -> str:
+    """Return the text of `data.chat_template`. Raises UserError where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.chat_template={path} cannot be read ({error}) - name a file with the template"
+        ) from error
+
+
 def find_sources(data: DataConfig) -> dict[str, list[Source]]:
     """Return the sources of each set that `data` names.
 
@@ -187,7 +199,12 @@ def find_sources(data: DataConfig) -> dict[str, list[Source]]:
     """
     found = all_of(*(partial(find_source, key, spec) for key, spec in data.paths.items()))
     train = [
-        replace(source, loss_on=options.loss_on, max_records=options.max_records)
+        replace(
+            source,
+            loss_on=options.loss_on,
+            max_records=options.max_records,
+            template_options=options.template_options,
+        )
         for source, options in zip(found, data.train_sources.values(), strict=False)
     ]
     evaluated = {source.key.removeprefix("data."): [source] for source in found[len(train) :]}
@@ -290,11 +307,18 @@ class _SetWriter:
             f"{self.n_records} records in {self.n_sequences} sequences, {self.n_tokens} tokens, "
             f"{self.n_trained} of them trained"
         )
-        return [f"{self.name}: {line}" for line in (totals, *self.outcomes.lines().values())]
+        return [f"{self.name}: {line}" for line in (totals, *self._outcome_lines().values())]
+
+    def _outcome_lines(self) -> dict[tuple[Outcome, str], str]:
+        """Return the lines of `outcomes`, with a warning where most tokens are context again."""
+        lines, key = self.outcomes.lines(), (Outcome.TURNS_APART, "")
+        if 2 * self.outcomes[*key, "tokens added"] > self.n_tokens:
+            lines[key] = f"WARNING: {lines[key]} - data.loss_on=last trains the last one alone"
+        return lines
 
     def examples(self) -> dict[str, int]:
         """Return the index of the first record of each line about an outcome."""
-        lines = self.outcomes.lines().items()
+        lines = self._outcome_lines().items()
         return {f"{self.name}: {line}": self.first_records[*key, ""] for key, line in lines}
 
 

@@ -49,7 +49,10 @@ def message_texts(message: Message) -> Iterator[tuple[str, Any]]:
     """Yield (description, value) of each text; values in tool-call arguments may be no strings."""
     content = message.get("content")
     for part in content if isinstance(content, list) else [content or ""]:
-        yield "text", part if isinstance(part, str) else part["text"]
+        if not isinstance(part, str) and "thinking" in part:
+            yield "reasoning", part["thinking"]
+        else:
+            yield "text", part if isinstance(part, str) else part["text"]
     yield "reasoning", next((message[key] for key in REASONING_KEYS if message.get(key)), "")
     for call in message.get("tool_calls") or []:
         name = tool_function(call)["name"]
@@ -125,7 +128,15 @@ def with_one_text(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return message | {"content": "".join(part["text"] for part in content)}
+    return message | {"content": "".join(part.get("text", "") for part in content)}
+
+
+def without_thinking_parts(message: Message) -> Message:
+    """Copy a message with its parts of thinking as `reasoning_content` beside the others."""
+    parts = message["content"]
+    thoughts = [part["thinking"] for part in parts if "thinking" in part]
+    texts = [part for part in parts if "thinking" not in part]
+    return message | {"content": texts, "reasoning_content": "\n".join(thoughts)}
 
 
 def with_marks(value: Any, mark: str = MARK, everything: bool = False) -> Any:

@@ -40,6 +40,11 @@ class Outcome(Enum):
         "it, else give the messages as they were before a template rendered them",
         True,
     )
+    RENDERED_TOOLS = (
+        "conversations whose tools stand in the system text, so rendered already, and in tools: "
+        "the chat template writes them twice",
+        True,
+    )
     PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
     MARKED = "answers that their mark {} leaves untrained"
     LEADING_ANSWER = "conversations that begin with the assistant, whose first turn is context"
@@ -51,8 +56,13 @@ class Outcome(Enum):
         "tool calls whose arguments the chat template gets as JSON text: it takes no objects"
     )
     EMPTY_ANSWER = "answers without a text, trained to end at once", True
+    EMPTY_THOUGHT = "answers that train an empty thought{}"
     UNTRAINED = "records without a token to train, dropped", True
     END_APPENDED = "records to which the end token was appended"
+    LONGER_PROMPT = (
+        "records whose answers stand behind the generation prompt of inference, of which the "
+        "template's text leaves out a part: a sequence per turn"
+    )
     TURNS_APART = "records whose earlier turns the template rewrites: a sequence per turn"
     # The detail of these is data.max_length; overflow.py chooses among them.
     CUT_BEHIND_A_TURN = "records longer than data.max_length={}, cut behind the last turn that fits"

@@ -15,7 +15,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,8 @@ class RecordChunk:
     `rows`: JSON texts, or an Arrow table of the read columns; one FileError if the file cannot be
     read from here on. `numbers`: the line (`.jsonl`, `.csv`) or index of each row in the file.
     `n_bytes`: the part of the file that they take. `first_record`: the index of the first row in
-    the set `set_name`, of whose sources `source` is the index. `loss_on`: that of the source, if it
-    has its own.
+    the set `set_name`, of whose sources `source` is the index. `loss_on`, `template_options`:
+    those of the source, if it has its own.
     """
 
     file: str
@@ -65,6 +65,7 @@ class RecordChunk:
     source: int = 0
     first_record: int = 0
     loss_on: str | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text_bytes(self) -> int:

@@ -16,7 +16,7 @@ from shardtune.data.turns import read_turns
 from shardtune.errors import first_few
 
 _SYSTEM = ("system", "system_prompt")  # the same under two names
-_BESIDE_TURNS = ("tools", *_SYSTEM)
+_BESIDE_TURNS = ("tools", "chat_template_kwargs", *_SYSTEM)
 # The fields that make a form, and the fields that may stand beside them.
 _FORMS = {
     ("messages",): _BESIDE_TURNS,
@@ -139,6 +139,9 @@ def check_record(value: Any, roles: Mapping[str, str] = MappingProxyType({})) ->
             _put_before(system, first, "conversations" if "conversations" in form else "messages")
         if present.get("tools", "") != "":  # "" is what some tables write where there are none
             record["tools"] = _parse_tools(present["tools"])
+        if options := present.get("chat_template_kwargs"):
+            require(isinstance(options, dict), "chat_template_kwargs", options, "an object")
+            record["chat_template_kwargs"] = options
     _refuse_unread(form, present, used)
     return CheckedRecord(record, [name for name in present if name not in used], notes)
 
@@ -206,7 +209,7 @@ def _put_before(system: str, messages: list[Message], name: str) -> None:
 
 def _refuse_unread(form: Sequence[str], present: Mapping[str, Any], used: set[str]) -> None:
     """Raise RecordError where a field holds what other tools would read, and nothing here does."""
-    read_elsewhere = ("history", *_BESIDE_TURNS)
+    read_elsewhere = ("history", "tools", *_SYSTEM)
     lost = [
         name
         for name in read_elsewhere

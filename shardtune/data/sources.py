@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow
 import xxhash
@@ -39,6 +40,7 @@ class Source:
     look like files of records. `dataset`:
     a dataset of the hub or one that was saved, in these files. `loss_on`: in place of
     `data.loss_on`. `max_records`: only so many are read. `columns`: `data.columns`.
+    `template_options`: over those of `data`.
     """
 
     key: str
@@ -48,6 +50,7 @@ class Source:
     dataset: datasets.Dataset | None = None
     loss_on: str | None = None
     max_records: int | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
@@ -79,6 +82,7 @@ class Source:
         split = f"{self.dataset.split} {len(self.dataset)}" if self.dataset is not None else ""
         names = [file.name for file in self.files] if self.is_joined else []
         options = f"{split} {self.loss_on} {self.max_records} {names} {self.ignored}"
+        options += json.dumps(self.template_options, sort_keys=True)
         total = xxhash.xxh3_128(options.encode())
         for file in self.files:
             try:
@@ -200,6 +204,7 @@ def read_records(sets: Mapping[str, Sequence[Source]]) -> Iterator[RecordChunk]:
                     source=i,
                     first_record=first_record,
                     loss_on=source.loss_on,
+                    template_options=source.template_options,
                 )
                 first_record += len(chunk.numbers)
 

@@ -57,8 +57,8 @@ class SetChunk:
             self.outcomes.add(Outcome.UNTRAINED)
             return
         self.outcomes.add(Outcome.END_APPENDED, records=int(encoded.appended_stop))
-        if len(encoded.sequences) > 1:
-            self.outcomes.add(Outcome.TURNS_APART, tokens_added=encoded.added_tokens)
+        if encoded.apart:
+            self.outcomes.add(encoded.apart, tokens_added=encoded.added_tokens)
         rows = cut_to_rows(encoded, data, self.outcomes)
         self.sequences += [(tokens, trained, record) for tokens, trained in rows]
         if rows:
@@ -95,7 +95,6 @@ class ChunkTokenizer:
             chunk.set_name, chunk.source, chunk.file, len(chunk.numbers), chunk.n_bytes
         )
         result.sets[chunk.set_name] = SetChunk()
-        encoder = self.encoder.with_loss_on(chunk.loss_on or self.data.loss_on)
         columns = self.data.field_names
         if columns:
             result.fields.update(chunk.unread_columns)
@@ -108,15 +107,16 @@ class ChunkTokenizer:
                 tag = media_tag(record, [*unread_names, *chunk.unread_columns])
                 set_name = "eval" if self.is_held_out(record) else chunk.set_name
                 sequences = result.sets.setdefault(set_name, SetChunk())
+                encoder = self.encoder_of(chunk, record)
                 encoded = encode_to_fit(encoder, record, self.data)
                 for outcome, detail in notes:
                     sequences.outcomes.add(outcome, detail)
                 if tag:
                     sequences.outcomes.add(Outcome.MEDIA_TAG, tag)
-                if note := self.encoder.template.rendered_already(record):
+                for note in encoder.template.rendered_already(record):
                     sequences.outcomes.add(*note)
                 sequences.add(chunk.first_record + i, encoded, self.data)
-                for name in (*unread_names, *self.encoder.template.unread_fields(record)):
+                for name in (*unread_names, *encoder.template.unread_fields(record)):
                     sequences.outcomes.add(unread_outcome(name), name)
                 for key in sequences.outcomes.keys() - sequences.first_records.keys():
                     if sequences.outcomes[key]:
@@ -130,6 +130,11 @@ class ChunkTokenizer:
             own.outcomes.add(unread_outcome(name), name, len(chunk.numbers))
             own.first_records[unread_outcome(name), name, ""] = chunk.first_record
         return result
+
+    def encoder_of(self, chunk: RecordChunk, record: dict[str, Any]) -> ChatEncoder:
+        """Return the encoder by the settings of the record's source and its own options."""
+        options = {**chunk.template_options, **record.get("chat_template_kwargs", {})}
+        return self.encoder.variant(chunk.loss_on or self.data.loss_on, options)
 
     def is_held_out(self, record: dict[str, Any]) -> bool:
         """Whether a record of data.train goes to evaluation: a hash of its used fields decides."""

@@ -169,6 +169,12 @@ def _read_message(where: str, message: Message) -> None:
                 f"{where}.content has a part of type {kind}, and only text is trained - "
                 "leave such records out"
             )
+        if kind == "thinking" and isinstance(part.get("thinking"), str):
+            if texts:
+                raise RecordError(
+                    f"{where} has a part thinking and {min(texts)} - keep one of them"
+                )
+            continue
         is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
         remedy = 'a string, or parts as {"type": "text", "text": "..."}'
         if not is_text and isinstance(part, dict) and isinstance(part.get("value"), str):

@@ -211,7 +211,7 @@ def _conversation(
     is_held_out: bool,
 ) -> Conversation:
     data = tokenizer.data
-    encoder = tokenizer.encoder.with_loss_on(chunk.loss_on or data.loss_on)
+    encoder = tokenizer.encoder_of(chunk, record)
     encoded = encode_to_fit(encoder, record, data)
     counted = SetChunk()
     counted.add(index, encoded, data)

@@ -26,7 +26,7 @@ from shardtune.checkpoint.run_dir import open_run_dir
 from shardtune.config import Config, TrainConfig
 from shardtune.config_io import changed_keys, remarks, shared_settings, to_dict
 from shardtune.data import dataset
-from shardtune.data.dataset import PreparedData
+from shardtune.data.dataset import PreparedData, read_chat_template
 from shardtune.data.schedule import Cost, Position, Schedule, source_weights
 from shardtune.distributed.join import describe
 from shardtune.distributed.older_torch import untried_versions
@@ -134,7 +134,7 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
     revision = world.on_local_rank0(lambda: fetch_weights(config.model, require_index))
     what = f"the hub's revision of model.path={config.model.path}"
     _require_same({what: revision}, "fetch one revision, or name a directory", world)
-    assets = world.run_on_all_ranks(lambda: model_assets(_folder_of(config.model.path)))
+    assets = world.run_on_all_ranks(lambda: _read_assets(config))
     folder = _folder_of(config.model.path)
     for note in filter(None, (describe_type(folder, model_config), describe_quantised(folder))):
         logger.info(note)
@@ -151,6 +151,14 @@ def read_model_files(run: Run) -> tuple[PretrainedConfig, dict[str, bytes]]:
         assets[SOURCE] = json.dumps(source).encode()
         world.on_rank0(lambda: require_exportable(assets, folder))
     return model_config, assets
+
+
+def _read_assets(config: Config) -> dict[str, bytes]:
+    """Return the files beside the weights; `data.chat_template` in place of the model's."""
+    assets = model_assets(_folder_of(config.model.path))
+    if config.data.chat_template:
+        assets["chat_template.jinja"] = read_chat_template(config.data.chat_template).encode()
+    return assets
 
 
 def _read_trainable(config: Config, world: World) -> PretrainedConfig:

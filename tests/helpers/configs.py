@@ -15,7 +15,8 @@ DEFAULTS: dict[str, dict[str, Any]] = yaml.safe_load("""
 run: {dir: runs/small, seed: 1234, resume: auto, ignore_plan: false}
 model: {path: m, init: pretrained, master_dtype: float32, compute_dtype: auto,
   reduce_dtype: float32, activation_checkpointing: none, attention: auto, compile: auto}
-data: {train: d.jsonl, eval: null, columns: null, roles: {}, template_options: {},
+data: {train: d.jsonl, eval: null, columns: null, roles: {}, chat_template: null,
+  template_options: {},
   eval_fraction: 0.0, max_length: 4096, overflow: turns, loss_on: assistant, on_broken: error,
   packing: true}
 parallel: {stages: 1, replicate: 1, context: 1, expert: 1}

@@ -7,7 +7,7 @@ import datetime
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,9 @@ TEMPLATE = (
 )
 
 
-def save_model(folder: Path, template: str | None = TEMPLATE) -> Path:
+def save_model(
+    folder: Path, template: str | None = TEMPLATE, eos: str = "<|im_end|>", more: Sequence[str] = ()
+) -> Path:
     """A tokenizer and a configuration as a model's directory holds them, without weights."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +51,8 @@ def save_model(folder: Path, template: str | None = TEMPLATE) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(["hello world how are you user assistant system"] * 9, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
+    fast.add_tokens([*more], special_tokens=True)
     fast.chat_template = template
     fast.save_pretrained(folder)
     LlamaConfig(vocab_size=len(fast), eos_token_id=fast.eos_token_id).save_pretrained(folder)

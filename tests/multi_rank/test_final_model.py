@@ -94,17 +94,20 @@ def test_a_run_that_learns_nothing_exports_its_source(
         assert {key: new.get(key) for key in old} == old, file
 
 
-def test_a_link_out_of_the_models_folder_is_not_exported(
+def test_an_export_has_the_named_template_and_no_link_out_of_the_folder(
     folder: Path, models: dict[str, Path]
 ) -> None:
-    """Whoever made the folder might have meant a secret of whoever publishes the model."""
+    """Whoever linked might have meant a secret of whoever publishes the model."""
+    (folder / "own.jinja").write_text(TEMPLATE.replace("T", "t") + " ", encoding="utf-8")
     source = Path(shutil.copytree(models["llama"], folder / "source"))
     (folder / "secret").write_text("a secret", encoding="utf-8")
     (source / "tokenizer_notes.txt").symlink_to(folder / "secret")
     (source / "vocab.txt").symlink_to(source / "tokenizer.json")
     out = folder / "runs/config/model"
-    done = train(1, *STILL, f"model.path={source}", "export.final=true", cwd=folder)
+    given = [f"model.path={source}", "export.final=true", "data.chat_template=own.jinja"]
+    done = train(1, *STILL, *given, cwd=folder)
     assert done.returncode == 0, done.stderr
+    assert (out / "chat_template.jinja").read_bytes() == (folder / "own.jinja").read_bytes()
     assert f"{source}/tokenizer_notes.txt leads out of its folder" in done.stdout + done.stderr
     assert (out / "vocab.txt").is_file() and not (out / "tokenizer_notes.txt").exists()
     assert not [*folder.glob("runs/**/tokenizer_notes.txt")]

@@ -5,6 +5,7 @@ generation prompt ends and which text a turn is.
 """
 
 import datetime
+import json
 import os
 import re
 from dataclasses import dataclass, replace
@@ -62,6 +63,7 @@ class Row:
     one_sequence: str = "multi tools reasons"
     appended: bool = False
     parts: bool = False  # contents are lists of parts
+    takes_text: bool = False  # as the arguments of tool calls
     left_out: tuple[str, ...] = ()  # what stands in no text of the case tools, which is said
 
 
@@ -159,7 +161,7 @@ ROWS = {
         COHERE, prompt="<|START_RESPONSE|>", plain="{c}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
     ),
     "deepseek_r1_distill": DEEPSEEK,
-    "deepseekv3": replace(DEEPSEEK, left_out=()),
+    "deepseekv3": replace(DEEPSEEK, left_out=(), takes_text=True),
     "diffusion_gemma": replace(GEMMA4_THINKING, after_tool="<|turn>model\n{c}<turn|>"),
     "gemma": GEMMA,
     "gemma3": replace(GEMMA, system=""),
@@ -344,9 +346,14 @@ def check_accepted(encoder: ChatEncoder, case: str, row: Row, turns: list[str]) 
             case == "tools" and "the text of a tool message" in row.left_out
         )
         if not encoder.template.uses_date:  # what transformers gives to generate()
-            prompt = tokenizer.apply_chat_template(
-                messages[:i], tools=tools, add_generation_prompt=True
-            )
+            given = messages[:i]
+            if row.takes_text:
+                given = json.loads(json.dumps(given))
+                for message in given:
+                    for call in message.get("tool_calls", []):
+                        function = call["function"]
+                        function["arguments"] = json.dumps(function["arguments"])
+            prompt = tokenizer.apply_chat_template(given, tools=tools, add_generation_prompt=True)
             assert sequence.input_ids[:first] == prompt["input_ids"]
 
 

@@ -89,8 +89,16 @@ ACCEPTED = [
                 "name": None,
                 "loss_on": None,
                 "max_records": None,
+                "template_options": {},
             },
-            {"path": "y", "weight": 1.0, "name": "z", "loss_on": "all", "max_records": 1000},
+            {
+                "path": "y",
+                "weight": 1.0,
+                "name": "z",
+                "loss_on": "all",
+                "max_records": 1000,
+                "template_options": {},
+            },
         ],
     ),
     ("data.eval", "{held-out: a, q.a_2: b}", {"held-out": "a", "q.a_2": "b"}),
@@ -133,6 +141,10 @@ NOT_ALLOWED = {
         "0.9 [0.9] [0.9,1] [0.9,0.9,0.9] [a,b] [[0],[0]] null",
     ),
     "data.template_options": ("a mapping", "3 [a] null"),
+    "data.chat_template": (
+        "text that is not empty (in quotes where YAML would read a number) or null",
+        "3 [a]",
+    ),
     "data.roles": ("a mapping", "3 [a] null {a: b}"),
     "data.columns": ("a mapping or null", "3 [a] text"),
     "data.packing": ("true or false", "yes off 1 null"),
@@ -141,7 +153,8 @@ NOT_ALLOWED = {
         "[] [1] [''] null",
     ),
     "data.train": (
-        f"{TEXT} or a list of values, each a mapping with path, weight, name, loss_on, max_records",
+        f"{TEXT} or a list of values, each a mapping with path, weight, name, loss_on, "
+        "max_records, template_options",
         "null 123 1e5 true '' [] {a:}",
     ),
     "data.eval": (
@@ -174,7 +187,7 @@ def test_every_problem_of_a_list_of_sources_is_named(tmp_path: Path) -> None:
         "[{path: x/a.jsonl, weight: -1}, {path: a.json}, b.jsonl, {name: d}, "
         "{path: c, wieght: 2, max_records: 0, loss_on: some, name: '', 1: 2}]"
     )
-    known = "path, weight, name, loss_on, max_records"
+    known = "path, weight, name, loss_on, max_records, template_options"
     assert [
         line.replace(" (command line)", "") for line in problems(tmp_path, f"data.train={sources}")
     ] == [

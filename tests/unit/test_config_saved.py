@@ -72,6 +72,10 @@ def test_a_configuration_saved_by_another_version_is_compared_by_its_keys(tmp_pa
     assert changed_keys(saved, load(tmp_path)) == []
     del saved["optimizer"]["betas"], saved["train"]["epochs"], saved["logging"]
     saved["model"]["gone"] = 1
+    sources = load(tmp_path, "data.train=[{path: a}]")
+    older = to_dict(sources)
+    del older["data"]["train"][0]["template_options"]
+    assert changed_keys(older, sources) == []
     assert sorted(changed_keys(saved, current)) == [
         ("lora.targets", "all-linear", ["q"]),
         ("model.gone", 1, None),
