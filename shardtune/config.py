@@ -139,6 +139,11 @@ RecordField = Literal[
     "kto_tag",
     "role",
     "chat_template_kwargs",
+    "input_ids",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
     "messages.role",
     "messages.content",
 ]

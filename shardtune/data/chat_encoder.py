@@ -158,6 +158,7 @@ class ChatEncoder:
         )
         self._variants: dict[str, ChatEncoder] = {}
         self._added_ids = set(tokenizer.get_added_vocab().values())
+        self._largest_id = max(tokenizer.get_vocab().values())
         plain, full = self._tokenize("a")[0], tokenizer("a")["input_ids"]
         self._bos_ids: list[int] = next(
             (full[:k] for k in range(len(full)) if full[k : k + len(plain)] == plain), []
@@ -187,6 +188,8 @@ class ChatEncoder:
             RecordError: the record cannot be encoded exactly.
             UserError: it has messages and the tokenizer has no chat template.
         """
+        if "input_ids" in record:
+            return self.encode_tokens(record["input_ids"], record.get("loss_mask"))
         if "text" in record:
             return self.encode_text(record["text"])
         tools = record.get("tools")
@@ -331,6 +334,26 @@ class ChatEncoder:
         trained = [self.loss_on == "all"] * len(prompt_ids) + [True] * (len(ids) - length)
         encoded = self._with_stop(prompt_ids + ids[length:], trained, len(prompt_ids))
         return encoded if completion.strip() else replace(encoded, notes=(_EMPTY,))
+
+    def encode_tokens(self, ids: Sequence[int], loss_mask: Sequence[bool] | None) -> EncodedRecord:
+        """Encode tokens as they are; those of `loss_mask` are trained, or all with `loss_on=all`.
+
+        Raises:
+            ChatError: nothing says which are trained, or the tokenizer has no such token.
+        """
+        if loss_mask is None and self.loss_on != "all":
+            raise ChatError(
+                "has input_ids without labels or loss_mask, which say what is trained - add one of "
+                "them, or write data.loss_on=all (for one source of several its loss_on: all) to "
+                "train every token"
+            )
+        if (largest := max(ids)) > self._largest_id:
+            raise ChatError(
+                f"has the token {largest}, and the largest one of the tokenizer is "
+                f"{self._largest_id} - use the tokenizer that wrote the data"
+            )
+        trained = loss_mask or [True] * len(ids)
+        return EncodedRecord([EncodedSequence([*ids], [False, *trained[1:]])])
 
     def encode_text(self, text: str) -> EncodedRecord:
         """Encode a plain text, all trained, with the tokenizer's BOS and an eos, each once."""

@@ -47,6 +47,7 @@ class Outcome(Enum):
     )
     PARTS_JOINED = "records whose text parts are joined: the chat template takes one text"
     MARKED = "answers that their mark {} leaves untrained"
+    PADDING_CUT = "rows of tokens whose padding is cut off, where their attention_mask is 0"
     LEADING_ANSWER = "conversations that begin with the assistant, whose first turn is context"
     LEFT_OUT = "the chat template leaves out the {}"
     LOST = "the chat template leaves out the whole text of {}", True

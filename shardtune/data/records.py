@@ -12,6 +12,7 @@ from shardtune.config import RECORD_FIELDS, DataConfig
 from shardtune.data.messages import Message, is_media
 from shardtune.data.outcomes import Note, Outcome, shown_name
 from shardtune.data.record_error import FileError, RecordError, require
+from shardtune.data.token_rows import BESIDE_TOKENS, TRAINED_TOKENS, read_token_row
 from shardtune.data.turns import read_turns
 from shardtune.errors import first_few
 
@@ -24,7 +25,10 @@ _FORMS = {
     ("prompt", "completion"): _BESIDE_TURNS,  # where either has messages
     ("instruction", "output"): ("input", "history", *_BESIDE_TURNS),
     ("text",): (),
+    ("input_ids",): BESIDE_TOKENS,
 }
+# Other names of loss_mask.
+_TOKEN_MASKS = ("assistant_masks", "assistant_mask", "completion_mask", "response_mask")
 # What says whether an answer is a good one, where data has both (KTO).
 _LABELS = ("label", "kto_tag")
 _FOREIGN_FORMS = {
@@ -44,8 +48,8 @@ _MEDIA_TAG = re.compile(r"<(image|video|audio)>")
 class CheckedRecord(NamedTuple):
     """The used fields of a record, the names of its others, and what is unusual about it.
 
-    The used fields are `messages`, or `prompt` and `completion`, or `text`; and `tools`, as a
-    list, if there are messages.
+    The used fields are `messages`, or `prompt` and `completion`, or `text`, or `input_ids` and
+    perhaps `loss_mask`; and `tools`, as a list, if there are messages.
     """
 
     record: dict[str, Any]
@@ -119,9 +123,10 @@ def check_record(value: Any, roles: Mapping[str, str] = MappingProxyType({})) ->
     forms = forms_of(present)
     if len(forms) > 1:
         names = " or as ".join(" and ".join(form) for form in forms)
+        other = forms[0][0] if "input_ids" in forms[-1] else forms[-1][-1]
         raise RecordError(
             f"can be read as {names} - say which of these fields not to read, "
-            f"such as data.columns={{{forms[-1][-1]}: null}}"
+            f"such as data.columns={{{other}: null}}"
         )
     (form,) = forms
     notes = [(Outcome.FOREIGN_FORM, foreign)] if (foreign := _FOREIGN_FORMS.get(form)) else []
@@ -129,7 +134,7 @@ def check_record(value: Any, roles: Mapping[str, str] = MappingProxyType({})) ->
         notes.append((Outcome.FOREIGN_FORM, _JSON_MESSAGES))
     record = _read_form(form, present, roles, notes)
     has_messages = any(isinstance(field, list) for field in record.values())
-    used = {*form, *(_FORMS[form] if has_messages else ())}
+    used = {*form, *(_FORMS[form] if has_messages or "prompt" not in form else ())}
     if "text" not in form:
         _require_good(present)
         used.update(name for name in _LABELS if str(present.get(name)).lower() == "true")
@@ -142,7 +147,8 @@ def check_record(value: Any, roles: Mapping[str, str] = MappingProxyType({})) ->
         if options := present.get("chat_template_kwargs"):
             require(isinstance(options, dict), "chat_template_kwargs", options, "an object")
             record["chat_template_kwargs"] = options
-    _refuse_unread(form, present, used)
+    if "input_ids" not in form:  # whose tokens hold all
+        _refuse_unread(form, present, used)
     return CheckedRecord(record, [name for name in present if name not in used], notes)
 
 
@@ -152,6 +158,11 @@ def _read_form(
     """Return the used fields of a form, with conversations as `messages`."""
     if "instruction" in form:
         return {"messages": _from_alpaca(present)}
+    if "input_ids" in form:
+        read = ("input_ids", *BESIDE_TOKENS)
+        row, more = read_token_row({n: _parse_turns(n, present[n]) for n in read if n in present})
+        notes += more
+        return row
     texts_or_turns = {name: present[name] for name in form}
     if isinstance(present.get("prompt"), list) and isinstance(present.get("completion"), str):
         texts_or_turns["completion"] = [{"role": "assistant", "content": present["completion"]}]
@@ -209,7 +220,7 @@ def _put_before(system: str, messages: list[Message], name: str) -> None:
 
 def _refuse_unread(form: Sequence[str], present: Mapping[str, Any], used: set[str]) -> None:
     """Raise RecordError where a field holds what other tools would read, and nothing here does."""
-    read_elsewhere = ("history", "tools", *_SYSTEM)
+    read_elsewhere = ("history", "tools", "loss_mask", *_SYSTEM)
     lost = [
         name
         for name in read_elsewhere
@@ -217,7 +228,11 @@ def _refuse_unread(form: Sequence[str], present: Mapping[str, Any], used: set[st
     ]
     if lost:
         chat = "data.columns={instruction: prompt, output: completion}"
-        as_chat = f'"{chat}" to read it in a chat, or ' if "prompt" in form else ""
+        as_chat = (
+            f'"{chat}" to read it in a chat, or '
+            if "prompt" in form and lost[0] != "loss_mask"
+            else ""
+        )
         fields = " and ".join(form)
         raise RecordError(
             f"has {lost[0]} beside {fields}, which do not use it - write {as_chat}"
@@ -237,7 +252,15 @@ def forms_of(present: Mapping[str, Any]) -> list[tuple[str, ...]]:
     Raises:
         RecordError: there is none.
     """
-    if forms := [form for form in _FORMS if present.keys() >= set(form)]:
+    forms = [form for form in _FORMS if present.keys() >= set(form)]
+    is_marked = any(name in present for name in TRAINED_TOKENS)
+    if len(forms) > 1 and not is_marked:  # tokens that libraries keep beside their text
+        forms = [form for form in forms if form != ("input_ids",)]
+    mask = next((name for name in _TOKEN_MASKS if name in present), "")
+    if mask and forms == [("input_ids",)] and not is_marked:
+        columns = f'"data.columns={{loss_mask: {mask}}}"'
+        raise RecordError(f"has {mask} beside input_ids - write {columns} to train by it")
+    if forms:
         return forms
     names = ", or ".join(" and ".join(form) for form in _FORMS)
     remedy = _columns_for(present) or f"write {names}, or name the data's fields in data.columns"

@@ -291,6 +291,8 @@ def _reason(
     is_one_of_many: bool,
 ) -> str:
     """Say why the tokens from `begin` to the next trained one are not trained."""
+    if "loss_mask" in record:
+        return "the data's labels or loss_mask leave it out, or nothing predicts it, as the first"
     messages = _messages(record)
     following = next((turn for turn in sequence.turns if turn.begin >= max(begin, 1)), None)
     before = [turn for turn in sequence.turns if turn.end <= begin]

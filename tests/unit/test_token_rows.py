@@ -1,0 +1,251 @@
+"""Rows that are tokens already: trained as they are, or refused by name."""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from datasets import Dataset
+from helpers.data_run import Run, chat, problems_of, save_model, write
+
+from shardtune.__main__ import run as run_command
+
+ROW = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, -100, 9]}
+TRAINED = [False, False, True, False, True]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def rows(run: Run, name: str = "train") -> list[tuple[list[int], list[bool]]]:
+    data = run.prepared.sets[name]
+    return [
+        (ids.tolist(), trained.tolist()) for ids, trained in map(data.__getitem__, range(len(data)))
+    ]
+
+
+ALIKE: list[dict[str, Any]] = [
+    {},
+    {"labels": None, "loss_mask": [0, 0, 1, 0, 1]},
+    {"labels": None, "loss_mask": [True, False, True, False, True]},
+    {"labels": None, "loss_mask": [0.0, 0.0, 1.0, 0.0, 1.0]},
+    {"labels": [5, -100, 7, -100, 9]},
+    {"loss_mask": [1, 0, 1, 0, 1]},
+    {"attention_mask": [1] * 5, "position_ids": [0, 1, 2, 3, 4]},
+    {"system": "s", "tools": [{"name": "f"}], "token_type_ids": [0] * 5},
+]
+
+
+@pytest.mark.parametrize("more", ALIKE, ids=str)
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved", "csv"])
+def test_tokens_are_trained_as_they_are(
+    form: str, more: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    record = {name: value for name, value in {**ROW, **more}.items() if value is not None}
+    data = tmp_path / f"a.{form}"
+    if form == "jsonl":
+        write(data, [record])
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pylist([record]), data)
+    elif form == "saved":
+        Dataset.from_list([record]).save_to_disk(data)
+    else:
+        with data.open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerows([record.keys(), [json.dumps(value) for value in record.values()]])
+    run = Run(model, data)
+    assert rows(run) == [(ROW["input_ids"], TRAINED)]
+    assert len(run.prepared.lines) == 1 + len({"system", "tools", "token_type_ids"} & record.keys())
+
+
+@pytest.mark.parametrize(("before", "behind"), [(0, 3), (2, 0), (2, 1)])
+def test_padding_is_cut_off(before: int, behind: int, model: Path, tmp_path: Path) -> None:
+    padded = {
+        "input_ids": [0] * before + ROW["input_ids"] + [0] * behind,
+        "labels": [0] * before + ROW["labels"] + [0] * behind,
+        "attention_mask": [0] * before + [1] * 5 + [0] * behind,
+    }
+    beyond = padded | {"input_ids": [9**9] * before + ROW["input_ids"] + [-1] * behind}
+    positions = [1] * before + [0, 1, 2, 3, 4] + [1] * behind
+    records = [padded, beyond, padded | {"position_ids": positions}]
+    records.append(padded | {"position_ids": [*range(len(positions))]})
+    run = Run(model, write(tmp_path / "a.jsonl", records))
+    assert rows(run) == [(ROW["input_ids"], TRAINED)] * 4
+    said = "data.train: rows of tokens whose padding is cut off, where their attention_mask is 0: 4"
+    assert said in run.prepared.lines
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"labels": [-100, -100, 8, -100, 9]}, "labels[2] is 8 - write -100, or where it is trained"),
+    ({"labels": [6, 7, 8, 9, -100]}, "labels[0] is 6 - write -100"),  # shifted
+    ({"labels": [-100, -100, 7, -1, 9]}, "labels[3] is -1 - write -100"),
+    ({"labels": [-100, -100, 7.0, -100, 9]}, "labels[2] is 7.0 - write -100"),
+    (
+        {"labels": [-100, -100, 7, -100]},
+        "labels has 4 values, and input_ids 5 - write one for each",
+    ),
+    ({"labels": "no"}, "labels is 'no' - write a list"),
+    ({"loss_mask": [0, 0, 1, 0]}, "loss_mask has 4 values, and input_ids 5"),
+    ({"loss_mask": [0, 0, 1, 1, 1]}, "labels and loss_mask contradict each other - keep one"),
+    ({"loss_mask": [0, 0, 0.5, 0, 1]}, "loss_mask[2] is 0.5 - write 1 where"),
+    ({"loss_mask": [0, 0, None, 0, 1]}, "loss_mask[2] is null - write 1 where"),
+    ({"attention_mask": [1, 1, 1, 0, 1]}, "attention_mask[3] is 0 - write 1, or 0 for padding"),
+    ({"attention_mask": [1, 1, 1, 1, 2]}, "attention_mask[4] is 2 - write 1, or 0 for padding"),
+    ({"attention_mask": [0] * 5}, "attention_mask is [0, 0, 0, 0, 0] - write 1 where there is"),
+    ({"attention_mask": [1]}, "attention_mask has 1 values, and input_ids 5"),
+    ({"position_ids": [0, 1, 2, 0, 1]}, "position_ids[3] is 0 - write 0, 1, 2, ..., with a record"),
+    ({"position_ids": [1, 2, 3, 4, 5]}, "position_ids[0] is 1 - write 0, 1, 2, ..., with a record"),
+    ({"input_ids": [5, 6, -7, 8, 9]}, "input_ids[2] is -7 - write the id of a token, an integer"),
+    ({"input_ids": [5, 6, True, 8, 9]}, "input_ids[2] is true - write the id of a token"),
+    ({"input_ids": [5, 6, 7, 8.5, 9]}, "input_ids[3] is 8.5 - write the id of a token"),
+    ({"input_ids": [[5, 6, 7, 8, 9]]}, "labels has 5 values, and input_ids 1"),
+    ({"input_ids": []}, "input_ids is [] - write a list"),
+    ({"input_ids": 5}, "input_ids is 5 - write a list"),
+    (
+        {"input_ids": [300] * 5, "labels": [300] * 5},
+        "has the token 300, and the largest one of the",
+    ),
+    (
+        {"labels": None},
+        "has input_ids without labels or loss_mask, which say what is trained - add one of them, "
+        "or write data.loss_on=all",
+    ),
+    (
+        {"labels": None, "assistant_masks": [0, 0, 1, 0, 1]},
+        'has assistant_masks beside input_ids - write "data.columns={loss_mask: assistant_masks}"',
+    ),
+    (
+        chat("q"),
+        "can be read as messages or as input_ids - say which of these fields not to read, ",
+    ),
+    ({**chat("q"), "input_ids": None, "loss_mask": [0, 1]}, "has loss_mask beside messages, which"),
+]
+
+
+@pytest.mark.parametrize(("more", "problem"), REFUSED, ids=str)
+def test_what_contradicts_is_refused_by_name(
+    more: dict[str, Any], problem: str, model: Path, tmp_path: Path
+) -> None:
+    record = {name: value for name, value in {**ROW, **more}.items() if value is not None}
+    said, _ = problems_of(model, write(tmp_path / "a.jsonl", [record] * 3))
+    assert said.partition(": ")[2].startswith(problem) and said.endswith("(and 2 more like it)")
+    if columns := re.search(r"data\.columns=(\{.*?\})", said):
+        Run(model, tmp_path / "a.jsonl", columns=yaml.safe_load(columns[1]))
+
+
+def test_a_table_of_tokens_is_refused_as_lines_are(model: Path, tmp_path: Path) -> None:
+    alone = {"input_ids": ROW["input_ids"]}
+    for more in ({}, {"completion_mask": [0, 0, 1, 0, 1]}):
+        pq.write_table(pa.Table.from_pylist([alone | more]), tmp_path / "a.parquet")
+        (in_table, *_), (in_line, *_) = (
+            problems_of(model, data)
+            for data in (tmp_path / "a.parquet", write(tmp_path / "a.jsonl", [alone | more]))
+        )
+        assert in_table.partition(": ")[2] == in_line.partition(": ")[2]
+    columns = {"loss_mask": "completion_mask"}
+    assert rows(Run(model, tmp_path / "a.parquet", columns=columns)) == [
+        (ROW["input_ids"], TRAINED)
+    ]
+
+
+def test_loss_on_all_trains_ids_without_labels(model: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7]}, ROW])
+    alone = ([5, 6, 7], [False, True, True])
+    assert rows(Run(model, file, loss_on="all")) == [alone, (ROW["input_ids"], TRAINED)]
+    chats = write(tmp_path / "chats.jsonl", [chat("q")])
+    sources = [{"path": str(file), "loss_on": "all"}, {"path": str(chats)}]
+    run = Run(model, sources)
+    assert rows(run)[0] == alone and run.texts()[-1][1] == "fine<|im_end|>"
+
+
+def test_texts_keep_the_ids_that_libraries_put_beside_them(model: Path, tmp_path: Path) -> None:
+    record = {"text": "hello", "input_ids": [5, 6], "attention_mask": [1, 1]}
+    run = Run(model, write(tmp_path / "a.jsonl", [record]))
+    assert run.texts()[0][0] == "hello<|im_end|>"
+    assert (
+        "data.train: records with the field input_ids, which nothing reads: 1" in run.prepared.lines
+    )
+
+
+def test_tokens_are_the_same_as_the_chat_that_they_are_of(model: Path, tmp_path: Path) -> None:
+    """Held out, cut, counted and packed alike."""
+    chats = [chat(f"how {i}", "fine " * (1 + i % 7)) for i in range(40)]
+    plain = Run(model, write(tmp_path / "chats.jsonl", [*chats, chats[3]]))
+    tokens = [
+        {"input_ids": ids, "loss_mask": [*map(int, trained)], "id": i}
+        for i, (ids, trained) in enumerate(rows(plain))
+    ]
+    file = write(tmp_path / "a.jsonl", tokens)
+    run = Run(model, file)
+    assert run.prepared.key == plain.prepared.key
+    assert any("exact repetitions of an earlier record: 1 of 41" in x for x in run.prepared.lines)
+    assert len(rows(Run(model, [{"path": str(file), "max_records": 7}]))) == 7
+    held = Run(model, file, eval_fraction=0.3)
+    n_held = len(held.prepared.sets["eval"])
+    assert 0 < n_held < 30 and n_held + len(held.prepared.train) == 41
+    assert rows(Run(model, file, eval_fraction=0.3), "eval") == rows(held, "eval")
+    shuffled = Run(model, write(tmp_path / "b.jsonl", tokens[::-1]), eval_fraction=0.3)
+    assert rows(shuffled, "eval") == rows(held, "eval")[::-1]
+    assert (
+        Run(model, file, eval=str(file)).prepared.eval[""].lengths.sum()
+        == run.prepared.train.lengths.sum()
+    )
+
+
+@pytest.mark.parametrize("overflow", ["turns", "split", "truncate", "drop", "error"])
+def test_rows_that_are_too_long_are_cut_as_texts_are(
+    overflow: str, model: Path, tmp_path: Path
+) -> None:
+    record = {"input_ids": [*range(20)], "labels": [*range(20)]}
+    short = {"input_ids": [1, 2], "labels": [1, 2]}
+    file = write(tmp_path / "a.jsonl", [record, short])
+    options = {"overflow": overflow, "max_length": 8}
+    if overflow == "error":
+        assert (
+            "has 20 tokens, more than data.max_length=8" in problems_of(model, file, **options)[0]
+        )
+        return
+    pieces = {"truncate": [range(8)], "drop": []}.get(
+        overflow, [range(8), range(7, 15), range(14, 20)]
+    )
+    expected = [([*piece], [False] + [True] * (len(piece) - 1)) for piece in pieces]
+    run = Run(model, file, **options)
+    assert rows(run) == [*expected, ([1, 2], [False, True])]
+    assert any("records longer than data.max_length=8, " in line for line in run.prepared.lines)
+
+
+def test_rows_that_train_nothing_are_dropped(model: Path, tmp_path: Path) -> None:
+    silent = {"input_ids": [5, 6], "labels": [5, -100]}
+    run = Run(model, write(tmp_path / "a.jsonl", [silent, ROW, {"input_ids": [5], "labels": [5]}]))
+    assert len(rows(run)) == 1
+    warning = "data.train: WARNING: records without a token to train, dropped: 2"
+    assert warning in run.prepared.lines
+
+
+def test_inspect_data_decodes_the_tokens(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Run(model, write(tmp_path / "chats.jsonl", [chat("hello", "fine")]))
+    ((ids, trained),) = rows(plain)
+    data = write(tmp_path / "a.jsonl", [{"input_ids": ids, "loss_mask": trained}])
+    (tmp_path / "run.yaml").write_text(f"model: {{path: {model}}}\ndata: {{train: {data}}}\n")
+    command = ["inspect-data", "--config", str(tmp_path / "run.yaml")]
+    assert run_command([*command, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["input_ids"], shown["trained"]) == (ids, trained)
+    assert run_command(command) == 0
+    picture = capsys.readouterr().out.replace("│", "")
+    assert "⟦fine<|im_end|>⟧" in picture and "user⏎\nhello" in picture
+    assert run_command([*command, "--html", str(tmp_path / "page.html")]) == 0
+    page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "hello" in page and "the data's labels or loss_mask leave it out" in page
