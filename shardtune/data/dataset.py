@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import json
 import math
-import re
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,7 +49,6 @@ _COLUMNS: dict[str, type[np.generic]] = {
 _DIGESTED = ("tokens", "trained", "lengths")
 _OFTEN_BROKEN = 0.1  # of the records of a source: more is a form that was not recognised
 _LOG_EVERY_S = 10.0
-_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])")
 
 
 class TokenDataset:
@@ -367,25 +365,6 @@ class _SourceSums:
         return {f"WARNING: {line}": record for line, record in lines.items()}
 
 
-def _file_lines(source: Source, sums: _SourceSums) -> list[str]:
-    """Return what was read of a directory: nothing is left out or joined silently."""
-    if not source.is_joined:
-        return []
-    files, n_files = list(source.files), len(source.files)
-    if sums.n_read == source.max_records:
-        while str(files[-1]) not in sums.files:
-            files.pop()
-    of_all = "" if len(files) == n_files else f" of {n_files}"
-    empty = [file.name for file in files if str(file) not in sums.files]
-    line = f"{source.key}: read {len(files)}{of_all} file{'s' * (n_files > 1)}"
-    for what, names in (("no record in", empty), ("ignored", source.ignored)):
-        line += f"; {what}: {first_few(names, 10)}" if names else ""
-    splits = sorted({found[0] for file in files if (found := _SPLIT.match(file.name))})
-    warning = f"{source.key}: WARNING: files of several splits are read as one: {', '.join(splits)}"
-    remedy = "move each split into a directory of its own, and name those"
-    return [line, f"{warning} - {remedy}"] if len(splits) > 1 else [line]
-
-
 def _nothing_to_train(key: str, spec: str, n_records: int, outcomes: OutcomeCounts) -> str:
     """Return the problem of a source without a token to train; `spec` is the value of `key`."""
     causes = "; ".join(outcomes.lines(warning="").values())
@@ -456,7 +435,11 @@ def _build(folder: Path, sets: dict[str, list[Source]], tokenizer: ChunkTokenize
         "lines": [
             *(f"data.template_options: WARNING: {line}" for line in unread),
             *(line for writer in writers.values() for line in writer.lines()),
-            *(line for key, source in sources.items() for line in _file_lines(source, sums[key])),
+            *(
+                line
+                for key, source in sources.items()
+                for line in source.lines(sums[key].n_read, sums[key].files)
+            ),
             *warnings,
         ],
         "examples": writers["train"].examples()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,13 @@ from shardtune.data.record_files import (
     n_rows,
     require_codec,
 )
-from shardtune.errors import UserError, first_line, missing_directory
+from shardtune.errors import UserError, first_few, first_line, missing_directory
 
 if TYPE_CHECKING:
     import datasets
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[^:/]+){0,2}")
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])")
 _SAVED = ("dataset_dict.json", "state.json")  # of a DatasetDict, and of a Dataset
 
 
@@ -72,6 +73,29 @@ class Source:
             return len(self.dataset)
         counts = [n_rows(file) for file in self.files]
         return None if None in counts else sum(n or 0 for n in counts)
+
+    def lines(self, n_read: int, with_records: Collection[str]) -> list[str]:
+        """Return what was read of a directory: nothing is left out or joined silently.
+
+        `n_read`: how many records; `with_records`: the files that had any.
+        """
+        if not self.is_joined:
+            return []
+        files, n_files = list(self.files), len(self.files)
+        if n_read == self.max_records:
+            while str(files[-1]) not in with_records:
+                files.pop()
+        of_all = "" if len(files) == n_files else f" of {n_files}"
+        empty = [file.name for file in files if str(file) not in with_records]
+        line = f"{self.key}: read {len(files)}{of_all} file{'s' * (n_files > 1)}"
+        for what, names in (("no record in", empty), ("ignored", self.ignored)):
+            line += f"; {what}: {first_few(names, 10)}" if names else ""
+        splits = sorted({found[0] for file in files if (found := _SPLIT.match(file.name))})
+        warning = (
+            f"{self.key}: WARNING: files of several splits are read as one: {', '.join(splits)}"
+        )
+        remedy = "move each split into a directory of its own, and name those"
+        return [line, f"{warning} - {remedy}"] if len(splits) > 1 else [line]
 
     def digest(self) -> str:
         """Hash every stored byte in order, and the options; a moved copy has the same digest.
