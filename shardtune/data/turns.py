@@ -18,7 +18,7 @@ from shardtune.errors import first_few
 _ROLES = ("user", "assistant", "system", "tool", "developer")
 # Other tools write the calls of an assistant turn as turns of these roles.
 _CALLS = ("function_call", "tool_call")
-_SHAREGPT_ROLES = {
+SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
     "system": "system",
@@ -26,7 +26,7 @@ _SHAREGPT_ROLES = {
     **{role: role for role in (*_CALLS, "developer")},
 }
 # Templates may have more roles than these, whose turns are context: a misspelt one is lost there.
-_MISNAMED_ROLES = {
+MISNAMED_ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "model", "bot", "ai"), "assistant"),
 }
@@ -82,13 +82,13 @@ def _from_sharegpt(where: str, turn: Message, roles: Mapping[str, str]) -> Messa
             kind=f"{where} is a turn without from and value",
         )
     speaker, content = turn.pop("from"), turn.pop("value")
-    known = {**_SHAREGPT_ROLES, **roles}
+    known = {**SHAREGPT_ROLES, **roles}
     role = known.get(speaker) if isinstance(speaker, str) else None
     require(
         role,
         f"{where}.from",
         speaker,
-        f"one of {', '.join(_SHAREGPT_ROLES)}, or name its role in data.roles",
+        f"one of {', '.join(SHAREGPT_ROLES)}, or name its role in data.roles",
     )
     require(isinstance(content, str), f"{where}.value", content, "a string")
     return {"role": role, "content": content, **turn}
@@ -99,7 +99,7 @@ def _role(where: str, role: Any, roles: Mapping[str, str]) -> str:
     if role in roles:
         return roles[role]
     plain = role.strip().lower()
-    meant = _MISNAMED_ROLES.get(plain, plain)
+    meant = MISNAMED_ROLES.get(plain, plain)
     if meant not in _KNOWN_ROLES:
         meant = next(iter(difflib.get_close_matches(plain, _KNOWN_ROLES, 1, _IS_MISSPELT)), role)
     mapping = f'"data.roles={{{role}: {meant}}}"'

@@ -14,6 +14,10 @@ import pytest
 from conftest import REPOSITORY
 from helpers.data_run import TEMPLATE, Run, calling, chat, problems_of, save_model, write
 
+from shardtune.config import RECORD_FIELDS
+from shardtune.data.messages import MARKS, REASONING_KEYS
+from shardtune.data.turns import MISNAMED_ROLES, SHAREGPT_ROLES
+
 needs_jq = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 
 
@@ -206,3 +210,11 @@ def test_the_documented_commands_read_exports(
     turns = [("user", "Rain?"), ("assistant", "Yes."), ("user", "Thanks.")]
     assert record == {"messages": [{"role": role, "content": text} for role, text in turns]}
     assert Run(model, tmp_path / f"{name}.jsonl").texts()[0][1] == "Yes.<|im_end|>"
+
+
+def test_the_docs_name_every_field_mark_and_role_that_is_read() -> None:
+    text = (REPOSITORY / "docs/data.md").read_text(encoding="utf-8")
+    records = text.partition("## Records")[2].partition("## Which tokens are trained")[0]
+    read = {name for field in RECORD_FIELDS for name in field.split(".")}
+    read |= {*MARKS, *REASONING_KEYS, *SHAREGPT_ROLES, *MISNAMED_ROLES, "from", "value"}
+    assert {name for name in read if f"`{name}`" not in records} == set()
