@@ -96,8 +96,8 @@ def _from_sharegpt(where: str, turn: Message, roles: Mapping[str, str]) -> Messa
 
 def _role(where: str, role: Any, roles: Mapping[str, str]) -> str:
     require(role and isinstance(role, str), where, role, "user, assistant, ...")
-    if role in roles:
-        return roles[role]
+    if role in roles or role in _KNOWN_ROLES:
+        return roles.get(role, role)
     plain = role.strip().lower()
     meant = MISNAMED_ROLES.get(plain, plain)
     if meant not in _KNOWN_ROLES:
@@ -117,7 +117,9 @@ def _read_marks(where: str, message: Message) -> str:
             f"{where} has train_detail, which marks characters, and whole turns are trained - "
             "write train: true or false"
         )
-    marks = {name: message[name] for name in MARKS if name in message}
+    marks = {name: message[name] for name in MARKS.keys() & message.keys()}
+    if not marks:
+        return ""
     for name, mark in marks.items():
         is_mark = isinstance(mark, (bool, int, float)) and mark in (0, 1)
         no, yes = ("true or 1", "false or 0") if name == "masked" else ("false or 0", "true or 1")
