@@ -117,7 +117,7 @@ def _read_marks(where: str, message: Message) -> str:
             f"{where} has train_detail, which marks characters, and whole turns are trained - "
             "write train: true or false"
         )
-    marks = {name: message[name] for name in MARKS.keys() & message.keys()}
+    marks = {name: message[name] for name in MARKS if name in message}
     if not marks:
         return ""
     for name, mark in marks.items():
