@@ -1,10 +1,10 @@
-# make demo | rehearse | test-fast | test | test-full | mutants | gpu-check | versions | docs | bench | card | clean. Each sets up .venv and may be run again.
+# make demo | rehearse | test-fast | test | test-full | mutants | gpu-check | versions | docs | bench | clean. Each sets up .venv and may be run again.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 # Two prerequisites at once: mypy beside the download of test data.
 MAKEFLAGS += --jobs=2
-.PHONY: help setup demo rehearse lint test-fast test test-full mutants gpu-check versions docs bench card clean
+.PHONY: help setup demo rehearse lint test-fast test test-full mutants gpu-check versions docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -141,12 +141,6 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 # `python -m benchmarks SECTION --help` has the options of one.
 bench: $(MODEL)/config.json $(PEERS)/.installed
 	$(BENCHMARKS) all --model $(MODEL) --peers $(PEERS)/bin/python $(BENCH_ARGS)
-	$(BENCHMARKS) checkpoint --model $(MODEL) $(filter --short,$(BENCH_ARGS))
-	$(BENCHMARKS) rounding --model $(MODEL) --peers $(PEERS)/bin/python $(filter --short,$(BENCH_ARGS))
-
-# What really ran with a model: MODEL=DIRECTORY with weights, or MODEL=qwen3_moe, a tiny one of that architecture.
-card: .venv/.installed $(filter models/SmolLM2-135M-Instruct/config.json,$(MODEL)/config.json)
-	$(BENCHMARKS) card $(MODEL)
 
 clean:
 	rm -rf .venv runs models site

@@ -17,8 +17,7 @@ from benchmarks import results
 
 # Each is a module with `add_options(parser)`, `main(options)`, and SHORT where it has a short form:
 # the values of its options then.
-SECTIONS = ("card", "checkpoint", "convergence", "gpu", "kernels", "models", "plans", "rounding")
-SECTIONS += ("runs", "sinks")
+SECTIONS = ("convergence", "gpu", "kernels", "models", "plans", "runs")
 
 
 def main(arguments: Sequence[str]) -> None:

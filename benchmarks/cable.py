@@ -160,7 +160,7 @@ def _between(plan: Plan) -> float:
     return sum(between.values())
 
 
-def lines(figures: dict[str, Any], _: dict[str, Any]) -> list[str]:
+def lines(figures: dict[str, Any]) -> list[str]:
     rows, counts = figures["rows"], figures["counts"]
     mbit = {key: counts[f"{key}_bits_per_s"] / 1e6 for key in ("rate", "slow")}
     expert = " Experts are spread over the ranks of a node." if counts["family"] == "glm" else ""

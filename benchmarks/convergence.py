@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig
 
-from benchmarks.small_model import copy_tokenizer
+from benchmarks.sides import copy_tokenizer
 from benchmarks.tables import table
 from distTest.workloads.script import REPOSITORY, absolute, environment, train_command
 from distTest.workloads.shapes import shape_of

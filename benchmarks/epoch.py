@@ -60,7 +60,7 @@ def _row(sides: list[Side]) -> dict[str, Any]:
     }
 
 
-def lines(figures: dict[str, Any], _: dict[str, Any]) -> list[str]:
+def lines(figures: dict[str, Any]) -> list[str]:
     counts, rows = figures["counts"], figures["rows"]
     mix = MIXES[_MIX]
     shares = " to ".join(f"{share:.0%}" for share in mix.answers)

@@ -24,8 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.one import document_lengths, model_flops
-from benchmarks.sides import FAILED, NAMES, TOLERANCE, Job, Side, counted, in_turns
-from benchmarks.small_model import copy_tokenizer
+from benchmarks.sides import FAILED, NAMES, TOLERANCE, Job, Side, copy_tokenizer, counted, in_turns
 from benchmarks.tables import spread, table
 from distTest.workloads.chats import write_chats
 from distTest.workloads.machine import versions

@@ -109,7 +109,7 @@ def _step(model: PreTrainedModel, way: str, tokens: int) -> float:
     return loss.item() / (tokens - 1)
 
 
-def lines(figures: dict[str, Any], _: dict[str, Any]) -> list[str]:
+def lines(figures: dict[str, Any]) -> list[str]:
     rest = {way: each["peak_bytes"] - each["gradient_bytes"] for way, each in figures.items()}
     rows = [
         f"| {way} | {each['tokens']} | {each['vocabulary']} | {each['width']} | "

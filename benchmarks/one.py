@@ -131,9 +131,8 @@ def document_lengths(work: Path, job: Job) -> np.ndarray:
     return np.array([len(json.loads(line)["input_ids"]) for line in lines], np.int64)
 
 
-def lines(figures: dict[str, Any], results: dict[str, Any]) -> list[str]:
+def lines(figures: dict[str, Any]) -> list[str]:
     counts, rows = figures["counts"], figures["rows"]
-    head = results.get("traffic", {}).get("figures", {}).get("head")
     dtype, took = counts["dtype"], cpu_seconds_of_step(rows)
     tokens = f"{counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
     shown = [
@@ -146,27 +145,15 @@ def lines(figures: dict[str, Any], results: dict[str, Any]) -> list[str]:
         f"{'CPU seconds' if took else 'trained tokens per second'}.",
         "",
         *rate_lines(rows, counts),
-        *table(_HEADER, [_row(name, rows, took, counts, head) for name in rows]),
+        *table(_HEADER, [_row(name, rows, took) for name in rows]),
     ]
-    if "ours" in rows and not head:
-        shown += [
-            "Rows through the head of shardtune are counted by the section `traffic`, which "
-            "has no figures.",
-            "",
-        ]
     memory = {name: row["memory_bytes"] for name, row in rows.items()}
     if memory.get("ours", 0) > memory.get("hf_trainer", math.inf):
         shown += [_MEMORY, ""]
     return shown
 
 
-def _row(
-    name: str,
-    rows: dict[str, Any],
-    took: dict[str, list[float]],
-    counts: dict[str, Any],
-    head: dict[str, int] | None,
-) -> str:
+def _row(name: str, rows: dict[str, Any], took: dict[str, list[float]]) -> str:
     row, ratio = rows[name], ""
     if "ours" in rows and took:
         ratio = f"{median(took[name]) / median(took['ours']):.2f} x"
@@ -180,7 +167,7 @@ def _row(
     return (
         f"| {NAMES[name]} | {spread(took[name]) if took else 'not measured'} | "
         f"{spread(row['trained_tokens_per_s'])} | {spread(shares)} % | {spread(gflops([row]))} | "
-        f"{row['padding']:.1%} | {row['head_rows'] or own_head_rows(counts, head)} | "
+        f"{row['padding']:.1%} | {row['head_rows'] or 'not counted'} | "
         f"{row['memory_bytes'] / 1e9:.2f} GB | {waited} | {ratio} |"
     )
 
@@ -189,15 +176,6 @@ def cpu_seconds_of_step(rows: dict[str, dict[str, Any]]) -> dict[str, list[float
     """Return them by side, or nothing for figures of a time at which they were not measured."""
     measured = {name: row["cpu_seconds"] for name, row in rows.items() if row.get("cpu_seconds")}
     return measured if len(measured) == len(rows) else {}
-
-
-def own_head_rows(counts: dict[str, Any], head: dict[str, int] | None) -> str:
-    """Return the rows of this step through the head, if those counted in another step are all of
-    one kind.
-    """
-    kinds = ("trained_tokens", "tokens")
-    equal = (str(counts[kind]) for kind in kinds if head and head["rows"] == head[kind])
-    return next(equal, "not counted")
 
 
 def gflops(rows: Iterable[dict[str, Any]]) -> list[float]:

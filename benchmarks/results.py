@@ -26,21 +26,13 @@ from distTest.workloads.chats import MIXES
 from distTest.workloads.machine import commit, cpu, output_of, versions
 from distTest.workloads.script import REPOSITORY, absolute
 
-# Each is a module with `measure(options)` and `lines(figures, results)`. They are measured in this
+# Each is a module with `measure(options)` and `lines(figures)`. They are measured and shown in this
 # order; one with `variants(options)` once for each of these, which `measure` gets, too.
-SECTIONS = (
-    *("traffic", "one", "epoch", "profile", "two", "cable", "head", "scaling"),
-    *("records", "experts"),
-)
-_SHOWN = (
-    *("one", "epoch", "profile", "two", "cable", "traffic", "head", "scaling"),
-    *("records", "experts"),
-)
-_PLOTTED = ("one", "scaling")
+SECTIONS = ("one", "epoch", "cable", "head")
+_PLOTTED = "one"
 _PEERS = ("trl_packed", "trl_padded", "trl_single", "hf_trainer")
 SHORT: dict[str, Any] = {"rounds": 1, "steps": 2, "tokens": 1024, "max_length": 512}
-SHORT |= {"ranks": [1, 2], "head_tokens": 256, "records": [1_000], "expert_tokens": [64]}
-SHORT |= {"mixes": ["prompts"], "epoch_tokens": 1024, "epochs": 2}
+SHORT |= {"head_tokens": 256, "mixes": ["prompts"], "epoch_tokens": 1024, "epochs": 2}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -60,10 +52,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("--epoch-tokens", type=int, default=8192, help="of an epoch in `epoch`, about")
     add("--epochs", type=int, default=2, help="of a run in `epoch`")
     add("--max-length", type=int, default=2048)
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of the scaling figure")
     add("--head-tokens", type=int, default=8192)
-    add("--records", type=int, nargs="+", default=[1_000, 1_000_000], help="of the start-up figure")
-    add("--expert-tokens", type=int, nargs="+", default=[128, 512, 2048], help="of each rank")
     families = ("glm", "llama")  # of the cable
     add("--families", nargs="+", choices=families, default=families)
 
@@ -104,10 +93,10 @@ def main(options: Namespace) -> None:
             results[name] = {"measured_with": measured_with, "figures": figures}
             results[name]["failed"] = FAILED[failures:]
             file.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    plotted = [part for name, part in results.items() if _section(name) in _PLOTTED]
-    if set(options.sections) & set(_PLOTTED) and any(part["figures"] for part in plotted):
+    plotted = [part for name, part in results.items() if _section(name) == _PLOTTED]
+    if _PLOTTED in options.sections and any(part["figures"] for part in plotted):
         plot.unlink(missing_ok=True)
-        command = [options.peers, "-m", "benchmarks.plot", "results", file, plot]
+        command = [options.peers, "-m", "benchmarks.plot", file, plot]
         run_pinned(command, options.work / "plot.log")
     text = report(results, plot.name if plot.exists() else None)
     options.results.write_text(text, encoding="utf-8")
@@ -144,7 +133,7 @@ def report(results: dict[str, Any], plot: str | None) -> str:
     """Return the results in Markdown, each part with the run that measured it."""
     runs: list[dict[str, str]] = []
     lines: list[str] = []
-    for section in _SHOWN:
+    for section in SECTIONS:
         for name, part in results.items():
             if _section(name) != section:
                 continue
@@ -152,7 +141,7 @@ def report(results: dict[str, Any], plot: str | None) -> str:
                 runs.append(part["measured_with"])
             title, *rest = [f"## {name}", ""]
             if part["figures"]:
-                title, *rest = _module(section).lines(part["figures"], results)
+                title, *rest = _module(section).lines(part["figures"])
             lines += [title, "", f"Run {runs.index(part['measured_with']) + 1}.", *rest]
             lines += [f"Failed: {each}.\n" for each in part["failed"]]
     described = [

@@ -61,7 +61,6 @@ class Side:
     computed_tokens: int  # padding included
     head_rows: int | None = None  # where they were counted
     attention: str = ""
-    mfu: list[float] | None = None  # of the same steps as `seconds`, where the run itself says it
     # The part of these seconds for which the rank that waited most waited for its batches.
     data_share: float | None = None
     cpu_seconds: list[float] = field(default_factory=list)  # of the process, in these steps
@@ -174,25 +173,9 @@ def run_pinned(command: Sequence[Any], log: Path, cores: Sequence[int] | None = 
     return code == 0
 
 
-def run_script(
-    run_dir: Path,
-    settings: Mapping[str, Any],
-    *,
-    ways: str | None = None,
-    ranks: int = 1,
-    cores: Sequence[int] | None = None,
-    launcher: Sequence[Any] = (),
-) -> RunRecord | None:
-    """Run train_fsdp.py without an export; return None where it failed.
-
-    Its output is in a `.log` beside its directory, from which the checkpoints are removed.
-    `launcher`: the beginning of a command that runs another one.
-    """
-    settings = {"run.dir": run_dir, "run.resume": "never", "export.final": False, **settings}
-    command = train_command(settings, ways=ways, ranks=ranks)
-    is_done = run_pinned([*launcher, *command], Path(f"{run_dir}.log"), cores)
-    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    return read_run(run_dir) if is_done else None
+def copy_tokenizer(model: Path, folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model / name, folder / name)
 
 
 @dataclass(frozen=True)
@@ -239,10 +222,15 @@ class Job:
         ranks: int = 1,
         cores: Sequence[int] | None = None,
     ) -> Side | None:
-        """Run train_fsdp.py as users do; return None where it failed."""
-        more: dict[str, Any] = {"ways": ways, "ranks": ranks, "cores": cores}
-        record = run_script(run_dir, self.settings(), **more, launcher=self.launcher)
-        return side_of(record) if record else None
+        """Run train_fsdp.py as users do, without an export; return None where it failed.
+
+        Its output is in a `.log` beside its directory, from which the checkpoints are removed.
+        """
+        settings = {"run.dir": run_dir, "run.resume": "never", "export.final": False}
+        command = train_command(settings | self.settings(), ways=ways, ranks=ranks)
+        is_done = run_pinned([*self.launcher, *command], Path(f"{run_dir}.log"), cores)
+        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+        return side_of(read_run(run_dir)) if is_done else None
 
     def run(
         self,
@@ -286,7 +274,6 @@ def side_of(record: RunRecord) -> Side:
     steps = record.of_kind("step")
     ((tokens, trained),) = {(step["tokens"], step["trained_tokens"]) for step in steps}
     log = Path(f"{record.path}.log").read_text(encoding="utf-8").splitlines()
-    mfu = [step["mfu"] for step in steps[1:]]
     waited, took = (sum(step[key] for step in steps[1:]) for key in ("data_seconds", "seconds"))
     # Packed rows are flattened, so nothing is padded.
     return Side(
@@ -298,7 +285,6 @@ def side_of(record: RunRecord) -> Side:
         trained_tokens=trained,
         computed_tokens=tokens,
         attention=next(lines_behind("Attention: ", log)),
-        mfu=None if None in mfu else mfu,
         data_share=waited / took if took else None,
         cpu_seconds=differences(json.loads(next(lines_behind(CPU_LABEL, log), "[]"))),
     )

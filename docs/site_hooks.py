@@ -18,7 +18,6 @@ PLACES = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
     "benchmarks/RESULTS.png": "benchmarks.png",
-    "benchmarks/rounding.png": "rounding.png",
     "config.yaml": "config.yaml",
     "Dockerfile": "Dockerfile",
     **{

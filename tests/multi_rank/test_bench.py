@@ -8,9 +8,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 from conftest import REPOSITORY, needs_namespaces
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import cable, convergence, epoch, gpu, head, results, sides
+from benchmarks import cable, convergence, epoch, gpu, head, plot, sides
 from benchmarks.__main__ import main
 from benchmarks.one import rate_lines
 from benchmarks.sides import (
@@ -33,7 +31,6 @@ from benchmarks.sides import (
 )
 from distTest.workloads.chats import MIXES, TEMPLATE_TOKENS, TOKENS_PER_WORD, write_chats
 from distTest.workloads.shapes import SHAPES, slice_of
-from distTest.workloads.wrapped import PROFILE_LABEL
 
 PEER = Side(
     losses=[3.0, 2.5],
@@ -123,22 +120,21 @@ def run_benchmark(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_ranks_with_another_loss_fail_their_section(
-    run_benchmark: Callable[..., str],
-    tmp_path: Path,
-    models: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
+def test_another_loss_fails_its_section(
+    run_benchmark: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def a_run(*_: Any, ranks: int) -> Side:
-        return replace(PEER, losses=[3.0, 2.5 + 0.01 * (ranks == 4)], mfu=[0.5], data_share=0.001)
+    def a_run(command: list[Any], *_: Any) -> bool:
+        way, out = command[3:5]
+        figures = {"loss": 2.5 + 0.01 * (way == "ours")}
+        out.write_text(json.dumps(figures), encoding="utf-8")
+        return True
 
-    monkeypatch.setattr(sides.Job, "run_ours", a_run)
-    monkeypatch.setattr(results, "run_pinned", lambda *_: pytest.fail("there is nothing to plot"))
-    text = "scaling: on 4 and 1 ranks the loss of step 2 is 2.510000 and 2.500000"
+    monkeypatch.setattr(head, "run_pinned", a_run)
+    text = "head: the loss of step 1 is 2.510000 and 2.500000"
     with pytest.raises(SystemExit, match=f"ERROR: {text} - see the logs"):
-        run_benchmark("scaling", "--model", models["llama"])
+        run_benchmark("head")
     measured = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    assert measured["scaling"]["failed"] == [text] and not measured["scaling"]["figures"]
+    assert measured["head"]["failed"] == [text] and not measured["head"]["figures"]
     assert f"Failed: {text}." in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
 
 
@@ -150,10 +146,9 @@ def test_a_section_is_measured_and_the_others_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(head, "VOCABULARY", 5000)
-    traffic = {"collectives": {}, "head": {"rows": 3, "tokens": 9, "trained_tokens": 3}}
-    earlier = {"measured_with": {"date": "before"}, "figures": traffic, "failed": []}
+    earlier = {"measured_with": {"date": "before"}, "figures": {}, "failed": []}
     (tmp_path / "RESULTS.json").write_text(
-        json.dumps({"traffic": earlier, "head": earlier}), encoding="utf-8"
+        json.dumps({"epoch": earlier, "head": earlier}), encoding="utf-8"
     )
     text = run_benchmark("head", "--model", models["llama"], "--head-tokens", 64)
     assert (
@@ -162,15 +157,11 @@ def test_a_section_is_measured_and_the_others_are_kept(
         and "Losses of a token: " in text
     )
     kept, measured = (part.split("\n\n") for part in text.split("\n## ")[1:])
-    assert (
-        kept[0].startswith("What one step moves")
-        and kept[1] == "Run 1."
-        and "\n1. date: before\n2. date: 2" in text
-    )
+    assert kept[0] == "epoch" and kept[1] == "Run 1." and "\n1. date: before\n2. date: 2" in text
     assert measured[0].startswith("Memory of head and loss") and measured[1] == "Run 2."
     in_file = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
     command = in_file["head"]["measured_with"]["command"]
-    assert in_file["traffic"] == earlier
+    assert in_file["epoch"] == earlier
     assert command.startswith("python -m benchmarks head ") and "--head-tokens 64" in command
 
 
@@ -235,7 +226,7 @@ def test_a_slice_without_experts_is_refused(
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_the_sections_without_peers_are_measured(
+def test_a_whole_run_is_measured(
     run_benchmark: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(epoch, "_SIDES", ("ours",))
@@ -246,33 +237,27 @@ def test_the_sections_without_peers_are_measured(
         tiny=True, lengths=[512], layers=None, work=tmp_path, tokenizer=tokenizer
     )
     model, _ = gpu.write_model(options, "llama3-8b")
-    more = ["--short", "--sections", "traffic", "epoch", "profile"]
-    more += ["records", "scaling", "experts"]
-    draws = find_spec("matplotlib") is not None
-    with nullcontext() if draws else pytest.raises(SystemExit, match="ERROR: plot ended with 1"):
-        run_benchmark("all", "--model", model, *more)
+    run_benchmark("epoch", "--model", model, "--short")
     in_file = json.loads((tmp_path / "RESULTS.json").read_text(encoding="utf-8"))
-    traffic, scaling, records = (
-        in_file[name]["figures"] for name in ("traffic", "scaling", "records")
-    )
     row = in_file["epoch"]["figures"]["rows"]["ours"]
     assert 0 < row["first_s"][0] < row["seconds"][0] and len(row["losses"]) == 2
-    assert set(in_file["experts"]["figures"]["by_tokens"]) == {"64"}
-    assert traffic["head"]["rows"] and set(records) == {"1000"} and set(scaling) == {"1", "2"}
-    assert all(0 <= row["data_share"] < 0.5 for row in scaling.values())
-    profiles = [part["figures"] for name, part in in_file.items() if name.startswith("profile")]
-    for figures in profiles:
-        assert (
-            all(seconds > 0 for seconds in figures["seconds"].values())
-            and len(figures["seconds"]) == 6
-        )
-    text = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    assert (
-        profiles
-        and "| matrix products | " in text
-        and "waited for data" in text
-        and ("RESULTS.png" in text) == draws
-    )
+
+
+def test_a_panel_is_drawn_for_each_mix_of_chats() -> None:
+    committed = REPOSITORY / "benchmarks/RESULTS.json"
+    found = json.loads(committed.read_text(encoding="utf-8"))
+    figure = plot.draw_results(found)
+    assert len(figure.axes) == sum(name.startswith("one ") for name in found) == 5
+
+
+@pytest.mark.parametrize("section", ["card", "scaling"])
+def test_a_section_that_was_let_go_is_refused_with_the_others(
+    section: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([section])
+    refusal = capsys.readouterr().err
+    assert f"invalid choice: '{section}'" in refusal and "kernels" in refusal
 
 
 @pytest.mark.full
@@ -294,27 +279,17 @@ def test_every_way_of_training_is_on_the_page_of_convergence(
 
 
 @pytest.mark.full
-def test_all_ways_of_a_wrapped_run_measure_it_and_leave_no_checkpoint(
+def test_a_wrapped_run_is_measured_and_leaves_no_checkpoint(
     tmp_path: Path, models: dict[str, Path]
 ) -> None:
     FAILED.clear()
     chats = write_chats(tmp_path / "chats.jsonl", 300, 100)
     job = sides.Job(models["llama"], chats, 512, 3, "float32", lr=1e-2)
-    config = AutoConfig.from_pretrained(models["llama"])
-    counted = f"counted={tmp_path / 'counts'}:{config.vocab_size}"
-    done = job.run_ours(tmp_path / "run", ways=f"cpu_seconds,profiled,{counted},unsaved")
+    done = job.run_ours(tmp_path / "run", ways="cpu_seconds,unsaved")
     log = (tmp_path / "run.log").read_text(encoding="utf-8")
     assert done and not FAILED, log
     assert len(done.cpu_seconds) == len(done.seconds) == 2 and min(done.cpu_seconds) > 0
     assert 0 <= done.data_share < 1 and done.computed_tokens == done.tokens
-    kinds = [json.loads(line) for line in sides.lines_behind(PROFILE_LABEL, log.splitlines())]
-    assert len(kinds) == 3 and all(len(seconds) == 6 for seconds in kinds)
-    assert all(seconds["Python and dispatch"] > 0 for seconds in kinds)
-    counts = json.loads((tmp_path / "counts.0.json").read_text(encoding="utf-8"))
-    # Beside the logits of trained positions: a gradient of the head's weight for each micro-batch,
-    # and the trials at the start. The other positions would be more.
-    beside = counts["head"]["count"] - 3 * done.trained_tokens
-    assert 0 < beside < done.tokens - done.trained_tokens
     assert "Finished: nothing is saved" in log and "Saved checkpoint" not in log
 
 

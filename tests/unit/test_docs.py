@@ -16,8 +16,6 @@ from conftest import REPOSITORY
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from benchmarks import card
-
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
 PAGES += [*sorted(REPOSITORY.glob("docs/*.md"))]
 ARCHITECTURE = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
@@ -74,10 +72,6 @@ def test_the_page_of_the_architecture_has_every_room_of_the_tree() -> None:
         rooms |= {f"{path.parent.relative_to(REPOSITORY)}/" for path in REPOSITORY.glob(pattern)}
     assert set(named) == rooms - {"shardtune/", "shardtune/__init__.py"}
     assert len(named) == len(set(named))
-
-
-def test_the_page_of_the_cards_is_made_of_the_cards() -> None:
-    assert card.page() == card.PAGE.read_text(encoding="utf-8"), "run python -m benchmarks card"
 
 
 def test_the_workflow_runs_make_test_on_the_oldest_python_that_is_supported() -> None:
