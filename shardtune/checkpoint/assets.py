@@ -39,18 +39,14 @@ def model_assets(folder: Path) -> dict[str, bytes]:
 
 
 def links_out_of(folder: Path) -> list[Path]:
-    """Return the files beside the weights that are links out of a folder.
+    """Return the files beside the weights that are links to other places than config.json.
 
-    An export would publish what they lead to. The hub's cache links to its own blobs, and
-    config.json is read as such.
+    An export would publish what they lead to. In the hub's cache, and in a folder of links alone,
+    all lead to where config.json does, which is read as such.
     """
-    home = folder.resolve()
-    inside = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    return [
-        path
-        for path in _files_beside_weights(folder)
-        if path.name != "config.json" and not {*path.resolve().parents} & {*inside}
-    ]
+    inside = {folder.resolve(), (folder / "config.json").resolve().parent}
+    files = _files_beside_weights(folder)
+    return [path for path in files if not inside & {*path.resolve().parents}]
 
 
 def _files_beside_weights(folder: Path) -> list[Path]:

@@ -226,8 +226,10 @@ def _open_one(path: Path) -> Checkpoint:
     digest = xxhash.xxh3_128(raw).hexdigest()
     if complete != f"{digest}\n".encode():
         raise DamagedCheckpoint(f"{path}/manifest.json: does not match the digest in COMPLETE")
-    manifest = json.loads(raw)
-    lacking = [key for key in ("state", "files", "tensors") if key not in manifest]
+    content = json.loads(raw)
+    manifest = content if isinstance(content, dict) else {}
+    parts = ("state", "files", "tensors", "versions")
+    lacking = [key for key in parts if not isinstance(manifest.get(key), dict)]
     if manifest.get("format", FORMAT) != FORMAT:
         raise UserError(
             f"{path}: has format {manifest['format']}, and this version reads format {FORMAT} "

@@ -34,11 +34,12 @@ def require_allowed_settings(resumed: Checkpoint, config: Config) -> None:
     decided = {"model.path"} if "weights" in resumed.state else set()
     forbidden = [c for c in changes if not (c[0] in decided or resume_may_change(c[0]))]
     if unknown := [f"{key}={json.dumps(old)}" for key, old, _ in forbidden if key not in KEYS]:
-        written = resumed.manifest["versions"].get("shardtune", "another one")
+        written = resumed.manifest["versions"].get("shardtune", VERSION)
+        number = f" ({written}; this is {VERSION})" if written != VERSION else ""
         raise UserError(
             f"{resumed.name} was trained with {', '.join(unknown)}, which this version of "
-            f"shardtune, {VERSION}, does not know - resume with the version that "
-            f"wrote it, {written}, or {_START_ANEW}"
+            f"shardtune does not know - resume with the version that wrote it{number}, or "
+            f"{_START_ANEW}"
         )
     _require_equal(resumed, "set it back", forbidden)
 
@@ -65,10 +66,9 @@ def log_changes(resumed: Checkpoint, config: Config, world: World) -> None:
     keeps = f"train.gradient_accumulation_steps={accumulation} keeps {before}"
     if rest or accumulation < config.parallel.stages:  # each stage needs a micro-batch
         rows, stages = counted(micro_batches, "row"), config.parallel.stages
-        keeps = (
-            f"no train.gradient_accumulation_steps keeps {before}, with {rows} in each and at "
-            f"least {stages} of them"
-        )
+        keeps = f"no train.gradient_accumulation_steps keeps {before}: each step adds {rows}"
+        if stages > 1:
+            keeps += f", and {stages} stages need at least {stages} steps"
     logger.warning(f"Effective batch was {before} rows, is {now}: {keeps}")
 
 

@@ -13,9 +13,9 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
 
 from shardtune.cluster.stuck import RankStatus
 from shardtune.distributed.rank_record import Failure
@@ -42,6 +42,9 @@ class OtherSecret(Stranger):
     """Its message is not authentic."""
 
 
+Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
 class NodeHello(BaseModel, frozen=True):
     """How a node introduces itself.
 
@@ -51,11 +54,11 @@ class NodeHello(BaseModel, frozen=True):
     """
 
     node: int | None = Field(ge=0, lt=100_000)
-    nodes: int | None = Field(lt=100_000)
-    host: str = Field(max_length=64)
+    nodes: int | None = Field(ge=1, lt=100_000)
+    host: Host
     address: str
     token: str = ""
-    code: str = Field(pattern="^[0-9a-z]{1,16}$")
+    code: str = Field(pattern="^[0-9a-f]{1,16}$")
     problems: list[str]
 
     @property
@@ -74,13 +77,19 @@ def _one_of(*kinds: dict[str, Any]) -> Callable[[Message], Message]:
     return read
 
 
-WELCOME = _one_of({"welcome": float, "host": str})
+def _require_lines(value: Message) -> Message:
+    TypeAdapter(list[str]).validate_python(value.get("problems", []))
+    return value
+
+
+Value = Annotated[Message, AfterValidator(_require_lines)]
+WELCOME = _one_of({"welcome": float, "host": Host})
 OF_NODE_0 = _one_of(
-    *({"alive": bool}, {"met": list[NodeHello]}, {"round": int, "values": list[Message]}),
+    *({"alive": bool}, {"met": list[NodeHello]}, {"round": int, "values": list[Value]}),
     *({"problems": list[str], "code": int}, {"end": Failure}),
 )
 OF_OTHERS = _one_of(
-    *({"alive": bool}, {"round": int, "value": Message}, {"attempt": int, "failure": Failure}),
+    *({"alive": bool}, {"round": int, "value": Value}, {"attempt": int, "failure": Failure}),
     {"attempt": int, "status": list[RankStatus], "finished": bool},
 )
 
@@ -231,7 +240,8 @@ class Control:
         peer.close()
         if isinstance(why, Stranger) and (peer.address, str(why)) not in self._dropped:
             self._dropped.add((peer.address, str(why)))
-            claim = f", as node {peer.hello.node}," if hasattr(peer, "hello") else ""
+            node = peer.hello.node if hasattr(peer, "hello") else None
+            claim = "" if node is None else f", as node {node},"
             warn(f"the connection with {peer.address}{claim} is dropped: {why}")
 
     def lose(self, peer: Peer, why: object) -> None:

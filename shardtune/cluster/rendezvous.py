@@ -9,6 +9,7 @@ import asyncio
 import errno
 import math
 import os
+import re
 import secrets
 import socket
 import time
@@ -59,7 +60,7 @@ async def meet(environment: Environment, code: str) -> Control:
     me = NodeHello(
         node=environment.node,
         nodes=environment.nodes,
-        host=socket.gethostname(),
+        host=re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64],
         address=environment.local_ip or "?",
         token=secrets.token_hex(8),
         code=code,
@@ -148,11 +149,12 @@ class _Reception:
                     if hasattr(peer, "hello"):  # a node with another JOIN_SECRET learns of it
                         peer.send({"welcome": time.time(), "host": me.host})
                 await peer.receive(OF_OTHERS)  # a hello alone may be the copy of an earlier one
-            hello, nodes = peer.hello, me.nodes or math.inf
-            if not hello.problems if hello.node is None else hello.node >= nodes:
-                what = f"NODE_RANK is {hello.node} and NNODES {nodes} on {me.name}"
+            hello = peer.hello
+            is_out = hello.node is not None and hello.node >= (me.nodes or math.inf)
+            if is_out or (hello.node is None and not hello.problems):
+                what = f"NODE_RANK is {hello.node} and NNODES {me.nodes} on {me.name}"
                 peer.send(refusal(hello.problems or [f"{what} - correct one of the two"]))
-                raise Stranger(f"it is none of the {nodes} nodes")
+                raise Stranger(f"it is none of the {me.nodes} nodes")
             if len(control.nodes) > 1:
                 raise ConnectionLost("all have met in the meantime")
         except (ConnectionLost, TimeoutError, asyncio.CancelledError) as error:

@@ -83,11 +83,11 @@ def _read_config(path: str) -> PreTrainedConfig:
     except ValueError as error:
         given, _ = PreTrainedConfig.get_config_dict(path)
         kind = given.get("model_type")
-        if kind is None or kind in CONFIG_MAPPING:
+        if kind in CONFIG_MAPPING or (kind is None and "auto_map" not in given):
             raise
         what = f"transformers {transformers.__version__} does not know the architecture {kind}"
         if "auto_map" in given:
-            what = f"its model ({kind}) is code of its own, which is not run here"
+            what = "its model is code of its own, which is not run here"
         remedy = "name a model that transformers knows (a plan gives a bound of this one)"
         raise UserError(f"model.path={path}: {what} - {remedy}") from error
 

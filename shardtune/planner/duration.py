@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from shardtune.data.tokenize import ChunkTokenizer
 from shardtune.errors import UserError
 
 _SAMPLE_BYTES = 1 << 20  # of each source's text; to tokenize them takes a second or two
+_COUNTED_BYTES = 2 << 20  # of its files, for the share of the sample in all text
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,19 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
         UserError: its beginning has broken records, with which a run is refused.
     """
     lengths: list[int] = []
-    n_bytes = n_records = text_bytes = 0
+    n_bytes = n_records = text_bytes = sample_bytes = 0
     for chunk in read_records({"train": [source]}):
-        n_known = n_records + len(chunk.numbers)
-        if text_bytes >= _SAMPLE_BYTES:
-            # Of a small compressed file more bytes may be read than records.
-            share = min(n_bytes / source.n_bytes, n_records / n_known)
-            if source.max_records:
-                share = max(share, n_records / source.max_records)
-            return np.array(lengths, np.int64), share
-        n_bytes, n_records = n_bytes + chunk.n_bytes, n_known
+        n_bytes += chunk.n_bytes
         text_bytes += chunk.text_bytes
+        if sample_bytes >= _SAMPLE_BYTES:
+            # Compressed bytes are read in large pieces: few of them do not tell a share.
+            if n_bytes < _COUNTED_BYTES:
+                continue
+            share = sample_bytes / text_bytes * min(1.0, n_bytes / source.n_bytes)
+            share = max(share, n_records / (source.max_records or math.inf))
+            return np.array(lengths, np.int64), share
+        n_records += len(chunk.numbers)
+        sample_bytes = text_bytes
         tokenized = tokenizer.tokenize(chunk)
         broken = BrokenRecords()
         for each in tokenized.broken:
@@ -97,4 +101,4 @@ def _sample(source: Source, tokenizer: ChunkTokenizer) -> tuple[np.ndarray, floa
         if broken.end_files or (broken.count and not tokenizer.data.most_broken):
             raise UserError(*broken.lines())
         lengths += [len(ids) for ids, *_ in tokenized.sets["train"].sequences]
-    return np.array(lengths, np.int64), 1.0
+    return np.array(lengths, np.int64), sample_bytes / text_bytes if text_bytes else 1.0

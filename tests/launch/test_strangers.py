@@ -125,13 +125,15 @@ def test_strangers_are_dropped_and_the_launch_goes_on(folder: Path, start: Start
         {"kind": TEXT},
         {"problems": [TEXT], "code": 2},
         HELLO | {"host": TEXT * 99},
-        HELLO | {"code": f"{TEXT} - {TEXT}"},
+        HELLO | {"code": TEXT},
+        HELLO | {"host": f"{TEXT} - {TEXT}"},
+        HELLO | {"nodes": -5},
         HELLO | {"node": TEXT},
     ):
         assert say(port, noise) == b""
     with pytest.raises(OSError):  # too long
         say(port, *[TEXT.encode() * (LONGEST_BYTES // 10)] * 4)
-    for bad in ({"lost": TEXT, "name": TEXT}, {"round": 1, "value": TEXT}, {"values": []}, [TEXT]):
+    for bad in ({"lost": TEXT, "name": TEXT}, {"round": 1, "value": {"problems": TEXT}}, {"values": []}, [TEXT]):
         say(port, HELLO, LIVES, bad, is_end=False)
     for node, nodes in ((7, 2), (2, 2), (None, 2)):
         say(port, HELLO | {"node": node, "nodes": nodes}, LIVES, is_end=False)
@@ -222,7 +224,7 @@ class Recorder:
 
 
 async def met(*environments: Environment) -> list[Control]:
-    return list(await asyncio.wait_for(asyncio.gather(*(meet(e, "code") for e in environments)), 9))
+    return list(await asyncio.wait_for(asyncio.gather(*(meet(e, "c0de") for e in environments)), 9))
 
 
 def test_what_a_node_said_is_not_believed_a_second_time() -> None:
@@ -236,7 +238,7 @@ def test_what_a_node_said_is_not_believed_a_second_time() -> None:
         assert await asyncio.gather(*gathering) == [values, values]
         assert recorder.said.count(b"\t") == recorder.said.count(b"\n") > 2
         server.close()
-        again = asyncio.create_task(meet(a_node(0, port), "code"))
+        again = asyncio.create_task(meet(a_node(0, port), "c0de"))
         await asyncio.sleep(0.1)
         for said in (recorder.said.splitlines(keepends=True)[0], recorder.said):
             _, writer = await asyncio.open_connection("127.0.0.1", int(port))
@@ -288,9 +290,9 @@ def test_a_message_that_was_changed_on_the_way_ends_the_launch(
 def test_a_node_that_sends_another_shape_is_lost_to_the_launch(bad: dict[str, Any]) -> None:
     async def check() -> None:
         port = a_free_port()
-        waiting = asyncio.create_task(meet(a_node(0, port, " no"), "code"))
+        waiting = asyncio.create_task(meet(a_node(0, port, " no"), "c0de"))
         await asyncio.sleep(0.1)
-        control = Control(NodeHello(**HELLO | {"code": "code"}), secret=b"no")
+        control = Control(NodeHello(**HELLO | {"code": "c0de"}), secret=b"no")
         await say_hello(control, "127.0.0.1", int(port))
         first = await waiting
         peer: Peer = control.peers[0]
@@ -309,7 +311,7 @@ def test_whoever_comes_after_all_have_met_is_no_node() -> None:
 
     async def check() -> None:
         port = a_free_port()
-        waiting = asyncio.create_task(meet(a_node(0, port), "code"))
+        waiting = asyncio.create_task(meet(a_node(0, port), "c0de"))
         await asyncio.sleep(0.1)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
         await asyncio.sleep(0.1)

@@ -111,6 +111,10 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config.json": (without("config.json"), NO_CONFIG),
     "config.json cut": (cut_to(40, "config.json"), NO_CONFIG),
     "unknown type": (edited_config(model_type="strange"), "does not know the architecture strange"),
+    "own code of no type": (
+        edited_config(model_type=None, auto_map=OWN_CODE),
+        "is code of its own",
+    ),
     "own code": (edited_config(model_type="strange", auto_map=OWN_CODE), "is code of its own"),
     "config.json of a wrong type": (edited_config(hidden_size="x"), NO_CONFIG),
     "unknown activation": (

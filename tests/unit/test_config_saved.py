@@ -97,7 +97,7 @@ def test_keys_of_another_version_end_a_resume_where_their_section_must_not_chang
     with pytest.raises(UserError) as refused:
         require_allowed_settings(resumed, config)
     (problem,) = refused.value.problems
-    assert "data.gone=2, gone=2" in problem and "the version that wrote it, 9.1" in problem
+    assert "data.gone=2, gone=2" in problem and "the version that wrote it (9.1; this is" in problem
     assert "train.gone" not in problem
 
 

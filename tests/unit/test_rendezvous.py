@@ -30,7 +30,7 @@ NODES = [
         host=f"host{node}",
         address="127.0.0.1",
         token="",
-        code="code",
+        code="c0de",
         problems=[],
     )
     for node in range(2)
@@ -81,7 +81,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @in_loop
 async def test_three_nodes_meet() -> None:
     port = a_free_port()
-    met = await asyncio.gather(*(meet(node(n, port, nodes=3), "code") for n in (2, 0, 1)))
+    met = await asyncio.gather(*(meet(node(n, port, nodes=3), "c0de") for n in (2, 0, 1)))
     for met_control in met:
         assert [hello.node for hello in met_control.nodes] == [0, 1, 2]
         assert abs(met_control.clock_ahead_s) < 1
@@ -95,7 +95,7 @@ async def test_three_nodes_meet() -> None:
     [
         (0, {"problems": ()}, "node 0 ({host}): no disk - buy one"),
         (1, {"problems": ("no disk - buy one",)}, "node 1 ({host}): no disk - buy one"),
-        (None, {"code": "other"}, "the code differs: shardtune/cluster has digest code on node 0"),
+        (None, {"code": "07e7"}, "the code differs: shardtune/cluster has digest c0de on node 0"),
         (None, {"node": 0}, "two nodes call themselves node 0: {host} (127.0.0.1) and "),
         (None, {"nodes": 3}, "NNODES is 2 on node 0 ({host}) and 3 on node 1 ({host}) - start"),
     ],
@@ -111,7 +111,7 @@ async def test_a_problem_of_one_node_ends_both_at_once(
     second = node(1, port, nodes, problems=worker.get("problems", ()))
     # A second node 0 that owns the address would listen: it is another machine.
     second = replace(second, node=number, owns_master=number != 0)
-    codes = "code", worker.get("code", "code")
+    codes = "c0de", worker.get("code", "c0de")
     ends = (refusal(meet(each, code)) for each, code in zip((first, second), codes, strict=True))
     for line in await asyncio.gather(*ends):
         assert line.startswith("ERROR: " + words.format(host=socket.gethostname()))
@@ -122,7 +122,7 @@ async def test_a_problem_of_one_node_ends_both_at_once(
 async def test_a_problem_of_node_0_gives_the_prompt_back_within_5_s() -> None:
     """It stays only to tell nodes that come."""
     started = time.monotonic()
-    line = await refusal(meet(node(0, a_free_port(), problems=("no disk - buy one",)), "code"))
+    line = await refusal(meet(node(0, a_free_port(), problems=("no disk - buy one",)), "c0de"))
     assert "no disk" in line and time.monotonic() - started < 5
 
 
@@ -136,7 +136,7 @@ async def test_both_nodes_say_likely_causes_and_go_on_waiting(
     monkeypatch.setattr(rendezvous, "_TRY_EVERY_S", 0.1)
     monkeypatch.setattr(rendezvous, "_TELL_S", 0.1)
     ports = [a_free_port(), a_free_port()]
-    ends = (refusal(meet(node(n, ports[n], join_timeout_s=1.0), "code")) for n in range(2))
+    ends = (refusal(meet(node(n, ports[n], join_timeout_s=1.0), "c0de")) for n in range(2))
     first, second = await asyncio.gather(*ends)
     assert "node 1 of 2 did not come to node 0 within 1 s" in first
     assert f"no node 0 came to 127.0.0.1:{ports[1]} within 1 s" in second
@@ -159,7 +159,7 @@ async def test_node_0_says_how_to_launch_the_first_missing_node(
     monkeypatch.setattr(rendezvous, "_TELL_S", 0.0)
     port = a_free_port()
     first = node(0, port, 4, master="node0", join_timeout_s=0.5)
-    waiting = asyncio.create_task(refusal(meet(first, "code")))
+    waiting = asyncio.create_task(refusal(meet(first, "c0de")))
     await asyncio.sleep(0.1)
     await come(1, 4, port)
     how = f"`MASTER_ADDR=node0 MASTER_PORT={port} NNODES=4 NODE_RANK=2 ./launch_node1.sh`"
@@ -172,7 +172,7 @@ async def test_node_0_says_how_to_launch_the_first_missing_node(
 @in_loop
 async def test_a_node_may_leave_and_come_again_but_not_twice() -> None:
     port = a_free_port()
-    waiting = asyncio.create_task(refusal(meet(node(0, port, nodes=3), "code")))
+    waiting = asyncio.create_task(refusal(meet(node(0, port, nodes=3), "c0de")))
     await asyncio.sleep(0.1)
     (await come(1, 3, port)).peers[0].close()
     await asyncio.sleep(0.3)
@@ -193,13 +193,13 @@ async def test_a_node_may_leave_and_come_again_but_not_twice() -> None:
 @in_loop
 async def test_strangers_at_the_master_port_are_let_go(noise: bytes) -> None:
     port = a_free_port()
-    first = asyncio.create_task(meet(node(0, port), "code"))
+    first = asyncio.create_task(meet(node(0, port), "c0de"))
     await asyncio.sleep(0.1)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
     with contextlib.suppress(ConnectionError):
         writer.write(noise)
         assert await asyncio.wait_for(reader.read(), 5) == b""
-    met = await asyncio.gather(first, meet(node(1, port), "code"))
+    met = await asyncio.gather(first, meet(node(1, port), "c0de"))
     assert [len(each.nodes) for each in met] == [2, 2]
 
 
@@ -224,7 +224,7 @@ async def test_a_worker_says_why_it_does_not_find_node_0(
     monkeypatch.setattr(rendezvous, "_GIVE_UP_AFTER_S", limits)
     port = a_free_port()
     own = {"interface": "eth0", "owns_master": True} if is_own else {"owns_master": False}
-    assert words.format(port=port) in await refusal(meet(node(1, port, **own), "code"))
+    assert words.format(port=port) in await refusal(meet(node(1, port, **own), "c0de"))
 
 
 @in_loop
@@ -233,14 +233,14 @@ async def test_a_port_of_node_0_that_cannot_be_opened_is_named(
 ) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
-        line = await refusal(meet(node(0, port), "code"))
+        line = await refusal(meet(node(0, port), "c0de"))
         assert f"is taken by process {os.getpid()} (`" in line
 
     def refuse(address: object) -> socket.socket:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    assert "is not open: Permission denied - " in await refusal(meet(node(0, "80"), "code"))
+    assert "is not open: Permission denied - " in await refusal(meet(node(0, "80"), "c0de"))
 
 
 # Nodes that have met.
