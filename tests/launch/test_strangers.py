@@ -133,7 +133,12 @@ def test_strangers_are_dropped_and_the_launch_goes_on(folder: Path, start: Start
         assert say(port, noise) == b""
     with pytest.raises(OSError):  # too long
         say(port, *[TEXT.encode() * (LONGEST_BYTES // 10)] * 4)
-    for bad in ({"lost": TEXT, "name": TEXT}, {"round": 1, "value": {"problems": TEXT}}, {"values": []}, [TEXT]):
+    for bad in (
+        {"lost": TEXT, "name": TEXT},
+        {"round": 1, "value": {"problems": TEXT}},
+        {"values": []},
+        [TEXT],
+    ):
         say(port, HELLO, LIVES, bad, is_end=False)
     for node, nodes in ((7, 2), (2, 2), (None, 2)):
         say(port, HELLO | {"node": node, "nodes": nodes}, LIVES, is_end=False)
